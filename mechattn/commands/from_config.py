@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from functools import cache
+from inspect import signature
 from itertools import product
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from mechattn import conditions as public_conditions
 from mechattn.analysis import ANALYSES as KINDS
@@ -68,7 +70,7 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
     if counts:
         first_count = next(iter(counts.values()))
         for name, section in without_count.items():
-            if "count" in _option_names(CONDITIONS[section.kind]):
+            if "count" in _options_model(CONDITIONS[section.kind]).model_fields:
                 counts.setdefault(name, first_count)
     return counts
 
@@ -82,22 +84,24 @@ def _variants(section: Condition, count: int | None, where: str) -> dict[str, ki
     for key, values in swept.items():
         if not values:
             raise OptionError(f"{where}.{key} = []: give at least one value")
-    for combination in product(*swept.values()):
-        of_these_values = options | dict(zip(swept, combination, strict=True))
+    for combination in product(*swept.values()):  # each of them is checked, and one is varied below
+        values_of_one = options | dict(zip(swept, combination, strict=True))
         condition = _built(
-            CONDITIONS, section.kind, of_these_values, where, list(Condition.model_fields)
+            CONDITIONS, section.kind, values_of_one, where, list(Condition.model_fields)
         )
+
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
     if section.masked:
         condition = condition.masked()
     if section.unshifted:
         condition = condition.unshifted()
-    if intervention := section.intervention:
-        where = f"{where}.intervention"
-        condition = condition.under(
-            _built(INTERVENTIONS, intervention.kind, intervention.options, where)
+    if section.intervention:
+        kind = section.intervention.kind
+        intervention = _built(
+            INTERVENTIONS, kind, section.intervention.options, f"{where}.intervention"
         )
+        condition = condition.under(intervention)
     return sweep(condition, **swept) if swept else {"": condition}
 
 
@@ -116,23 +120,51 @@ def _built(
     where: str,
     other_keys: Sequence[str] = (),
 ) -> Any:
-    """Build a dataclass of a given kind from its options, after checking their names and types."""
-    if kind not in classes:
-        choices = ", ".join(classes)
-        raise OptionError(f"{where}.kind = {kind!r}: choose one of {choices}{near(kind, classes)}")
-    option_names = _option_names(classes[kind])
+    """A condition, analysis or intervention of a kind with these options."""
+    build = known_kind(classes, kind, where)
+    checked = checked_options(build, options, where, other_keys)
+    return build(**{name: checked[name] for name in options})
+
+
+def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
+    """The class or figure of a kind."""
+    if kind not in kinds_by_name:
+        choices = ", ".join(kinds_by_name)
+        raise OptionError(
+            f"{where}.kind = {kind!r}: choose one of {choices}{near(kind, kinds_by_name)}"
+        )
+    return kinds_by_name[kind]
+
+
+def checked_options(
+    build: Callable, options: Mapping[str, Any], where: str, other_keys: Sequence[str] = ()
+) -> dict[str, Any]:
+    """All options of a class or figure, with defaults, after checking names and types."""
+    model = _options_model(build)
     for name in options:
-        if name not in option_names:
-            words = no_such_key(name, [*option_names, *other_keys])
+        if name not in model.model_fields:
+            words = no_such_key(name, [*model.model_fields, *other_keys])
             raise OptionError(f"{where}.{name}: {words}")
     try:
         # Through JSON, where strict pydantic still accepts a list for a tuple.
-        content = json.dumps(options, default=str)
-        return TypeAdapter(classes[kind]).validate_json(content, strict=True)
+        return dict(model.model_validate_json(json.dumps(options, default=str)))
     except ValidationError as error:
-        raise OptionError(all_words(error, Condition, f"{where}.")) from None
+        raise OptionError(all_words(error, model, f"{where}.")) from None
 
 
-def _option_names(condition_or_analysis: Any) -> list[str]:
-    """The options of a class; its other fields are filled in before a run."""
-    return [field.name for field in fields(condition_or_analysis) if field.repr]
+@cache
+def _options_model(build: Callable) -> type[BaseModel]:
+    """The options of a class or figure as its signature has them; its other fields are filled in
+    before a run."""
+    hints = get_type_hints(build)
+    options = {}
+    for name, parameter in signature(build).parameters.items():
+        if name not in ("self", "result", "results"):
+            default = ... if parameter.default is parameter.empty else parameter.default
+            options[name] = (hints[name], default)
+    if is_dataclass(build):
+        for field in fields(build):
+            if not field.repr:
+                options.pop(field.name, None)
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    return create_model(build.__name__, __config__=config, **options)  # type: ignore[call-overload]

@@ -313,6 +313,7 @@ def evaluate_config(
 
     read_sections(config)
     _say("Loading the model; a bar shows the first tokens, within a minute or two.", err=True)
+    from mechattn.commands.accuracy_table import accuracy_table
     from mechattn.commands.run_config import evaluate_from_config
 
     template = None if chat_template is None else TEMPLATES[chat_template]
@@ -320,7 +321,7 @@ def evaluate_config(
         config, server, served_model, server_key, system, template
     )
     for model, evaluation in evaluations.items():
-        _say(f"{model}\n{_accuracies(evaluation)}\n")
+        _say(f"{model}\n{accuracy_table(evaluation)}\n")
     for path in written:
         _say(f"Wrote {path}")
 
@@ -406,51 +407,6 @@ def export(
     for words in missing:
         _say(f"Without rows: {words}", err=True)
     _say(f"Wrote {path}")
-
-
-def _accuracies(evaluation: Any) -> str:
-    """A Markdown table: accuracy, and the difference from the baseline; cautions before it, and the
-    methods after it."""
-    lines = [line for caution in evaluation.cautions for line in (f"**{caution}**", "")]
-    lines += [
-        (
-            "| condition | right | 95 % | against the baseline, points | p | gained, lost |"
-            " detectable, points | unread | unfinished |"
-        ),
-        "|---" * 9 + "|",
-    ]
-    accuracies = evaluation.accuracy()
-    tests = f"score and t intervals, sign flips, over {accuracies.attrs['unit']}"
-    for row in accuracies.to_dict("records"):
-        cells = [
-            row["condition"],
-            f"{100 * row['accuracy']:.1f} %",
-            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
-        ]
-        if row["condition"] == "baseline":
-            cells += [""] * 4
-        else:
-            change = evaluation.compare(row["condition"])
-            difference, low, high = (100 * change[name] for name in ("difference", "low", "high"))
-            changed = ""
-            if "only_first" in change:
-                changed = f"{change['only_first']}, {change['only_second']}"
-                tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
-            cells += [
-                f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]",
-                f"{change['p']:.2g}",
-                changed,
-                f"{100 * change['detectable']:.1f}",
-            ]
-        cells += [str(row["unread"]), str(row["unfinished"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    first = accuracies.iloc[0]
-    lines += [
-        "",
-        f"n = {first.n}; {tests}; detectable: found with 80 % power. The {first.condition} can fall by"
-        f" {100 * first.accuracy:.1f} points.",
-    ]
-    return "\n".join(lines)
 
 
 def _numbers(text: str) -> list[int]:

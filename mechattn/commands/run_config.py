@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,13 @@ from typing import Any, Literal
 import torch
 
 from mechattn.axes import BASELINE
-from mechattn.commands.from_config import ANALYSES, made_analyses, made_conditions
+from mechattn.commands.from_config import (
+    ANALYSES,
+    checked_options,
+    known_kind,
+    made_analyses,
+    made_conditions,
+)
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
@@ -35,7 +40,7 @@ from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.atomic_writes import check_writable
 from mechattn.store.writing import check_result_place
-from mechattn.toml_sections import Config, Figure, near, no_such_key, read_sections
+from mechattn.toml_sections import Config, Figure, read_sections
 
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
 FIGURES: dict[str, Callable] = {
@@ -123,10 +128,7 @@ def prepared(
             'the config names no place for the result: add a section [output] with result = "…"'
         )
     figures = _page_figures(config)
-    places = {
-        model: config.output.result.replace("{model}", name)
-        for model, name in file_names(config.models).items()
-    }
+    places = _places(config, config.output.result)
     if config.output.page is not None:
         check_page_place(config.output.page, force)
     for place in places.values():
@@ -146,6 +148,12 @@ def prepared(
             f"a page needs at least {needed} prompts, since {reason}; there are only {count}"
         )
     return places, prompts
+
+
+def _places(config: Config, pattern: str) -> dict[str, str]:
+    """Each model's file, with its name in place of "{model}"."""
+    names = file_names(config.models)
+    return {model: pattern.replace("{model}", name) for model, name in names.items()}
 
 
 def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
@@ -182,12 +190,9 @@ def with_prompt_options(
     config: Config, system: str | None, template: TemplateWord | None
 ) -> Config:
     """A config whose prompts have another text before the question, or another template."""
-    options: dict[str, str] = {}
-    if system is not None:
-        options["system"] = system
-    if template is not None:
-        options["template"] = template
-    prompts = config.prompts.model_copy(update=options)
+    options = {"system": system, "template": template}
+    given_options = {name: value for name, value in options.items() if value is not None}
+    prompts = config.prompts.model_copy(update=given_options)
     return config.model_copy(update={"prompts": prompts})
 
 
@@ -244,10 +249,7 @@ def evaluate_from_config(
             "each separately"
         )
 
-    places = {
-        model: Path(options["out"].replace("{model}", name))
-        for model, name in file_names(config.models).items()
-    }
+    places = {model: Path(place) for model, place in _places(config, options["out"]).items()}
     for place in places.values():
         check_writable(place)
 
@@ -381,32 +383,25 @@ def read_config(path: str | Path) -> Config:
     return config
 
 
-def shown_options(figure: Figure) -> dict[str, Any]:
+def shown_options(figure: Figure, where: str = "figures") -> dict[str, Any]:
     """The options of a figure, including defaults."""
-    options = {}
-    for name, default in DECLARED[figure.kind].takes.items():
-        if default is not inspect.Parameter.empty:
-            options[name] = default
-    return options | figure.options
+    draw = known_kind(FIGURES, figure.kind, where)
+    return checked_options(draw, figure.options, where)
 
 
 def _check_figures(config: Config) -> None:
     """Check that each figure is known, gets valid options, and shows conditions and analyses."""
-    conditions = [*made_conditions(config.conditions), BASELINE]
+    conditions = list(made_conditions(config.conditions))
     analyses = {section.kind for section in config.analyses}
     for index, figure in enumerate(config.figures or []):
         where = f"figures[{index}]"
-        _check_option_names(figure, where)
-        _check_option_types(figure, where)
-
-        options = shown_options(figure)
+        options = shown_options(figure, where)
         for name in (options.get("condition"), *(options.get("conditions") or [])):
-            if name and name not in conditions:
+            if name and name not in (*conditions, BASELINE):
                 raise OptionError(
                     f"{where}: there is no condition {name!r}; the conditions are "
-                    f"{', '.join(conditions[:-1])}"
+                    f"{', '.join(conditions)}"
                 )
-
         needed = _analyses_for(figure, options, where)
         if not analyses.intersection(needed):
             raise OptionError(
@@ -414,67 +409,18 @@ def _check_figures(config: Config) -> None:
             )
 
 
-def _check_option_names(figure: Figure, where: str) -> None:
-    """Check that a figure is known, has no option that it does not take, and all that it needs."""
-    kind = figure.kind
-    if kind not in FIGURES:
-        raise OptionError(
-            f"{where}.kind = {kind!r}: choose one of {', '.join(FIGURES)}{near(kind, FIGURES)}"
-        )
-    defaults = DECLARED[kind].takes
-    for name in figure.options:
-        if name not in defaults:
-            raise OptionError(f"{where}.{name}: {no_such_key(name, list(defaults))}")
-    missing = [
-        name
-        for name, default in defaults.items()
-        if default is inspect.Parameter.empty and name not in figure.options
-    ]
-    if missing:
-        raise OptionError(f"{where}: {kind} needs {', '.join(missing)}")
-
-
-def _check_option_types(figure: Figure, where: str) -> None:
-    """Check the types of the options that name conditions, layers and readings."""
-    options = shown_options(figure)
-    conditions = options.get("conditions") or []
-    if not isinstance(conditions, (list, tuple)):
-        raise OptionError(f"{where}.conditions = {conditions!r}: give a list")
-
-    layer = options.get("layer") or 0
-    layers: list[Any] = [layer]
-    numbers = "one number"
-    if figure.kind == "received_attention" and isinstance(layer, list):
-        layers = layer
-        numbers = "one number, or numbers"
-    if not all(isinstance(number, int) for number in layers):
-        raise OptionError(f"{where}.layer = {layer!r}: give {numbers}")
-
-    for name in ("condition", "reading"):
-        if not isinstance(options.get(name), str | None):
-            raise OptionError(f"{where}.{name} = {options[name]!r}: give one name")
-    if not all(isinstance(name, str) for name in conditions):
-        raise OptionError(f"{where}.conditions = {conditions!r}: give names")
-
-
 def _analyses_for(figure: Figure, options: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
     declared = DECLARED[figure.kind]
-    if isinstance(declared.needs, Mapping) and options["reading"] not in declared.needs:
-        raise OptionError(
-            f"{where}.reading = {options['reading']!r}: choose one of {', '.join(declared.needs)}"
-        )
+    instances = {kind: analysis_class() for kind, analysis_class in ANALYSES.items()}
     if declared.needs:
         dataset = declared.analysis(options)
-        return [
-            kind for kind, analysis_class in ANALYSES.items() if analysis_class().name == dataset
-        ]
+        return [kind for kind, analysis in instances.items() if analysis.name == dataset]
 
-    quantity = str(options["quantity"])
     kinds = []
-    for kind, analysis_class in ANALYSES.items():
-        quantities = {name.removesuffix("_by_segment") for name in analysis_class().quantities}
-        if quantity in quantities:
+    for kind, analysis in instances.items():
+        quantities = {name.removesuffix("_by_segment") for name in analysis.quantities}
+        if options["quantity"] in quantities:
             kinds.append(kind)
     if not kinds:
         raise OptionError(f"{where}.quantity = {options['quantity']!r}: no analysis measures it")

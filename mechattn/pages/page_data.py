@@ -56,7 +56,7 @@ def instrument(data: Sequence[dict[str, Any]]) -> str:
 def check_memory(result: Result) -> None:
     """Check whether a page fits in memory before anything is read."""
     for name in head_quantities(result):
-        layer_blocks(result, name, "question", RESAMPLES, RESAMPLES)
+        layer_blocks(result, name, "question", RESAMPLES)
 
 
 def model_data(model: ShownModel) -> dict[str, Any]:

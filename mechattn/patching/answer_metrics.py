@@ -71,6 +71,57 @@ def answer_difference(
     return logits[:, first, answer[first]] - logits[:, first, other_tokens[first]]
 
 
+def divergence(
+    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
+) -> Float[Tensor, " row"]:
+    """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``,
+    in nats.
+    """
+    expected = baseline.log_softmax(-1)
+    return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
+
+
+_NAMED: Mapping[str, Callable[..., Tensor]] = {
+    "logprob": answer_logprob,
+    "logit_diff": answer_difference,
+    "logit_margin": answer_margin,
+    "kl": divergence,
+}
+
+
+def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
+    """The metric; by default "logit_diff" where every prompt has another answer."""
+    if metric is not None:
+        return metric
+    if all(prompt.other_answer for prompt in prompts):
+        return "logit_diff"
+    return "logprob"
+
+
+def metric_words(metric: Metric) -> str:
+    """What a metric measures."""
+    if callable(metric):
+        return getattr(metric, "__name__", "a function")
+    if metric not in WORDS:
+        choices = ", ".join(map(repr, _NAMED))
+        raise OptionError(
+            f"metric={metric!r}: choose one of {choices}, or give a function of logits and answer"
+        )
+    return WORDS[metric]
+
+
+def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measured]:
+    """The function of a metric for each prompt."""
+    if callable(metric):
+        own_metric = metric
+        return [lambda logits, answer, baseline: own_metric(logits, answer)] * len(prompts)
+    if metric != "logit_diff":
+        return [_NAMED[metric]] * len(prompts)
+    return [
+        partial(answer_difference, other_tokens=other_answer(prompt, model)) for prompt in prompts
+    ]
+
+
 def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     """The tokens of a prompt's other answer, where the model would read them."""
     if not prompt.other_answer:
@@ -100,56 +151,3 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
 def _answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " answer"]:
     sequence = tokenize(prompt, model)
     return sequence.tokens[sequence.of_segment("answer")]
-
-
-def divergence(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
-    """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``,
-    in nats.
-    """
-    expected = baseline.log_softmax(-1)
-    return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
-
-
-_NAMED: Mapping[str, Callable[..., Tensor]] = {
-    "logprob": answer_logprob,
-    "logit_diff": answer_difference,
-    "logit_margin": answer_margin,
-    "kl": divergence,
-}
-
-
-def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
-    """The metric; by default "logit_diff" where every prompt has another answer."""
-    if metric is not None:
-        return metric
-    if all(prompt.other_answer for prompt in prompts):
-        return "logit_diff"
-    return "logprob"
-
-
-def metric_of(metric: Metric) -> tuple[Measured, str]:
-    """The function of a metric, and its description."""
-    if callable(metric):
-        own_metric = metric
-        return (
-            lambda logits, answer, baseline: own_metric(logits, answer),
-            getattr(metric, "__name__", "a function"),
-        )
-    if metric not in _NAMED:
-        choices = ", ".join(map(repr, _NAMED))
-        raise OptionError(
-            f"metric={metric!r}: choose one of {choices}, or give a function of logits and answer"
-        )
-    return _NAMED[metric], WORDS[metric]
-
-
-def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measured]:
-    """The function of a metric for each prompt."""
-    measured, _ = metric_of(metric)
-    if metric != "logit_diff":
-        return [measured] * len(prompts)
-    return [
-        partial(answer_difference, other_tokens=other_answer(prompt, model)) for prompt in prompts
-    ]

@@ -4,7 +4,6 @@ themselves."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -18,25 +17,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice, check_counts, warn
 from mechattn.model.hooked import alone, holding
-from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Metric, chosen_metric
-from mechattn.patching.edges import EdgePair, edges
+from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.edges import EdgePair, EdgeRuns, edges
 from mechattn.patching.effects import DIRECTIONS, Patching
 from mechattn.patching.graph import Graph, graph_of, read_edges, showing_edges
 from mechattn.patching.memory import check_edges_fit
-from mechattn.patching.pairs import pairs_of, units_of
+from mechattn.patching.pairs import Request, request_of
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 
 Ablation = Literal["counterpart", "mean", "resample"]
-# From orders of edges to the metric with the first of each [unit order size].
-Carried = Callable[[Sequence[np.ndarray]], np.ndarray]
 # Of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # of random circuits
@@ -61,7 +58,7 @@ class Circuit:
     graph: Graph
     curve: pd.DataFrame
     about: Mapping[str, Any]
-    _carried: Carried | None = field(default=None, repr=False)
+    _carried: Carried = field(repr=False)
 
     def beside(self, name: str, scores: Patching) -> Circuit:
         """The same with one more column in the curve: what the first edges of another ranking carry
@@ -75,21 +72,15 @@ class Circuit:
         Raises:
             OptionError: It does not rank the edges of this model, or the curve has such a column.
         """
-        ranks_these = isinstance(scores, Patching)
-        if ranks_these:
-            effect = scores.effects.effect
-            ranks_these = {*effect.dims[1:]} == {"writer", "reader"} and (
-                effect.shape[1:] == self.graph.exists.shape
-            )
-        if not ranks_these:
+        ranks_these = isinstance(scores, Patching) and scores.labels == ["writer", "reader"]
+        if not ranks_these or scores.effects.effect.shape[1:] != self.graph.exists.shape:
             raise OptionError(
                 f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns "
                 "for it, or for its architecture with other weights"
             )
         if name in self.curve:
             raise OptionError(f"the curve has a column {name!r} already; give another name")
-        assert self._carried is not None
-        shares = _shares(self._carried([_ranked(scores)]))
+        shares = _shares(self._carried.effects([_ranked(scores)]))
         return replace(self, curve=self.curve.assign(**{name: shares[0]}))
 
     @property
@@ -98,9 +89,9 @@ class Circuit:
         1."""
         share = self.curve.share.values
         areas = {}
-        for column in self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore"):
-            values = self.curve[column].values
-            suffix = f"_{column}".replace("_faithfulness", "")
+        for ranking in self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore"):
+            values = self.curve[ranking].values
+            suffix = "" if ranking == "faithfulness" else f"_{ranking}"
             areas[f"CPR{suffix}"] = float(np.trapezoid(values, share))
             areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - values), share))
         return areas
@@ -109,11 +100,9 @@ class Circuit:
         """Jaccard index of the first edges of both halves of the ranking prompts, and its
         expectation by chance.
         """
-        values = self.edges.units.means(self.edges.effects.effect.values[:, self.graph.exists])
         count = self.size() if size is None else size
-        first_half, second_half = halves_of(len(values))
-        first = largest(values[first_half], count)
-        second = largest(values[second_half], count)
+        values = self.edges.units.means(self.edges.effects.effect.values[:, self.graph.exists])
+        first, second = (largest(values[half], count) for half in halves_of(len(values)))
         return jaccard(first, second), jaccard_by_chance(count, count, values.shape[1])
 
     def size(self, faithfulness: float = _ENOUGH) -> int:
@@ -153,20 +142,17 @@ class Circuit:
         """
         kept_edges = self.kept(size, q)
         scores = self.edges.effects.effect.mean("prompt").values
-        writers = [_theirs(self.graph, name)[0] for name in self.graph.writers]
-        readers = [_theirs(self.graph, name) for name in self.graph.readers]
+        writers = [_eap_names(self.graph, name)[0] for name in self.graph.writers]
         edges_by_name: dict[str, Any] = {}
         for writer, reader in self.graph.edges:
-            for reader_name in readers[reader]:
+            for reader_name in _eap_names(self.graph, self.graph.readers[reader]):
                 edges_by_name[f"{writers[writer]}->{reader_name}"] = {
                     "score": float(scores[writer, reader]),
                     "in_graph": bool(kept_edges[writer, reader]),
                 }
-        in_graph = np.append(kept_edges.any(1), True).tolist()
-        nodes = {
-            name: {"in_graph": inside}
-            for name, inside in zip([*writers, "logits"], in_graph, strict=True)
-        }
+        nodes = {"logits": {"in_graph": True}}
+        for name, kept_of_writer in zip(writers, kept_edges, strict=True):
+            nodes[name] = {"in_graph": bool(kept_of_writer.any())}
         content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges_by_name}
         Path(path).write_text(json.dumps(content))
         return Path(path)
@@ -237,85 +223,108 @@ def circuit(
         arXiv:2510.00845.
     """
     check_choice(Ablation, ablation=ablation)
-    model = load_model(model)
-    prompts = as_prompts(prompts)
-    metric = chosen_metric(metric, prompts)
-    units = units_of(prompts)
-    units.refuse_below(2 * FEWEST, " for two halves", instead="")
-    ranking_half, reporting_half = units.halves()
-    ranking = [prompts[index] for index in ranking_half]
-    reporting = [prompts[index] for index in reporting_half]
+    request = request_of(model, prompts, condition, metric, "noising", memory, seed)
+    ranking, reporting = _halves(request)
+    model = request.model
     graph = graph_of(model)
-    numbers = _sizes(graph, sizes)
-    ranking_pairs, _ = pairs_of(model, ranking, condition, metric, "noising", seed)
-    reporting_pairs, _ = pairs_of(model, reporting, condition, metric, "noising", seed)
-    budget = check_edges_fit(model, graph, [*ranking_pairs, *reporting_pairs], memory)
+    sizes = _checked_sizes(graph, sizes)
+    check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
 
-    scores = edges(model, ranking, condition, steps=steps, metric=metric, memory=memory, seed=seed)
-    order = _ranked(scores)
+    scores = edges(
+        model,
+        ranking.prompts,
+        condition,
+        steps=steps,
+        metric=request.metric,
+        memory=memory,
+        seed=seed,
+    )
     generator = np.random.default_rng(seed)
-    orders = [order, *(generator.permutation(len(order)) for _ in range(_DRAWS))]
-    reported = [EdgePair(model, graph, pair, budget) for pair in reporting_pairs]
-    ranked = [EdgePair(model, graph, pair, budget) for pair in ranking_pairs]
-    mean = None
-    if ablation == "mean":
-        with showing_edges(model):
-            mean = _mean_written(ranked)
-
-    def carried(orders: Sequence[np.ndarray]) -> np.ndarray:
-        # None and all of the edges are the same in every order, so these are measured once.
-        sets = [_first(graph, orders[0], 0), graph.exists]
-        for edge_order in orders:
-            sets += [_first(graph, edge_order, size) for size in numbers[1:-1]]
-        kept_edges = torch.from_numpy(np.stack(sets))
-        draws = deepcopy(generator)
-        metrics = []
-        with holding(model), showing_edges(model):
-            for edge_pair in tqdm(reported, desc="circuits", delay=2):
-                baseline, _, written, replacement = edge_pair.runs()
-                if mean is not None:
-                    replacement = mean.expand_as(written)
-                if ablation == "resample":
-                    drawn = ranked[int(draws.integers(len(ranked)))]
-                    replacement = _from_the_end(written, drawn)
-                del written
-                metrics.append(edge_pair.with_edges(kept_edges, replacement, baseline))
-        by_set = np.stack(metrics)
-        inner = by_set[:, 2:].reshape(len(by_set), len(orders), -1)
-        ends = np.broadcast_to(by_set[:, None, :2], (len(by_set), len(orders), 2))
-        by_size = np.concatenate([ends[..., :1], inner, ends[..., 1:]], axis=-1)
-        return units_of(reporting).means(by_size)
-
-    curve = _curve(carried(orders))
-    curve.insert(0, "share", [size / len(order) for size in numbers])
-    curve.insert(0, "edges", numbers)
+    ranked = _ranked(scores)
+    orders = [ranked, *(generator.permutation(len(ranked)) for _ in range(_DRAWS))]
+    carried = Carried(ranking, reporting, graph, sizes, ablation, generator)
+    curve = _curve(carried.effects(orders))
+    curve.insert(0, "share", [size / len(ranked) for size in sizes])
+    curve.insert(0, "edges", sizes)
     cfg = model.cfg
     about = {
         **scores.about,
         "ablation": ablation,
         "ranked_on": scores.units.words,
-        "reported_on": units_of(reporting).words,
-        "heads": int(cfg.n_heads),
+        "reported_on": reporting.units.words,
+        "heads": cfg.n_heads,
         "cfg": {
-            "n_layers": int(cfg.n_layers),
-            "n_heads": int(cfg.n_heads),
-            "d_model": int(cfg.d_model),
+            "n_layers": cfg.n_layers,
+            "n_heads": cfg.n_heads,
+            "d_model": cfg.d_model,
             "parallel_attn_mlp": bool(getattr(cfg, "parallel_attn_mlp", False)),
         },
     }
     return Circuit(scores, graph, curve, about, carried)
 
 
-def _sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
+def _halves(request: Request) -> tuple[Request, Request]:
+    """The same of the half of the prompts that ranks, and of the half that reports."""
+    request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
+    ranking, reporting = (
+        replace(request, prompts=[request.prompts[index] for index in half])
+        for half in request.units.halves()
+    )
+    return ranking, reporting
+
+
+def _checked_sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
     """The sizes to measure, from none to all."""
     count = int(graph.exists.sum())
     if sizes is None:
         sizes = [round(share * count) for share in _SHARES]
-    for size in sizes:
-        is_whole = isinstance(size, int) and not isinstance(size, bool)
-        if not (is_whole and 0 <= size <= count):
-            raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {count}")
+    if not all(isinstance(size, int) and 0 <= size <= count for size in sizes):
+        raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {count}")
     return sorted({0, *sizes, count})
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Measures what the first edges of an order carry by themselves, on the half that reports."""
+
+    ranking: Request
+    reporting: Request
+    graph: Graph
+    sizes: Sequence[int]
+    ablation: Ablation
+    generator: np.random.Generator
+
+    def effects(self, orders: Sequence[np.ndarray]) -> Float[np.ndarray, "unit order size"]:
+        """The metric with the first edges of each order alone, less that of the whole model."""
+        sets = []
+        for order in orders:
+            sets += [_first(self.graph, order, size) for size in self.sizes]
+        kept_edges = torch.from_numpy(np.stack(sets))
+
+        model = self.reporting.model
+        effects = []
+        with holding(model), showing_edges(model):
+            replacement_of = self._replacement()
+            for edge_pair in tqdm(self._edge_pairs(self.reporting), desc="circuits", delay=2):
+                runs = edge_pair.runs()
+                replacement = replacement_of(runs)
+                effects.append(edge_pair.with_edges(kept_edges, replacement, runs.unpatched))
+        by_order = np.reshape(effects, (len(effects), len(orders), len(self.sizes)))
+        return self.reporting.units.means(by_order)
+
+    def _edge_pairs(self, request: Request) -> list[EdgePair]:
+        return [EdgePair(request.model, self.graph, pair, request.memory) for pair in request.pairs]
+
+    def _replacement(self) -> Callable[[EdgeRuns], Tensor]:
+        """What edges outside a circuit carry in a pair's run."""
+        if self.ablation == "counterpart":
+            return lambda runs: runs.exchanged
+        ranked = self._edge_pairs(self.ranking)
+        if self.ablation == "mean":
+            mean = _mean_written(ranked)
+            return lambda runs: mean.expand_as(runs.written)
+        draws = deepcopy(self.generator)  # the same prompts for every ranking
+        return lambda runs: _from_the_end(runs.written, ranked[int(draws.integers(len(ranked)))])
 
 
 def _mean_written(pairs: Sequence[EdgePair]) -> Float[Tensor, "writer pos d_model"]:
@@ -340,12 +349,11 @@ def _from_the_end(written: Tensor, drawn: EdgePair) -> Float[Tensor, "writer pos
     return resampled
 
 
-def _curve(metrics: Float[np.ndarray, "unit order size"]) -> pd.DataFrame:
+def _curve(effects: Float[np.ndarray, "unit order size"]) -> pd.DataFrame:
     """Faithfulness of each size, the order of the scores first, then random ones."""
-    none = metrics[:, 0, :1]
-    whole = metrics[:, 0, -1] - metrics[:, 0, 0]
-    interval = ratio_interval(metrics[:, 0] - none, whole)
-    shares = _shares(metrics)
+    carried = effects[:, 0] - effects[:, 0, :1]
+    interval = ratio_interval(carried, carried[:, -1])
+    shares = _shares(effects)
     return pd.DataFrame(
         {
             "faithfulness": shares[0],
@@ -356,9 +364,9 @@ def _curve(metrics: Float[np.ndarray, "unit order size"]) -> pd.DataFrame:
     )
 
 
-def _shares(metrics: Float[np.ndarray, "unit order size"]) -> Float[np.ndarray, "order size"]:
+def _shares(effects: Float[np.ndarray, "unit order size"]) -> Float[np.ndarray, "order size"]:
     """Faithfulness of means over units; the first size is none, the last is all."""
-    above = (metrics - metrics[:, :, :1]).mean(0)
+    above = (effects - effects[:, :, :1]).mean(0)
     return above / above[:, -1:]
 
 
@@ -370,8 +378,9 @@ def _ranked(scores: Patching) -> np.ndarray:
 
 def _first(graph: Graph, order: np.ndarray, size: int) -> Bool[np.ndarray, "writer reader"]:
     """The first edges of an order."""
-    kept_edges = np.zeros(graph.exists.shape, dtype=bool)
-    kept_edges[tuple(np.argwhere(graph.exists)[order[:size]].T)] = True
+    writers, readers = graph.exists.nonzero()
+    kept_edges = np.zeros_like(graph.exists)
+    kept_edges[writers[order[:size]], readers[order[:size]]] = True
     return kept_edges
 
 
@@ -391,7 +400,7 @@ def _connected(
         kept_edges = fewer
 
 
-def _theirs(graph: Graph, name: str) -> list[str]:
+def _eap_names(graph: Graph, name: str) -> list[str]:
     """The names of a node in EAP-IG; one for each of the heads that share keys or values."""
     if name == "embedding":
         return ["input"]
@@ -400,10 +409,10 @@ def _theirs(graph: Graph, name: str) -> list[str]:
     _, _, part = name.partition(".")
     names = []
     for node in graph.read_by(name):
-        match = re.fullmatch(r"L(\d+)(?:MLP|H(\d+))", node)
-        assert match is not None
-        layer, head = match.groups()
-        names.append(
-            f"m{layer}" if head is None else f"a{layer}.h{head}" + f"<{part}>" * bool(part)
-        )
+        layer_and_head = head_named(node)
+        if layer_and_head is None:
+            names.append(f"m{node.removeprefix('L').removesuffix('MLP')}")
+            continue
+        layer, head = layer_and_head
+        names.append(f"a{layer}.h{head}<{part}>" if part else f"a{layer}.h{head}")
     return names

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from mechattn.errors import ModelError, check_counts
 from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.load import load_model
 from mechattn.model.several_devices import device_of
-from mechattn.patching.answer_metrics import Metric, chosen_metric
-from mechattn.patching.effects import Patching, checked_sample, effects_dataset
+from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.controls import as_long
+from mechattn.patching.effects import CHECKED, Patching, checked_sample
 from mechattn.patching.graph import (
     Graph,
     Place,
@@ -35,15 +34,14 @@ from mechattn.patching.memory import (
     gradients_row_bytes,
     rows_within,
 )
-from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
+from mechattn.patching.pairs import Pair, Unpatched, request_of
 from mechattn.patching.patched_runs import places_of
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
 
 _TOKENS = 2**12  # in a batch, at most: more are no faster
-_CHECKED = 4  # prompts on which attribution is compared with patching
 # What writers change must add up to two runs' difference, but for this fraction of it.
 _CLOSE = 1e-3
 _CLOSE_IN_HALF_PRECISION = 5e-2
@@ -100,37 +98,41 @@ def edges(
             middles.
     """
     check_counts(steps=steps)
-    model = load_model(model)
+    request = request_of(model, prompts, condition, metric, direction, memory, seed)
+    model = request.model
     graph = graph_of(model)
-    prompts = as_prompts(prompts)
-    metric = chosen_metric(metric, prompts)
-    check_gradients(model, metric, direction)
-    pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
-    budget = check_edges_fit(model, graph, pairs, memory)
-    with showing_edges(model):
-        edge_pairs = [EdgePair(model, graph, pair, budget) for pair in pairs]
-        effects = [
-            edge_pair.attributed(steps, seed + index)
-            for index, edge_pair in enumerate(tqdm(edge_pairs, desc="edges", delay=2))
-        ]
-        axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
-        about = about_of(model, prompts, condition, metric, direction, seed)
-        sharing = graph.read_by("L0H0.v")
-        if len(sharing) > 1:
-            about["sharing"] = (
-                "k and v are those of key-value heads: L0H0.v is read by " + ", ".join(sharing)
-            )
-        about["method"] = "attributed (first order)"
-        if steps > 1:
-            about["method"] = f"attributed ({steps} steps)"
-        about["steps"] = steps
-        dataset = effects_dataset(effects, prompts, axes)
-        patching = Patching(dataset, units_of(prompts), about)
+    check_gradients(model, request.metric, direction)
+    check_edges_fit(model, graph, request.pairs, request.memory)
+    about: dict[str, Any] = {"steps": steps}
+    sharing = graph.read_by("L0H0.v")
+    if len(sharing) > 1:
+        about["sharing"] = "k and v are those of key-value heads: L0H0.v is read by " + ", ".join(
+            sharing
+        )
+    method = "attributed (first order)" if steps == 1 else f"attributed ({steps} steps)"
+    axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
+    def edge_pair(pair: Pair) -> EdgePair:
+        return EdgePair(model, graph, pair, request.memory)
+
+    with showing_edges(model):
+        patching = request.patched(
+            request.pairs, lambda pair: edge_pair(pair).attributed(steps), axes, method, **about
+        )
         sample = checked_sample(patching, seed)
         sampled_edges = [graph.edges[index] for index in sample]
-        exact = [edge_pair.exact(sampled_edges) for edge_pair in edge_pairs[:_CHECKED]]
+        exact = [edge_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED]]
     return patching.compared(exact, sample)
+
+
+@dataclass(frozen=True)
+class EdgeRuns:
+    """A pair's unpatched runs: what the base run writes, and what it would write with the source
+    run's outputs at the tokens that both have."""
+
+    unpatched: Unpatched
+    written: Float[Tensor, "writer pos d_model"]
+    exchanged: Float[Tensor, "writer pos d_model"]
 
 
 @dataclass(frozen=True)
@@ -142,62 +144,52 @@ class EdgePair:
     pair: Pair
     memory: int  # bytes
 
-    def runs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The logits of both runs; what the base run writes, and what it would write with the
-        source run's outputs.
+    def runs(self) -> EdgeRuns:
+        """Both runs.
+
+        Raises:
+            ModelError: What is written does not add up to the residual stream.
         """
+        pair = self.pair
         device = device_of(self.model)
-        base = read_edges(self.model, self.graph, self.pair.base)
-        source = read_edges(self.model, self.graph, self.pair.source)
-        base_places = places_of(self.pair.base, self.pair.origins).to(device)
-        source_places = places_of(self.pair.source, self.pair.origins).to(device)
-        replacement = base.written.clone()
-        replacement[:, base_places] = source.written[:, source_places]
+        base = read_edges(self.model, self.graph, pair.base)
+        source = read_edges(self.model, self.graph, pair.source)
+        base_places = places_of(pair.base, pair.origins).to(device)
+        source_places = places_of(pair.source, pair.origins).to(device)
+        exchanged = base.written.clone()
+        exchanged[:, base_places] = source.written[:, source_places]
 
         change = source.stream[source_places] - base.stream[base_places]
-        explained = (replacement - base.written)[:, base_places].sum(0)
+        explained = (exchanged - base.written)[:, base_places].sum(0)
         missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
         is_wide = change.dtype in (torch.float32, torch.float64)
-        allowed = _CLOSE if is_wide else _CLOSE_IN_HALF_PRECISION
-        if missing > allowed:
+        if missing > (_CLOSE if is_wide else _CLOSE_IN_HALF_PRECISION):
             raise ModelError(
                 f"what heads and MLPs of {self.model.cfg.model_name} write does not add up to the "
                 f"residual stream ({missing:.2g} of its change is missing), so edges have no "
                 "meaning: patch nodes with ma.patch, or paths between heads with ma.paths"
             )
-        return base.logits, source.logits, base.written, replacement
+        return EdgeRuns(Unpatched(pair, base.logits, source.logits), base.written, exchanged)
 
-    def attributed(self, steps: int, seed: int) -> dict[str, np.ndarray]:
+    def attributed(self, steps: int) -> dict[str, np.ndarray | float]:
         """The score of each edge, that of a random step, and the whole effect."""
-        base_logits, source_logits, written, replacement = self.runs()
-        baseline = source_logits if self.pair.denoising else base_logits
-        gradients = self._gradients(steps, written, replacement, baseline)
+        runs = self.runs()
+        gradients = self._gradients(steps, runs)
 
         def scores(step: Float[Tensor, "writer pos d_model"]) -> np.ndarray:
             by_edge = step.flatten(1) @ gradients.flatten(1).T
             return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
-        step = (replacement - written).double()
-        effect = scores(step)
-        length = step.norm(dim=-1, keepdim=True)
-        del step  # as large as what is drawn next
-        generator = torch.Generator().manual_seed(seed)
-        random_step = torch.randn(replacement.shape, generator=generator, dtype=torch.float64).to(
-            length
-        )
-        random_step *= length / random_step.norm(dim=-1, keepdim=True)
-        whole = float(
-            self.pair.measure(source_logits, baseline) - self.pair.measure(base_logits, baseline)
-        )
+        step = (runs.exchanged - runs.written).double()
+        generator = torch.Generator().manual_seed(self.pair.seed)
+        direction = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
         return {
-            "effect": effect,
-            "random": scores(random_step),
-            "whole": np.array(whole),
+            "effect": scores(step),
+            "random": scores(as_long(direction, step)),
+            "whole": runs.unpatched.whole,
         }
 
-    def _gradients(
-        self, steps: int, written: Tensor, replacement: Tensor, baseline: Tensor
-    ) -> Float[Tensor, "reader pos d_model"]:
+    def _gradients(self, steps: int, runs: EdgeRuns) -> Float[Tensor, "reader pos d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the
         steps.
         """
@@ -210,22 +202,23 @@ class EdgePair:
         points = torch.zeros(1)
         if steps > 1:
             points = (torch.arange(steps) + 0.5) / steps
-        _, length, width = written.shape
-        total = written.new_zeros(len(self.graph.readers), length, width, dtype=torch.float64)
-        embedding_step = replacement[0] - written[0]
-        row = gradients_row_bytes(self.model, self.graph, self.pair)
-        for batch in points.split(self._rows(row)):
-            steps_of_rows = batch.to(written)[:, None, None] * embedding_step
+        _, length, width = runs.written.shape
+        readers = len(self.graph.readers)
+        total = runs.written.new_zeros(readers, length, width, dtype=torch.float64)
+        embedding_step = runs.exchanged[0] - runs.written[0]
+        row_bytes = gradients_row_bytes(self.model, self.graph, self.pair)
+        for batch in points.split(self._rows(row_bytes)):
+            embedding_steps = batch.to(runs.written)[:, None, None] * embedding_step
             logits = run_edges(
                 self.model,
                 self.graph,
                 self.pair.base,
                 len(batch),
                 reading=read_with_zeros,
-                embedded=partial(torch.add, other=steps_of_rows),
+                embedded=partial(torch.add, other=embedding_steps),
                 gradients=True,
             )
-            value = self.pair.measure(logits, baseline).sum()
+            value = runs.unpatched.measure(logits).sum()
             gradients = torch.autograd.grad(value, list(zeros.values()))
             for place, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
@@ -233,30 +226,30 @@ class EdgePair:
             zeros.clear()
         return total
 
-    def _rows(self, row: int) -> int:
+    def _rows(self, row_bytes: int) -> int:
         """How many rows go together."""
         fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
         most = max(1, _TOKENS // len(self.pair.base))
-        return min(most, rows_within(self.memory - fixed, row))
+        return min(most, rows_within(self.memory - fixed, row_bytes))
 
-    def exact(self, patched_edges: Sequence[tuple[int, int]]) -> np.ndarray:
+    def exact(self, patched_edges: Sequence[tuple[int, int]]) -> Float[np.ndarray, " edge"]:
         """The effect of single edges, each patched exactly."""
         kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
             kept_edges[row, writer, reader] = False
-        base_logits, source_logits, _, replacement = self.runs()
-        baseline = source_logits if self.pair.denoising else base_logits
-        return self.with_edges(kept_edges, replacement, baseline) - float(
-            self.pair.measure(base_logits, baseline)
-        )
+        runs = self.runs()
+        return self.with_edges(kept_edges, runs.exchanged, runs.unpatched)
 
     def with_edges(
-        self, kept_edges: Bool[Tensor, "row writer reader"], replacement: Tensor, baseline: Tensor
-    ) -> np.ndarray:
-        """The metric with only some edges as they are; all others carry what ``replacement`` has."""
-        metrics = []
-        row = edges_row_bytes(self.model, self.graph, self.pair)
-        for batch in kept_edges.split(self._rows(row)):
+        self,
+        kept_edges: Bool[Tensor, "row writer reader"],
+        replacement: Float[Tensor, "writer pos d_model"],
+        unpatched: Unpatched,
+    ) -> Float[np.ndarray, " row"]:
+        """The effect of keeping only some edges: all others carry what ``replacement`` has."""
+        effects = []
+        row_bytes = edges_row_bytes(self.model, self.graph, self.pair)
+        for batch in kept_edges.split(self._rows(row_bytes)):
             replacing = Replacing(batch, self.graph, replacement)
             logits = run_edges(
                 self.model,
@@ -266,5 +259,5 @@ class EdgePair:
                 reading=replacing.read,
                 writing=replacing.write,
             )
-            metrics.append(self.pair.measure(logits, baseline).double().cpu())
-        return torch.cat(metrics).numpy()
+            effects.append(unpatched.effects(logits))
+        return np.concatenate(effects)

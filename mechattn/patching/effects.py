@@ -13,9 +13,8 @@ import pandas as pd
 import xarray as xr
 
 from mechattn.axes import by_head
-from mechattn.errors import OptionError, check_counts
+from mechattn.errors import check_choice, check_counts
 from mechattn.patching.answer_metrics import WORDS
-from mechattn.prompts.prompt import Prompt
 from mechattn.stats.intervals import FEWEST, Interval, ratio_interval, t_interval
 from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.resolution import Resolution, resolution
@@ -28,6 +27,7 @@ DIRECTIONS = {
     "denoising": "denoising (+: the baseline's output raises it)",
     "noising": "noising (−: the other version's output lowers it)",
 }
+CHECKED = 4  # prompts on which attribution is compared with patching
 _SHOWN = 8  # heads that are printed
 _AGREES = 0.8  # below this correlation of ranks, attribution does not order heads
 _LARGEST_ERROR = 0.5  # of attributed effects, in the exact ones' root mean square
@@ -66,9 +66,7 @@ class Patching:
         """What a row of the table is: "layer" and "head", "layer", or "set"; and "segment"."""
         return [str(dim) for dim in self.effects.effect.dims[1:]]
 
-    def table(
-        self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95
-    ) -> pd.DataFrame:
+    def table(self, top: int | None = None, select: Literal["half"] | None = None) -> pd.DataFrame:
         """One row for each head, layer or set, in order; with ``top`` or ``select``, the largest
         effect first.
 
@@ -92,72 +90,67 @@ class Patching:
             top: The number of rows to return; all by default.
             select: "half" ranks rows on one half of the prompts and reports them on the other; q is
                 then over the ``top`` rows, as other prompts have chosen them.
-            level: The level of the intervals.
 
         Raises:
             OptionError: There are too few prompts, or an option is not allowed.
         """
-        if select not in (None, "half"):
-            raise OptionError(f'select={select!r}: give "half" or None')
-        if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
-            raise OptionError(f"level={level!r}: give a probability such as 0.95")
+        check_choice((None, "half"), select=select)
         if top is not None:
             check_counts(top=top)
-
         if select == "half":
             self.units.refuse_below(2 * FEWEST, instead="")
             ranking_units, reported_units = halves_of(self.units.n)
             mean = self._values("effect")[ranking_units].mean(0)
-            rows = np.argsort(-abs(mean), kind="stable")[:top]
-            return self.rows(rows, level, reported_units)
+            largest = np.argsort(-abs(mean), kind="stable")[:top]
+            return self.rows(largest, reported_units)
+
         self.units.refuse_below(FEWEST, instead="")
         if top is None:
-            return self.rows(np.arange(len(self._cells)), level)
-        return self.rows(self._order[:top], level)
+            return self.rows(np.arange(len(self._cells)))
+        return self.rows(self._order[:top])
 
-    def rows(
-        self, rows: np.ndarray, level: float = 0.95, reported_units: np.ndarray | None = None
-    ) -> pd.DataFrame:
+    def rows(self, rows: np.ndarray, reported_units: np.ndarray | None = None) -> pd.DataFrame:
         """These rows of the table, by number; on units that didn't choose them, they alone are
         tested.
         """
-        half = reported_units is not None
-        chosen = slice(None) if reported_units is None else reported_units
-        compared = self._compared(chosen, rows)
-        if half:
-            tests = {name: _tested(values) for name, values in compared.items()}
-            tested_rows = np.arange(len(rows))
-        else:
+        if reported_units is None:
+            units: Any = slice(None)
             tests = self._tests
             tested_rows = rows
+            family = self._family(len(self._cells))
+        else:
+            units = reported_units
+            tests = _tests_of(self._compared(units, rows))
+            tested_rows = np.arange(len(rows))
+            family = self._family(len(rows)) + ", ranked on the other half"
+        compared = self._compared(units, rows)
         effect = compared["effect"]
-        whole = self.units.means(self.effects.whole.values)[chosen]
+        whole = self.units.means(self.effects.whole.values)[units]
 
         columns: dict[str, Any] = {}
         for index, label in enumerate(self.labels):
             columns[label] = [self._cells[row][index] for row in rows]
-        columns |= _with_ends("effect", t_interval(effect, level))
+        columns |= _with_ends("effect", t_interval(effect))
         for name in compared:
             columns[f"q_{name}"] = tests[name].q[tested_rows]
-        columns |= _with_ends("share", ratio_interval(effect, whole, level))
+        columns |= _with_ends("share", ratio_interval(effect, whole))
         for control in self.controls:
-            columns[control] = np.nanmean(self._values(control)[chosen][:, rows], 0)
+            columns[control] = np.nanmean(self._values(control)[units][:, rows], 0)
         for control in self.controls:
             name = f"beyond_{control}"
-            columns |= _with_ends(name, _interval(compared[name], level))
+            columns |= _with_ends(name, _interval(compared[name]))
         columns["n"] = len(effect)
 
         tested = "effect"
         if self._only_rises:
             columns["q_effect"] = np.nan
             tested = "beyond_random"
-        family = len(rows) if half else len(self._cells)
         table = pd.DataFrame(columns)
         table.attrs = {
             "tested": tested,
-            "family": self._family(family, half),
+            "family": family,
             "skewed": tests[tested].skewed,
-            "resolution": resolution(len(effect), family, unit=self.units.unit),
+            "resolution": resolution(len(effect), len(tests["effect"].q), unit=self.units.unit),
         }
         return by_head(table)
 
@@ -175,8 +168,7 @@ class Patching:
     @cached_property
     def _tests(self) -> dict[str, PairedTests]:
         """The tests of all rows."""
-        compared = self._compared(slice(None), slice(None))
-        return {name: _tested(values) for name, values in compared.items()}
+        return _tests_of(self._compared(slice(None), slice(None)))
 
     @property
     def controls(self) -> list[str]:
@@ -206,20 +198,14 @@ class Patching:
         """Whether the metric cannot fall, whatever is patched."""
         return self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"
 
-    def _family(self, count: int, half: bool) -> str:
+    def _family(self, count: int) -> str:
         """The tests of a table in words, such as "32 heads patched"."""
-        noun = self.labels[-1]
+        noun = self.labels[-1].replace("reader", "edge")
         if noun in ("segment", "position"):
-            noun = f"pairs of {self.labels[-2]} and {noun}"
+            nouns = f"pairs of {self.labels[-2]} and {noun}"
         else:
-            if noun == "reader":
-                noun = "edge"
-            if count > 1:
-                noun += "s"
-        family = f"{count} {noun} {self.about['method']}"
-        if half:
-            family += ", ranked on the other half"
-        return family
+            nouns = noun if count == 1 else f"{noun}s"
+        return f"{count} {nouns} {self.about['method']}"
 
     def _values(self, name: str) -> np.ndarray:
         """The requested values [unit cell]."""
@@ -248,12 +234,18 @@ class Patching:
             return None
         exact = self.checked.exact
         attributed = self.checked.attributed
-        mean_square = max(float((exact**2).mean()), 1e-300)
-        error = np.sqrt(((attributed - exact) ** 2).mean() / mean_square)
-        correlation = np.nan
-        if exact.std() > 0 and attributed.std() > 0:
-            correlation = exact.corr(attributed)
-        return float(correlation), float(error)
+        error = np.sqrt(((attributed - exact) ** 2).mean() / (exact**2).mean())
+        return float(exact.corr(attributed)), float(error)
+
+    @property
+    def rank_agreement(self) -> float | None:
+        """Spearman's correlation of the checked heads' mean attributed and exact effects; None if
+        none were checked.
+        """
+        if self.checked is None:
+            return None
+        means = self.checked.groupby(self.labels)[["attributed", "exact"]].mean()
+        return float(means.attributed.corr(means.exact, method="spearman"))
 
     def compared(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts."""
@@ -271,56 +263,48 @@ class Patching:
         direction = DIRECTIONS.get(about["direction"], about["direction"])
         lines = [f"{about['metric']}; {direction}; {about['method']}, {self.units.words}"]
         if self.units.n < FEWEST:
-            lines.append(f"no interval from fewer than {FEWEST}: .effects has the numbers")
-            return "\n".join(lines)
+            lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
+            means = self.effects.effect.mean("prompt").to_dataframe().dropna().reset_index()
+            largest = means.sort_values("effect", key=abs, ascending=False)[:_SHOWN]
+            return "\n".join([*lines, _printed(largest)])
 
         top = None
         if "head" in self.labels or "reader" in self.labels:
             top = _SHOWN
         table = self.table(top=top)
         tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
-        cells = len(self._cells)
-        if len(table) < cells:
+        if len(table) < len(self._cells):
             chosen = "the largest"
             if self._by_interval:
                 chosen = "those whose interval is furthest from 0"
-            tested += f"; {len(table)} of {cells} shown, {chosen}"
+            tested += f"; {len(table)} of {len(self._cells)} shown, {chosen}"
         mean, low, high = self.whole
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
-        wrong_way = {"noising": low, "denoising": -high}.get(about["direction"], 0)
-        if wrong_way > 0 and about["metric"] == WORDS["logit_diff"]:
-            lines.append(
-                "Careful: the other version favours the answer; are the two the wrong way round?"
-            )
-        if low < 0 < high:
-            lines.append(
-                "Careful: the whole effect may be 0, so there may be nothing to find; does the model"
-                " solve these prompts?"
-            )
+        lines += self._cautions()
         lines.append(str(table.attrs["resolution"]))
         if self.checked is not None:
             lines.append(self._agreement_words(self.checked))
-        if table.attrs["skewed"]:
-            lines.append(table.attrs["skewed"])
-        if "sharing" in about:
-            lines.append(about["sharing"])
+        lines += [table.attrs["skewed"], about.get("sharing", "")]
         # Intervals of shares and differences are in the table; a line would be too long with them.
         columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
-        lines.append(table[columns].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
-        return "\n".join(lines)
+        lines.append(_printed(table[columns]))
+        return "\n".join(filter(None, lines))
 
-    @property
-    def rank_agreement(self) -> float | None:
-        """Spearman's correlation of the checked heads' mean attributed and exact effects; None if
-        none were checked.
-        """
-        if self.checked is None:
-            return None
-        means = self.checked.groupby(self.labels)[["attributed", "exact"]].mean()
-        ranks = means.rank()
-        if (ranks.std() == 0).any():
-            return float("nan")
-        return float(ranks.attributed.corr(ranks.exact))
+    def _cautions(self) -> list[str]:
+        """What the whole effect's interval warns of."""
+        _, low, high = self.whole
+        cautions = []
+        wrong_way = {"noising": low, "denoising": -high}.get(self.about["direction"], 0)
+        if wrong_way > 0 and self.about["metric"] == WORDS["logit_diff"]:
+            cautions.append(
+                "Careful: the other version favours the answer; are the two the wrong way round?"
+            )
+        if low < 0 < high:
+            cautions.append(
+                "Careful: the whole effect may be 0, so there may be nothing to find; does the model"
+                " solve these prompts?"
+            )
+        return cautions
 
     def _agreement_words(self, checked: pd.DataFrame) -> str:
         """How far attributed and exact effects agree, and what to do where they don't."""
@@ -342,32 +326,26 @@ class Patching:
         return sentence
 
 
-def effects_dataset(
-    effects: Sequence[Mapping[str, np.ndarray]],
-    prompts: Sequence[Prompt],
-    axes: Mapping[str, Sequence[Any]],
-) -> xr.Dataset:
-    """The effects of each prompt [*axes] and the whole effect [] as one dataset, by prompt."""
-    coords = {"prompt": [prompt.id for prompt in prompts], **axes}
-    variables = {}
-    for name in effects[0]:
-        values = np.stack([effects_of_prompt[name] for effects_of_prompt in effects])
-        variables[name] = (tuple(coords)[: values.ndim], values)
-    return xr.Dataset(variables, coords)
+def _printed(table: pd.DataFrame) -> str:
+    return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
 
 
-def _tested(values: np.ndarray) -> PairedTests:
+def _tests_of(compared: Mapping[str, np.ndarray]) -> dict[str, PairedTests]:
     """The tests of each column [unit row]; NaN with fewer units than a test needs."""
-    if len(values) < FEWEST:
-        nan = np.full(values.shape[1], np.nan)
-        return PairedTests(nan, nan, "")
-    return paired_tests(values)
+    tests = {}
+    for name, values in compared.items():
+        if len(values) < FEWEST:
+            nan = np.full(values.shape[1], np.nan)
+            tests[name] = PairedTests(nan, nan, "")
+        else:
+            tests[name] = paired_tests(values)
+    return tests
 
 
-def _interval(values: np.ndarray, level: float) -> Interval:
+def _interval(values: np.ndarray) -> Interval:
     """The t interval of each column; without ends where there are too few units."""
     if len(values) >= FEWEST:
-        return t_interval(values, level)
+        return t_interval(values)
     nan = np.full(values.shape[1], np.nan)
     return Interval(values.mean(0) if len(values) else nan, nan, nan)
 

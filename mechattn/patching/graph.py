@@ -86,10 +86,10 @@ class Graph:
 def graph_of(model: HookedModel) -> Graph:
     """The graph of a model, refused if its hooks don't give the inputs of single heads."""
     cfg = model.cfg
-    layers = range(int(cfg.n_layers))
+    layers = range(cfg.n_layers)
     if len(attention_layers(model)) < len(layers) or not hasattr(model, "set_use_split_qkv_input"):
         raise _no_inputs(model)
-    counts = {"q": int(cfg.n_heads), "k": kv_heads_of(model), "v": kv_heads_of(model)}
+    counts = {"q": cfg.n_heads, "k": kv_heads_of(model), "v": kv_heads_of(model)}
     parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
     writers = ["embedding"]
     readers: list[str] = []
@@ -189,29 +189,28 @@ def run_edges(
         assert reading is not None
         return reading(place, _with_readers(x)).reshape(x.shape)
 
+    hooks: dict[str, Callable[..., Any]] = {"blocks.0.hook_resid_pre": embeds}
+    for layer in range(model.cfg.n_layers):
+        block = f"blocks.{layer}"
+        first = graph.writers.index(f"L{layer}H0")
+        heads = slice(first, first + model.cfg.n_heads)
+        if layer in graph.norms:
+            hooks[f"{block}.attn.hook_result"] = partial(keep_result, layer)
+            hooks[f"{block}.{POST}"] = partial(writes_after_norm, layer, heads)
+        else:
+            hooks[f"{block}.attn.hook_result"] = partial(writes, heads)
+        if ("mlp", layer) in graph.places:
+            mlp = slice(heads.stop, heads.stop + 1)
+            hooks[f"{block}.hook_mlp_out"] = partial(writes, mlp)
+    if reading is not None:
+        for place in graph.places:
+            kind, layer = place
+            hooks[_HOOKS[kind].format(layer)] = partial(reads, place)
+
     with ExitStack() as stack:
-
-        def hook(name: str, function: Callable[..., Any]) -> None:
+        for name, function in hooks.items():
             stack.callback(model.hook_dict[name].register_forward_hook(function).remove)
-
-        hook("blocks.0.hook_resid_pre", embeds)
-        for layer in range(int(model.cfg.n_layers)):
-            first = graph.writers.index(f"L{layer}H0")
-            heads = slice(first, first + int(model.cfg.n_heads))
-            result = f"blocks.{layer}.attn.hook_result"
-            if layer in graph.norms:
-                hook(result, partial(keep_result, layer))
-                hook(f"blocks.{layer}.{POST}", partial(writes_after_norm, layer, heads))
-            else:
-                hook(result, partial(writes, heads))
-            if ("mlp", layer) in graph.places:
-                mlp = slice(heads.stop, heads.stop + 1)
-                hook(f"blocks.{layer}.hook_mlp_out", partial(writes, mlp))
-        if reading is not None:
-            for place in graph.places:
-                kind, layer = place
-                hook(_HOOKS[kind].format(layer), partial(reads, place))
-        return logits_of(model, [sequence] * rows, gradients)
+        return logits_of(model, sequence, rows, gradients)
 
 
 _HOOKS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,9 +19,9 @@ from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Logits, answer_logprob
 from mechattn.patching.effects import Patching
-from mechattn.patching.pairs import Pair, PairRuns, about_of, units_of
-from mechattn.patching.patch import PatchingPlan, effects_by_head
-from mechattn.patching.patched_runs import Where, Z, read
+from mechattn.patching.pairs import Pair, Request
+from mechattn.patching.patched_runs import Where, read
+from mechattn.patching.plan import PatchingPlan
 from mechattn.patching.refusals import check_gradients
 from mechattn.patching.sites import Target, target_in
 from mechattn.prompts.conditions import Baseline
@@ -156,36 +156,29 @@ def induction_heads(
     focus = run(model, prompts, {}, [AttentionFocus()], memory=memory)["attention_focus"]
     scores = focus.induction_mass.sel(condition=BASELINE, segment="question", drop=True)
     scores = scores.transpose("prompt", "layer", "head")
+
     target = target_in(model, "all", False)
-    mean_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
-    means = _mean_outputs(model, target, mean_prompts)
-    cells = [(heads, None) for heads in target.units]
-    plan = MeanAblation(model, target, cells, (), budget, seed, means)
-    pairs = [_pair(model, prompt, span) for prompt in prompts]
-    exact = plan.effects(pairs, "a smaller limit= takes less")
-    estimates = replace(plan, target=replace(target, attributed=True)).effects(pairs, "")
-    dataset = effects_by_head(exact, prompts, target, (None,))
-    attributed = effects_by_head(estimates, prompts, target, (None,)).effect
-    about = about_of(model, prompts, Baseline(), "logprob", "noising", seed)
-    about |= {
-        "metric": "loss of the second copy, in nats a token",
-        "direction": "mean ablation (+: copying needs the head)",
-        "method": "ablated",
-    }
-    needed = Patching(dataset[["effect", "whole"]], units_of(prompts), about)
-    return InductionHeads(needed, scores, attributed, dataset.before)
+    other_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
+    means = _mean_outputs(model, target, other_prompts)
+    request = Request(model, prompts, Baseline(), "logprob", "noising", budget, seed)
+    cells = target.cells([None])
+    plan = PatchingPlan(request, target, cells, lambda runs: {"effect": means})
+    estimate = replace(plan, target=replace(target, attributed=True))
 
+    def effects_of(pair: Pair) -> dict[str, Any]:
+        return plan.effects(pair) | {"attributed": estimate.effects(pair)["effect"]}
 
-@dataclass(frozen=True)
-class MeanAblation(PatchingPlan):
-    """Each head's output replaced by its mean over other prompts, by position."""
-
-    means: Mapping[int, Float[Tensor, "pos head d_head"]]
-
-    def replacements(self, runs: PairRuns) -> dict[str, dict[Where, Z]]:
-        """The mean of each head's output."""
-        means = {(layer, head): self.means[layer][:, head] for layer, head in self.target.heads}
-        return {"effect": means}
+    needed = request.patched(
+        [_pair(model, prompt, span) for prompt in prompts],
+        effects_of,
+        {"cell": range(len(cells))},
+        "ablated",
+        metric="loss of the second copy, in nats a token",
+        direction="mean ablation (+: copying needs the head)",
+    )
+    effects = target.by_dimension(needed.effects, [None])
+    needed = replace(needed, effects=effects[["effect", "whole"]])
+    return InductionHeads(needed, scores, effects.attributed, effects.before)
 
 
 def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
@@ -205,15 +198,15 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
 
 def _mean_outputs(
     model: HookedModel, target: Target, prompts: Sequence[Prompt]
-) -> dict[int, Float[Tensor, "pos head d_head"]]:
-    """Each layer's outputs of heads, averaged over prompts that are equally long."""
-    means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
+) -> dict[Where, Float[Tensor, "pos d_head"]]:
+    """Each head's output at each position, averaged over prompts that are equally long."""
+    totals: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        [run_of_prompt] = read(model, [(sequence, sequence.origin)], target.layers, "z")
+        run_of_prompt = read(model, sequence, sequence.origin, target.layers, "z")
         for layer, z in run_of_prompt.z.items():
-            means[layer] = means[layer] + z / len(prompts)
-    return means
+            totals[layer] = totals[layer] + z / len(prompts)
+    return {(layer, head): totals[layer][:, head] for layer, head in target.heads}
 
 
 def _loss(

@@ -3,21 +3,33 @@ measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
+import numpy as np
+import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.axes import BASELINE
 from mechattn.engine.request_checks import made_sequences, with_baseline
-from mechattn.errors import check_choice
+from mechattn.errors import check_choice, warn
 from mechattn.model.head_parts import wide
 from mechattn.model.hooked import HookedModel
-from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_by, metric_of
-from mechattn.patching.patched_runs import Run, Z
+from mechattn.model.load import load_model
+from mechattn.patching.answer_metrics import (
+    Logits,
+    Measured,
+    Metric,
+    chosen_metric,
+    measured_by,
+    metric_words,
+)
+from mechattn.patching.effects import Patching
 from mechattn.patching.refusals import (
     Direction,
     check_metric,
@@ -25,10 +37,15 @@ from mechattn.patching.refusals import (
     warn_of_junctions,
 )
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results import provenance
+from mechattn.results.result import memory_bytes
 from mechattn.stats.units import Units
+
+_SHORTER = (
+    "fewer prompts take less, and so do ma.patch(…, controls=()) and, without at=…, attribution"
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class Pair:
     origins: Int[Tensor, " shared"]
     measured: Measured
     denoising: bool
+    seed: int = 0  # of its random steps
 
     @property
     def length(self) -> int:
@@ -48,101 +66,140 @@ class Pair:
         return max(len(self.base), len(self.source))
 
     @property
+    def baseline(self) -> TokenSequence:
+        """The sequence without the condition."""
+        return self.source if self.denoising else self.base
+
+    @property
     def answer(self) -> Int[Tensor, " answer"]:
         """The tokens of the answer."""
         return self.base.tokens[self.base.of_segment("answer")]
 
-    def measure(self, logits: Logits, baseline: Logits) -> Float[Tensor, " row"]:
-        """The metric of each row, checked; ``base`` are the baseline's logits."""
-        values = self.measured(wide(logits), self.answer.to(logits.device), wide(baseline))
-        check_metric(values, len(logits), logits.requires_grad)
-        return values
-
 
 @dataclass(frozen=True)
-class PairRuns:
-    """Both runs of a pair, unpatched; another prompt's source run, and gradients of the metric with
-    respect to the base run's outputs, by layer, where they are needed.
-    """
+class Unpatched:
+    """The logits of a pair's two unpatched runs, from which every effect is counted."""
 
     pair: Pair
-    base: Run
-    source: Run
-    partner: Run | None = None
-    gradients: Mapping[int, Z] = field(default_factory=dict)
+    base: Logits
+    source: Logits
 
     def measure(self, logits: Logits) -> Float[Tensor, " row"]:
-        """The metric of each row; some compare it with the baseline."""
-        baseline = self.source if self.pair.denoising else self.base
-        return self.pair.measure(logits, baseline.logits)
+        """The metric of each row, checked; "kl" compares it with the baseline."""
+        pair = self.pair
+        baseline = self.source if pair.denoising else self.base
+        values = pair.measured(wide(logits), pair.answer.to(logits.device), wide(baseline))
+        check_metric(values, len(logits), logits.requires_grad)
+        return values
 
     @cached_property
     def before(self) -> float:
         """The metric of the base run."""
-        return float(self.measure(self.base.logits))
+        return float(self.measure(self.base))
 
-    def effect(self, logits: Logits) -> float:
-        """The metric of these logits minus that of the base run; the whole effect with those of the
-        source run.
+    @property
+    def whole(self) -> float:
+        """The whole effect: the metric of the source run minus that of the base run."""
+        return float(self.measure(self.source)) - self.before
+
+    def effects(self, logits: Logits) -> Float[np.ndarray, " row"]:
+        """The metric of each row minus that of the base run, in float64."""
+        return self.measure(logits).double().cpu().numpy() - self.before
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``patch``, ``edges``, ``paths`` and ``circuit`` are all asked."""
+
+    model: HookedModel
+    prompts: Sequence[Prompt]
+    condition: Condition
+    metric: Metric
+    direction: Direction
+    memory: int  # bytes
+    seed: int
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The two sequences of each prompt.
+
+        Raises:
+            MechattnError: They cannot be patched.
         """
-        return float(self.measure(logits)) - self.before
+        named = with_baseline({"condition": self.condition})
+        sequences = made_sequences(named, self.prompts, self.model, self.seed)
+        check_sequences(self.model, self.prompts, sequences)
+        measures = measured_by(self.metric, self.prompts, self.model)
 
-
-def pairs_of(
-    model: HookedModel,
-    prompts: Sequence[Prompt],
-    condition: Condition,
-    metric: Metric,
-    direction: Direction,
-    seed: int,
-) -> tuple[list[Pair], list[Mapping[str, TokenSequence]]]:
-    """The pairs of all prompts, and their sequences under "condition" and the baseline.
-
-    Raises:
-        MechattnError: They cannot be patched.
-    """
-    check_choice(Direction, direction=direction)
-    metric_of(metric)
-    sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
-    check_sequences(model, prompts, sequences)
-    warn_of_junctions(model, prompts, [by_condition[BASELINE] for by_condition in sequences])
-    denoising = direction == "denoising"
-    metrics = measured_by(metric, prompts, model)
-    pairs = []
-    for prompt, by_condition, measured in zip(prompts, sequences, metrics, strict=True):
-        changed = by_condition["condition"]
-        baseline = by_condition[BASELINE]
-        if denoising:
-            base = changed
-            source = baseline
-        else:
-            base = baseline
+        pairs = []
+        denoising = self.direction == "denoising"
+        for index, (prompt, by_condition) in enumerate(zip(self.prompts, sequences, strict=True)):
+            changed = by_condition["condition"]
+            base = by_condition[BASELINE]
             source = changed
-        shared = changed.origin[changed.origin >= 0].sort().values
-        pairs.append(Pair(prompt.id, base, source, shared, measured, denoising))
-    return pairs, list(sequences)
+            if denoising:
+                base, source = source, base
+            shared = changed.origin[changed.origin >= 0].sort().values
+            seed = self.seed + index
+            pairs.append(Pair(prompt.id, base, source, shared, measures[index], denoising, seed))
+        warn_of_junctions(self.model, self.prompts, [pair.baseline for pair in pairs])
+        return pairs
+
+    @property
+    def units(self) -> Units:
+        """The units of replication; a prompt without a group is its own."""
+        return Units.grouped([prompt.group or f"\0{prompt.id}" for prompt in self.prompts])
+
+    def patched(
+        self,
+        pairs: Sequence[Pair],
+        effects_of: Callable[[Pair], Mapping[str, np.ndarray | float]],
+        axes: Mapping[str, Sequence[Any]],
+        method: str,
+        **about: Any,
+    ) -> Patching:
+        """The effects of each pair [*axes] and its whole effect, by prompt, with what was patched
+        as data."""
+        by_prompt = []
+        start = perf_counter()
+        for pair in tqdm(pairs, desc="patching", unit="prompt", delay=2):
+            by_prompt.append(effects_of(pair))
+            minutes = (perf_counter() - start) / 60 * len(pairs)
+            if len(by_prompt) == 1 and minutes > 1:
+                warn(f"about {minutes:.0f} min for {len(pairs)} prompts; {_SHORTER}")
+
+        coords = {"prompt": [pair.id for pair in pairs], **axes}
+        variables = {}
+        for name in by_prompt[0]:
+            values = np.stack([effects[name] for effects in by_prompt])
+            variables[name] = (tuple(coords)[: values.ndim], values)
+        record = {
+            "model": provenance.name_of(str(self.model.cfg.model_name)),
+            "prompts": provenance.digest(self.prompts),
+            "condition": provenance.identity(self.condition),
+            "metric": metric_words(self.metric),
+            "direction": self.direction,
+            "seed": self.seed,
+            "versions": provenance.versions(),
+            "method": method,
+        }
+        return Patching(xr.Dataset(variables, coords), self.units, record | about)
 
 
-def about_of(
-    model: HookedModel,
-    prompts: Sequence[Prompt],
+def request_of(
+    model: Any,
+    prompts: Any,
     condition: Condition,
-    metric: Metric,
+    metric: Metric | None,
     direction: Direction,
+    memory: str,
     seed: int,
-) -> dict[str, Any]:
-    """What was patched, as data."""
-    return {
-        "model": provenance.name_of(str(model.cfg.model_name)),
-        "prompts": provenance.digest(prompts),
-        "condition": provenance.identity(condition),
-        "metric": metric_of(metric)[1],
-        "direction": direction,
-        "seed": seed,
-        "versions": provenance.versions(),
-    }
-
-
-def units_of(prompts: Sequence[Prompt]) -> Units:
-    """The units of replication; a prompt without a group is its own."""
-    return Units.grouped([prompt.group or f"\0{prompt.id}" for prompt in prompts])
+) -> Request:
+    """The request with its model loaded, and with "logit_diff" as the metric where every prompt has
+    another answer."""
+    budget = memory_bytes(memory)
+    check_choice(Direction, direction=direction)
+    prompts = as_prompts(prompts)
+    metric = chosen_metric(metric, prompts)
+    metric_words(metric)  # refuses what is no metric
+    return Request(load_model(model), prompts, condition, metric, direction, budget, seed)

@@ -37,8 +37,7 @@ class Run:
     before the answer.
 
     ``origins`` are the original tokens that the other run has, too; ``inputs_of`` is what the block
-    before a layer returned, for each layer at which patched passes may start, with this run in one
-    row of those that were read together.
+    before a layer returned, for each layer at which patched passes may start.
     """
 
     sequence: TokenSequence
@@ -46,7 +45,6 @@ class Run:
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: Int[Tensor, " shared"]
     inputs_of: Mapping[int, Any] = field(default_factory=dict)
-    row: int = 0
 
     @property
     def places(self) -> Int[Tensor, " shared"]:
@@ -80,7 +78,7 @@ def changing(
             stack.enter_context(changing_keys_values(model, changes))
         else:
             name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
-            by_head: Any = partial(_by_head, heads=int(model.cfg.n_heads) if part == "q" else 1)
+            by_head: Any = partial(_by_head, heads=model.cfg.n_heads if part == "q" else 1)
             if part == "pattern":
                 by_head = _by_query
             for layer, change in layers.items():
@@ -113,60 +111,39 @@ def _by_query(
 
 def read(
     model: HookedModel,
-    sequences: Sequence[tuple[TokenSequence, Int[Tensor, " shared"]]],
+    sequence: TokenSequence,
+    origins: Int[Tensor, " shared"],
     layers: Sequence[int],
     part: Part,
     starts: Sequence[int] = (),
-) -> list[Run]:
-    """Run sequences without patching, each with its origins, those of one shape in one pass.
-
-    ``starts`` are the layers at which patched passes may start.
+) -> Run:
+    """Run a sequence without patching; ``starts`` are the layers at which patched passes may
+    start.
     """
     activations: dict[int, Tensor] = {}
     block_outputs: dict[int, Any] = {}
 
     def record(layer: int, z: Tensor) -> Tensor:
-        activations[layer] = z.detach()
+        activations[layer] = z[0].detach()
         return z
 
     def record_block(layer: int, module: Any, inputs: Any, out: Any) -> None:
         block_outputs[layer] = out
 
-    runs: list[Any] = [None] * len(sequences)
+    blocks = blocks_of(model)
     with ExitStack() as stack:
         records = {layer: partial(record, layer) for layer in layers}
         stack.enter_context(changing(model, part, records))
-        blocks = blocks_of(model)
         for layer in starts:
             handle = blocks[layer - 1].register_forward_hook(partial(record_block, layer))
             stack.callback(handle.remove)
-        for indices in equal_ones([shape_of(sequence) for sequence, _ in sequences]):
-            logits = logits_of(model, [sequences[index][0] for index in indices])
-            inputs_of = dict(block_outputs)
-            for row, index in enumerate(indices):
-                z_by_layer = {layer: z[row] for layer, z in activations.items()}
-                sequence, origins = sequences[index]
-                runs[index] = Run(sequence, z_by_layer, logits[[row]], origins, inputs_of, row)
-    return runs
+        logits = logits_of(model, sequence)
+    return Run(sequence, activations, logits, origins, block_outputs)
 
 
-def shape_of(sequence: TokenSequence) -> tuple[int, ...]:
-    """What sequences must have in common to be rows of one pass: the length, and the answer's
-    places.
-    """
-    return (len(sequence), *_answer_places(sequence).tolist())
-
-
-def _answer_places(sequence: TokenSequence) -> Int[Tensor, " answer"]:
+def answer_places(sequence: TokenSequence) -> Int[Tensor, " answer"]:
+    """The positions of the answer."""
     return sequence.of_segment("answer").nonzero()[:, 0]
-
-
-def equal_ones(keys: Iterable[Any]) -> list[list[int]]:
-    """The indices of each group of equal keys."""
-    groups: dict[Any, list[int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
-    return list(groups.values())
 
 
 def possible_starts(
@@ -180,11 +157,11 @@ def possible_starts(
     starts = sorted(set(layers) - {0})
     if not starts:
         return []
-    [run] = read(model, [(sequence, sequence.origin)], (), "z", starts)
+    run = read(model, sequence, sequence.origin, (), "z", starts)
     try:
         for layer in starts:
-            with _starting_at(model, layer, [run]):
-                if not torch.equal(logits_of(model, [sequence]), run.logits):
+            with _starting_at(model, layer, run, rows=1):
+                if not torch.equal(logits_of(model, sequence), run.logits):
                     return []
     except Exception:
         # A block misses what an earlier one leaves it, such as shared keys: start at the first.
@@ -193,40 +170,39 @@ def possible_starts(
 
 
 @contextmanager
-def _starting_at(model: HookedModel, layer: int, runs: Sequence[Run]) -> Iterator[None]:
-    """Let passes, with runs that were read together as rows, compute nothing before a layer: each
-    block before it returns what the last of them returned.
+def _starting_at(model: HookedModel, layer: int, run: Run, rows: int) -> Iterator[None]:
+    """Let passes with copies of a run compute nothing before a layer: each block before it returns
+    what the last of them returned.
     """
     with ExitStack() as stack:
         if layer > 0:
-            out = _rows_of(runs[0].inputs_of[layer], [run.row for run in runs])
+            out = _repeated(run.inputs_of[layer], rows)
             for block in blocks_of(model)[:layer]:
                 returned = attribute_set(block, "forward", lambda *inputs, **options: out)
                 stack.enter_context(returned)
         yield
 
 
-def _rows_of(out: Any, rows: Sequence[int]) -> Any:
-    """Some rows of what a block returned."""
+def _repeated(out: Any, rows: int) -> Any:
+    """What a block returned for one row, for several."""
     if isinstance(out, tuple):
-        return tuple(_rows_of(member, rows) for member in out)
+        return tuple(_repeated(member, rows) for member in out)
     if isinstance(out, Tensor):
-        return out[rows]
+        return out.repeat_interleave(rows, 0)
     return out
 
 
 def logits_of(
-    model: HookedModel, sequences: Sequence[TokenSequence], gradients: bool = False
+    model: HookedModel, sequence: TokenSequence, rows: int = 1, gradients: bool = False
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits before each token of the answer, for sequences of one shape in a batch."""
+    """Logits before each token of the answer, for a number of copies of a sequence."""
     device = device_of(model)
-    tokens = torch.stack([sequence.tokens for sequence in sequences]).to(device)
+    tokens = sequence.tokens.expand(rows, -1).to(device)
     options: dict[str, Any] = dict(keeping_nothing(model))
-    position_ids = torch.stack([sequence.position_ids for sequence in sequences])
-    if (position_ids != torch.arange(tokens.shape[1])).any():
-        options["position_ids"] = position_ids.to(device)
+    if (sequence.position_ids != torch.arange(len(sequence))).any():
+        options["position_ids"] = sequence.position_ids.expand(rows, -1).to(device)
         options["attention_mask"] = torch.ones_like(tokens)
-    places_before = _answer_places(sequences[0]).to(device) - 1
+    places_before = answer_places(sequence).to(device) - 1
 
     def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream, *other_inputs = inputs
@@ -258,14 +234,11 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 
 
 def patched_logits(
-    model: HookedModel,
-    runs: Sequence[Run],
-    changes_by_row: Sequence[Sequence[Change]],
-    part: Part = "z",
+    model: HookedModel, run: Run, changes_by_row: Sequence[Sequence[Change]], part: Part = "z"
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits of runs of one shape, one in each row, with the changes of that row to a part.
+    """Logits of copies of a run, each with its changes to a part.
 
-    The pass starts at the first layer that is changed, where the runs may start there.
+    The pass starts at the first layer that is changed, where the run may start there.
     """
     by_layer: dict[int, list[tuple[int, Change]]] = {}
     for row, changes in enumerate(changes_by_row):
@@ -279,12 +252,16 @@ def patched_logits(
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
+    rows = len(changes_by_row)
     first_layer = min(by_layer, default=0)
-    if first_layer not in runs[0].inputs_of:
+    if first_layer not in run.inputs_of:
         first_layer = 0
     replacements = {layer: partial(replace_values, changes) for layer, changes in by_layer.items()}
-    with changing(model, part, replacements), _starting_at(model, first_layer, runs):
-        return logits_of(model, [run.sequence for run in runs])
+    with (
+        changing(model, part, replacements),
+        _starting_at(model, first_layer, run, rows),
+    ):
+        return logits_of(model, run.sequence, rows)
 
 
 def gradients_of(
@@ -308,6 +285,6 @@ def gradients_of(
     with ExitStack() as stack:
         stack.callback(first_stream.register_forward_hook(begin_graph).remove)
         stack.enter_context(changing_z(model, records))
-        logits = logits_of(model, [sequence], gradients=True)
+        logits = logits_of(model, sequence, gradients=True)
     gradients = torch.autograd.grad(metric(logits)[0], [outputs[layer] for layer in layers])
     return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}

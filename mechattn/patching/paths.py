@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from mechattn.axes import head_named
 from mechattn.errors import OptionError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
-from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Metric, chosen_metric
-from mechattn.patching.effects import Patching, effects_dataset
+from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.controls import as_long
+from mechattn.patching.effects import Patching
 from mechattn.patching.memory import paths_row_bytes, rows_within
-from mechattn.patching.pairs import Pair, PairRuns, about_of, pairs_of, units_of
+from mechattn.patching.pairs import Pair, Request, Unpatched, request_of
 from mechattn.patching.patched_runs import (
+    Run,
     Where,
     changing,
     logits_of,
@@ -33,9 +33,10 @@ from mechattn.patching.patched_runs import (
     read,
 )
 from mechattn.patching.refusals import Direction
+from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.results.result import MEMORY, memory_bytes
+from mechattn.prompts.prompt import Prompt
+from mechattn.results.result import MEMORY
 
 Output = Float[Tensor, "shared d_head"]  # of a head, at the original tokens that both runs have
 
@@ -92,20 +93,11 @@ def paths(
     Source:
         Path patching: arXiv:2211.00593, appendix B.
     """
-    budget = memory_bytes(memory)
-    model = load_model(model)
-    named = _paths_in(model, between)
-    prompts = as_prompts(prompts)
-    metric = chosen_metric(metric, prompts)
-    pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
-    effects = [
-        _effects(model, pair, named, budget, seed + index)
-        for index, pair in enumerate(tqdm(pairs, desc="paths", delay=2))
-    ]
-    dataset = effects_dataset(effects, prompts, {"path": [path.name for path in named]})
-    about = about_of(model, prompts, condition, metric, direction, seed)
-    about["method"] = "patched"
-    return Patching(dataset, units_of(prompts), about)
+    request = request_of(model, prompts, condition, metric, direction, memory, seed)
+    named = _paths_in(request.model, between)
+    axes = {"path": [path.name for path in named]}
+    effects_of = partial(_effects, request, named)
+    return request.patched(request.pairs, effects_of, axes, "patched")
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[Path]:
@@ -114,85 +106,76 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
         raise OptionError(
             f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]'
         )
-    layers = attention_layers(model)
     key_heads = kv_heads_of(model)
-    heads_of_part = {"q": int(model.cfg.n_heads), "k": key_heads, "v": key_heads}
+    counts = {"q": model.cfg.n_heads, "k": key_heads, "v": key_heads}
     named = []
-    for pair in between:
-        sender = receiver = None
-        part = end = ""
-        if isinstance(pair, (list, tuple)) and len(pair) == 2:
-            end = str(pair[1])
-            head_of_end, _, part = end.partition(".")
-            sender = head_named(pair[0])
-            receiver = head_named(head_of_end)
-        to_a_head = receiver is not None and part in heads_of_part
-        if sender is None or not (to_a_head or end == "logits"):
-            raise OptionError(
-                f'{pair!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or '
-                '"logits"'
-            )
-        ends = [(sender, heads_of_part["q"])]
-        if receiver is not None:
-            ends.append((receiver, heads_of_part[part]))
-            if receiver[0] <= sender[0]:
+    for ends in between:
+        path = _path_of(ends)
+        check_head(model, path.sender, counts["q"])
+        if path.receiver is not None:
+            check_head(model, path.receiver, counts[str(path.part)])
+            if path.receiver[0] <= path.sender[0]:
                 raise OptionError(
-                    f"{pair!r}: nothing passes from layer {sender[0]} to layer {receiver[0]}; name "
-                    "a later layer"
+                    f"{ends!r}: nothing passes from layer {path.sender[0]} to layer "
+                    f"{path.receiver[0]}; name a later layer"
                 )
-        for (layer, head), count in ends:
-            if layer not in layers or head >= count:
-                raise OptionError(
-                    f"{pair!r}: {model.cfg.model_name} has heads 0 to {count - 1} there, in layers "
-                    f"{', '.join(map(str, layers))}"
-                )
-        named.append(Path(sender, receiver, part or None, f"{pair[0]} → {pair[1]}"))  # type: ignore[arg-type]
+        named.append(path)
     return named
 
 
-def _effects(
-    model: HookedModel, pair: Pair, named: Sequence[Path], budget: int, seed: int
-) -> dict[str, np.ndarray]:
-    """The effect of each path, that of a random step of its sender, and the whole effect."""
-    layers = attention_layers(model)
-    starts = possible_starts(
-        model, pair.base, [path.receiver[0] for path in named if path.receiver]
+def _path_of(ends: Any) -> Path:
+    match ends:
+        case (str(start), str(end)) if sender := head_named(start):
+            name = f"{start} → {end}"
+            if end == "logits":
+                return Path(sender, None, None, name)
+            node, _, part = end.partition(".")
+            receiver = head_named(node)
+            if receiver is not None and part in ("q", "k", "v"):
+                return Path(sender, receiver, part, name)  # type: ignore[arg-type]
+    raise OptionError(
+        f'{ends!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
     )
-    base_run, source_run = read(
-        model, [(pair.base, pair.origins), (pair.source, pair.origins)], layers, "z", starts
-    )
-    runs = PairRuns(pair, base_run, source_run)
 
-    generator = torch.Generator().manual_seed(seed)
-    outputs_by_name: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
+
+def _effects(request: Request, named: Sequence[Path], pair: Pair) -> dict[str, np.ndarray | float]:
+    """The effect of each path, that of a random step of its sender, and the whole effect."""
+    model = request.model
+    receiving_layers = [path.receiver[0] for path in named if path.receiver]
+    starts = possible_starts(model, pair.base, receiving_layers)
+    layers = attention_layers(model)
+    base_run = read(model, pair.base, pair.origins, layers, "z", starts)
+    source_run = read(model, pair.source, pair.origins, layers, "z")
+    unpatched = Unpatched(pair, base_run.logits, source_run.logits)
+
+    generator = torch.Generator().manual_seed(pair.seed)
+    outputs: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
     for layer, head in dict.fromkeys(path.sender for path in named):
         z = base_run.z[layer][base_run.places, head]
         source_z = source_run.z[layer][source_run.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
-        length = (source_z - z).norm(dim=-1, keepdim=True)
-        direction *= length / direction.norm(dim=-1, keepdim=True)
-        outputs_by_name["effect"][layer, head] = source_z
-        outputs_by_name["random"][layer, head] = z + direction
+        outputs["effect"][layer, head] = source_z
+        outputs["random"][layer, head] = z + as_long(direction, source_z - z)
 
-    rows = rows_within(budget, paths_row_bytes(model, pair))
-    effects = {"whole": np.array(runs.effect(source_run.logits))}
-    for name, outputs in outputs_by_name.items():
-        metrics = []
+    rows = rows_within(request.memory, paths_row_bytes(model, pair))
+    effects: dict[str, np.ndarray | float] = {"whole": unpatched.whole}
+    for name, outputs_of_senders in outputs.items():
+        batches = []
         for start in range(0, len(named), rows):
             batch = named[start : start + rows]
-            metrics.append(_patched(model, batch, runs, outputs))
-        effects[name] = np.concatenate(metrics) - runs.before
+            batches.append(_patched(model, batch, base_run, unpatched, outputs_of_senders))
+        effects[name] = np.concatenate(batches)
     return effects
 
 
 def _patched(
     model: HookedModel,
     named: Sequence[Path],
-    runs: PairRuns,
+    base_run: Run,
+    unpatched: Unpatched,
     outputs: Mapping[Where, Output],
 ) -> np.ndarray:
-    """The metric with each path patched: one row of two passes for each."""
-    base_run = runs.base
+    """The effect of each path: one row of two passes for each."""
     rows_by_part: dict[Any, dict[int, Where]] = {}  # the receiver in each row
     for row, path in enumerate(named):
         if path.receiver is not None:
@@ -222,8 +205,8 @@ def _patched(
             layers = {layer for layer, _ in receivers.values()}
             records = {layer: partial(record, part, layer) for layer in layers}
             stack.enter_context(changing(model, part, records))
-        logits = logits_of(model, [base_run.sequence] * len(named))
-    metrics = runs.measure(logits).double().cpu().numpy()
+        logits = logits_of(model, base_run.sequence, len(named))
+    effects = unpatched.effects(logits)
 
     # The second: only the receivers' parts are changed.
     all_places = torch.arange(len(base_run.sequence))
@@ -232,6 +215,6 @@ def _patched(
         for row, (layer, head) in receivers.items():
             value = recorded[part, layer][row, :, head]
             changes.append([((layer, head), all_places, value)])
-        logits = patched_logits(model, [base_run] * len(changes), changes, part)
-        metrics[list(receivers)] = runs.measure(logits).double().cpu().numpy()
-    return metrics
+        logits = patched_logits(model, base_run, changes, part)
+        effects[list(receivers)] = unpatched.effects(logits)
+    return effects

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -33,51 +33,45 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
 
 
 def check_sequences(
-    model: HookedModel, prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]]
+    model: HookedModel, prompts: Sequence[Prompt], sequences: list[dict[str, TokenSequence]]
 ) -> None:
-    """Refuse prompts without an answer, conditions that do more than insert, and sequences too long
-    for the model.
+    """Refuse prompts without an answer, conditions that change more than tokens, and sequences too
+    long for the model.
     """
-    if len(prompts) < 2:
-        raise OptionError(
-            "one prompt: give at least two; intervals and tests are over prompts, and one control"
-            " takes another prompt's output"
-        )
+    longest = model.cfg.n_ctx
+    predicted_by_inserted = 0  # prompts in which an inserted token predicts the answer's first
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         changed = by_condition["condition"]
         if not changed.inserted.any() and not changed.counterpart:
             raise OptionError(
                 f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same"
             )
-        if not changed.of_segment("answer").any():
-            raise PromptError(
-                f"{prompt.where} has no reference answer for the model to read: use load_prompts(…,"
-                " with_answer=True), or Prompt(…, answer=…)"
-            )
         if changed.edge_mask is not None or changed.interventions:
             raise OptionError(
                 "the condition hides tokens or acts inside the model; patching compares two runs"
                 " that differ only in their tokens"
             )
-        if len(changed) > int(model.cfg.n_ctx):
+        answer_places = changed.of_segment("answer").nonzero()
+        if not len(answer_places):
+            raise PromptError(
+                f"{prompt.where} has no reference answer for the model to read: use load_prompts(…,"
+                " with_answer=True), or Prompt(…, answer=…)"
+            )
+        if len(changed) > longest:
             raise PromptTooLong(
                 f"{prompt.where} has {len(changed):,} tokens with the condition;"
-                f" {model.cfg.model_name} takes {int(model.cfg.n_ctx):,}"
+                f" {model.cfg.model_name} takes {longest:,}"
             )
-        check_side(prompt, dict(by_condition), model)
-    check_variants(model, [dict(by_condition) for by_condition in sequences])
-    predicted_by_inserted = 0  # prompts in which an inserted token predicts the answer's first
-    for by_condition in sequences:
-        changed = by_condition["condition"]
-        answer_start = int(changed.of_segment("answer").nonzero()[0])
-        predicted_by_inserted += int(changed.inserted[answer_start - 1])
+        check_side(prompt, by_condition, model)
+        predicted_by_inserted += int(changed.inserted[answer_places[0] - 1])
+    check_variants(model, sequences)
+
     if predicted_by_inserted:
         warn(
             f"in {predicted_by_inserted} of {len(prompts)} prompts the token right before the answer"
-            " is an inserted one: it predicts the answer's first token and has no counterpart in the"
-            " baseline, so nothing is patched there and not even the last layer's stream restores"
-            " that token. Insert elsewhere, or begin the answer with a token that the model is"
-            " sure of"
+            " is an inserted one, which has no counterpart in the baseline: nothing is patched there,"
+            " so the answer's first token is not restored. Insert elsewhere, or begin the answer with"
+            " a token that the model is sure of"
         )
 
 
@@ -87,22 +81,12 @@ def warn_of_junctions(
     """Warn where the answer does not follow the question as a text would: a blank is missing, or a
     line break comes before one. Says what the model would write there.
     """
-    suspicious = []
-    for prompt, sequence in zip(prompts, baselines, strict=True):
-        if not prompt.answer or not prompt.question:
-            continue
-        before = prompt.question[-1]
-        first = prompt.answer[0]
-        goes_on = before.isalpha() and first.isalpha()
-        is_glued = prompt.template == "joined" and goes_on
-        # A line break is meant after a question, not within the sentence that a pair completes.
-        is_broken = first == " " or (goes_on and bool(prompt.other_answer))
-        if is_glued or (prompt.template == "plain" and is_broken):
-            suspicious.append((prompt, sequence))
+    suspicious = [index for index, prompt in enumerate(prompts) if _is_odd_junction(prompt)]
     if not suspicious:
         return
-    prompt, sequence = suspicious[0]
-    likeliest = int(logits_of(model, [sequence])[0, 0].argmax())
+
+    prompt = prompts[suspicious[0]]
+    likeliest = int(logits_of(model, baselines[suspicious[0]])[0, 0].argmax())
     separator = ""
     advice = f"write answer={' ' + prompt.answer!r}"
     if prompt.template == "plain":
@@ -114,6 +98,17 @@ def warn_of_junctions(
         f"prompt {prompt.id} reads {junction!r}, where the model would write "
         f"{model.tokenizer.decode([likeliest])!r}; {advice}"
     )
+
+
+def _is_odd_junction(prompt: Prompt) -> bool:
+    if not prompt.answer or not prompt.question:
+        return False
+    goes_on = prompt.question[-1].isalpha() and prompt.answer[0].isalpha()
+    if prompt.template == "joined":
+        return goes_on
+    # A line break is meant after a question, not within the sentence that a pair completes.
+    is_broken = prompt.answer[0] == " " or (goes_on and bool(prompt.other_answer))
+    return prompt.template == "plain" and is_broken
 
 
 def check_metric(values: Any, rows: int, gradients: bool) -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+import pandas as pd
 import torch
+import xarray as xr
 from torch import Tensor
 
 from mechattn.axes import head_named
@@ -42,8 +44,23 @@ class Sites:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """One patch of a prompt: which heads (or layers, as head 0), and which of their tokens: a
+    segment's, the one at a position, or all original ones (None).
+    """
+
+    heads: tuple[Where, ...]
+    tokens: str | int | None
+
+    @property
+    def first_layer(self) -> int:
+        """The first layer that is changed."""
+        return min(layer for layer, _ in self.heads)
+
+
+@dataclass(frozen=True)
 class Target:
-    """The sites in a model: (layer, head) pairs, the segments to patch one by one, and how."""
+    """The sites in a model: (layer, head) pairs, what tells tokens apart, and how they are patched."""
 
     part: Part
     heads: tuple[Where, ...]
@@ -52,44 +69,66 @@ class Target:
     attributed: bool
 
     @property
-    def of_layers(self) -> bool:
-        """Whether the part is one of whole layers, not of heads."""
-        return self.part in OF_LAYER
-
-    @property
     def layers(self) -> list[int]:
         """The layers that are changed."""
         return sorted({layer for layer, _ in self.heads})
 
-    @property
-    def units(self) -> list[tuple[Where, ...]]:
-        """The heads of each unit: one, or all of them together."""
+    def cells(self, tokens: Sequence[Any]) -> list[Cell]:
+        """A cell for each head, or for all of them together, at each of these sets of tokens."""
+        units = [self.heads] if self.together else [(where,) for where in self.heads]
+        return [Cell(heads, token_set) for heads in units for token_set in tokens]
+
+    def by_dimension(self, effects: xr.Dataset, tokens: Sequence[Any]) -> xr.Dataset:
+        """Effects [prompt cell] by layer and head, layer, or set, and by segment or position; NaN
+        for heads that were not named.
+        """
+        dims = ["layer"]
         if self.together:
-            return [self.heads]
-        return [(where,) for where in self.heads]
+            dims = ["set"]
+        elif self.part not in OF_LAYER:
+            dims.append("head")
+        cells = []
+        for cell in self.cells(tokens):
+            unit = (self._set_name,) if self.together else cell.heads[0][: len(dims)]
+            cells.append((*unit, cell.tokens) if self.by else unit)
+
+        index = pd.MultiIndex.from_tuples(cells, names=[*dims, self.by] if self.by else dims)
+        coords = xr.Coordinates.from_pandas_multiindex(index, "cell")
+        effects = effects.drop_vars("cell").assign_coords(coords).unstack("cell")
+        if self.by:  # the order of the text, not of the alphabet
+            effects = effects.reindex({self.by: tokens})
+        return effects
+
+    @property
+    def _set_name(self) -> str:
+        of_layers = self.part in OF_LAYER
+        if len(self.heads) > 8:
+            return f"{len(self.heads)} {'layers' if of_layers else 'heads'}"
+        name = "L{}" if of_layers else "L{}H{}"
+        return " + ".join(name.format(*where) for where in self.heads)
 
 
 def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     """The sites that ``at`` names in a model; all heads' z is attributed, everything else is
     patched exactly.
     """
-    if isinstance(at, str) and at in get_args(Part):
-        at = Sites(at)  # type: ignore[arg-type]
     sites = at
-    if not isinstance(sites, Sites):
+    if isinstance(at, str) and at in get_args(Part):
+        sites = Sites(at)  # type: ignore[arg-type]
+    elif not isinstance(at, Sites):
         sites = Sites("z", at)
     check_choice(Part, part=sites.part)
-    if sites.by not in (None, "segment", "position"):
-        raise OptionError(f'by={sites.by!r}: give "segment", "position" or None')
+    check_choice((None, "segment", "position"), by=sites.by)
     if not isinstance(together, bool):
         raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
+
     where: Any = sites.where
     if isinstance(where, str) and where == "all":
         where = None
     if sites.part in OF_LAYER:
         heads = [(layer, 0) for layer in chosen_layers(model, where)]
     else:
-        count = kv_heads_of(model) if sites.part in ("k", "v") else int(model.cfg.n_heads)
+        count = kv_heads_of(model) if sites.part in ("k", "v") else model.cfg.n_heads
         heads = _heads(model, where, count)
     if sites.part == "pattern" and not _patterns_act(model):
         raise ModelError(
@@ -102,33 +141,38 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
 
 def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
     """The named heads, each once; by default all, ``count`` per layer."""
-    layers = attention_layers(model)
     if heads is None:
+        layers = attention_layers(model)
         return [(layer, head) for layer in layers for head in range(count)]
-    pairs = []
+
+    named = []
     if isinstance(heads, (tuple, list)):
-        pairs = [head_named(head) or head for head in heads]
-    if not pairs or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        named = [head_named(head) or head for head in heads]
+    if not named or not all(map(_is_pair_of_numbers, named)):
         parts = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
             f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}'
         )
-    for layer, head in pairs:
-        if not _is_whole(layer) or not _is_whole(head):
-            raise OptionError(
-                f"at={heads!r}: ({layer!r}, {head!r}) is not two whole numbers; give such as "
-                "[(1, 4)]"
-            )
-        if layer not in layers or not 0 <= head < count:
-            raise OptionError(
-                f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
-                f"{count - 1} in layers {', '.join(map(str, layers))}"
-            )
-    return list(dict.fromkeys((int(layer), int(head)) for layer, head in pairs))
+    for head in named:
+        check_head(model, head, count)
+    return list(dict.fromkeys((int(layer), int(head)) for layer, head in named))
 
 
-def _is_whole(number: Any) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool)
+def check_head(model: HookedModel, where: Where, count: int) -> None:
+    """Refuse a head that a model doesn't have."""
+    layer, head = where
+    layers = attention_layers(model)
+    if layer not in layers or not 0 <= head < count:
+        raise OptionError(
+            f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
+            f"{count - 1} in layers {', '.join(map(str, layers))}"
+        )
+
+
+def _is_pair_of_numbers(head: Any) -> bool:
+    if not isinstance(head, (tuple, list)) or len(head) != 2:
+        return False
+    return all(isinstance(number, Integral) for number in head)
 
 
 def _patterns_act(model: HookedModel) -> bool:

@@ -3,8 +3,9 @@ models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -42,30 +43,29 @@ CHOICE = (
 
 def figure_sections(results: Sequence[Result]) -> list[Section]:
     """Three figures of every model, each with what was published; figure by figure."""
-    three_heads = []
-    beside_sentence = []
-    three_layers = []
+    by_figure: dict[str, list[Section]] = {THREE_HEADS: [], SENTENCE: [], THREE_LAYERS: []}
+
+    def add(published: str, figure: Callable, result: Result, words: str, **options: Any) -> None:
+        section = drawn_section(figure, result, options)
+        title = f"{model_caption(result)}: {words}"
+        note = f"{published} {CHOICE} {section.note}"
+        by_figure[published].append(replace(section, title=title, note=note))
+
     for result in results:
         heads = changing_heads(result)
+        words = f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”"
+        add(THREE_HEADS, received_attention, result, words, layer=0, heads=heads, condition="slash")
+
         first = heads[0]
+        words = f"layer 0, head {first}, “/” and a random sentence"
+        both = ("slash", "sentence")
+        add(SENTENCE, received_by_model, result, words, layer=0, heads=first, conditions=both)
+
         layers = result["received_attention"].layer.values.tolist()
-        model = model_caption(result)
-
-        options = {"layer": 0, "heads": heads, "condition": "slash"}
-        section = drawn_section(received_attention, result, options)
-        title = f"{model}: layer 0, heads {', '.join(map(str, heads))}, without and with “/”"
-        three_heads.append(_beside(section, title, THREE_HEADS))
-
-        options = {"layer": 0, "heads": first, "conditions": ("slash", "sentence")}
-        section = drawn_section(received_by_model, result, options)
-        title = f"{model}: layer 0, head {first}, “/” and a random sentence"
-        beside_sentence.append(_beside(section, title, SENTENCE))
-
+        words = f"head {first} in layers {', '.join(map(str, layers))}"
         options = {"layer": layers, "heads": [first], "condition": "slash"}
-        section = drawn_section(received_attention, result, options)
-        title = f"{model}: head {first} in layers {', '.join(map(str, layers))}"
-        three_layers.append(_beside(section, title, THREE_LAYERS))
-    return three_heads + beside_sentence + three_layers
+        add(THREE_LAYERS, received_attention, result, words, **options)
+    return [section for sections in by_figure.values() for section in sections]
 
 
 def changing_heads(result: Result) -> list[int]:
@@ -78,8 +78,3 @@ def changing_heads(result: Result) -> list[int]:
     chosen_on, _ = units_of(result, prompts).halves()
     chosen = choose_heads(result, 0, count, "slash", np.asarray(chosen_on), "difference")
     return [head for _, head in chosen]
-
-
-def _beside(section: Section, title: str, published: str) -> Section:
-    """A figure with what was published before how to read it."""
-    return replace(section, title=title, note=f"{published} {CHOICE} {section.note}")

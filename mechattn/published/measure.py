@@ -4,7 +4,6 @@ repeated."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +26,6 @@ from mechattn.results import provenance
 from mechattn.results.provenance import identity
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import say, write_whole
-from mechattn.store.reading import load_result
 
 UNTRAINED_PROMPTS = 8  # of the prompts, for each draw of untrained weights
 FIRST_DRAW = 1000  # the seed of the first draw: far from the seeds that a user takes
@@ -92,8 +90,11 @@ class ModelRuns:
             if isinstance(values, str):
                 cells[statement.key] = Cell(NOT_MEASURABLE, note=values)
                 continue
-            draws = [of_draw[statement.key] for of_draw in untrained]
-            means = [sum(draw) / len(draw) for draw in draws if not isinstance(draw, str)]
+            means = []
+            for values_of_draw in untrained:
+                draw = values_of_draw[statement.key]
+                if not isinstance(draw, str):
+                    means.append(sum(draw) / len(draw))
             cells[statement.key] = measured_cell(statement, values, means)
         return cells
 
@@ -124,7 +125,13 @@ class ModelRuns:
             return {statement.key: str(error) for statement in statements}
         if is_drawn:
             result.save(self.result_place)
-        values = {statement.key: _values(statement, result) for statement in statements}
+
+        values: StatementValues = {}
+        for statement in statements:
+            try:
+                values[statement.key] = value_of(result, statement.values, statement).tolist()
+            except NotMeasurable as error:
+                values[statement.key] = str(error)
         text = json.dumps(values, indent=1)
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
         return values
@@ -195,7 +202,7 @@ class ModelRuns:
             self.name,
             stored_hash(self.name),
             identity(planned),
-            [(each.key, each.values, each.asked) for each in self._of_run(run_name)],
+            [statement.model_dump() for statement in self._of_run(run_name)],
             provenance.digest(self.settings.prompts),
             self.settings.seed,
             self.settings.dtype,
@@ -204,18 +211,3 @@ class ModelRuns:
         trained = "" if draw is None else f"-untrained-{draw}"
         name = f"{self.file_name}-{run_name}{trained}-{provenance.digest(decides)[:8]}.json"
         return self.settings.folder / name
-
-
-def measured_model(runs: ModelRuns) -> tuple[dict[str, Cell], Result, float]:
-    """The cells of a model, the result that the page draws, and the seconds that they took."""
-    begun = time.monotonic()
-    cells = runs.cells()
-    return cells, load_result(runs.result_place), time.monotonic() - begun
-
-
-def _values(statement: Statement, result: Result) -> list[float] | str:
-    """One value a prompt; or why the statement cannot be measured."""
-    try:
-        return value_of(result, statement.values, statement.asked).tolist()
-    except NotMeasurable as error:
-        return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from mechattn.published.measure import (
     UNTRAINED_PROMPTS,
     ModelRuns,
     Settings,
-    measured_model,
 )
 from mechattn.published.page import write_comparison
 from mechattn.published.statements import read_statements
@@ -25,6 +25,7 @@ from mechattn.render.html_views import check_page_place
 from mechattn.results import provenance
 from mechattn.results.provenance import file_names
 from mechattn.stats.intervals import FEWEST
+from mechattn.store.reading import load_result
 
 
 def paper(
@@ -76,7 +77,12 @@ def paper(
     """
     folder = Path(out)
     names = [models] if isinstance(models, str) else list(models)
-    _check(names, limit, draws, problems)
+    if not names:
+        raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
+    if len(set(names)) < len(names):
+        raise OptionError(f"models={names}: a model is given twice; give each once")
+    check_counts(FEWEST, limit=limit)
+    check_counts(0, draws=draws, problems=problems)
     file_name_of = file_names(names)
     dtype_named(dtype)
     check_device(device)
@@ -111,13 +117,13 @@ def paper(
     seconds = {}
     cells: dict[str, dict[str, Cell]] = {each.key: {} for each in statements.statements}
     for name in names:
-        runs = ModelRuns(name, file_name_of[name], statements, settings)
-        of_model, result, taken = measured_model(runs)
         short_name = provenance.name_of(name)
-        results.append(result)
-        seconds[short_name] = round(taken, 1)
-        for key, cell in of_model.items():
+        runs = ModelRuns(name, file_name_of[name], statements, settings)
+        start = time.monotonic()
+        for key, cell in runs.cells().items():
             cells[key][short_name] = cell
+        results.append(load_result(runs.result_place))
+        seconds[short_name] = round(time.monotonic() - start, 1)
 
     about = {
         "made": provenance.now(),
@@ -138,15 +144,6 @@ def paper(
         (folder / file_name).write_text(text, encoding="utf-8")
     write_comparison(comparison, results, folder / "index.html", force)
     return comparison
-
-
-def _check(names: Sequence[str], limit: int, draws: int, problems: int) -> None:
-    if not names:
-        raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
-    if len(set(names)) < len(names):
-        raise OptionError(f"models={names}: a model is given twice; give each once")
-    check_counts(FEWEST, limit=limit)
-    check_counts(0, draws=draws, problems=problems)
 
 
 def _check_prompts(

@@ -30,7 +30,7 @@ class Arm(Section):
     p1: float
 
 
-class Statement(Section):
+class Statement(Asked):
     """What was published, and the measured value that comes with it.
 
     As published: the whole interval lies beyond ``line`` in ``direction``; opposite: beyond
@@ -47,11 +47,6 @@ class Statement(Section):
     published: Text
     run: Text
     values: Text
-    quantities: list[str] = Field([])
-    condition: str = "slash"
-    to: str = BASELINE
-    layers: list[int] = Field([0])
-    less_layers: list[int] = Field([])
     direction: Literal["above", "below"]
     line: float
     opposite: float
@@ -66,16 +61,12 @@ class Statement(Section):
         return quote
 
     @property
-    def asked(self) -> Asked:
-        """What the function of its values takes besides a result."""
-        layers, less_layers = (tuple(numbers) for numbers in (self.layers, self.less_layers))
-        return Asked(tuple(self.quantities), self.condition, self.to, layers, less_layers)
-
-    @property
     def unit(self) -> str:
         """The unit in which its values and lines are written."""
         unit = UNITS[self.values]
-        return "points" if unit == "share" and self.less_layers else unit
+        if unit == "share" and self.less_layers:
+            return "points"  # a difference of shares
+        return unit
 
 
 class Statements(Section):

@@ -7,15 +7,15 @@ are taken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
+from pydantic import Field
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import MechattnError
 from mechattn.results.result import Result
+from mechattn.toml_sections import Section
 
 PEAKS = 0.1  # share of the question's tokens that are a head's peaks
 QUERIES_AFTER = 8  # original tokens after a peak, at least: a mean over one or two is hardly one
@@ -29,15 +29,18 @@ class NotMeasurable(MechattnError):
     """A model, or these prompts, do not have what a value is about."""
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(Section):
     """What a value is about: quantities by the names of ``ma.run``, conditions and layers."""
 
-    quantities: tuple[str, ...]
+    quantities: list[str] = Field([])
     condition: str = "slash"
     to: str = BASELINE
-    layers: tuple[int, ...] = (0,)
-    less_layers: tuple[int, ...] = ()  # the same of these layers is subtracted
+    layers: list[int] = Field([0])
+    less_layers: list[int] = Field([])  # the same of these layers is subtracted
+
+    def in_layers(self, layers: list[int]) -> Asked:
+        """The same in other layers."""
+        return self.model_copy(update={"layers": layers, "less_layers": []})
 
 
 def change(result: Result, asked: Asked) -> PerPrompt:
@@ -51,7 +54,7 @@ def change(result: Result, asked: Asked) -> PerPrompt:
 def layers_falling(result: Result, asked: Asked) -> PerPrompt:
     """Share of all measured layers in which the question has less than under the other
     condition."""
-    every_layer = Asked(asked.quantities, layers=measured_layers(result, asked.quantities[0]))
+    every_layer = asked.in_layers(measured_layers(result, asked.quantities[0]))
     after = of_segment(result, every_layer, asked.condition)
     before = of_segment(result, every_layer, asked.to)
     return (after < before).mean(1)
@@ -165,7 +168,7 @@ def updates_at_first(result: Result, asked: Asked) -> PerPrompt:
     layers = measured_layers(result, asked.quantities[0])[FROM_LAYER:]
     if not layers:
         raise NotMeasurable(f"the model has no layer {FROM_LAYER}")
-    later = Asked(asked.quantities, layers=layers)
+    later = asked.in_layers(layers)
     target, size = (
         selected(result, f"{name}_per_prompt", later, asked.condition).isel(key=slice(1, None))
         for name in asked.quantities
@@ -209,8 +212,7 @@ def value_of(result: Result, function: str, asked: Asked) -> PerPrompt:
     """
     values = FUNCTIONS[function](result, asked)
     if asked.less_layers:
-        other = Asked(asked.quantities, asked.condition, asked.to, asked.less_layers)
-        values = values - FUNCTIONS[function](result, other)
+        values = values - FUNCTIONS[function](result, asked.in_layers(asked.less_layers))
     if not np.isfinite(values).all():
         raise NotMeasurable("it is undefined in some prompt")
     return values
@@ -224,9 +226,9 @@ def dataset_with(result: Result, name: str) -> xr.Dataset:
     raise NotMeasurable(f"the model has no {name}")
 
 
-def measured_layers(result: Result, name: str) -> tuple[int, ...]:
+def measured_layers(result: Result, name: str) -> list[int]:
     """The layers in which a quantity was measured."""
-    return tuple(dataset_with(result, name).layer.values.tolist())
+    return dataset_with(result, name).layer.values.tolist()
 
 
 def selected(result: Result, name: str, asked: Asked, condition: str) -> xr.DataArray:
@@ -237,7 +239,7 @@ def selected(result: Result, name: str, asked: Asked, condition: str) -> xr.Data
         raise NotMeasurable(f"the model has no layer {missing[0]}")
     if condition not in result.conditions:
         raise NotMeasurable(f"the model cannot be run under {condition!r}")
-    return dataset[name].sel(condition=condition, layer=list(asked.layers)).astype(np.float64)
+    return dataset[name].sel(condition=condition, layer=asked.layers).astype(np.float64)
 
 
 def of_segment(

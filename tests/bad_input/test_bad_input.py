@@ -272,12 +272,6 @@ def test_a_single_token(no_forward):
         ma.run(no_forward, torch.tensor([[no_forward.tokenizer.bos_token_id]]))
 
 
-@pytest.mark.parametrize("count", [0, -3])
-def test_count_below_one(count):
-    with pytest.raises(OptionError, match=f"count={count}"):
-        ma.MeaninglessTokens(count=count)
-
-
 def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forward):
     with pytest.raises(ConditionError, match=r"become \['hello'.*|become \[.*Use count="):
         ma.run(no_forward, "Tom has 3 apples.", {"x": ma.MeaninglessTokens("zebra", count=55)})
@@ -300,16 +294,13 @@ def test_random_place_in_a_question_of_one_token(no_forward):
     "options",
     [
         {"layers": [9]},
-        {"layers": -1},
         {"layers": []},
         {"layers": "all"},
         {"conditions": [ma.MeaninglessTokens()]},
         {"conditions": {"baseline": "slash"}},
         {"memory": "lots"},
-        {"memory": "0GiB"},
         {"keep": "all"},
         {"analyses": []},
-        {"conditions": {"x": "slash"}},
     ],
 )
 def test_options_of_run(no_forward, options):
@@ -353,9 +344,7 @@ def test_a_prompt_too_long_for_a_map(no_forward):
     [
         ([], "contains no prompts"),
         (["{}"], "no field 'question'"),
-        (['{"problem": "1+1", "id": 3}'], "its fields are 'problem', 'id'"),
         (['{"question": ""}'], "no text in field 'question'"),
-        (['{"question": 3}'], "no text in field 'question'"),
         (['{"question": "fine"}', "{broken"], "line 2 of .* is not JSON"),
         (["[1, 2]"], "line 1 of .* is not a JSON object"),
     ],
@@ -448,25 +437,15 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
     ("change", "message"),
     [
         ({"modl": "toy:llama"}, "modl: there is no such key"),
-        (
-            {"prompts": {"source": "word-problems", "lmit": 3}},
-            r"prompts\.lmit: there is no such key",
-        ),
         ({"output": {}}, r"output\.result: is missing"),
-        ({"conditions": {"x": {"count": "many"}}}, r"conditions\.x\.count"),
         (
             {"conditions": {"x": {"cuont": 5}}},
             r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
         ),
-        ({"conditions": {"x": {"kind": "RandomSentense"}}}, r"did you mean 'RandomSentence'"),
         ({"conditions": {"x": {"count": 0}}}, r"count=0: give a whole number, at least 1"),
         (
             {"conditions": {"x": {"place": ["start", "end"]}}},
             r"conditions\.x\.place: Input should be",
-        ),
-        (
-            {"analyses": [{"kind": "AffineShift", "queries": "all"}]},
-            r"analyses\[0\]\.queries: there is no such key",
         ),
         ({"figures": [{"kind": "chnage_map"}]}, r"did you mean 'change_map'"),
         (
@@ -481,9 +460,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
             {"figures": [{"kind": "scale_by_layer"}]},
             r"shows AffineShift, which is not among the analyses",
         ),
-        ({"figures": [{"kind": "by_layer"}]}, r"by_layer needs quantity"),
-        ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
-        ({"model": []}, r"give at least one model"),
+        ({"figures": [{"kind": "by_layer"}]}, r"figures\[0\]\.quantity: is missing"),
     ],
 )
 def test_config_files(tmp_path, change, message):
@@ -502,9 +479,9 @@ def test_config_files(tmp_path, change, message):
     ("make", "message"),
     [
         (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
-        (lambda: ma.conditions.RandomTokens("55"), "count='55': give a whole number"),
+        (lambda: ma.MeaninglessTokens(count=5.5), "count=5.5: give a whole number"),
+        (lambda: ma.MeaninglessTokens(""), 'text="": give the text'),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
-        (lambda: ma.conditions.ShuffledSentence(place="end"), "place='end': choose one of"),
         (
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",
@@ -624,7 +601,6 @@ def baseline_alone(toy):
             "did you mean 'word-problems'.*hub was not queried",
         ),
         (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
-        (lambda toy, r: ma.verify_model(toy)["logit"], "no check 'logit'; it has logits, "),
         (lambda toy, r: ma.load_model("toy:llama", n_devices=2), "n_devices=2 requires CUDA"),
         (
             lambda toy, r: ma.load_model("toy:llama", device_map={"a": "cpu", "b": "cuda:0"}),

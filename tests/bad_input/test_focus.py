@@ -112,7 +112,7 @@ def test_a_config_with_a_reading_that_was_not_measured(tmp_path):
     )
     for reading, message in (
         ("top_target", "update_map shows TopTargetUpdates, which is not among the analyses"),
-        ("all", "reading = 'all': choose one of mixed, top_target"),
+        ("all", "reading: Input should be 'mixed' or 'top_target', not 'all'"),
     ):
         (tmp_path / "config.toml").write_text(text % reading)
         with pytest.raises(OptionError, match=message):

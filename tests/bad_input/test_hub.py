@@ -40,9 +40,7 @@ def test_toys_and_directories_need_no_hub(nobody, monkeypatch, checkpoint):
     assert tokenizer_named("toy:llama")
 
 
-@pytest.mark.parametrize(
-    "name", ["/nowhere/model", "./here/there/model", "~/model", "C:\\model", "a/b/c"]
-)
+@pytest.mark.parametrize("name", ["/nowhere/model", "C:\\model", "a/b/c"])
 def test_a_path_is_not_a_name_on_the_hub(name):
     with pytest.raises(
         ModelError, match=r"it is not a directory here, and models on the hub are named owner/name$"

@@ -28,18 +28,9 @@ PROMPT = "Tom has 3 apples."
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
         ),
         (
-            lambda: ma.interventions.ARM(scope="batch"),
-            "scope='batch': choose one of 'token', 'tensor'",
-        ),
-        (lambda: ma.interventions.ARM(control="noise"), "control='noise'"),
-        (lambda: ma.interventions.ARM(layers=()), r"layers=\(\)"),
-        (lambda: ma.interventions.ARM(layers=-1), "layers=-1"),
-        (
             lambda: ma.interventions.AttentionKnockout("questions"),
             "queries='questions': choose among 'first'",
         ),
-        (lambda: ma.interventions.AttentionKnockout(keys=()), r"keys=\(\): choose among"),
-        (lambda: ma.interventions.AffineAttention(parts="all"), "parts='all'"),
         (
             lambda: ma.analyses.MlpActivations("percentile"),
             "rule='percentile': choose one of 'quantile', 'mad', 'absolute'",
@@ -52,7 +43,6 @@ PROMPT = "Tom has 3 apples."
             lambda: ma.analyses.MlpActivations("absolute", 0),
             "value=0: give a number above 0",
         ),
-        (lambda: ma.analyses.MlpActivations(calibration=()), "give at least one prompt"),
         (lambda: ma.analyses.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
     ],
 )

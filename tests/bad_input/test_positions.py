@@ -65,13 +65,6 @@ def test_both_sides_in_evaluate(tokenizer):
     assert len(ma.evaluate(model, prompts, new_tokens=4).answers) == 1
 
 
-def test_both_sides_in_what_is_recorded(tokenizer):
-    with pytest.raises(PromptError, match="would compare two models"):
-        ma.record_affine(
-            loaded("Llama LongRoPE", tokenizer), prompt_of(28, tokenizer), ma.MeaninglessTokens("/", 10)
-        )  # fmt: skip
-
-
 def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
     said = r'has 40 positions with the condition "slash": beyond 32 positions LlamaForCausalLM computes with the'
     model = loaded("Llama dynamic NTK", tokenizer)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mechattn.commands.main import _accuracies
+from mechattn.commands.accuracy_table import accuracy_table
 from mechattn.evaluation.evaluation import Evaluation
 from tests.evaluation import by_hand
 
@@ -30,7 +30,7 @@ USUAL = ["right"] * 10 + ["wrong"] * 10
 def test_nothing_is_said_where_nothing_is_the_matter():
     usual = evaluation(baseline=USUAL, slash=["cut off", "unread", *USUAL[2:]])
     assert usual.cautions == []
-    table = _accuracies(usual)
+    table = accuracy_table(usual)
     assert table.startswith("| condition")
     # Ten of 20 are right; of these, the first two are cut off and unread under the condition.
     assert "| 0.25 | 0, 2 |" in table
@@ -50,7 +50,7 @@ def test_more_than_a_tenth_is_said_before_the_table(kind, sentence):
     careful = evaluation(baseline=USUAL, slash=[kind] * 3 + USUAL[3:])
     (caution,) = careful.cautions
     assert sentence in caution
-    assert _accuracies(careful).splitlines()[0] == f"**{caution}**"
+    assert accuracy_table(careful).splitlines()[0] == f"**{caution}**"
     assert repr(careful).splitlines()[1] == caution
     assert careful.accuracy().attrs["cautions"] == [caution]
 

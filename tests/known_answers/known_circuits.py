@@ -20,7 +20,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
 from mechattn.patching.edges import EdgePair, edges
 from mechattn.patching.graph import graph_of, showing_edges
-from mechattn.patching.pairs import pairs_of
+from mechattn.patching.pairs import request_of
 from mechattn.prompts.counterparts import Counterpart
 from mechattn.prompts.prompt import Prompt
 
@@ -271,8 +271,10 @@ def scores_of(
     graph = graph_of(model)
     if steps is None:
         with showing_edges(model):
-            runs, _ = pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)
-            effects = [EdgePair(model, graph, run, 2**31).exact(graph.edges) for run in runs]
+            request = request_of(model, pairs, Counterpart(), None, "noising", "1GiB", 0)
+            effects = [
+                EdgePair(model, graph, pair, 2**31).exact(graph.edges) for pair in request.pairs
+            ]
         mean_effect = np.mean(effects, axis=0)
     else:
         effect = edges(model, pairs, Counterpart(), steps=steps).effects.effect

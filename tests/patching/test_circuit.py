@@ -19,10 +19,10 @@ import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError
 from mechattn.model.checkpoint import lettered_tokenizer
-from mechattn.patching.circuit import Circuit, _connected
+from mechattn.patching.circuit import _connected
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
-from mechattn.patching.pairs import pairs_of
+from mechattn.patching.pairs import request_of
 from mechattn.render.words import said
 from mechattn.stats.units import halves_of
 from tests.patching.test_edges import EQUAL, theirs
@@ -33,6 +33,10 @@ MANY = [
               other_answer=(61,), id=str(i))
     for i in range(8)
 ]  # fmt: skip
+
+
+def pairs_of(model, prompts):
+    return request_of(model, prompts, Counterpart(), None, "noising", "1GiB", 0).pairs
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +66,12 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
         generator.random((4, *graph.exists.shape)) < np.array([0.3, 0.6, 0.9, 1.1])[:, None, None]
     )
     with showing_edges(model):
-        pairs, _ = pairs_of(model, EQUAL, Counterpart(), "logit_diff", "noising", 0)
-        one = EdgePair(model, graph, pairs[0], 2**31)
-        own, other, mine, put = one.runs()
-        made = one.with_edges(torch.from_numpy(kept), put, own)
-    assert float((put - mine).abs().max()) > 1e-2
-    before, after = (float(one.pair.measure(each, own)) for each in (other, own))
+        pair = pairs_of(model, EQUAL)[0]
+        edge_pair = EdgePair(model, graph, pair, 2**31)
+        runs = edge_pair.runs()
+        made = edge_pair.with_edges(torch.from_numpy(kept), runs.exchanged, runs.unpatched)
+    assert float((runs.exchanged - runs.written).abs().max()) > 1e-2
+    without_edges = runs.unpatched.whole
     for row, value in zip(kept, made, strict=True):
         named = [
             edge for edge in scored
@@ -76,7 +80,8 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
         expected = faithfulness(
             model, clean, corrupt, metric, named, FaithfulnessConfig("corrupt")
         ).recovered
-        assert (value - before) / (after - before) == pytest.approx(expected, abs=1e-5)
+        carried = (value - without_edges) / -without_edges
+        assert carried == pytest.approx(expected, abs=1e-5)
     assert made.std() > 1e-2, "other sets of edges would be noticed"
 
 
@@ -92,14 +97,13 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     kept = np.zeros(found.graph.exists.shape, dtype=bool)
     kept[tuple(np.argwhere(found.graph.exists)[order].T)] = True
     empty, every = np.zeros_like(kept), found.graph.exists
+    kept_edges = torch.from_numpy(np.stack([empty, kept, every]))
+    rows = []
     with showing_edges(model):
-        pairs = pairs_of(model, [MANY[i] for i in rest], Counterpart(), "logit_diff", "noising", 0)[
-            0
-        ]
-        rows = []
-        for one in (EdgePair(model, found.graph, pair, 2**31) for pair in pairs):
-            own, _, _, put = one.runs()
-            rows.append(one.with_edges(torch.from_numpy(np.stack([empty, kept, every])), put, own))
+        for pair in pairs_of(model, [MANY[index] for index in rest]):
+            edge_pair = EdgePair(model, found.graph, pair, 2**31)
+            runs = edge_pair.runs()
+            rows.append(edge_pair.with_edges(kept_edges, runs.exchanged, runs.unpatched))
     none, some, whole = np.array(rows).mean(0)
     assert found.curve.faithfulness[2] == pytest.approx((some - none) / (whole - none), abs=1e-6)
     first_line, *_ = str(found).splitlines()
@@ -125,7 +129,7 @@ def test_areas_by_hand(found):
             "random": [0, 0, 1.0],
         }
     )
-    made = Circuit(found.edges, found.graph, curve, found.about)
+    made = replace(found, curve=curve)
     assert made.areas["CPR"] == pytest.approx(0.25 * 0.6 + 0.75 * 1.1)
     assert made.areas["CMD"] == pytest.approx(0.25 * (1 + 0.2) / 2 + 0.75 * 0.1)
     assert made.areas["CPR_random"] == pytest.approx(0.75 * 0.5)

@@ -17,7 +17,7 @@ from mechattn.patching import effects
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.memory import edges_fixed_bytes, edges_row_bytes
-from mechattn.patching.pairs import pairs_of
+from mechattn.patching.pairs import request_of
 from mechattn.stats.many_tests import paired_tests
 from tests.conftest import loaded_once
 from tests.patching.test_pairs import LONGER, PARTNERS
@@ -230,26 +230,28 @@ def test_heads_write_after_the_norm_that_follows_attention(monkeypatch):
     ).eval()
     pairs = ma.pairs(model, "ioi", 2)
     graph = graph_of(model)
-    pair = pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)[0][0]
+    pair = request_of(model, pairs, Counterpart(), "logit_diff", "noising", "1GiB", 0).pairs[0]
     layer, head = 3, 2
     edge = graph.writers.index(f"L{layer}H{head}"), graph.readers.index("logits")
     kept = torch.ones(2, *graph.exists.shape, dtype=torch.bool)
     kept[0] = False
     kept[1, edge[0], edge[1]] = False
     with showing_edges(model):
-        edge_pair = EdgePair(model, graph, pair, 2**31)
-        own, other, _, put = edge_pair.runs()
-        source, direct = edge_pair.with_edges(kept, put, own)
-        assert source == pytest.approx(float(pair.measure(other, own)), abs=1e-6)
-        assert abs(source - float(pair.measure(own, own))) > 1e-4
+        runs = EdgePair(model, graph, pair, 2**31).runs()
+        unpatched = runs.unpatched
+        source, direct = EdgePair(model, graph, pair, 2**31).with_edges(
+            kept, runs.exchanged, unpatched
+        )
+        assert source == pytest.approx(unpatched.whole, abs=1e-6)
+        assert abs(source) > 1e-4
 
         with torch.no_grad():
             mine, last = after_norm(native, pair.base.tokens.tolist(), layer, head)
             theirs, _ = after_norm(native, pair.source.tokens.tolist(), layer, head)
             stream = (last + theirs - mine)[pair.base.of_segment("answer").nonzero()[0] - 1]
             logits = native.lm_head(native.model.norm(stream))[None]
-        assert direct == pytest.approx(float(pair.measure(logits, own)), abs=1e-5)
-        assert abs(direct - float(pair.measure(own, own))) > 1e-4
+        assert direct == pytest.approx(unpatched.effects(logits).item(), abs=1e-5)
+        assert abs(direct) > 1e-4
 
         without_norms = replace(graph, norms={})
         with pytest.raises(ModelError, match="does not add up to the residual stream"):
@@ -322,7 +324,7 @@ def test_edges_are_tested_once_and_few_prompts_order_them_by_the_interval(toy, m
 def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
     pairs = ma.pairs(toy, "ioi", 3)
     graph = graph_of(toy)
-    pair, *_ = pairs_of(toy, pairs, Counterpart(), "logit_diff", "noising", 0)[0]
+    pair, *_ = request_of(toy, pairs, Counterpart(), "logit_diff", "noising", "1GiB", 0).pairs
     fixed = edges_fixed_bytes(toy, graph, pair)
     row = edges_row_bytes(toy, graph, pair)
     kept = torch.rand(7, *graph.exists.shape, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -330,9 +332,9 @@ def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
     with showing_edges(toy):
         for rows in (2, 50):
             edge_pair = EdgePair(toy, graph, pair, fixed + rows * row)
-            own, _, _, put = edge_pair.runs()
+            runs = edge_pair.runs()
             assert edge_pair._rows(row) == rows
-            metrics.append(edge_pair.with_edges(kept, put, own))
+            metrics.append(edge_pair.with_edges(kept, runs.exchanged, runs.unpatched))
     np.testing.assert_allclose(*metrics, rtol=1e-4, atol=1e-4)
     assert metrics[0].std() > 1e-3
 

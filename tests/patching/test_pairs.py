@@ -54,51 +54,57 @@ PARTS = {"attn_out": "model.layers.1.self_attn", "mlp_out": "model.layers.1.mlp"
 PARTNERS = [(0, 0), (1, 1), (5, 3), (6, 4), (7, 5), (8, 6)]  # in LONGER: prompt, counterpart
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("direction", ["denoising", "noising"])
+@pytest.mark.parametrize(
+    ("part", "direction"),
+    [
+        ("attn_out", "denoising"),
+        ("mlp_out", "noising"),
+        ("resid_post", "denoising"),
+        ("resid_post", "noising"),
+        ("q", "noising"),
+        ("k", "denoising"),
+    ],
+)
 def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, direction):
     model, native = wide
-    head, width = 2, model.cfg.d_head
-    where = [1] if part in ("attn_out", "mlp_out", "resid_post") else [(1, head)]
-    made = ma.patch(
-        model,
-        LONGER,
-        Counterpart(),
-        at=ma.Sites(part, where),
-        metric="logit_diff",
-        direction=direction,
-    )
+    of_head = part in ("q", "k")
+    head = 2
+    columns = slice(None)
+    if of_head:
+        columns = slice(head * model.cfg.d_head, (head + 1) * model.cfg.d_head)
+    sites = ma.Sites(part, [(1, head)] if of_head else [1])
+    patched = ma.patch(
+        model, LONGER, Counterpart(), at=sites, metric="logit_diff", direction=direction
+    ).effects
+    module = PARTS[part]
     misaligned = []
-    for i, prompt in enumerate(LONGER):
-        own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
-        ways = (
-            [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
-        )
-        base, source = (other, own) if direction == "denoising" else (own, other)
+    for index, prompt in enumerate(LONGER):
+        base, source = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
+        partners = PARTNERS
+        if direction == "denoising":
+            base, source = source, base
+            partners = [(theirs, mine) for mine, theirs in PARTNERS]
         before, _ = difference(native, base, len(base) - 1, 61)
-        after, source_values = difference(native, source, len(source) - 1, 61, [PARTS[part]])
+        after, values = difference(native, source, len(source) - 1, 61, [module])
 
-        def row(value):
-            def exchanged(old):
-                new = old.clone()
-                some = slice(head * width, (head + 1) * width) if part in "qk" else slice(None)
-                new[some] = value[some]
-                return new
+        def exchanged(place, values=values):
+            """Puts the source's value at a place into a row."""
 
-            return exchanged
+            def change(row):
+                row = row.clone()
+                row[columns] = values[module][place][columns]
+                return row
 
-        for shift in (0, 1):
-            put = {
-                PARTS[part]: {
-                    to: row(source_values[PARTS[part]][at - shift * (at > 1)]) for to, at in ways
-                }
-            }
-            found = difference(native, base, len(base) - 1, 61, [PARTS[part]], put)[0] - before
-            if shift == 0:
-                assert float(made.effects.effect[i].squeeze()) == pytest.approx(found, abs=2e-5)
-                assert float(made.effects.whole[i]) == pytest.approx(after - before, abs=2e-5)
-            else:
-                misaligned.append(abs(found - float(made.effects.effect[i].squeeze())))
+            return change
+
+        def effect(shift, base=base, partners=partners, before=before, exchanged=exchanged):
+            rows = {to: exchanged(at - shift * (at > 1)) for to, at in partners}
+            return difference(native, base, len(base) - 1, 61, [module], {module: rows})[0] - before
+
+        measured = float(patched.effect[index].squeeze())
+        assert measured == pytest.approx(effect(shift=0), abs=2e-5)
+        assert float(patched.whole[index]) == pytest.approx(after - before, abs=2e-5)
+        misaligned.append(abs(effect(shift=1) - measured))
     assert max(misaligned) > 1e-4, "the oracle would notice tokens that are misaligned by one"
 
 
@@ -133,19 +139,11 @@ def test_positions_and_segments_add_up_where_they_should(wide):
 
 def test_heads_by_position_are_attributed_and_sum_to_the_head(wide):
     model, _ = wide
-    pairs = ma.pairs(model, "ioi", 4, same_length=True)
-    whole = ma.patch(model, pairs, Counterpart(), metric="logit_diff", direction="denoising")
-    each = ma.patch(
-        model,
-        pairs,
-        Counterpart(),
-        at=ma.Sites(by="position"),
-        metric="logit_diff",
-        direction="denoising",
-    )
-    np.testing.assert_allclose(
-        each.effects.effect.sum("position"), whole.effects.effect, rtol=1e-5, atol=1e-9
-    )
+    pairs = ma.pairs(model, "ioi", 2, same_length=True)
+    whole = ma.patch(model, pairs, Counterpart(), controls=()).effects.effect
+    by_position = ma.Sites(by="position")
+    parts = ma.patch(model, pairs, Counterpart(), at=by_position, controls=()).effects.effect
+    np.testing.assert_allclose(parts.sum("position"), whole, rtol=1e-5, atol=1e-9)
 
 
 def test_bad_answers_and_positions_are_refused_in_words(wide):

@@ -1,9 +1,12 @@
 """Patching across runs of other lengths, against plain forward passes of transformers with hooks written by hand."""
 
+import itertools
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from html import unescape
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,12 +20,17 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, PromptError
 from mechattn.model.checkpoint import toy_folder
 from mechattn.model.hooks import attention_window
+from mechattn.patching import controls, pairs, plan
 from mechattn.patching import patch as patching
-from mechattn.patching.answer_metrics import WORDS
-from mechattn.patching.pairs import pairs_of
+from mechattn.patching.answer_metrics import (
+    WORDS,
+    answer_logprob,
+    answer_margin,
+    divergence,
+)
+from mechattn.patching.pairs import request_of
 from mechattn.patching.patched_runs import logits_of, read
 from mechattn.patching.refusals import warn_of_junctions
-from mechattn.patching.sites import Target
 from mechattn.render import words
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, halves_of
@@ -69,29 +77,31 @@ def projection(native, layer):
     )
 
 
-def by_hand(native, sequence, at=None, put=None):
-    """Log-probability of the answer, and what each W_O is given; with one head's input exchanged at some tokens."""
-    given, handles = {}, []
+def by_hand(native, sequence, puts=None):
+    """Log-probability of the answer, and what each W_O is given; with inputs of heads exchanged at some
+    tokens: ``puts[layer, head][place]``."""
+    given = {}
+    handles = []
     heads = native.config.num_attention_heads
 
-    def hook(layer):
-        def see(module, args):
-            z = args[0].clone()
-            width = z.shape[-1] // heads
-            if at is not None and at[0] == layer:
-                for place, value in put.items():
-                    z[0, place, at[1] * width : (at[1] + 1) * width] = value
-            given[layer] = z[0].reshape(-1, heads, width)
-            return (z,)
-
-        return see
+    def see(layer, module, args):
+        z = args[0].clone()
+        by_head = z[0].view(len(sequence), heads, -1)
+        for (put_layer, head), values in (puts or {}).items():
+            if put_layer == layer:
+                for place, value in values.items():
+                    by_head[place, head] = value
+        given[layer] = by_head
+        return (z,)
 
     for layer in range(native.config.num_hidden_layers):
-        handles.append(projection(native, layer).register_forward_pre_hook(hook(layer)))
+        hook = projection(native, layer).register_forward_pre_hook(partial(see, layer))
+        handles.append(hook)
     with torch.no_grad():
         logits = native(sequence.tokens[None], use_cache=False).logits[0]
     for handle in handles:
         handle.remove()
+
     total = 0.0
     for place in range(1, len(sequence)):
         if sequence.of_segment("answer")[place]:
@@ -100,36 +110,47 @@ def by_hand(native, sequence, at=None, put=None):
     return total, given
 
 
+class HandPatched:
+    """Both runs of a prompt in plain transformers, and what patching some heads does there."""
+
+    def __init__(self, model, native, prompt, direction):
+        base = SLASH.apply(prompt, model, 0)
+        source = ma.Baseline().apply(prompt, model, 0)
+        if direction == "noising":
+            base, source = source, base
+        self.native, self.base, self.source = native, base, source
+        self.before, _ = by_hand(native, base)
+        self.after, self.values = by_hand(native, source)
+
+    def effect(self, heads, segment=None, shift=0):
+        """With the source's values of these heads at the tokens that both have, ``shift`` places too late."""
+        place_of = {int(origin): place for place, origin in enumerate(self.base.origin)}
+        puts = {}
+        for layer, head in heads:
+            values = {}
+            for place, origin in enumerate(self.source.origin):
+                in_segment = segment in (None, SEGMENTS[self.source.segment[place]])
+                if origin >= 0 and in_segment and place_of[int(origin)] + shift < len(self.base):
+                    values[place_of[int(origin)] + shift] = self.values[layer][place, head]
+            puts[layer, head] = values
+        return by_hand(self.native, self.base, puts)[0] - self.before
+
+
 @EVERY
 def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     model, native = wide
     some = prompts()
-    patched = ma.patch(model, some, SLASH, at=HEADS, direction=direction)
+    patched = ma.patch(model, some, SLASH, at=HEADS, direction=direction).effects
     misaligned = []
     for prompt in some:
-        made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
-        base, source = made if direction == "denoising" else made[::-1]
-        (before, _), (after, source_values) = by_hand(native, base), by_hand(native, source)
-        assert float(patched.effects.whole.sel(prompt=prompt.id)) == pytest.approx(
-            after - before, abs=2e-5
-        )
-        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
+        hand = HandPatched(model, native, prompt, direction)
+        whole = float(patched.whole.sel(prompt=prompt.id))
+        assert whole == pytest.approx(hand.after - hand.before, abs=2e-5)
         for layer, head in HEADS:
-            put = {
-                there[int(o)]: source_values[layer][place, head]
-                for place, o in enumerate(source.origin)
-                if o >= 0
-            }
-            expected = by_hand(native, base, (layer, head), put)[0] - before
-            got = float(patched.effects.effect.sel(prompt=prompt.id, layer=layer, head=head))
-            assert got == pytest.approx(expected, abs=2e-5)
+            effect = float(patched.effect.sel(prompt=prompt.id, layer=layer, head=head))
+            assert effect == pytest.approx(hand.effect([(layer, head)]), abs=2e-5)
             if prompt is some[0]:
-                shifted = {
-                    place + 1: value for place, value in put.items() if place + 1 < len(base)
-                }
-                misaligned.append(
-                    abs(by_hand(native, base, (layer, head), shifted)[0] - before - got)
-                )
+                misaligned.append(abs(hand.effect([(layer, head)], shift=1) - effect))
     assert max(misaligned) > 2e-3, "the oracle would notice tokens that are misaligned by one"
 
 
@@ -139,37 +160,14 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide):
     model, native = wide
     some = prompts(3)
     together = ma.patch(model, some, SLASH, at=HEADS, together=True, direction="denoising")
-    alone = ma.patch(model, some, SLASH, at=HEADS, direction="denoising")
+    apart = ma.patch(model, some, SLASH, at=HEADS, direction="denoising")
+    effects = together.effects.effect.squeeze()
     for prompt in some:
-        base, source = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
-        (before, _), (_, source_values) = by_hand(native, base), by_hand(native, source)
-        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
-        handles = []
-        for layer, head in HEADS:
-            put = {
-                there[int(o)]: source_values[layer][place, head]
-                for place, o in enumerate(source.origin)
-                if o >= 0
-            }
-
-            def exchange(module, args, head=head, put=put):
-                z = args[0].clone()
-                width = z.shape[-1] // native.config.num_attention_heads
-                for place, value in put.items():
-                    z[0, place, head * width : (head + 1) * width] = value
-                return (z,)
-
-            handles.append(projection(native, layer).register_forward_pre_hook(exchange))
-        expected = by_hand(native, base)[0] - before
-        for handle in handles:
-            handle.remove()
-        assert float(together.effects.effect.sel(prompt=prompt.id).squeeze()) == pytest.approx(
-            expected, abs=2e-5
-        )
-    summed = alone.effects.effect.sum(("layer", "head"))
-    assert float(abs(summed - together.effects.effect.squeeze()).max()) > 5e-5, (
-        "effects of heads do not add up"
-    )
+        hand = HandPatched(model, native, prompt, "denoising")
+        effect = float(effects.sel(prompt=prompt.id))
+        assert effect == pytest.approx(hand.effect(HEADS), abs=2e-5)
+    summed = apart.effects.effect.sum(("layer", "head"))
+    assert float(abs(summed - effects).max()) > 5e-5, "effects of heads do not add up"
     assert together.table().set[0] == "L0H1 + L2H0 + L3H3 + L0H2"
     assert "over 1 set patched" in str(together)
 
@@ -178,34 +176,25 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide):
 def test_heads_by_segment_against_hooks_written_by_hand(wide):
     """Only the tokens of one segment are exchanged, and the segments are those that every prompt has."""
     model, native = wide
-    some, two = prompts(), [(0, 1), (2, 0)]
-    made = ma.patch(
-        model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"), direction="denoising"
-    )
-    apart = []
+    some = prompts()
+    sites = ma.Sites("z", ["L0H1", "L2H0"], by="segment")
+    effects = ma.patch(model, some, SLASH, at=sites, direction="denoising").effects.effect
+    between_segments = []
     for prompt in some:
-        base, source = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
-        (before, _), (_, source_values) = by_hand(native, base), by_hand(native, source)
-        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
-        for layer, head in two:
-            for name in ("question", "answer"):
-                inside = [
-                    place for place, code in enumerate(source.segment) if SEGMENTS[code] == name
-                ]
-                put = {
-                    there[int(source.origin[place])]: source_values[layer][place, head]
-                    for place in inside
-                }
-                expected = by_hand(native, base, (layer, head), put)[0] - before
-                got = made.effects.effect.sel(prompt=prompt.id, layer=layer, head=head)
-                assert float(got.sel(segment=name)) == pytest.approx(expected, abs=2e-5)
-                apart.append(abs(float(got.sel(segment="question") - got.sel(segment="answer"))))
-    assert max(apart) > 1e-4, "exchanging the segments would be noticed"
-    assert "inserted" not in made.effects.segment.values
+        hand = HandPatched(model, native, prompt, "denoising")
+        for layer, head in [(0, 1), (2, 0)]:
+            by_segment = effects.sel(prompt=prompt.id, layer=layer, head=head)
+            for segment in ("question", "answer"):
+                effect = float(by_segment.sel(segment=segment))
+                assert effect == pytest.approx(hand.effect([(layer, head)], segment), abs=2e-5)
+            question, answer = by_segment.sel(segment=["question", "answer"]).values
+            between_segments.append(abs(question - answer))
+    assert max(between_segments) > 1e-4, "exchanging the segments would be noticed"
+
     sequences = [ma.Baseline().apply(prompt, model, 0) for prompt in some]
-    assert made.effects.segment.values.tolist() == [
-        n for n in SEGMENTS if all(s.of_segment(n).any() for s in sequences)
-    ]
+    in_all = [name for name in SEGMENTS if all(each.of_segment(name).any() for each in sequences)]
+    assert effects.segment.values.tolist() == in_all
+    assert "inserted" not in in_all
 
 
 def test_the_table_by_segment_and_the_residual_stream(toy):
@@ -320,47 +309,53 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
     assert min(moved) > 1e-4
 
 
-@of_toys("toy:llama", "toy:falcon")
+@of_toys("toy:falcon")
 def test_attribution_is_the_derivative(wide, monkeypatch):
     """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
     model, _ = wide
     some = prompts()
-    attributed = ma.patch(model, some, SLASH, direction="denoising")
-    aligned = patching._aligned
+    attributed = ma.patch(model, some, SLASH, direction="denoising").effects.effect
+    aligned = patching.aligned
 
-    def small(run, source_values, where, part="z"):
+    def small_step(base, source, where, part="z"):
         layer, head = where
-        own = run.z[layer][run.places, head]
-        return own + 1e-2 * (aligned(run, source_values, where) - own)
+        own = base.z[layer][base.places, head]
+        return own + 1e-2 * (aligned(base, source, where) - own)
 
-    monkeypatch.setattr(patching, "_aligned", small)
-    exact = ma.patch(model, some, SLASH, at=HEADS, direction="denoising")
+    monkeypatch.setattr(patching, "aligned", small_step)
+    exact = ma.patch(model, some, SLASH, at=HEADS, direction="denoising").effects.effect
     for layer, head in HEADS:
-        got, expected = (
-            each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact)
-        )
-        np.testing.assert_allclose(1e-2 * got, expected, rtol=0.1, atol=1e-4)
+        expected = exact.sel(layer=layer, head=head).values
+        estimate = 1e-2 * attributed.sel(layer=layer, head=head).values
+        np.testing.assert_allclose(estimate, expected, rtol=0.1, atol=1e-4)
 
 
-def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
-    """However many heads there are, and besides what it is compared with: both runs and the one for
-    gradients; another prompt's run is that prompt's own."""
+def test_attribution_costs_a_few_passes_and_one_backward_a_prompt(monkeypatch):
+    """However many heads there are, and besides what it is compared with: both runs, the one for gradients,
+    and another prompt's, which the longest prompt lacks."""
     # Not verified, as a new hook leads to another verification, whose passes would count.
-    model, some = ma.load_model("toy:llama", verify=False), prompts(4)
-    passes, backwards, before_check = [], [], []
+    model = ma.load_model("toy:llama", verify=False)
+    passes = []
+    backwards = []
+    before_check = []
     handle = model.original_model.register_forward_hook(lambda *_: passes.append(1))
-    plain, sample = torch.autograd.grad, patching.checked_sample
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1]
-    )
-    monkeypatch.setattr(
-        patching,
-        "checked_sample",
-        lambda *given: (before_check.append(len(passes)), sample(*given))[1],
-    )
-    ma.patch(model, some, SLASH, direction="denoising")
+    plain_grad = torch.autograd.grad
+    plain_sample = patching.checked_sample
+
+    def counted_grad(*arguments):
+        backwards.append(1)
+        return plain_grad(*arguments)
+
+    def counted_sample(*arguments):
+        before_check.append(len(passes))
+        return plain_sample(*arguments)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted_grad)
+    monkeypatch.setattr(patching, "checked_sample", counted_sample)
+    ma.patch(model, prompts(4), SLASH, direction="denoising")
     handle.remove()
-    assert (before_check, len(backwards)) == ([3 * 4], 4)
+    assert before_check == [4 * 4 - 1]
+    assert len(backwards) == 4
 
 
 def test_attribution_stands_beside_what_it_was_compared_with(toy):
@@ -383,199 +378,156 @@ def test_attribution_stands_beside_what_it_was_compared_with(toy):
     assert f"correlation {correlation:.3f}" in str(made)
 
 
-@EVERY
-def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction):
-    """And after an earlier one it is what a hook written by hand makes of it."""
-    model, native = wide
-    some = prompts()
-    made = ma.patch(model, some, SLASH, at="resid_post", direction=direction)
-    last = int(made.effects.layer[-1])
-    np.testing.assert_allclose(made.effects.effect.sel(layer=last), made.effects.whole, atol=2e-5)
-    assert float(abs(made.effects.effect.sel(layer=0) - made.effects.whole).max()) > 2e-4
-    sequences = [condition.apply(some[0], model, 0) for condition in (SLASH, ma.Baseline())]
-    base, source = sequences if direction == "denoising" else sequences[::-1]
-    blocks = max((m for m in native.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
-    seen = []
-    handle = blocks[1].register_forward_hook(
-        lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)
-    )
-    before = by_hand(native, base)[0]
-    by_hand(native, source)
-    handle.remove()
-
-    def put(module, args, out):
-        stream = (out[0] if isinstance(out, tuple) else out).clone()
-        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
-        for place, o in enumerate(source.origin):
-            if o >= 0:
-                stream[0, there[int(o)]] = seen[1][0, place]
-        return (stream, *out[1:]) if isinstance(out, tuple) else stream
-
-    handle = blocks[1].register_forward_hook(put)
-    expected = by_hand(native, base)[0] - before
-    handle.remove()
-    assert float(made.effects.effect.sel(layer=1)[0]) == pytest.approx(expected, abs=2e-5)
+@of_toys("toy:gemma3")
+def test_the_residual_stream_after_the_last_layer_is_everything(wide):
+    model, _ = wide
+    effects = ma.patch(model, prompts(), SLASH, at="resid_post").effects
+    last = effects.effect.isel(layer=-1)
+    np.testing.assert_allclose(last, effects.whole, atol=2e-5)
+    assert float(abs(effects.effect.sel(layer=0) - effects.whole).max()) > 2e-4
 
 
 def test_where_an_inserted_token_predicts_the_answer_that_is_said(toy):
-    """It has no counterpart, so the answer's other tokens alone are restored by the stream after the last layer."""
-    model, some = toy, prompts(3)
+    """It has no counterpart, so not even the stream after the last layer restores the answer."""
     condition = ma.MeaninglessTokens("/", count=9, place="before_answer")
-
-    def later(logits, answer):
-        return (
-            logits.log_softmax(-1)
-            .gather(-1, answer.expand(len(logits), -1)[..., None])[:, 1:, 0]
-            .sum(-1)
-        )
-
-    with pytest.warns(
-        UserWarning, match=r"in 3 of 3 prompts the token right before the answer is an inserted one"
-    ):
-        whole = ma.patch(
-            model, some, condition, at=ma.Sites("resid_post", [3]), direction="denoising"
-        )
-    assert float(abs(whole.effects.effect.sel(layer=3) - whole.effects.whole).max()) > 0.1
-    with pytest.warns(UserWarning, match="has no counterpart"):
-        rest = ma.patch(
-            model,
-            some,
-            condition,
-            at=ma.Sites("resid_post", [3]),
-            metric=later,
-            direction="denoising",
-        )
-    np.testing.assert_allclose(rest.effects.effect.sel(layer=3), rest.effects.whole, atol=1e-4)
+    last = ma.Sites("resid_post", [3])
+    message = r"in 3 of 3 prompts the token right before the answer is an inserted one"
+    with pytest.warns(UserWarning, match=message):
+        effects = ma.patch(toy, prompts(3), condition, at=last, direction="denoising").effects
+    assert float(abs(effects.effect.sel(layer=3) - effects.whole).max()) > 0.1
 
 
-def test_controls_are_steps_of_equal_norm_and_another_prompts_output(toy):
-    model, some = toy, prompts(3)
-    own = ma.Baseline().apply(some[0], model, 0)
-    run, source_values = (
-        read(model, [(c.apply(some[0], model, 0), own.origin)], [1], "z")[0]
-        for c in (SLASH, ma.Baseline())
-    )
-    target = Target("z", ((1, 2),), None, False, False)
-    plan = patching.PatchingPlan(model, target, [], (), 2**31, 7)
-    value = patching._aligned(run, source_values, (1, 2))
-    own = run.z[1][run.places, 2]
-    drawn = plan._random("a", run, (1, 2), value)
-    torch.testing.assert_close(
-        (drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4
-    )
-    assert torch.equal(drawn, plan._random("a", run, (1, 2), value))
-    assert not torch.equal(drawn, plan._random("b", run, (1, 2), value))
-    cosine = torch.nn.functional.cosine_similarity(drawn - own, value - own, dim=-1)
+def runs_of(model, prompt, part):
+    """A prompt with and without inserted tokens, read in layers 0 and 1."""
+    origins = ma.Baseline().apply(prompt, model, 0).origin
+    sequences = [
+        (condition.apply(prompt, model, 0), origins) for condition in (SLASH, ma.Baseline())
+    ]
+    return [read(model, *sequence, [0, 1], part) for sequence in sequences]
+
+
+def test_the_random_control_is_a_step_of_equal_norm(toy):
+    base, source = runs_of(toy, prompts(1)[0], "z")
+    where = (1, 2)
+    value = controls.aligned(base, source, where)
+    own = base.z[1][base.places, 2]
+
+    def drawn_for(name):
+        return controls.random_steps(toy, "z", 7, name, base, {where: value})[where]
+
+    step = drawn_for("a") - own
+    lengths = (value - own).norm(dim=-1)
+    torch.testing.assert_close(step.norm(dim=-1), lengths, atol=1e-5, rtol=1e-4)
+    assert torch.equal(drawn_for("a"), drawn_for("a"))
+    assert not torch.equal(drawn_for("a"), drawn_for("b"))
+    cosine = torch.nn.functional.cosine_similarity(step, value - own, dim=-1)
     assert cosine.abs().mean() < 0.5
-
-
-def test_the_other_prompt_has_another_answer_where_there_is_one():
-    alternating = {str(i): (5, ("She", "He")[i % 2]) for i in range(12)}
-    for seed in range(20):
-        assert all(
-            (own + other) % 2 for own, other in enumerate(patching._partners(alternating, seed))
-        )
-    alike = {name: (length, "She") for name, (length, _) in alternating.items()}
-    assert None not in patching._partners(alike, 0), "where all have one answer, there is no other"
-
-
-def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
-    """And drawn whatever the order; the start that both share, such as a system text, is aligned with itself."""
-    model, some = toy, prompts(6)
-    sequences = {prompt.id: ma.Baseline().apply(prompt, model, 0) for prompt in some}
-    lengths = {name: len(sequence) for name, sequence in sequences.items()}
-    known = {name: (length, (i,)) for i, (name, length) in enumerate(lengths.items())}
-    by_length = sorted(lengths, key=lengths.get)
-    others, again = (
-        {
-            own: None if other is None else list(some)[other]
-            for own, other in zip(some, patching._partners(some, 7))
-        }
-        for some in (known, dict(reversed(known.items())))
-    )
-    assert others == again
-    assert patching._partners(known, 7) != patching._partners(known, 8)
-    assert others.pop(by_length[-1]) is None, "the longest prompt of this sample has no equal"
-    assert all(lengths[other] >= lengths[own] and other != own for own, other in others.items())
-
-    short, long = sequences[by_length[0]], sequences[by_length[-1]]
-    base = SLASH.apply(some[int(by_length[0])], model, 0)
-    run, source_values = (
-        read(model, [each], [1], "z")[0] for each in ((base, short.origin), (long, long.origin))
-    )
-    same = next(
-        i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b
-    )
-    assert 0 < same < len(short) < len(long)
-    mixed = patching._aligned(run, source_values, (1, 2))
-    assert torch.equal(mixed[:same], source_values.z[1][:same, 2])
-    assert torch.equal(mixed[same:], source_values.z[1][len(long) - (len(short) - same) :, 2])
-    rows = patching._aligned(
-        *read(model, [(each, each.origin) for each in (short, long)], [1], "pattern"),
-        (1, 2),
-        "pattern",
-    )
-    assert rows.shape == (len(short), len(short))
-    assert rows[-1, -1] == read(model, [(long, long.origin)], [1], "pattern")[0].z[1][-1, 2, -1]
-
-    found, again = (
-        ma.patch(model, each, SLASH, at=[(1, 2)], direction="denoising")
-        for each in (some, some[::-1])
-    )
-    each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
-    np.testing.assert_allclose(each, ordered.sel(prompt=each.prompt), rtol=1e-5)
-    assert each.isnull().sel(prompt=by_length[-1])
-    assert found.table().other_prompt.iloc[0] == pytest.approx(float(each.mean()))
-    assert each.notnull().sum() == 5
 
 
 def test_the_random_pattern_stays_inside_the_window(shared):
     """And keeps each token's probabilities."""
-    model, prompt = shared("toy:gemma3"), prompts(1)[0]
-    own = ma.Baseline().apply(prompt, model, 0)
-    run, source_values = (
-        read(model, [(c.apply(prompt, model, 0), own.origin)], [0], "pattern")[0]
-        for c in (SLASH, ma.Baseline())
-    )
+    model = shared("toy:gemma3")
+    base, source = runs_of(model, prompts(1)[0], "pattern")
     window = attention_window(model, 0)
-    assert window < len(run.places)
-    value = patching._aligned(run, source_values, (0, 1), "pattern")
-    target = Target("pattern", ((0, 1),), None, False, False)
-    plan = patching.PatchingPlan(model, target, [], (), 2**31, 7)
-    drawn = plan._random("a", run, (0, 1), value)
-    back = run.places[:, None] - torch.arange(len(run.sequence))
-    assert (drawn[(back < 0) | (back >= window)] == 0).all()
+    assert window < len(base.places)
+    value = controls.aligned(base, source, (0, 1), "pattern")
+    drawn = controls.random_steps(model, "pattern", 7, "a", base, {(0, 1): value})[0, 1]
+    distance = base.places[:, None] - torch.arange(len(base.sequence))
+    assert (drawn[(distance < 0) | (distance >= window)] == 0).all()
     torch.testing.assert_close(drawn.sort(-1).values, value.sort(-1).values, rtol=0, atol=0)
     assert not torch.equal(drawn, value)
 
 
-def test_metrics_against_their_formulas(toy):
-    model, some = toy, prompts()
-    found = {
-        m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m, direction="denoising")
-        for m in ("logit_margin", "kl")
-    }
-    for prompt in some:
-        origin = ma.Baseline().apply(prompt, model, 0).origin
-        runs = [
-            read(model, [(c.apply(prompt, model, 0), origin)], [1], "z")[0]
-            for c in (SLASH, ma.Baseline())
-        ]
-        margins, divergences = [], []
-        for run in runs:
-            logits = run.logits[0].double()
-            each = [
-                float(row[t] - max(row[w] for w in range(len(row)) if w != t))
-                for row, t in zip(logits, run.sequence.tokens[run.sequence.of_segment("answer")])
-            ]
-            margins.append(sum(each) / len(each))
-            expected, own = runs[1].logits[0].double().log_softmax(-1), logits.log_softmax(-1)
-            divergences.append(float((expected.exp() * (expected - own)).sum(-1).mean()))
-        for name, (changed, baseline) in (("logit_margin", margins), ("kl", divergences)):
-            assert float(found[name].effects.whole.sel(prompt=prompt.id)) == pytest.approx(
-                baseline - changed, abs=1e-4
-            )
-        assert divergences[1] == 0
+def stand_in(name, length, answer):
+    """What the choice of another prompt asks of a pair."""
+    return SimpleNamespace(id=name, origins=range(length), answer=torch.tensor([answer]))
+
+
+def partner_ids(pairs, seed):
+    return {name: pair.id for name, pair in controls.partners_of(pairs, seed).items()}
+
+
+def test_the_other_prompt_has_another_answer_where_there_is_one():
+    alternating = [stand_in(str(index), 5, index % 2) for index in range(12)]
+    for seed in range(20):
+        partners = partner_ids(alternating, seed)
+        assert len(partners) == 12
+        assert all((int(own) + int(other)) % 2 for own, other in partners.items())
+    alike = [stand_in(str(index), 5, 1) for index in range(12)]
+    assert len(partner_ids(alike, 0)) == 12, "where all have one answer, there is no other"
+
+
+def test_the_other_prompt_is_long_enough_and_drawn_whatever_the_order():
+    lengths = {"a": 5, "b": 9, "c": 7, "d": 6, "e": 8}
+    pairs = [stand_in(name, length, index) for index, (name, length) in enumerate(lengths.items())]
+    partners = partner_ids(pairs, 7)
+    assert partners == partner_ids(pairs[::-1], 7)
+    assert partners != partner_ids(pairs, 8)
+    assert sorted(partners) == ["a", "c", "d", "e"], "the longest has none"
+    for own, other in partners.items():
+        assert own != other
+        assert lengths[other] >= lengths[own]
+
+
+def test_another_prompt_is_aligned_from_the_end_after_a_shared_beginning(toy):
+    some = sorted(prompts(6), key=lambda prompt: len(prompt.question))
+    short, long = (ma.Baseline().apply(prompt, toy, 0) for prompt in (some[0], some[-1]))
+    shared = int((short.tokens != long.tokens[: len(short)]).nonzero()[0])
+    assert 0 < shared < len(short) < len(long)
+    base = SLASH.apply(some[0], toy, 0)
+    base_run = read(toy, base, short.origin, [1], "z")
+    long_run = read(toy, long, long.origin, [1], "z")
+    value = controls.aligned(base_run, long_run, (1, 2))
+    from_the_end = len(long) - (len(short) - shared)
+    assert torch.equal(value[:shared], long_run.z[1][:shared, 2])
+    assert torch.equal(value[shared:], long_run.z[1][from_the_end:, 2])
+
+    patterns = [read(toy, each, each.origin, [1], "pattern") for each in (short, long)]
+    rows = controls.aligned(*patterns, (1, 2), "pattern")
+    assert rows.shape == (len(short), len(short))
+    assert rows[-1, -1] == patterns[1].z[1][-1, 2, -1]
+
+
+def test_the_longest_prompt_has_no_other_and_the_order_of_prompts_makes_no_difference(toy):
+    some = prompts(6)
+    patched = ma.patch(toy, some, SLASH, at=[(1, 2)], direction="denoising")
+    turned = ma.patch(toy, some[::-1], SLASH, at=[(1, 2)], direction="denoising")
+    other_prompt = patched.effects.other_prompt.squeeze(drop=True)
+    other_turned = turned.effects.other_prompt.squeeze(drop=True)
+    np.testing.assert_allclose(
+        other_prompt, other_turned.sel(prompt=other_prompt.prompt), rtol=1e-5
+    )
+    assert other_prompt.notnull().sum() == 5
+    assert patched.table().other_prompt.iloc[0] == pytest.approx(float(other_prompt.mean()))
+
+
+def test_metrics_against_loops():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
+    baseline = torch.randn(1, 3, 7, generator=generator, dtype=torch.float64)
+    answer = torch.tensor([4, 0, 6])
+    margins = answer_margin(logits, answer, baseline)
+    divergences = divergence(logits, answer, baseline)
+    log_probs = answer_logprob(logits, answer, baseline)
+    for row in range(2):
+        margin = 0.0
+        kl = 0.0
+        log_prob = 0.0
+        for place, token in enumerate(answer.tolist()):
+            scores = logits[row, place]
+            others = [float(scores[other]) for other in range(7) if other != token]
+            margin += (float(scores[token]) - max(others)) / 3
+            p = scores.exp() / scores.exp().sum()
+            expected = baseline[0, place].exp() / baseline[0, place].exp().sum()
+            kl += float((expected * (expected / p).log()).sum()) / 3
+            log_prob += float(p[token].log())
+        assert float(margins[row]) == pytest.approx(margin, abs=1e-12)
+        assert float(divergences[row]) == pytest.approx(kl, abs=1e-12)
+        assert float(log_probs[row]) == pytest.approx(log_prob, abs=1e-12)
+    assert abs(answer_margin(logits, answer.flip(0), baseline) - margins).max() > 0.1, (
+        "another answer would be noticed"
+    )
+    assert float(divergence(baseline, answer, baseline)) == pytest.approx(0, abs=1e-12)
 
 
 def test_a_metric_of_ones_own(toy):
@@ -695,7 +647,7 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
 @pytest.mark.parametrize("name", ["toy:gemma3", "toy:falcon"])
 def test_logits_are_computed_before_the_answer_alone(name, shared):
     model = shared(name)
-    pair, *_ = pairs_of(model, prompts(2), SLASH, "logprob", "denoising", 0)[0]
+    pair = request_of(model, prompts(2), SLASH, "logprob", "denoising", "1GiB", 0).pairs[0]
     sizes = []
 
     def see(module, inputs):
@@ -705,7 +657,7 @@ def test_logits_are_computed_before_the_answer_alone(name, shared):
     try:
         with torch.no_grad():
             every = model(pair.base.tokens[None], return_type="logits")
-        got = logits_of(model, [pair.base])
+        got = logits_of(model, pair.base)
     finally:
         hook.remove()
     places = pair.base.of_segment("answer").nonzero()[:, 0] - 1
@@ -720,34 +672,24 @@ def test_rows_that_go_together_by_memory_make_no_difference(toy):
         patched = ma.patch(toy, prompts(3), SLASH, at=HEADS, memory=memory, direction="denoising")
         tables.append(patched.effects.effect.values)
     np.testing.assert_allclose(*tables, rtol=1e-3, atol=1e-5)
-    with pytest.raises(OptionError, match="memory='much': write it like"):
-        ma.patch(toy, prompts(3), SLASH, at=HEADS, memory="much", direction="denoising")
 
 
 def test_controls_can_be_left_out_and_change_nothing_else(toy):
     some = prompts(4)
     both = ma.patch(toy, some, SLASH, at=HEADS, direction="denoising")
     tables = {}
-    for controls in ((), ("random",), ("other_prompt",)):
-        patched = ma.patch(toy, some, SLASH, at=HEADS, controls=controls, direction="denoising")
-        assert patched.controls == list(controls)
+    for measured in ((), ("random",), ("other_prompt",)):
+        patched = ma.patch(toy, some, SLASH, at=HEADS, controls=measured, direction="denoising")
+        assert patched.controls == list(measured)
         np.testing.assert_allclose(patched.effects.effect, both.effects.effect, atol=1e-5)
-        for control in controls:
+        for control in measured:
             values = patched.effects[control]
             np.testing.assert_allclose(values, both.effects[control], atol=1e-5)
-        tables[controls] = patched.table()
+        tables[measured] = patched.table()
         assert "whole effect" in str(patched)
-        assert len(ma.render.patching_effects(patched).data) == 2 + len(controls)
+        assert len(ma.render.patching_effects(patched).data) == 2 + len(measured)
         assert "effect" in ma.render.patching_map(patched).data[0].hovertemplate
     assert not [name for name in tables[()] if "random" in name or "other_prompt" in name]
-    for controls, error in (
-        ("random", "give"),
-        (["noise"], r'\("other_prompt", "random"\)'),
-    ):
-        with pytest.raises(OptionError, match=error):
-            ma.patch(toy, some, SLASH, at=HEADS, controls=controls, direction="denoising")
-    with pytest.raises(OptionError, match="tested against the random control"):
-        ma.patch(toy, some, SLASH, at=HEADS, metric="kl", direction="noising", controls=())
 
 
 def test_what_is_beyond_another_prompts_output_is_tested_where_there_is_one():
@@ -766,16 +708,14 @@ def test_what_is_beyond_another_prompts_output_is_tested_where_there_is_one():
     assert table.q_beyond_other_prompt["L1H2"] < 0.05
 
 
-def test_long_exact_runs_are_foretold(toy, monkeypatch):
-    some = prompts(3)
-    monkeypatch.setattr(patching, "_LONG", 0)
-    monkeypatch.setattr(patching, "_FEW_ROWS", 0)
-    with pytest.warns(UserWarning, match=r"min for 36 patched runs; controls=\(\) takes 1/3"):
-        ma.patch(toy, some, SLASH, at=HEADS, direction="denoising")
-    monkeypatch.setattr(patching, "_LONG", 1e9)
+def test_long_runs_are_foretold_after_the_first_prompt(toy, monkeypatch):
+    monkeypatch.setattr(pairs, "perf_counter", itertools.count(0, 100).__next__)
+    with pytest.warns(UserWarning, match=r"about 5 min for 3 prompts; .*controls=\(\)"):
+        ma.patch(toy, prompts(3), SLASH, at=HEADS)
+    monkeypatch.setattr(pairs, "perf_counter", itertools.count().__next__)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ma.patch(toy, some, SLASH, at=HEADS, direction="denoising")
+        ma.patch(toy, prompts(3), SLASH, at=HEADS)
 
 
 def checked_patching(exact, attributed):
@@ -901,88 +841,70 @@ def test_the_table_of_layers(toy):
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
     assert "whole effect" in str(made)
-    with pytest.raises(OptionError, match="layer 9 is out of range"):
-        ma.patch(toy, prompts(4), SLASH, at=ma.Sites("resid_post", 9), direction="denoising")
 
 
-def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch):
-    monkeypatch.setattr(patching, "read", lambda *_: pytest.fail("a pass was made"))
-    model, some = toy, prompts(3)
-    for given, error, said in (
-        (
-            {"prompts": ma.load_prompts("word-problems", limit=2)},
-            PromptError,
-            "no reference answer for the model to read",
-        ),
-        ({"at": [(9, 0)]}, OptionError, "no head 0 in layer 9"),
-        ({"at": [(0, 8)]}, OptionError, "no head 8 in layer 0"),
-        ({"at": []}, OptionError, "give heads such as"),
-        ({"at": [(1.0, 2)]}, OptionError, r"\(1.0, 2\) is not two whole numbers"),
-        ({"at": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
-        ({"metric": "kl", "direction": "noising"}, OptionError, "every gradient is 0"),
-        ({"at": 3}, OptionError, "give heads such as"),
-        (
-            {"metric": "accuracy"},
-            OptionError,
-            "choose one of 'logprob', 'logit_diff', 'logit_margin', 'kl'",
-        ),
-        ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
-        ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
-        (
-            {"at": "resid"},
-            OptionError,
-            "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post', 'attn_out', 'mlp_out'",
-        ),
-        ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
-        ({"at": ma.Sites(by="token")}, OptionError, "by='token'"),
-        ({"together": [(0, 1)]}, OptionError, "name the set in at="),
-        ({"condition": SLASH.masked()}, OptionError, "hides tokens or acts inside the model"),
-        ({"prompts": some[:1]}, OptionError, "one prompt"),
-    ):
-        named = {"prompts": some, "condition": SLASH} | given
-        with pytest.raises(error, match=said):
-            ma.patch(model, named.pop("prompts"), named.pop("condition"), **named)
-    monkeypatch.setattr(model.original_model, "is_quantized", True, raising=False)
-    with pytest.raises(ma.MechattnError, match="quantised and have no gradients: load"):
-        ma.patch(model, some, SLASH, direction="denoising")
+NO_ANSWER = {"prompts": ma.load_prompts("word-problems", limit=2)}
 
 
 @pytest.mark.parametrize(
-    ("metric", "heads", "said"),
+    ("wrong", "error", "message"),
     [
-        (
-            lambda logits, answer: logits.sum(),
-            [(0, 0)],
-            r"gives \[\] for 1 rows; give one number per row",
-        ),
-        (lambda logits, answer: 1.0, [(0, 0)], "gives float for 1 rows"),
-        (lambda logits, answer: logits[:, 0, 0] * torch.nan, [(0, 0)], "gives NaN or infinity"),
-        (
-            lambda logits, answer: logits[:, 0].argmax(-1).float(),
-            None,
-            "has no gradient with respect to the logits",
-        ),
+        (NO_ANSWER, PromptError, "no reference answer for the model to read"),
+        ({"condition": SLASH.masked()}, OptionError, "hides tokens or acts inside the model"),
+        ({"condition": ma.Baseline()}, OptionError, "inserts nothing into prompt 0"),
+        ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
+        ({"at": [(0, 8)]}, OptionError, "no head 8 in layer 0"),
+        ({"at": []}, OptionError, "give heads such as"),
+        ({"at": [(1.0, 2)]}, OptionError, "give heads such as"),
+        ({"at": "resid"}, OptionError, "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post'"),
+        ({"at": ma.Sites("resid_post", 9)}, OptionError, "layer 9 is out of range"),
+        ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
+        ({"at": ma.Sites(by="token")}, OptionError, "by='token'"),
+        ({"together": [(0, 1)]}, OptionError, "name the set in at="),
+        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'logit_diff'"),
+        ({"metric": "kl"}, OptionError, "every gradient is 0"),
+        ({"metric": "kl", "controls": ()}, OptionError, "tested against the random control"),
+        ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
+        ({"controls": "random"}, OptionError, "give .*one of them in brackets"),
+        ({"memory": "much"}, OptionError, "memory='much': write it like"),
     ],
 )
-def test_a_metric_that_is_none(metric, heads, said, toy):
-    with pytest.raises(OptionError, match=said):
-        ma.patch(
-            toy,
-            prompts(2),
-            SLASH,
-            at="z" if heads is None else heads,
-            metric=metric,
-            direction="denoising",
-        )
+def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch, wrong, error, message):
+    monkeypatch.setattr(plan, "read", lambda *_: pytest.fail("a pass was made"))
+    options = {"prompts": prompts(3), "condition": SLASH} | wrong
+    with pytest.raises(error, match=message):
+        ma.patch(toy, options.pop("prompts"), options.pop("condition"), **options)
 
 
-def test_two_prompts_have_numbers_and_no_intervals(toy):
-    made = ma.patch(toy, prompts(2), SLASH, at=[(0, 0)], direction="denoising")
-    assert "no interval from fewer than 3" in str(made)
-    with pytest.raises(OptionError, match="there are 2 prompts; give at least 3"):
-        made.table()
+def test_quantised_weights_have_no_gradients(toy, monkeypatch):
+    monkeypatch.setattr(toy.original_model, "is_quantized", True, raising=False)
+    with pytest.raises(ma.MechattnError, match="quantised and have no gradients: load"):
+        ma.patch(toy, prompts(3), SLASH)
 
 
-def test_a_condition_that_inserts_nothing(toy):
-    with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
-        ma.patch(toy, prompts(2), ma.Baseline(), direction="denoising")
+@pytest.mark.parametrize(
+    ("metric", "at", "message"),
+    [
+        (lambda logits, answer: logits.sum(), [(0, 0)], r"gives \[\] for 1 rows; give one number"),
+        (lambda logits, answer: 1.0, [(0, 0)], "gives float for 1 rows"),
+        (lambda logits, answer: logits[:, 0, 0] * torch.nan, [(0, 0)], "gives NaN or infinity"),
+        (lambda logits, answer: logits[:, 0].argmax(-1).float(), "z", "has no gradient"),
+    ],
+)
+def test_a_metric_that_is_none(metric, at, message, toy):
+    with pytest.raises(OptionError, match=message):
+        ma.patch(toy, prompts(2), SLASH, at=at, metric=metric)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_prompts_have_effects_and_no_intervals(toy, count):
+    patched = ma.patch(toy, prompts(count), SLASH, at=HEADS)
+    assert patched.effects.effect.notnull().sum() == count * len(HEADS)
+    _, why, header, *rows = str(patched).splitlines()
+    assert "no interval from fewer than 3" in why
+    assert header.split() == ["layer", "head", "effect"]
+    largest = float(abs(patched.effects.effect.mean("prompt")).max())
+    assert len(rows) == len(HEADS)
+    assert abs(float(rows[0].split()[-1])) == pytest.approx(largest, rel=1e-2)
+    with pytest.raises(OptionError, match=f"there are {count} prompts; give at least 3"):
+        patched.table()

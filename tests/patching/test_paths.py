@@ -11,7 +11,7 @@ from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching import paths
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
-from mechattn.patching.pairs import pairs_of
+from mechattn.patching.pairs import request_of
 from tests.conftest import loaded_once
 from tests.known_answers.known_heads import VOCABULARY, copying_model
 from tests.patching.test_edges import ByHand
@@ -107,7 +107,9 @@ def test_without_mlps_a_path_is_an_edge():
     with showing_edges(model):
         each = [
             EdgePair(model, graph, pair, 2**31).exact(some)
-            for pair in pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)[0]
+            for pair in request_of(
+                model, pairs, Counterpart(), "logit_diff", "noising", "1GiB", 0
+            ).pairs
         ]
     np.testing.assert_allclose(made.effects.effect.values, each, atol=1e-5)
     assert abs(np.array(each)).max() > 1e-3
@@ -115,8 +117,8 @@ def test_without_mlps_a_path_is_an_edge():
 
 def test_paths_that_do_not_exist_are_refused_in_words():
     for between, said in (
-        ([("L0H1", "L1H9.q")], r"has heads 0 to 7 there, in layers 0, 1, 2, 3"),
-        ([("L0H1", "L1H4.k")], r"has heads 0 to 3 there"),
+        ([("L0H1", "L1H9.q")], r"no head 9 in layer 1: .* has heads 0 to 7 in layers 0, 1, 2, 3"),
+        ([("L0H1", "L1H4.k")], r"has heads 0 to 3 in layers"),
         ([("L1H1", "L1H2.q")], r"nothing passes from layer 1 to layer 1; name a later layer"),
         ([("L1H1", "L2H2")], r"is not a path: give such as"),
         ([], r"give paths such as"),

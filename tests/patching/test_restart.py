@@ -1,6 +1,7 @@
 """A pass that changes a later layer starts there: the same bits, without the layers before it."""
 
 import pytest
+import xarray as xr
 
 import mechattn as ma
 from mechattn.patching import patch, paths
@@ -15,23 +16,21 @@ def prompts():
 
 
 @pytest.mark.parametrize(
-    "at", ["resid_post", [(2, 1), (3, 0), (3, 5)]], ids=["resid_post", "heads"]
+    ("name", "at"), [("toy:falcon", "resid_post"), ("toy:llama", [(2, 1), (3, 0), (3, 5)])]
 )
-@pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
-def test_the_same_bits_as_from_the_first_layer(name, at, prompts, monkeypatch):
+def test_the_same_numbers_as_from_the_first_layer(name, at, prompts, monkeypatch):
     model = ma.load_model(name)
-    found = ma.patch(model, prompts, SLASH, at=at, direction="denoising")
+    patched = ma.patch(model, prompts, SLASH, at=at)
     monkeypatch.setattr(patch, "possible_starts", NEVER)
-    assert found.effects.identical(
-        ma.patch(model, prompts, SLASH, at=at, direction="denoising").effects
-    )
+    xr.testing.assert_identical(patched.effects, ma.patch(model, prompts, SLASH, at=at).effects)
 
 
 def test_paths_give_the_same_bits(prompts, monkeypatch):
-    model, named = ma.load_model("toy:llama"), [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
-    found = ma.paths(model, prompts, SLASH, named, metric="logprob")
+    model = ma.load_model("toy:llama")
+    named = [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
+    patched = ma.paths(model, prompts, SLASH, named)
     monkeypatch.setattr(paths, "possible_starts", NEVER)
-    assert found.effects.identical(ma.paths(model, prompts, SLASH, named, metric="logprob").effects)
+    xr.testing.assert_identical(patched.effects, ma.paths(model, prompts, SLASH, named).effects)
 
 
 def test_the_layers_before_are_not_computed_again(prompts):
@@ -44,38 +43,39 @@ def test_the_layers_before_are_not_computed_again(prompts):
 
         block.mlp.register_forward_hook(counted)
     ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)], direction="denoising")
-    # Both runs of both prompts, and a pass with whose logits those are compared that start later.
-    unpatched = 2 + 2 + 1
+    # Both runs of both prompts, another prompt's for the shorter one, and the pass with whose logits
+    # those are compared that start later.
+    unpatched = 2 + 2 + 1 + 1
     assert rows[0] == rows[1] == unpatched
-    shown = 2  # passes of one row that show that one may start at a layer
     of_head = 2 + 3  # rows: the longer prompt has no other prompt as its control
-    assert rows[2] == unpatched + of_head + 1
-    assert rows[3] == unpatched + 3 * of_head + shown
+    assert rows[2] == unpatched + 3 * of_head + 1  # and one that shows that one may start here
+    assert rows[3] == unpatched + 3 * of_head + 2
 
 
-@pytest.mark.parametrize("reader", [2, 3])
 @pytest.mark.parametrize("missing", ["nothing is added", "an error"])
-def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
-    reader, missing, prompts, monkeypatch
-):
+def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(missing, prompts, monkeypatch):
     """A later layer adds what the first has read in the same pass, as models with shared keys and values do."""
-    model, read = ma.load_model("toy:llama", verify=False), []
-    nothing = (lambda: 0.0) if missing == "nothing is added" else read.pop
-    model.blocks[0].mlp.register_forward_hook(lambda module, given, out: read.append(out.mean()))
-    model.blocks[reader].mlp.register_forward_hook(
-        lambda module, given, out: out + (read.pop() if read else nothing())
-    )
-    found = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], direction="denoising")
+    model = ma.load_model("toy:llama", verify=False)
+    read = []
+
+    def reads(module, given, out):
+        read.append(out.mean())
+
+    def adds(module, given, out):
+        if not read and missing == "nothing is added":
+            return out
+        return out + read.pop()
+
+    model.blocks[0].mlp.register_forward_hook(reads)
+    model.blocks[3].mlp.register_forward_hook(adds)
+
+    def effects():
+        return ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects
+
+    patched = effects()
     monkeypatch.setattr(patch, "possible_starts", NEVER)
-    assert found.effects.identical(
-        ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], direction="denoising").effects
-    )
+    xr.testing.assert_identical(patched, effects())
     if missing == "nothing is added":
-        monkeypatch.setattr(
-            patch,
-            "possible_starts",
-            staticmethod(lambda model, sequence, layers: layers),
-        )
-        assert not found.effects.identical(
-            ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], direction="denoising").effects
-        )
+        anywhere = staticmethod(lambda model, sequence, layers: layers)
+        monkeypatch.setattr(patch, "possible_starts", anywhere)
+        assert not patched.identical(effects()), "a pass that starts later would be noticed"

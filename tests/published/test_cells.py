@@ -29,8 +29,6 @@ STATEMENTS = {statement.key: statement for statement in read_statements().statem
     [
         (-5.0, -2.1, AS_PUBLISHED, OPPOSITE),
         (-5.0, -1.9, UNCLEAR, UNCLEAR),
-        (-1.0, 1.0, UNCLEAR, UNCLEAR),
-        (1.9, 5.0, UNCLEAR, UNCLEAR),
         (2.1, 5.0, OPPOSITE, AS_PUBLISHED),
         (math.nan, math.nan, UNCLEAR, UNCLEAR),
     ],

@@ -82,15 +82,12 @@ def test_the_same_call_measures_nothing_again(compared, monkeypatch):
         ma.paper("toy:llama", out, **options | {"limit": 7})
 
 
-def test_a_model_without_the_arm_of_its_family(tmp_path):
-    statements = read_statements()
+def test_the_arm_is_that_of_the_models_family(tmp_path):
     settings = Settings([], [], 0, 8, 0, "auto", None, tmp_path)
-    falcon = ModelRuns("toy:falcon", "falcon", statements, settings)
-    assert falcon.arm is None
-    said = "ARM is published for the families Qwen2, Llama, Gemma3, and this model is FalconForCausalLM"
-    assert falcon._without_arm() == said
-    llama = ModelRuns("toy:llama", "llama", statements, settings)
-    assert (llama.arm.form, llama.arm.c, llama.arm.p1) == ("released_llama", 0.32, 90.0)
+    statements = read_statements()
+    assert ModelRuns("toy:falcon", "falcon", statements, settings).arm is None
+    arm = ModelRuns("toy:llama", "llama", statements, settings).arm
+    assert (arm.form, arm.c, arm.p1) == ("released_llama", 0.32, 90.0)
 
 
 @pytest.mark.parametrize(
@@ -100,26 +97,24 @@ def test_a_model_without_the_arm_of_its_family(tmp_path):
         (["toy:llama", "toy:llama"], {}, "a model is given twice"),
         ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
         ("toy:llama", {"draws": -1}, "draws=-1"),
-        ("toy:llama", {"problems": True}, "problems=True"),
-        ("toy:llama", {"dtype": "float8"}, "float8"),
     ],
 )
 def test_a_mistake_is_said_before_anything_is_measured(
     tmp_path, monkeypatch, models, options, message
 ):
-    monkeypatch.setattr(paper, "measured_model", None)
+    monkeypatch.setattr(paper, "ModelRuns", None)
     with pytest.raises(OptionError, match=message):
         ma.paper(models, tmp_path / "out", **options)
 
 
 def test_there_is_no_such_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper, "measured_model", None)
+    monkeypatch.setattr(paper, "ModelRuns", None)
     with pytest.raises(ModelError, match="no-such-folder"):
         ma.paper("./no-such-folder", tmp_path / "out")
 
 
 def test_a_data_set_without_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper, "measured_model", None)
+    monkeypatch.setattr(paper, "ModelRuns", None)
     path = tmp_path / "questions.jsonl"
     lines = [json.dumps({"question": f"How many are {i} and 2?"}) for i in range(4)]
     path.write_text("\n".join(lines), encoding="utf-8")

@@ -13,8 +13,20 @@ from mechattn.results.result import Result
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=20), "sentence": ma.RandomSentence(count=20)}
 PROMPTS = 4
-RECEIVED = Asked(("received_by_segment",))
-CURVES = Asked(("received",))
+
+
+def asked_for(quantities, condition="slash", to="baseline", layers=(0,), less_layers=()):
+    return Asked(
+        quantities=list(quantities),
+        condition=condition,
+        to=to,
+        layers=list(layers),
+        less_layers=list(less_layers),
+    )
+
+
+RECEIVED = asked_for(("received_by_segment",))
+CURVES = asked_for(("received",))
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +109,12 @@ def test_the_change_of_what_the_question_receives(result, cached):
         value_of(result, "change", RECEIVED),
         [log_change(cached, i, "slash", "baseline") for i in every],
     )
-    beside = Asked(RECEIVED.quantities, "sentence", "slash")
+    beside = asked_for(RECEIVED.quantities, "sentence", "slash")
     near(
         value_of(result, "change", beside),
         [log_change(cached, i, "sentence", "slash") for i in every],
     )
-    deeper = Asked(RECEIVED.quantities, layers=(1, 2), less_layers=(0,))
+    deeper = asked_for(RECEIVED.quantities, layers=(1, 2), less_layers=(0,))
     expected = [
         sum(log_change(cached, i, "slash", "baseline", layer) for layer in (1, 2)) / 2
         - log_change(cached, i, "slash", "baseline")
@@ -115,7 +127,7 @@ def test_the_change_of_what_the_question_receives(result, cached):
 @pytest.mark.parametrize("function", ["change", "change_at_peaks", "peak_moved", "band_width"])
 def test_nothing_changes_between_a_condition_and_itself(result, function):
     quantity = RECEIVED if function == "change" else CURVES
-    same = Asked(quantity.quantities, "slash", "slash")
+    same = asked_for(quantity.quantities, "slash", "slash")
     near(value_of(result, function, same), np.zeros(PROMPTS))
 
 
@@ -178,7 +190,7 @@ def test_whether_the_peak_is_another_token(result, cached):
     for i in range(PROMPTS):
         tops = [curve(cached, name, i, 1).argmax(1) for name in ("slash", "baseline")]
         expected.append((tops[0] != tops[1]).mean())
-    near(value_of(result, "peak_moved", Asked(("received",), layers=(1,))), expected)
+    near(value_of(result, "peak_moved", asked_for(("received",), layers=(1,))), expected)
 
 
 def test_how_far_prompts_lie_from_their_mean(result, cached):
@@ -199,7 +211,7 @@ def test_how_evenly_inserted_tokens_receive(result, cached):
         counts = [math.exp(-sum(p * math.log(p) for p in head)) for head in shares]
         return np.mean(counts) / got.shape[1]
 
-    asked = Asked(("received",), "slash", "sentence")
+    asked = asked_for(("received",), "slash", "sentence")
     expected = [evenness("slash", i) - evenness("sentence", i) for i in range(PROMPTS)]
     near(value_of(result, "evenness_apart", asked), expected)
     even = changed(result, "received_attention", "received_per_prompt", np.ones_like)
@@ -207,7 +219,7 @@ def test_how_evenly_inserted_tokens_receive(result, cached):
 
 
 def test_the_affine_share_and_the_direction_of_the_shift(result):
-    asked = Asked(("change_by_rerouting", "change_by_new_values"))
+    asked = asked_for(("change_by_rerouting", "change_by_new_values"))
     data = result["affine_shift"].sel(condition="slash", layer=0)
     parts = data.sel(segment="question")
     affine = (parts.change_by_dilution + parts.change_by_shift).astype(float)
@@ -218,9 +230,9 @@ def test_the_affine_share_and_the_direction_of_the_shift(result):
         nothing_else = changed(nothing_else, "affine_shift", name, np.zeros_like)
     near(value_of(nothing_else, "affine_share", asked), np.ones(PROMPTS))
 
-    level = value_of(result, "level", Asked(("shift_rank_one_share",)))
+    level = value_of(result, "level", asked_for(("shift_rank_one_share",)))
     near(level, np.ones(PROMPTS), 1e-3)  # one repeated token has one value vector in layer 0
-    other = value_of(result, "level", Asked(("shift_rank_one_share",), "sentence"))
+    other = value_of(result, "level", asked_for(("shift_rank_one_share",), "sentence"))
     assert other.mean() < 0.98
 
 
@@ -229,7 +241,7 @@ def test_activations(activations):
     for quantity in ("near_zero", "l1", "l2", "variance"):
         values = data[f"{quantity}_by_segment"].sel(segment="question").astype(float)
         after, before = (values.sel(condition=name).values for name in ("slash", "baseline"))
-        asked = Asked((f"{quantity}_by_segment",))
+        asked = asked_for((f"{quantity}_by_segment",))
         near(value_of(activations, "change", asked), np.log(after / before), 1e-9)
 
 
@@ -245,13 +257,13 @@ def test_large_activations(activations):
     bound = next(b for b in bounds if sum(baseline.mean(0)[k] for k in beyond(b)) <= 0.1)
     after = shares.sel(condition="slash").values[:, beyond(bound)].sum(1)
     expected = np.log(after / baseline[:, beyond(bound)].sum(1))
-    near(value_of(activations, "change_of_large", Asked(("histogram",))), expected, 1e-9)
-    same = Asked(("histogram",), "baseline")
+    near(value_of(activations, "change_of_large", asked_for(("histogram",))), expected, 1e-9)
+    same = asked_for(("histogram",), "baseline")
     near(value_of(activations, "change_of_large", same), np.zeros(PROMPTS))
 
 
 def test_classes_of_tokens(activations):
-    asked = Asked(("near_zero_by_token_class",), "baseline")
+    asked = asked_for(("near_zero_by_token_class",), "baseline")
     shares = activations["mlp_activations"].near_zero_by_token_class.isel(layer=0)
     expected = []
     for row in shares.sel(condition="baseline").transpose("prompt", "token_class"):
@@ -275,7 +287,7 @@ def updates(target, size):
 
 
 def test_updates_where_the_first_token_is_the_strongest_target(tokens):
-    asked = Asked(("target_at", "magnitude_at"), "baseline")
+    asked = asked_for(("target_at", "magnitude_at"), "baseline")
     rng = np.random.default_rng(0)
     target = rng.integers(0, 3, (6, 2, 9))
     size = rng.random((6, 2, 9))
@@ -301,9 +313,9 @@ def test_updates_where_the_first_token_is_the_strongest_target(tokens):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (Asked(("received_by_segment",), layers=(99,)), "no layer 99"),
-        (Asked(("received_by_segment",), "nothing"), "cannot be run under 'nothing'"),
-        (Asked(("l1_by_segment",)), "has no l1_by_segment"),
+        (asked_for(("received_by_segment",), layers=(99,)), "no layer 99"),
+        (asked_for(("received_by_segment",), "nothing"), "cannot be run under 'nothing'"),
+        (asked_for(("l1_by_segment",)), "has no l1_by_segment"),
     ],
 )
 def test_what_a_result_does_not_have(result, asked, message):

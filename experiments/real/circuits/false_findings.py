@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import mechattn as ma
-from mechattn.patching.pairs import units_of
+from mechattn.stats.units import Units
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
             first_pairs = replace(
                 patching,
                 effects=patching.effects.isel(prompt=slice(count)),
-                units=units_of(prompts[:count]),
+                units=Units.grouped([prompt.group or prompt.id for prompt in prompts[:count]]),
             )
             true_count = findings(first_pairs)
             counts = []

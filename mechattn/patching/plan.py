@@ -1,0 +1,141 @@
+"""Patches the cells of a pair: reads its runs, and gives as many patched copies to a pass as memory
+lets, from the first layer that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+from torch import Tensor
+
+from mechattn.axes import SEGMENTS
+from mechattn.patching.memory import prompt_bytes, row_bytes, rows_within
+from mechattn.patching.pairs import Pair, Request, Unpatched
+from mechattn.patching.patched_runs import (
+    Change,
+    Run,
+    Where,
+    Z,
+    gradients_of,
+    patched_logits,
+    read,
+)
+from mechattn.patching.sites import Cell, Target
+
+_MOST_ROWS = 32  # in a pass: more are no faster
+
+
+@dataclass(frozen=True)
+class PairRuns:
+    """Both runs of a pair, unpatched; and another prompt's source run, if it is a control."""
+
+    pair: Pair
+    base: Run
+    source: Run
+    partner: Run | None = None
+
+    @cached_property
+    def unpatched(self) -> Unpatched:
+        """What effects are counted from."""
+        return Unpatched(self.pair, self.base.logits, self.source.logits)
+
+    def patched_tokens(self, cell: Cell) -> Bool[Tensor, " shared"]:
+        """Which of the tokens that both runs have are those of a cell."""
+        segments = self.base.sequence.segment[self.base.places]
+        if cell.tokens is None:
+            return segments >= 0
+        if isinstance(cell.tokens, str):
+            return segments == SEGMENTS.index(cell.tokens)
+        return self.pair.origins == cell.tokens
+
+    def changes(self, cell: Cell, values: Mapping[Where, Z]) -> list[Change]:
+        """What a cell puts at which positions of the base run."""
+        tokens = self.patched_tokens(cell)
+        places = self.base.places[tokens]
+        return [(where, places, values[where][tokens]) for where in cell.heads]
+
+
+# From a pair's runs to what replaces each head's output, for the effect and for each control.
+Replacements = Callable[[PairRuns], Mapping[str, Mapping[Where, Z]]]
+
+
+@dataclass(frozen=True)
+class PatchingPlan:
+    """The cells to patch, and what with. ``starts`` are the layers at which a pass may start,
+    ``partners`` other prompts' pairs by id.
+    """
+
+    request: Request
+    target: Target
+    cells: Sequence[Cell]
+    replacements: Replacements
+    starts: Sequence[int] = ()
+    partners: Mapping[str, Pair] = field(default_factory=dict)
+    controls: Sequence[str] = ()
+
+    def effects(self, pair: Pair) -> dict[str, Any]:
+        """The effect of each cell and its controls [cell], NaN where no token has a partner; the
+        whole effect, and the metric of the base run.
+        """
+        model = self.request.model
+        target = self.target
+        base = read(model, pair.base, pair.origins, target.layers, target.part, self.starts)
+        source = read(model, pair.source, pair.origins, target.layers, target.part)
+        runs = PairRuns(pair, base, source)
+        partner = self.partners.get(pair.id)
+        if partner is not None:
+            other = read(model, partner.source, partner.origins, target.layers, target.part)
+            runs = replace(runs, partner=other)
+
+        effects: dict[str, Any] = {
+            "whole": runs.unpatched.whole,
+            "before": runs.unpatched.before,
+        }
+        replacements = self.replacements(runs)
+        cells = [index for index, cell in enumerate(self.cells) if runs.patched_tokens(cell).any()]
+        changes = []
+        for values in replacements.values():
+            changes += [runs.changes(self.cells[index], values) for index in cells]
+        measured = self._first_order if target.attributed else self._exact
+        by_name = measured(runs, changes).reshape(len(replacements), len(cells))
+
+        for name in ("effect", *self.controls):
+            effects[name] = np.full(len(self.cells), np.nan)
+        for name, of_cells in zip(replacements, by_name, strict=True):
+            effects[name][cells] = of_cells
+        return effects
+
+    def _exact(self, runs: PairRuns, changes: Sequence[list[Change]]) -> np.ndarray:
+        """The metric of a copy of the base run with each list of changes, minus that of the run."""
+        model = self.request.model
+        pair = runs.pair
+        memory = self.request.memory - prompt_bytes(model, self.target, pair)
+        rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pair)))
+
+        # Copies that change the same layers go together, so that their pass can start there.
+        first_layers = [min(layer for (layer, _), _, _ in change) for change in changes]
+        order = np.argsort(first_layers, kind="stable")
+        effects = np.empty(len(changes))
+        for start in range(0, len(order), rows):
+            batch = order[start : start + rows]
+            changes_by_row = [changes[index] for index in batch]
+            logits = patched_logits(model, runs.base, changes_by_row, self.target.part)
+            effects[batch] = runs.unpatched.effects(logits)
+        return effects
+
+    def _first_order(self, runs: PairRuns, changes: Sequence[list[Change]]) -> np.ndarray:
+        """The first-order effect of changing single heads: ``Σ gradient · (value − z)``."""
+        model = self.request.model
+        measure = runs.unpatched.measure
+        gradients = gradients_of(model, runs.pair.base, self.target.layers, measure)
+        effects = []
+        for [((layer, head), places, value)] in changes:
+            z = runs.base.z[layer]
+            places = places.to(z.device)
+            step = value.double() - z[places, head].double()
+            effects.append(float((gradients[layer][places, head].double() * step).sum()))
+        return np.array(effects)
