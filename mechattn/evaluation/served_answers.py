@@ -9,7 +9,7 @@ from zlib import crc32
 
 import torch
 
-from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
+from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError, warn
 from mechattn.evaluation import server_probe
 from mechattn.evaluation.answer_file import Kept, Key
 from mechattn.evaluation.generate import Answer, Request, Sampling, until_end
@@ -25,6 +25,7 @@ from mechattn.evaluation.server_probe import Question
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.prompts.token_sequences import TokenSequence
 
+_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
 _EVERY = 256  # answers, after which a server is probed again
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
@@ -54,6 +55,8 @@ def served_answers(
         check_room(requested.values(), sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
         sent = _sent(connection, requests)
+        requests = {question: requests[question] for question in sent}
+        todo = [key for key in todo if key[:2] in sent]
 
         before = file.about.get("probe", {})
         probe = server_probe.begun(connection, requests, sent, sampling, before)
@@ -110,8 +113,11 @@ def _sent(
 ) -> dict[Question, CompletionRequest]:
     """What the server gets: token ids if it takes them, or else texts that give the same ids.
 
+    A problem without such a text is left out under every condition, so that conditions are compared
+    on the same problems.
+
     Raises:
-        PromptError: A text would be read as other tokens.
+        PromptError: More than a tenth of the texts would be read as other tokens.
     """
     with_ids = {}
     for question, request in requests.items():
@@ -131,16 +137,24 @@ def _sent(
             with_texts[question] = replace(with_id, prompt=text)
 
     refused = [question for question in with_ids if question not in with_texts]
-    if refused:
-        prompt, name = refused[0]
+    if not refused:
+        return with_texts
+
+    prompt, name = refused[0]
+    message = (
+        f"the server takes only text, and the text of prompt {prompt} with the condition {name!r}"
+        f" would be read as other tokens, as would {len(refused)} of {len(with_ids)} in all"
+    )
+    if len(refused) > _LEFT_OUT * len(with_ids):
         raise PromptError(
-            f"the server takes only text, and the text of prompt {prompt} with the condition"
-            f" {name!r} would be read as other tokens, as would {len(refused)} of {len(with_ids)}"
-            " in all. Omit them, or serve the model with an engine that takes token ids, such as"
+            f"{message}. Omit them, or serve the model with an engine that takes token ids, such as"
             " vLLM or SGLang"
         )
-
-    return with_texts
+    warn(f"{message}. These problems are left out under every condition")
+    left_out = {prompt for prompt, _ in refused}
+    return {
+        question: request for question, request in with_texts.items() if question[0] not in left_out
+    }
 
 
 def text_of(tokenizer: Any, ids: list[int]) -> str | None:

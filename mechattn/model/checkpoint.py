@@ -97,6 +97,12 @@ _OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is
         "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives"
     ),
     "*.gguf": "holds a GGUF file: name it with gguf_file=…",
+    "consolidated*": (
+        "holds weights in Meta's or Mistral's format: convert them with transformers' script"
+    ),
+    "checkpoint-*/config.json": (
+        "holds the checkpoints of a training: name one of its folders checkpoint-…"
+    ),
     "*": "has no config.json, so it is not a checkpoint; save one with save_pretrained",
 }
 
@@ -107,6 +113,21 @@ def _without_config(folder: Path) -> str:
         if any(folder.glob(pattern)):
             return explanation
     return _OTHER_FOLDERS["*"]
+
+
+def check_weights_are_whole(place: str) -> None:
+    """Refuse a directory that holds parts of the weights without the index that says what is where.
+
+    Raises:
+        ModelError: Names the index.
+    """
+    shards = sorted(path.name for path in Path(place).glob("model-*-of-*.safetensors"))
+    whole = [*Path(place).glob("model.safetensors*"), *Path(place).glob("pytorch_model*")]
+    if shards and not whole:
+        raise ModelError(
+            f"the directory {place} holds parts of the weights ({shards[0]} …) without "
+            "model.safetensors.index.json, which says what is where; copy it there"
+        )
 
 
 def tokenizer_named(name: str) -> Any:

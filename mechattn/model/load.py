@@ -251,6 +251,7 @@ def _from_name(
             remote[option] = options[option]
 
     config = checkpoint.config_of_place(place, **remote)
+    checkpoint.check_weights_are_whole(place)
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
         stored = getattr(config, "dtype", None)

@@ -51,6 +51,9 @@ class Prompt:
         other_answer: The answer that the other version calls for, for the metric "logit_diff": a text
             or token ids.
         template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
+        split_special_tokens: Read control tokens that the question or the system text spells out,
+            such as "<eos>", as ordinary text; without it they are control tokens, and a warning
+            names them.
     """
 
     question: str = ""
@@ -67,6 +70,7 @@ class Prompt:
     counterpart: str | tuple[int, ...] = ""
     other_answer: str | tuple[int, ...] = ""
     template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    split_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         check_choice(Template, template=self.template)
@@ -117,7 +121,8 @@ class Prompt:
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Convert a text, texts, prompts, or token ids [batch pos] to prompts.
 
-    Token ids come as a tensor or as an array.
+    Token ids come as a tensor, as an array, or as what a tokenizer returned: "input_ids" with its
+    "attention_mask", whose padding is left out.
 
     Raises:
         PromptError: Something else was given, there is no prompt, or two have the same id.
@@ -129,12 +134,13 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (Tensor, np.ndarray)):
         return _from_tokens(torch.as_tensor(prompts))
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
-    is_unordered = isinstance(prompts, (bytes, Mapping, Set))
+    if isinstance(prompts, Mapping):
+        return _from_encoding(prompts)
+    is_unordered = isinstance(prompts, (bytes, Set))
     if is_table or is_unordered or not isinstance(prompts, Iterable):
         raise PromptError(
             f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or"
-            " prompts, or a tensor of token ids, such as a tokenizer's input_ids (load_prompts"
-            " reads files and data sets)"
+            " prompts, or a tensor of token ids (load_prompts reads files and data sets)"
         )
 
     named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
@@ -172,6 +178,32 @@ def _named(index: int, prompt: object) -> Prompt:
             "prompts"
         )
     return Prompt(prompt, id=str(index))
+
+
+def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
+    """What a tokenizer returned: one sequence, or several with their padding."""
+    if "input_ids" not in encoding:
+        raise PromptError(
+            f"the prompts are a {type(encoding).__name__} with {sorted(map(str, encoding))}; give a list of "
+            "texts, prompts, or what a tokenizer returns (with input_ids)"
+        )
+    rows = _rows(encoding["input_ids"])
+    masks = [[1] * len(row) for row in rows]
+    if "attention_mask" in encoding:
+        masks = _rows(encoding["attention_mask"])
+    prompts = []
+    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        tokens = tuple(token for token, is_read in zip(row, mask, strict=True) if is_read)
+        prompts.append(Prompt(tokens=tokens, id=str(index)))
+    return prompts
+
+
+def _rows(numbers: Any) -> list[list[int]]:
+    """One row of whole numbers or several, from a tensor, an array or lists, as lists."""
+    rows = numbers.tolist() if hasattr(numbers, "tolist") else [*numbers]
+    if rows and isinstance(rows[0], Integral):
+        return [rows]
+    return [row.tolist() if hasattr(row, "tolist") else [*row] for row in rows]
 
 
 def _from_tokens(tokens: Tensor) -> list[Prompt]:

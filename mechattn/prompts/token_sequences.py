@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mechattn.functional.attention import EdgeMask
 
 INSERTED = -1
 _NO_CHARACTER = "\ufffd"  # which decoders give for bytes that are no whole character
+_MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn together
 _TOKENS_IN_REPR = 99
 _CHARACTERS_IN_REPR = 40
 
@@ -121,16 +122,29 @@ class TokenSequence:
         return f"{len(self)} tokens, {inserted} without a partner, {changed} changed"
 
 
-def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[str]:
-    """The text of each token; a token that is only a part of a character has its number instead."""
+def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; where several share a character, the character and which part: "你
+    2/3"."""
     # A long text repeats its tokens, and a tokenizer takes 20 µs for each.
-    texts = {}
-    for token_id in set(token_ids):
-        text = decode([token_id])
+    text_of = cache(lambda *ids: decode(list(ids)))
+    texts: list[str] = []
+    while len(texts) < len(token_ids):
+        start = len(texts)
+        following = token_ids[start : start + _MOST_PARTS]
+        for count, token_id in enumerate(following, 1):
+            text = text_of(*following[:count])
+            # A token of whole characters completes nothing, so the search ends there.
+            if _NO_CHARACTER not in text or _NO_CHARACTER not in text_of(token_id):
+                break
+
         if _NO_CHARACTER in text:
-            text = f"{text} (token {token_id})"
-        texts[token_id] = text
-    return [texts[token_id] for token_id in token_ids]
+            # Bytes that are no character, or the replacement character itself.
+            texts.append(f"{text_of(following[0])} (token {following[0]})")
+            continue
+
+        pieces = [f"{text} {number}/{count}" for number in range(1, count + 1)]
+        texts += pieces if count > 1 else [text]
+    return texts
 
 
 def baseline_sequence(

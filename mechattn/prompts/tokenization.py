@@ -183,6 +183,7 @@ def _tokens_in_spans(
 
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     control_tokens = _control_tokens(tokenizer)
+    token_ids: list[int] = []
     segments: list[str] = []
 
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -190,14 +191,13 @@ def _tokens_in_spans(
         blank = len(characters) - len(characters.lstrip())
         first = start if blank == len(characters) else start + blank
         segment = next((name for name, low, high in spans if low <= first < high), "template")
+        pieces = [token]
         if token in control_tokens and segment in ("system", "question"):
-            warn(
-                f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control"
-                " token; write it in another way if it is text"
-            )
-        segments.append(segment)
+            pieces = _as_written(prompt, tokenizer, token, characters)
+        token_ids += pieces
+        segments += [segment] * len(pieces)
 
-    return encoded["input_ids"], segments
+    return token_ids, segments
 
 
 @lru_cache(maxsize=8)
@@ -206,6 +206,25 @@ def _control_tokens(tokenizer: Any) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     marked = {token for token, described in added.items() if described.special}
     return frozenset(marked | set(getattr(tokenizer, "all_special_ids", ())))
+
+
+def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> list[int]:
+    """A control token that a prompt's own text spells out: itself with a warning, or its
+    letters."""
+    if not prompt.split_special_tokens:
+        warn(
+            f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control"
+            " token; Prompt(…, split_special_tokens=True) has it read as text"
+        )
+        return [token]
+    letters = tokenizer(characters, add_special_tokens=False, split_special_tokens=True)
+    pieces: list[int] = letters["input_ids"]
+    if tokenizer.decode(pieces).strip() != characters.strip():
+        raise PromptError(
+            f"{prompt.where} contains {characters!r}, which this tokenizer cannot read as text; "
+            "write it in another way"
+        )
+    return pieces
 
 
 def token_class(text: str) -> str:

@@ -192,6 +192,8 @@ def test_the_hooks_of_a_refused_model_are_named(tokenizer):
     [
         (["adapter_config.json", "adapter_model.safetensors"], "holds an adapter .* merge it"),
         (["model.Q4.gguf"], "name it with gguf_file="),
+        (["consolidated.00.pth", "params.json"], "Meta's or Mistral's format"),
+        (["checkpoint-500/config.json"], "name one of its folders checkpoint-"),
         ([], r"has no config\.json"),
     ],
 )
@@ -201,6 +203,17 @@ def test_a_folder_that_is_no_checkpoint_is_refused_by_what_it_is(files, message,
         path.parent.mkdir(exist_ok=True)
         path.write_text("{}")
     with pytest.raises(ModelError, match=message):
+        ma.load_model(str(tmp_path))
+
+
+def test_shards_without_their_index(tokenizer, tmp_path):
+    given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
+    given.save_pretrained(tmp_path, max_shard_size="120KB")
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(
+        ModelError, match=r"parts of the weights .* without model\.safetensors\.index"
+    ):
         ma.load_model(str(tmp_path))
 
 

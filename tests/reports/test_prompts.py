@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import mechattn as ma
+from mechattn.axes import SEGMENTS
 from mechattn.errors import PromptError
 from mechattn.prompts.prompt import as_prompts
 from mechattn.prompts.token_sequences import token_texts
@@ -64,10 +66,24 @@ def test_template_options_reach_the_template(chat_model):
 # Any iterable is prompts.
 
 
+def test_what_a_tokenizer_returns_is_read_as_token_ids(toy):
+    texts = ["Tom has 3 apples.", "How many?"]
+    separate = [toy.tokenizer(text)["input_ids"] for text in texts]
+    width = max(map(len, separate))
+    rows = [row + [0] * (width - len(row)) for row in separate]
+    masks = [[1] * len(row) + [0] * (width - len(row)) for row in separate]
+    encoding = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
+    assert [list(prompt.tokens) for prompt in as_prompts(encoding)] == separate
+    assert [list(prompt.tokens) for prompt in as_prompts(toy.tokenizer(texts))] == separate
+    assert [list(prompt.tokens) for prompt in as_prompts(toy.tokenizer(texts[0]))] == separate[:1]
+    array = np.array(separate[:1])
+    assert [list(prompt.tokens) for prompt in as_prompts(array)] == separate[:1]
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ({"question": "How many?"}, "of type dict"),
+        ({"question": "How many?"}, r"a dict with \['question'\]"),
         ({"How many?"}, "of type set"),
         (b"How many?", "of type bytes"),
         ([{"question": "How many?"}], "prompt 0 is of type dict"),
@@ -103,15 +119,46 @@ def test_a_control_token_in_a_question_is_named(toy):
     assert toy.tokenizer.eos_token_id in sequence.tokens
 
 
-# Labels of bytes that are no whole character.
+def test_a_control_token_can_be_read_as_text(toy, recwarn):
+    sequence = tokenize(ma.Prompt("What is <eos> for?", split_special_tokens=True), toy)
+    assert toy.tokenizer.eos_token_id not in sequence.tokens
+    assert not recwarn
+    assert {SEGMENTS[code] for code in sequence.segment.tolist()} == {
+        "first",
+        "question",
+        "template",
+    }
+
+
+# Labels of characters that several tokens make up.
 
 
 def decoded_bytes(token_ids):
     return bytes(token_ids).decode("utf-8", "replace")
 
 
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("a你", ["a", "你 1/3", "你 2/3", "你 3/3"]),
+        ("é!", ["é 1/2", "é 2/2", "!"]),
+        ("🙂", ["🙂 1/4", "🙂 2/4", "🙂 3/4", "🙂 4/4"]),
+    ],
+)
+def test_a_label_is_the_character_with_its_part(text, labels):
+    assert token_texts(decoded_bytes, list(text.encode("utf-8"))) == labels
+
+
 def test_bytes_that_are_no_character_have_their_token():
     assert token_texts(decoded_bytes, [228, 97]) == ["\ufffd (token 228)", "a"]
+
+
+def test_a_token_that_ends_one_character_and_begins_another():
+    pieces = {1: b"\xe4\xbd", 2: b"\xa0\xe5", 3: b"\xa5\xbd"}
+    texts = token_texts(
+        lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", "replace"), [1, 2, 3]
+    )
+    assert texts == ["你好 1/3", "你好 2/3", "你好 3/3"]
 
 
 # Reference answers.
