@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 import mechattn as ma
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
+from mechattn.evaluation import served_answers
 from mechattn.evaluation.served_answers import text_of
 from tests.served.stand_in import StandIn, running, served
 
@@ -129,6 +130,27 @@ def test_texts_that_give_other_tokens_are_refused(toy, prompts, engine):
     sequences = [shuffled.apply(prompt, toy).tokens.tolist() for prompt in prompts]
     refused = [ids for ids in sequences if text_of(toy.tokenizer, ids) is None]
     assert f"as would {len(refused)} of 9 in all" in str(error.value)
+
+
+def test_a_problem_with_such_a_text_is_left_out_under_every_condition(engine, monkeypatch):
+    many = ma.load_prompts("word-problems", limit=6)
+    texts_of_ids = served_answers.text_of
+    inserted = iter(range(12))  # of 12 texts, the fourth: the second problem's with slashes
+
+    def text_of(tokenizer, ids):
+        return None if next(inserted) == 3 else texts_of_ids(tokenizer, ids)
+
+    monkeypatch.setattr(served_answers, "text_of", text_of)
+    with (
+        running(StandIn(engine, takes_ids=False)) as server,
+        pytest.warns(UserWarning, match=r"as would 1 of 12 in all\. These problems"),
+    ):
+        evaluation = served(server, many, SLASH, new_tokens=4)
+    answered = {name: [] for name in ("baseline", "slash")}
+    for answer in evaluation.answers:
+        answered[answer.condition].append(answer.prompt)
+    kept = [many[index].id for index in (0, 2, 3, 4, 5)]
+    assert answered == {"baseline": kept, "slash": kept}
 
 
 def test_a_text_comes_back_with_bos_once(toy):
