@@ -130,7 +130,7 @@ gpu:
 
 .venv/dev: .venv/core
 	@echo "Installing the packages for tests and lint (about a minute; 0.6 GB)."
-	$(INSTALL) --constraint requirements.lock --editable '.[dev,gguf,images,math,netcdf,ray,server,widget]'
+	$(INSTALL) --constraint requirements.lock --editable '.[dev,gguf,images,math,netcdf,ray,server]'
 	@touch $@
 
 .venv/docs: .venv/core
@@ -141,7 +141,7 @@ gpu:
 # uv resolves for every system at once. The CUDA libraries that some builds of torch bring are left out: pip adds them
 # where the build of torch that it finds needs them.
 lock:
-	uv pip compile pyproject.toml --extra dev --extra docs --extra math --extra gguf --extra images --extra netcdf --extra ray --extra server --extra widget --universal --python-version 3.11 --no-header --no-annotate \
+	uv pip compile pyproject.toml --extra dev --extra docs --extra math --extra gguf --extra images --extra netcdf --extra ray --extra server --universal --python-version 3.11 --no-header --no-annotate \
 	  --quiet --constraint experiments/lock.txt \
 	  | grep -vE '^(nvidia|cuda|triton)' | sed -E 's/^torch==[^ ]+.*/torch==2.13.0/' | uniq > requirements.new
 	mv requirements.new requirements.lock
