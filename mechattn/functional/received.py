@@ -41,7 +41,10 @@ def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
     ``sums[k] = Σ_q counted[q] · A[q, k]``, a probability mass. Additive over blocks of query rows.
     A key that a query cannot see has A = 0, so causality and windows need no mask here.
     """
-    return (counted[:, None, None, :].to(pattern.dtype) @ pattern).squeeze(-2)
+    # One row of weights for each head, so the sum is a product.
+    weights = counted[:, None, None, :].to(pattern.dtype)
+    sums = weights @ pattern
+    return sums.squeeze(-2)
 
 
 def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerQuery:
@@ -57,14 +60,21 @@ def _sums_over_seeing(
     """For each key the sum of the weights of the queries that can see it, from one cumulative
     sum."""
     length = weight.shape[-1]
-    sums_from = weight.double().flip(-1).cumsum(-1).flip(-1)
+
+    # The sum of all weights from each position on; beyond the end there is nothing.
+    from_last = weight.double().flip(-1)
+    sums_from = from_last.cumsum(-1).flip(-1)
     sums_from = torch.nn.functional.pad(sums_from, (0, length + 1))
+
     # Of key k, the first query that sees it is k + first, and the first that doesn't k + end.
     first = 0 if include_self else 1
     end = length
     if window is not None:
         end = min(max(window, first), length)
-    return sums_from[:, first : first + length] - sums_from[:, end : end + length]
+
+    from_first = sums_from[:, first : first + length]
+    from_end = sums_from[:, end : end + length]
+    return from_first - from_end
 
 
 def visible_counts(
@@ -76,6 +86,8 @@ def visible_counts(
         count[:, window:] -= count[:, :-window].clone()
     if edge_mask is None:
         return count
+
+    # A blind query loses the masked keys that it would see, but not itself.
     lost = marked & edge_mask.keys
     lost_besides_itself = visible_counts(lost, window) - lost.double()
     return count - edge_mask.queries * lost_besides_itself
@@ -106,8 +118,10 @@ def received_attention(sums: PerKey, queries: CountOfKey) -> PerKey:
 
     Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
+    # A factor of NaN, because a sum of 0 over no queries is no measurement.
     nan_without_queries = torch.where(queries > 0, 1.0, torch.nan)
-    return nan_without_queries[:, None] * sums / queries.clamp(min=1)[:, None]
+    divisor = queries.clamp(min=1)
+    return nan_without_queries[:, None] * sums / divisor[:, None]
 
 
 def segment_mean(received: PerKey, member: Members) -> PerSegment:
@@ -116,14 +130,18 @@ def segment_mean(received: PerKey, member: Members) -> PerSegment:
     """
     segments = member.to(received.dtype).mT
     counted = (~received.isnan()).to(received.dtype)
-    return (received.nan_to_num() @ segments) / (counted @ segments)
+
+    sums = received.nan_to_num() @ segments
+    counts = counted @ segments
+    return sums / counts
 
 
 def segment_means(quantities: Mapping[str, PerKey], member: Members) -> dict[str, PerSegment]:
     """:func:`segment_mean` of several quantities in one product, which costs as much as one of
     them."""
-    heads = next(iter(quantities.values())).shape[1]
-    stacked = torch.cat(list(quantities.values()), 1)
+    tensors = list(quantities.values())
+    heads = tensors[0].shape[1]
+    stacked = torch.cat(tensors, 1)
     means = segment_mean(stacked, member).split(heads, 1)
     return dict(zip(quantities, means, strict=True))
 
@@ -140,9 +158,16 @@ def add_near_sums(
     for back in range(gap):
         offset = first_query - first_key - back  # the key of the first row, so far back
         diagonal = pattern.diagonal(offset, -2, -1)
-        rows = max(0, -offset) + torch.arange(diagonal.shape[-1], device=pattern.device)
-        keys = slice(max(0, offset), max(0, offset) + len(rows))
-        near[..., keys] += diagonal * counted[:, None, rows].to(pattern.dtype)
+
+        # The diagonal leaves out the first rows if their keys are before the block, and the first
+        # keys if no row lies so near to them.
+        first_row = max(0, -offset)
+        rows = first_row + torch.arange(diagonal.shape[-1], device=pattern.device)
+        start = max(0, offset)
+        keys = slice(start, start + len(rows))
+
+        weights = counted[:, None, rows].to(pattern.dtype)
+        near[..., keys] += diagonal * weights
 
 
 def near_queries(
@@ -153,11 +178,15 @@ def near_queries(
     """
     length = real.shape[1]
     near = torch.zeros(real.shape, device=real.device)
+
     for back in range(min(gap, length, window or length)):
+        # Whether the query so far behind each key is a token, and sees the key.
+        keys = length - back
         sees = real[:, back:].clone()
         if edge_mask is not None and back:
-            sees &= ~(edge_mask.queries[:, back:] & edge_mask.keys[:, : length - back])
-        near[:, : length - back] += sees
+            is_cut = edge_mask.queries[:, back:] & edge_mask.keys[:, :keys]
+            sees &= ~is_cut
+        near[:, :keys] += sees
     return near
 
 
@@ -190,12 +219,15 @@ def massive(
     size = stream.abs().float()
     median = _medians(size, real)
     bound = (ratio * median).clamp(min=least)
+
+    # Padding never is the largest, and never counts.
     of_padding = ~real[:, :, None]
     largest = size.masked_fill(of_padding, -1.0).amax(-1)
-
     above_bound = (size > bound[:, None, None]).masked_fill(of_padding, False)
+    count = above_bound.sum((1, 2))
+
     return {
-        "massive_count": above_bound.sum((1, 2)).float(),
+        "massive_count": count.float(),
         "massive_ratio": largest.amax(-1) / median,
         "massive_position": largest.argmax(-1).float(),
     }
@@ -204,8 +236,9 @@ def massive(
 def _medians(size: Float[Tensor, "batch pos d_model"], real: Marked) -> OfSequence:
     """The median of each sequence's entries, the lower of the two in the middle."""
     if size.device.type != "cpu":  # without waiting for it
-        unknown = size.masked_fill(~real[:, :, None], torch.nan)
-        return unknown.flatten(1).nanmedian(-1).values
+        nan_at_padding = size.masked_fill(~real[:, :, None], torch.nan)
+        return nan_at_padding.flatten(1).nanmedian(-1).values
+
     # As torch.median, which takes six times as long on a CPU.
     medians = []
     for row, is_real in zip(size, real, strict=True):
