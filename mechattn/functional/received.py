@@ -26,6 +26,14 @@ def visible_keys(
 ) -> Bool[Tensor, "query key"]:
     """Which keys each query can see: those not after it, in a windowed layer the last ``window`` of
     these.
+
+    Args:
+        queries: The positions of some queries.
+        keys: The number of keys, from the first on.
+        window: How many keys a query sees, including its own; None for all.
+
+    Returns:
+        True where a query sees a key.
     """
     distance = queries[:, None] - torch.arange(keys, device=queries.device)
     visible = distance >= 0
@@ -40,6 +48,13 @@ def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
 
     ``sums[k] = Σ_q counted[q] · A[q, k]``, a probability mass. Additive over blocks of query rows.
     A key that a query cannot see has A = 0, so causality and windows need no mask here.
+
+    Args:
+        pattern: Attention probabilities of a block of rows.
+        counted: Which of these rows count.
+
+    Returns:
+        Probability mass per key; it may exceed 1.
     """
     # One row of weights for each head, so the sum is a product.
     weights = counted[:, None, None, :].to(pattern.dtype)
@@ -50,6 +65,14 @@ def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
 def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerQuery:
     """``A[q, q]`` of each query; a view. The pattern's first row and first key are at these
     positions.
+
+    Args:
+        pattern: Attention probabilities of a block of rows.
+        first_query: The position of its first row.
+        first_key: The position of its first key.
+
+    Returns:
+        Probabilities, one for each row.
     """
     return pattern.diagonal(first_query - first_key, -2, -1)
 
@@ -58,7 +81,16 @@ def _sums_over_seeing(
     weight: Shaped[Tensor, "batch query"], window: int | None, include_self: bool
 ) -> CountOfKey:
     """For each key the sum of the weights of the queries that can see it, from one cumulative
-    sum."""
+    sum.
+
+    Args:
+        weight: The weight of each query, 0 for one that does not count.
+        window: How many keys a query sees, including its own; None for all.
+        include_self: Whether a key's own query counts.
+
+    Returns:
+        Sums of weights in float64.
+    """
     length = weight.shape[-1]
 
     # The sum of all weights from each position on; beyond the end there is nothing.
@@ -80,7 +112,16 @@ def _sums_over_seeing(
 def visible_counts(
     marked: Marked, window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch query"]:
-    """The number of marked keys that each query sees, including its own position."""
+    """The number of marked keys that each query sees, including its own position.
+
+    Args:
+        marked: The keys that are counted.
+        window: How many keys a query sees, including its own; None for all.
+        edge_mask: Edges that are cut.
+
+    Returns:
+        Numbers of keys, as float64.
+    """
     count = marked.double().cumsum(-1)
     if window is not None and window < marked.shape[-1]:
         count[:, window:] -= count[:, :-window].clone()
@@ -101,6 +142,15 @@ def seeing_queries(
 ) -> CountOfKey:
     """The number of counted queries that can see each key: the denominator of
     :func:`received_attention`.
+
+    Args:
+        counted: The queries that count.
+        window: How many keys a query sees, including its own; None for all.
+        include_self: Whether a key's own query counts.
+        edge_mask: Edges that are cut.
+
+    Returns:
+        Numbers of queries, as float32; 0 for a key that no counted query sees.
     """
     sums = _sums_over_seeing(counted.double(), window, include_self)
     if edge_mask is not None:
@@ -116,6 +166,13 @@ def received_attention(sums: PerKey, queries: CountOfKey) -> PerKey:
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
+    Args:
+        sums: Attention of each key, summed over the counted queries after it.
+        queries: The number of these queries, see :func:`seeing_queries`.
+
+    Returns:
+        Probabilities; NaN for a key that no counted query sees.
+
     Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
     # A factor of NaN, because a sum of 0 over no queries is no measurement.
@@ -127,6 +184,13 @@ def received_attention(sums: PerKey, queries: CountOfKey) -> PerKey:
 def segment_mean(received: PerKey, member: Members) -> PerSegment:
     """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an
     empty segment.
+
+    Args:
+        received: A quantity of each key, NaN where it has none.
+        member: The keys of each segment.
+
+    Returns:
+        Means, in the quantity's unit.
     """
     segments = member.to(received.dtype).mT
     counted = (~received.isnan()).to(received.dtype)
@@ -138,7 +202,15 @@ def segment_mean(received: PerKey, member: Members) -> PerSegment:
 
 def segment_means(quantities: Mapping[str, PerKey], member: Members) -> dict[str, PerSegment]:
     """:func:`segment_mean` of several quantities in one product, which costs as much as one of
-    them."""
+    them.
+
+    Args:
+        quantities: Quantities of each key, by name; all of the same shape.
+        member: The keys of each segment.
+
+    Returns:
+        The means by the same names.
+    """
     tensors = list(quantities.values())
     heads = tensors[0].shape[1]
     stacked = torch.cat(tensors, 1)
@@ -154,6 +226,14 @@ def add_near_sums(
 
     ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]`` after all blocks of query rows;
     :func:`column_sums` minus this is the attention from further away.
+
+    Args:
+        near: The sums so far, over all keys; changed in place.
+        pattern: Attention probabilities of a block of rows.
+        counted: The queries that count, of the whole sequence.
+        first_query: The position of the block's first row.
+        first_key: The position of its first key.
+        gap: The first distance that is not near, in positions.
     """
     for back in range(gap):
         offset = first_query - first_key - back  # the key of the first row, so far back
@@ -175,6 +255,15 @@ def near_queries(
 ) -> CountOfKey:
     """The number of real queries less than ``gap`` positions later that see each key, its own
     included.
+
+    Args:
+        real: Which positions are tokens, and not padding.
+        gap: The first distance that is not near, in positions.
+        window: How many keys a query sees, including its own; None for all.
+        edge_mask: Edges that are cut.
+
+    Returns:
+        Numbers of queries, as float32.
     """
     length = real.shape[1]
     near = torch.zeros(real.shape, device=real.device)
@@ -194,18 +283,33 @@ def value_norms(
     v: Float[Tensor, "batch kv_head key d_head"], factor: Float[Tensor, "head rank d_head"]
 ) -> tuple[PerKey, PerKey]:
     """``‖v[k]‖`` and ``‖v[k] W_O‖`` for every query head, the latter from
-    ``output_factor(W_O)``."""
+    ``output_factor(W_O)``.
+
+    Args:
+        v: Values of each key.
+        factor: The factor of each head's ``W_O``.
+
+    Returns:
+        The norm of the value, and the norm of what the head would write of it alone.
+    """
     heads = len(factor)
+    kv_heads = v.shape[1]
     v = v.to(factor.dtype)
+
+    # The factors of the heads that share a value, side by side: one product for all of them.
     factor_of_group = rearrange(
-        factor, "(kv_head group) rank d_head -> kv_head d_head (group rank)", kv_head=v.shape[1]
+        factor,
+        "(kv_head group) rank d_head -> kv_head d_head (group rank)",
+        kv_head=kv_heads,
     )
     written = rearrange(
         v @ factor_of_group,
         "batch kv_head key (group rank) -> batch (kv_head group) key rank",
-        group=heads // v.shape[1],
+        group=heads // kv_heads,
     )
-    return for_each_head(v.norm(dim=-1), heads), written.norm(dim=-1)
+
+    value_norm = for_each_head(v.norm(dim=-1), heads)
+    return value_norm, written.norm(dim=-1)
 
 
 def massive(
@@ -213,6 +317,16 @@ def massive(
 ) -> dict[str, OfSequence]:
     """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their
     sequence.
+
+    Args:
+        stream: The residual stream after a layer.
+        real: Which positions are tokens, and not padding.
+        least: The absolute bound.
+        ratio: The bound relative to the median.
+
+    Returns:
+        For each sequence the number of massive entries, the largest entry divided by the median,
+        and the position of the token that has it.
 
     Source: Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.
     """
