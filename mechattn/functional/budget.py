@@ -140,7 +140,7 @@ def before_hidden_states(
         q[:, :, queries],
     )
 
-    # Of the keys all, since every query may see them.
+    # All keys, since any of these queries may see them.
     k_of_baseline = of_baseline(attention.k, slice(None))
     k = torch.where(is_original, k_of_baseline, own.k.to(wide))
     return replace(own, q=q, k=k)
@@ -240,7 +240,7 @@ def mean_among_original(
         after = masses[:, inserted + 1 :].sum(1)
         left = before + after
 
-    # Dividing the weights divides the masses, which are larger.
+    # The weights are divided, and not the masses, which have an entry for each segment too.
     tiny = torch.finfo(masses.dtype).tiny
     mean = mean_over_queries(masses, weights / left.clamp(min=tiny))
     mean[..., inserted] = 0
