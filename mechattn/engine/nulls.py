@@ -200,7 +200,7 @@ def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window
         if measures_its_own or not has_null(name, quantity):
             continue
 
-        # An analysis may leave out what needs more than rows.
+        # A value that is missing here has no null, which its quantity must declare.
         with _saying_no_null(analysis):
             null = values[name]
 
