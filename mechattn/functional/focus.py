@@ -95,9 +95,9 @@ def entropy(pattern: Squares) -> PerQuery:
 
     entropies = []
     for piece in squares.split(at_once):
-        # 0 · log(tiny) is 0, where 0 · log(0) would be NaN.
-        logarithms = piece.clamp(min=tiny).log_()
-        entropies.append(-torch.linalg.vecdot(piece, logarithms))
+        # 0 · log(tiny) is 0, where 0 · log(0) would be NaN. The logarithms have no name, so that
+        # their memory is free, and still in the cache, for the next piece.
+        entropies.append(-torch.linalg.vecdot(piece, piece.clamp(min=tiny).log_()))
     return torch.cat(entropies).view(pattern.shape[:-1])
 
 
