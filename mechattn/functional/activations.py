@@ -309,7 +309,7 @@ def token_keys(
         prompts: The id of each row's prompt.
         positions: The position of each token; its place in the batch plays no part.
         layer: The layer whose activations are changed.
-        purpose: Tells apart several random numbers of one token.
+        purpose: Keeps several random numbers of one token independent.
 
     Returns:
         64-bit integers: the same for the same token, whatever batch it is in.

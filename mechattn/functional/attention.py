@@ -409,7 +409,7 @@ def constant(
         dtype: That of the numbers by default.
 
     Returns:
-        A tensor that all callers share, so nobody may change it in place.
+        A tensor that all callers share: do not change it in place.
     """
     return torch.tensor(numbers, device=device, dtype=dtype)
 

@@ -89,7 +89,7 @@ def entropy(pattern: Squares) -> PerQuery:
     tiny = torch.finfo(pattern.dtype).tiny
     squares = rearrange(pattern, "... query key -> (...) query key")
 
-    # So many heads at a time fit in the cache.
+    # As many heads at a time as fit in the cache.
     elements = max(1, squares[0].numel())
     at_once = max(1, _PIECE // elements)
 
