@@ -28,7 +28,23 @@ def measure_batch(
     prompt_ids: Sequence[str] = (),
     blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
 ) -> list[LayerValues]:
-    """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
+    """Run the model on a batch and return the values of each analysis in each layer, on the CPU.
+
+    Args:
+        model: The model.
+        batch: Sequences, padded on the right.
+        forward: The engine, see :func:`mechattn.engine.engines.chosen_forward`.
+        windows: The layers to measure, each with the number of keys that its queries see.
+        analyses: The analyses, which share the pass.
+        prompt_ids: The id of each prompt of the run, for interventions and messages.
+        blind: What the model adds to its scores regardless of content.
+
+    Returns:
+        For each analysis its values by layer and quantity, each [row of the batch, …].
+
+    Raises:
+        ModelError: The attention is invalid, gives NaN, or lacks what an analysis needs.
+    """
     needs_pairs = any(
         isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses
     )

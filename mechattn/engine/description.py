@@ -17,11 +17,20 @@ from mechattn.results import provenance
 
 def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
     """A model as data: its shapes, precision, weights and verification; with ``paths`` also where
-    it is."""
+    it is.
+
+    Args:
+        model: A hooked model; of one that mechattn did not load, less is known.
+        paths: Whether the full path of a checkpoint is recorded too.
+
+    Returns:
+        Plain values, for JSON.
+    """
     cfg = model.cfg
     facts = facts_of(model) or ModelFacts()
     architecture = getattr(cfg, "architecture", None) or cfg.original_architecture
     parameters = next(model.parameters())
+
     described: dict[str, Any] = {"name": provenance.name_of(str(cfg.model_name))}
     if paths:
         described["path"] = str(cfg.model_name)
@@ -58,7 +67,15 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
 
     Of a condition that a user wrote, the marks and interventions are those of a ``sequence`` that
     it made.
+
+    Args:
+        condition: A condition, perhaps inside variants such as ``unshifted()``.
+        sequence: A sequence that it made.
+
+    Returns:
+        Plain values, for JSON.
     """
+    # Variants from the outermost to the innermost; an inner one's interventions act first.
     inner: Any = condition
     masked = False
     unshifted = False

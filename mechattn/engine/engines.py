@@ -34,7 +34,20 @@ def chosen_forward(
     model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()
 ) -> tuple[Forward, str]:
     """The engine for this model, and the reason; streaming is compared with the hooks once per
-    model before use."""
+    model before use.
+
+    Args:
+        model: The model.
+        engine: The engine that the user asked for, or "auto".
+        analyses: The analyses of the run, which may need rows or hooks.
+
+    Returns:
+        A function that runs a batch and shows its attention, and a sentence for the result.
+
+    Raises:
+        OptionError: An analysis needs what the chosen engine does not give.
+        ModelError: The chosen engine does not give the model's own numbers.
+    """
     if engine == "hooks":
         return forward_through_hooks, "asked for"
 
@@ -43,6 +56,8 @@ def chosen_forward(
     for analysis in analyses:
         if isinstance(analysis, protocols.CaptureAnalysis):
             captures += analysis.captures
+
+    # Some hooks, such as hook_pattern, never fire while attention is streamed.
     hidden = [name for name in captures if not fires_while_streamed(name)]
     if hidden and engine == "auto":
         return forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
@@ -55,6 +70,7 @@ def chosen_forward(
     facts = facts_of(model) or ModelFacts()
     if facts.streaming is None:
         facts.streaming = check_streaming(model)
+
     check = facts.streaming
     if check.outcome != "passed":
         if engine != "auto":
@@ -84,6 +100,7 @@ def _fused_or_in_blocks(
             f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
             ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
         )
+
     can_be_fused = takes_whole_layers and not needing_rows
     is_slower_here = engine == "auto" and device_of(model).type != "cuda"
     if engine == "streaming" or not can_be_fused or is_slower_here:
@@ -111,7 +128,16 @@ def forward_in_blocks(
     fused: bool = False,
 ) -> None:
     """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the
-    right."""
+    right.
+
+    Args:
+        model: The model.
+        batch: Sequences, padded on the right.
+        windows: The measured layers, each with the number of keys that its queries see.
+        see: Receives each block of each measured layer.
+        last: The last layer that is computed.
+        fused: Whether a fused kernel computes the layers that it can.
+    """
     with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=fused):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
@@ -124,7 +150,18 @@ forward_fused = partial(forward_in_blocks, fused=True)
 def forward_through_hooks(
     model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int
 ) -> None:
-    """Each layer's whole pattern as one block, after checking that it is a pattern."""
+    """Each layer's whole pattern as one block, after checking that it is a pattern.
+
+    Args:
+        model: The model.
+        batch: Sequences, padded on the right.
+        windows: The measured layers, each with the number of keys that its queries see.
+        see: Receives the whole pattern of each measured layer.
+        last: The last layer that is computed.
+
+    Raises:
+        ModelError: What a hook shows is not a pattern: NaN, rows that do not sum to 1, a wrong mask.
+    """
     edge_masks = _edge_masks(model, batch, last)
     all_positions = slice(0, batch.tokens.shape[1])
 

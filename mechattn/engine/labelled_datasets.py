@@ -34,29 +34,46 @@ class Collector:
         widths: Mapping[str, int],
         keep: Keep,
     ) -> None:
+        """Start without values.
+
+        Args:
+            analysis: Whose values are collected.
+            coords: The names of the prompts, conditions and layers, in the order of the arrays.
+            widths: The most positions of a sequence ("key"), and of a baseline ("original_key").
+            keep: Of quantities by position, moments over prompts alone, or each prompt's values.
+        """
         self.analysis = analysis
         self.quantities = with_nulls(analysis)
-        self.coords = coords  # the prompts, conditions and layers
-        # The most positions of a sequence ("key"), and of a baseline ("original_key").
+        self.coords = coords
         self.widths = widths
         self.keep = keep
-        self._values: dict[str, np.ndarray] = {}  # of each prompt
-        self._moments: dict[tuple[str, int, int], Moments] = {}  # by variable, condition and layer
+
+        # Of each prompt [prompt, condition, layer, …], NaN until its batch has come.
+        self._values: dict[str, np.ndarray] = {}
+        # By variable, condition and layer.
+        self._moments: dict[tuple[str, int, int], Moments] = {}
 
     def add(self, batch: Batch, values: LayerValues) -> None:
-        """Add the values of one batch, by layer; they are on the CPU."""
-        numbers = {name: number for number, name in enumerate(self.coords["condition"])}
+        """Add the values of one batch.
+
+        Args:
+            batch: Its rows say which prompt and condition each value belongs to.
+            values: By layer and quantity, each [row of the batch, …] and on the CPU.
+        """
+        condition_numbers = {name: number for number, name in enumerate(self.coords["condition"])}
         prompts = np.array([prompt for prompt, _ in batch.rows])
-        conditions = np.array([numbers[condition] for _, condition in batch.rows])
+        conditions = np.array([condition_numbers[condition] for _, condition in batch.rows])
 
         for layer, of_layer in values.items():
             layer_number = self.coords["layer"].index(layer)
             cells = (prompts, conditions, layer_number)
+
             for name, value in of_layer.items():
                 array = value.numpy()
                 if "key" not in self.quantities[name].dims:
                     self._keep(name, array, cells)
                     continue
+
                 for variable, by_position in self._by_position(name, array, batch).items():
                     if self.keep == "prompts":
                         self._keep(variable, by_position.astype(np.float32, copy=False), cells)
@@ -64,12 +81,20 @@ class Collector:
                         self._merge(variable, by_position, conditions, layer_number)
 
     def _keep(self, variable: str, array: np.ndarray, cells: tuple[Any, ...]) -> None:
-        """Store each prompt's values."""
+        """Store each prompt's values.
+
+        Args:
+            variable: The variable's name.
+            array: Values [row of the batch, …].
+            cells: The prompt and the condition of each row, and the layer.
+        """
         if variable not in self._values:
             outer = [len(self.coords[dim]) for dim in _OUTER]
             shape = (*outer, *array.shape[1:])
+            # Only a float can be NaN, where a prompt has no value.
             dtype = np.promote_types(array.dtype, np.float32)
             self._values[variable] = np.full(shape, np.nan, dtype=dtype)
+
         self._values[variable][cells] = array
 
     def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
@@ -79,11 +104,17 @@ class Collector:
         outer = array.shape[:-1]
         by_key = np.full((*outer, self.widths["key"]), np.nan, dtype)
         by_origin = np.full((*outer, self.widths["original_key"]), np.nan, dtype)
+
         for row, origin in enumerate(batch.origin.numpy()):
+            # Padding is on the right.
             length = np.count_nonzero(origin > PADDING)
             by_key[row, ..., :length] = array[row, ..., :length]
+
+            # The row first, and then its positions: in one step numpy would move that axis to the
+            # front.
             original = np.flatnonzero(origin >= 0)
             by_origin[row][..., origin[original]] = array[row][..., original]
+
         return {name: by_key, name + BY_ORIGIN: by_origin}
 
     def _merge(self, variable: str, array: np.ndarray, conditions: np.ndarray, layer: int) -> None:
@@ -96,21 +127,30 @@ class Collector:
             self._moments[key] = moments
 
     def dataset(self) -> xr.Dataset:
-        """The collected values with names, units and descriptions."""
+        """The collected values with names, units and descriptions.
+
+        A quantity of which no value has come, as a null that no layer has, is left out.
+        """
+        # Here, because its import takes a while.
         import xarray as xr
 
         variables: Variables = {}
         with_moments = {variable for variable, *_ in self._moments}
+
         for name, quantity in self.quantities.items():
             if "key" in quantity.dims:
                 if name in self._values or name in with_moments:
                     variables |= self._position_variables(name, quantity)
                     variables |= self._position_variables(name + BY_ORIGIN, quantity)
+
             elif name in self._values:
                 dims = (*_OUTER, *quantity.dims)
                 variables[name] = (dims, self._values[name], self._attributes(quantity))
 
-        dataset = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
+        coords = {**self.coords, "segment": list(SEGMENTS)}
+        dataset = xr.Dataset(variables, coords=coords)
+
+        # Labels of the other dimensions that these variables may have.
         labels: dict[str, Any] = {
             "to_segment": list(SEGMENTS),
             "other_condition": self.coords["condition"],
@@ -118,6 +158,7 @@ class Collector:
         }
         for dim in ("head", "key", "original_key"):
             labels[dim] = np.arange(dataset.sizes.get(dim, 0))
+
         of_dims = {dim: label for dim, label in labels.items() if dim in dataset.dims}
         notes = getattr(self.analysis, "notes", {})
         attributes = {"analysis": self.analysis.name, **notes}
@@ -128,11 +169,14 @@ class Collector:
         dims = _dims_of(name, quantity)
         attributes = self._attributes(quantity)
         variables: Variables = {}
+
         if self.keep == "prompts":
             per_prompt = self._values[name]
             variables[f"{name}_per_prompt"] = ((*_OUTER, *dims), per_prompt, attributes)
             moments = Moments.of(per_prompt)
-            mean, variance, n = moments.known_mean, moments.variance, moments.n
+            mean = moments.known_mean
+            variance = moments.variance
+            n = moments.n
         else:
             mean = self._statistic(name, "known_mean")
             variance = self._statistic(name, "variance")
@@ -141,12 +185,17 @@ class Collector:
         outer = ("condition", "layer", *dims)
         over_prompts = attributes | {"over": "prompts"}
         variables[name] = (outer, mean, over_prompts)
+
         of_variance = {
             "description": f"variance over prompts of {name}",
             "units": f"{quantity.units} squared",
         }
         variables[f"{name}_variance"] = (outer, variance, over_prompts | of_variance)
-        of_n = {"description": f"n over prompts of {name}", "units": "prompts"}
+
+        of_n = {
+            "description": f"n over prompts of {name}",
+            "units": "prompts",
+        }
         variables[f"{name}_n"] = (outer, n, over_prompts | of_n)
         return variables
 
@@ -162,6 +211,7 @@ class Collector:
                 moments = self._moments[name, condition, layer]
                 by_layer.append(getattr(moments, statistic))
             by_condition.append(by_layer)
+
         return np.array(by_condition)
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
@@ -179,17 +229,30 @@ class Collector:
 def _dims_of(variable: str, quantity: Quantity) -> tuple[str, ...]:
     """The dimensions of a quantity by position; by the baseline's positions if the variable's name
     says so."""
-    key = "original_key" if variable.endswith(BY_ORIGIN) else "key"
+    key = "key"
+    if variable.endswith(BY_ORIGIN):
+        key = "original_key"
     return tuple(key if dim == "key" else dim for dim in quantity.dims)
 
 
 def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
-    """The variables that :class:`Collector` makes for an analysis and that its dataset lacks."""
+    """The variables that :class:`Collector` makes for an analysis and that its dataset lacks.
+
+    Args:
+        dataset: A dataset, as from a store.
+        analysis: The analysis of which it should hold the values.
+
+    Returns:
+        Names of variables that are not there, have other dimensions, or are not numbers.
+    """
+    # The dimensions of each variable.
     expected: dict[str, tuple[str, ...]] = {}
     for name, quantity in analysis.quantities.items():
         if "key" not in quantity.dims:
             expected[name] = (*_OUTER, *quantity.dims)
             continue
+
+        # By position there are moments alone; the values of each prompt are kept on request.
         for variable in (name, name + BY_ORIGIN):
             dims = ("condition", "layer", *_dims_of(variable, quantity))
             expected |= {variable + suffix: dims for suffix in MOMENTS}

@@ -46,15 +46,20 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
     why."""
     is_of_rows = isinstance(analysis, OF_ROWS)
     quantities: dict[str, Quantity] = {}
+
     for name, quantity in analysis.quantities.items():
         if not is_of_rows and not quantity.no_null:
             quantity = replace(quantity, no_null="it is not made of rows of attention")
+
         quantities[name] = quantity
         if not is_of_rows or not has_null(name, quantity):
             continue
+
+        # An analysis may measure a null itself.
         for kind, description in NULL_DESCRIPTIONS.items():
             own = analysis.quantities.get(name + kind)
             quantities[name + kind] = own or _null_of(quantity, kind, description)
+
     return quantities
 
 
@@ -93,13 +98,26 @@ class Nulls:
         ]
 
     def of(self, number: int, layer: int, window: Window) -> Values:
-        """The nulls of all quantities of an analysis, for one layer."""
+        """The nulls of all quantities of an analysis, for one layer.
+
+        Args:
+            number: The number of the analysis.
+            layer: The layer.
+            window: The number of keys that its queries see; None for all.
+
+        Returns:
+            Values by the names of :func:`with_nulls`.
+        """
         if not self._has_nulls[number]:
             return {}
+
         values = self._values(UNIFORM, layer, window)[number]
+
+        # Without anything added to the scores, the second null would be the first again.
         blind_differs = self.blind.alibi is not None or layer in self.blind.sinks
         if blind_differs:
             values = values | self._values(BLIND, layer, window)[number]
+
         return values
 
     def _values(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
@@ -107,6 +125,7 @@ class Nulls:
         layer_of_sinks = None  # which differ by layer
         if kind == BLIND and layer in self.blind.sinks:
             layer_of_sinks = layer
+
         key = (kind, window, self.batch.masked_in(layer), layer_of_sinks)
         if key not in self._cache:
             self._cache[key] = self._measured(kind, layer, window)
@@ -115,6 +134,7 @@ class Nulls:
     def _measured(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
         """Measure every analysis on the rows of content-blind heads."""
         attention = self._blind_attention(kind, layer, window)
+
         paired = None
         if self.pairs is not None:
             paired = paired_layer(layer, attention, self.pairs, window)
@@ -126,6 +146,7 @@ class Nulls:
         }
 
         def see(rows: Rows) -> None:
+            """Add a block of such rows to the sums of every analysis."""
             block = protocols.AttentionRows(
                 layer,
                 rows.pattern,
@@ -146,6 +167,7 @@ class Nulls:
                         analysis.add_pairs(of_analysis, paired.rows(rows))
 
         attention_by_rows(attention, see)
+
         batch = self.batch.at(layer)
         return {
             number: _null_values(self.analyses[number], of_analysis, kind, batch, window)
@@ -156,9 +178,12 @@ class Nulls:
         """The attention of queries that are 0, in one head for all where these are equal."""
         batch, length = self.batch.tokens.shape
         heads = self.blind.heads if kind == BLIND else 1
+
+        # One dimension is enough for queries and keys of 0, whatever the model's.
         q = torch.zeros(batch, heads, length, 1, device=self.batch.tokens.device)
         k = q[:, :1]
         v = torch.ones_like(k)
+
         bias, sinks = self.blind.scores(layer, length, kind == BLIND)
         edge_mask = self.batch.at(layer).edge_mask
         return Attention(q, k, v, 1.0, bias, window, None, edge_mask, sinks)
@@ -174,11 +199,15 @@ def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window
         measures_its_own = name + kind in analysis.quantities
         if measures_its_own or not has_null(name, quantity):
             continue
+
+        # A value that is missing here has no null, which its quantity must declare.
         with _saying_no_null(analysis):
             null = values[name]
+
         if kind == UNIFORM and "head" in quantity.dims:  # the same in every head
             null = null.select(1 + quantity.dims.index("head"), 0)
         nulls[name + kind] = null
+
     return nulls
 
 
@@ -189,6 +218,7 @@ def _saying_no_null(analysis: Analysis) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Its first line, or its kind where it says nothing.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{analysis.name} cannot be measured on the rows of a content-blind head, which give"

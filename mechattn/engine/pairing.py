@@ -30,7 +30,15 @@ class PairedLayer:
 
     def rows(self, rows: Rows) -> PairedRows:
         """The block together with the baseline's rows of the same queries, computed (or looked up)
-        on demand."""
+        on demand.
+
+        Args:
+            rows: A block of the batch's attention.
+
+        Returns:
+            The block of the paired sequences, their columns in the baseline's order, and the
+            baseline's rows of the same original tokens.
+        """
         pairs = self.pairs
         keys = rows.keys
         pattern = rows.pattern
@@ -42,6 +50,7 @@ class PairedLayer:
         column = (place - keys.start).clamp(0, pattern.shape[-1] - 1)[:, None, None]
         aligned = pattern.gather(-1, column.expand(*pattern.shape[:3], -1))
 
+        # An inserted query has none in the baseline: what its row holds is not used.
         queries = pairs.batch.origin[:, rows.queries].clamp(min=0)
         return PairedRows(
             layer=self.number,
@@ -62,13 +71,26 @@ class PairedLayer:
 def paired_layer(
     number: int, attention: AnyRows | None, pairs: Pairs, window: int | None
 ) -> PairedLayer:
-    """What a layer's blocks share, made at its first block."""
+    """What a layer's blocks share, made at its first block.
+
+    Args:
+        number: The number of the layer.
+        attention: The attention of the whole batch, or None if it cannot be asked for.
+        pairs: Which sequence is paired with which baseline, on the layer's device.
+        window: The number of keys that a query sees; None for all.
+
+    Raises:
+        ModelError: Single rows and values cannot be asked for.
+    """
     if attention is None:
         raise ModelError(
             f"layer {number} shows no hook_v by head, so outputs with and without inserted tokens"
             " cannot be compared"
         )
+
+    # The values of the original tokens, in the order of the baseline.
     v = attention.v
     place = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
     v_aligned = v.gather(2, place)
+
     return PairedLayer(number, pairs, window, attention.of(pairs.baseline), v, v_aligned)

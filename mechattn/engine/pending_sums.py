@@ -35,22 +35,33 @@ class PendingSums:
         nulls: Nulls,
         when_complete: Callable[[], None],
     ) -> None:
+        """Start without sums.
+
+        Args:
+            batch: The batch of this pass.
+            analyses: The analyses; an analysis is known by its number in this order.
+            nulls: The nulls of the batch, which become values too.
+            when_complete: Called once, with the last value of the last layer.
+        """
         self.batch = batch
         self.analyses = analyses
         self.nulls = nulls
         self.when_complete = when_complete
+
         # Asked once, as isinstance is slow for a protocol.
         self.parts = [
             {part for part, protocol in PROTOCOLS.items() if isinstance(analysis, protocol)}
             for analysis in analyses
         ]
 
-        # By the number of the analysis and the layer.
+        # By the number of the analysis and the layer: the sums so far, the parts that have not
+        # arrived, and the reduction that waits for the rows.
         self.sums: dict[tuple[int, int], Sums] = {}
         self.missing: dict[tuple[int, int], set[str]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
 
         self.values: list[LayerValues] = [{} for _ in analyses]
+
         # Of each sum, which rows of the batch are finite; read once, at the end.
         self.finite_rows: list[tuple[Analysis, int, Tensor]] = []
 
@@ -70,12 +81,19 @@ class PendingSums:
         ]
 
     def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
-        """The sums of an analysis."""
+        """The sums of an analysis, started with the first part that arrives.
+
+        Args:
+            number: The number of the analysis.
+            layer: The layer.
+            heads: The heads of the rows that arrive; those of the model by default.
+        """
         key = (number, layer)
         if key not in self.sums:
             batch = self.batch.at(layer)
             self.sums[key] = self.analyses[number].start(batch, heads or self.batch.heads)
             self.missing[key] = set(self.parts[number])
+
         return self.sums[key]
 
     def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
@@ -91,7 +109,9 @@ class PendingSums:
         """Note that a part is complete; after the last part, the sums become values."""
         key = (number, layer)
         self.missing[key].discard(part)
+
         if part == "rows" and key in self.waiting:
+            # What waited for the rows completes its own part.
             reduce = self.waiting.pop(key)
             reduce()
         elif not self.missing[key]:
@@ -102,16 +122,23 @@ class PendingSums:
         """Turn sums into values, and copy these to the CPU."""
         analysis = self.analyses[number]
         window = self.batch.windows[layer]
+
         for value in sums.values():
             if value.is_floating_point():
                 # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
                 largest = value.reshape(len(value), -1).abs().amax(1)
                 self.finite_rows.append((analysis, layer, largest.isfinite()))
 
-        values = analysis.values(sums, self.batch.at(layer).at(layer), window)
+        # The batch on the layer's device, with the edges that are cut in this layer.
+        batch = self.batch.at(layer).at(layer)
+        values = analysis.values(sums, batch, window)
+
+        # The first layer's values tell what an analysis gives.
         if not self.values[number]:
             _check_values(analysis, values, self.batch.placed, self.batch.heads)
-        self.values[number][layer] = on_cpu(values | self.nulls.of(number, layer, window))
+
+        nulls = self.nulls.of(number, layer, window)
+        self.values[number][layer] = on_cpu(values | nulls)
         if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
             self.when_complete()
 
@@ -119,12 +146,15 @@ class PendingSums:
         """The values of each analysis, once everything has arrived."""
         for number, analysis in enumerate(self.analyses):
             for layer in self.batch.windows:
-                if layer not in self.values[number]:
-                    missing = self.missing.get((number, layer), self.parts[number])
-                    raise ModelError(
-                        f"layer {layer} has run, but {analysis.name} has not received everything it"
-                        f" needs ({', '.join(sorted(missing))}), so there is nothing to report"
-                    )
+                if layer in self.values[number]:
+                    continue
+                # If nothing has arrived, not even its first part is noted.
+                missing = self.missing.get((number, layer), self.parts[number])
+                raise ModelError(
+                    f"layer {layer} has run, but {analysis.name} has not received everything it"
+                    f" needs ({', '.join(sorted(missing))}), so there is nothing to report"
+                )
+
         self.refuse_nan()
         return self.values
 
@@ -132,6 +162,7 @@ class PendingSums:
         """Refuse sums with NaN or infinity: the only place in a batch that waits for the GPU."""
         if not self.finite_rows:
             return
+
         # To one device first, which waits for the copies of the others too, and only then for all
         # of them.
         device = self.finite_rows[0][2].device
@@ -139,8 +170,10 @@ class PendingSums:
         if is_finite.all():
             return
 
+        # The first of them that is not finite.
         index, row = (~is_finite).nonzero()[0].tolist()
         analysis, layer, _ = self.finite_rows[index]
+
         hint = "try another dtype, such as float32"
         if not is_ours(type(analysis)):
             hint += (
@@ -168,11 +201,14 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
         "segment": len(SEGMENTS),
         "to_segment": len(SEGMENTS),
     }
-    sizes |= {dim: len(labels) for dim, labels in getattr(analysis, "coords", {}).items()}
+    own_coords = getattr(analysis, "coords", {})
+    sizes |= {dim: len(labels) for dim, labels in own_coords.items()}
 
     for name, quantity in quantities.items():
         value = values[name]
         shape = list(getattr(value, "shape", ()))
+
+        # None for a dimension of the analysis's own that has no labels: any size fits.
         expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
         fits = len(shape) == len(expected) and all(
             size in (None, actual) for size, actual in zip(expected, shape, strict=True)

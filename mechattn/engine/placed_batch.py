@@ -39,15 +39,32 @@ class PlacedBatch:
         prompt_ids: Sequence[str],
         needs_pairs: bool,
     ) -> PlacedBatch:
-        """Copy a batch to where it is needed: once for each device, as a copy waits for a GPU."""
+        """Copy a batch to where it is needed: once for each device, as a copy waits for a GPU.
+
+        Args:
+            model: The model, which may lie on several devices.
+            batch: A batch on the CPU.
+            windows: The window of each measured layer; None where it sees all keys.
+            prompt_ids: The id of each prompt of the run, which the rows of a batch index.
+            needs_pairs: Whether an analysis compares each sequence with its baseline.
+        """
         home = device_of(model)
         devices = {layer: device_of(model.blocks[layer]) for layer in windows}
         copies = {device: batch.to(device) for device in {home, *devices.values()}}
-        pairs = {
-            device: pairs_of(copy, BASELINE) if needs_pairs else None
-            for device, copy in copies.items()
-        }
-        return cls(model, copies[home], windows, devices, copies, pairs, tuple(prompt_ids))
+
+        pairs: dict[torch.device, Pairs | None] = dict.fromkeys(copies)
+        if needs_pairs:
+            pairs = {device: pairs_of(copy, BASELINE) for device, copy in copies.items()}
+
+        return cls(
+            model=model,
+            placed=copies[home],
+            windows=windows,
+            devices=devices,
+            copies=copies,
+            pairs=pairs,
+            prompt_ids=tuple(prompt_ids),
+        )
 
     @property
     def heads(self) -> int:
@@ -59,8 +76,9 @@ class PlacedBatch:
         return self.copies[self.devices[layer]]
 
     def pairs_at(self, layer: int) -> Pairs:
-        """The pairs on the layer's device."""
-        return cast(Pairs, self.pairs[self.devices[layer]])
+        """The pairs on the layer's device, where an analysis needs them."""
+        device = self.devices[layer]
+        return cast(Pairs, self.pairs[device])
 
     def name_of_row(self, row: int) -> str:
         """A row of the batch, for messages."""
@@ -71,8 +89,14 @@ class PlacedBatch:
         return f'prompt {name} with the condition "{condition}"'
 
     def interventions(self) -> list[tuple[Intervention, Target]]:
-        """Each intervention of each condition, in order, with the tokens that it acts on."""
+        """Each intervention of each condition, in order, with the tokens that it acts on.
+
+        Returns:
+            An intervention once for all rows of its condition, with these rows as its target.
+        """
         batch = self.placed
+
+        # The rows of each condition's first intervention, of its second, and so on.
         rows: dict[tuple[str, int], list[int]] = {}
         for row, of_row in enumerate(batch.interventions):
             _, condition = batch.rows[row]
@@ -86,9 +110,13 @@ class PlacedBatch:
 
         with_targets = []
         for (_, order), of_condition in rows.items():
-            intervention = batch.interventions[of_condition[0]][order]
+            # The rows of a condition have the same interventions.
+            first_row = of_condition[0]
+            intervention = batch.interventions[first_row][order]
+
             index = torch.tensor(of_condition, device=batch.tokens.device)
             ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in of_condition)
             target = Target(index, ids, positions[index], batch.segment[index])
             with_targets.append((intervention, target))
+
         return with_targets

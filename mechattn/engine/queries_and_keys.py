@@ -50,18 +50,29 @@ class AttentionScores:
             raise OptionError(f"softcap={self.softcap!r}: give a bound above 0, or None")
 
     def attention(self, q: Queries, k: Keys, v: Values) -> Attention:
-        """The attention of these queries, keys and values, as the row kernel takes it."""
+        """The attention of these queries, keys and values, as the row kernel takes it.
+
+        Args:
+            q: Queries.
+            k: Keys; head h reads key-value head ``h // (head / kv_head)``.
+            v: Values; without dimensions where no output is asked for.
+        """
         dtype = widened(q)
+
         scale = self.scale
         if scale is None:
             scale = q.shape[-1] ** -0.5
+
+        # ALiBi by the key's position: the query's would add the same to all scores of a row.
         bias = None
         if self.alibi is not None:
             positions = torch.arange(q.shape[2], device=q.device, dtype=dtype)
             bias = (self.alibi.to(dtype)[:, None] * positions)[None]
+
         sinks = self.sinks
         if sinks is not None:
             sinks = sinks.to(dtype)
+
         return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=sinks)
 
 
@@ -111,27 +122,42 @@ def measure(
     """
     _check_shapes(q, k, v)
     is_real = _not_padding(q, lengths)
-    is_counted = is_real if counted is None else is_real & counted
-    members = torch.stack([*segments.values()], -1) if segments else None
 
+    is_counted = is_real
+    if counted is not None:
+        is_counted = is_real & counted
+
+    members = None
+    if segments:
+        members = torch.stack([*segments.values()], -1)
+
+    # Sums over queries, which grow with each block; and statistics of each query, block by block.
     column_sums = torch.zeros(q.shape[:3], device=q.device, dtype=widened(q))
     self_attention = torch.zeros_like(column_sums)
     blocks: list[dict[str, Tensor]] = []
 
     def see(rows: Rows) -> None:
+        """Add a block of rows to the sums, and compute the statistics of its queries."""
         pattern = rows.pattern
         counted_rows = is_counted[:, rows.queries]
+
+        # A key's own query is taken from the sum at the end.
         own = fn.self_attention(pattern, rows.queries.start, rows.keys.start)
         column_sums[..., rows.keys] += fn.column_sums(pattern, counted_rows)
         self_attention[..., rows.queries] = own * counted_rows[:, None]
 
         largest, index = pattern.max(-1)
         target = (index + rows.keys.start).to(pattern.dtype)
-        of_block = {"entropy": entropy(pattern), "largest": largest, "target": target}
+        of_block = {
+            "entropy": entropy(pattern),
+            "largest": largest,
+            "target": target,
+        }
         if members is not None:
             of_block["mass"] = pattern @ members[:, None, rows.keys].to(pattern.dtype)
         blocks.append(of_block)
 
+    # Values without dimensions: then there is no output to compute.
     values = k[..., :0] if v is None else v
     with torch.no_grad():
         output = attention_by_rows(scores.attention(q, k, values), see)
@@ -143,6 +169,7 @@ def measure(
     if v is not None:
         statistics["output"] = output
 
+    # [batch head pos], and mass and output with one more axis.
     for name, statistic in statistics.items():
         is_padding = ~is_real[:, None]
         if statistic.ndim == 4:
@@ -156,14 +183,17 @@ def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "bat
     batch, _, length, _ = q.shape
     if lengths is None:
         lengths = [length] * batch
+
     counts = torch.as_tensor(lengths, device=q.device)
     if counts.shape != (batch,) or (counts < 1).any() or (counts > length).any():
         raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {length}")
+
     return torch.arange(length, device=q.device) < counts[:, None]
 
 
 def _check_shapes(q: Queries, k: Keys, v: Values | None) -> None:
     """Refuse tensors that are not queries, keys and values of the same positions."""
+    # Keys and values may have fewer heads, and values another width.
     fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
     v_fits = v is None or v.shape[:3] == k.shape[:3]
     if not fits or not v_fits:

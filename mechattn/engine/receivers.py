@@ -27,10 +27,19 @@ class RowReceiver:
     """Receives blocks of attention rows, layer by layer."""
 
     def __init__(self, pending: PendingSums) -> None:
+        """Receive for these sums.
+
+        Args:
+            pending: The sums of the analyses, to which blocks are added.
+        """
         self.batch = pending.batch
         self.pending = pending
+
+        # Numbers and analyses, see PendingSums.receivers.
         self.of_rows = pending.receivers("rows")
         self.of_pairs = pending.receivers("pairs")
+
+        # Of the layers whose blocks are arriving.
         self.paired_layers: dict[int, PairedLayer] = {}
 
     @property
@@ -39,7 +48,13 @@ class RowReceiver:
         return bool(self.of_rows or self.of_pairs)
 
     def see(self, layer: int, rows: Rows | Fused) -> None:
-        """Receive a block of a layer, or a whole layer."""
+        """Receive a block of a layer, or a whole layer.
+
+        Args:
+            layer: The layer.
+            rows: A block of query rows, whose memory the next block reuses; or the layer's
+                attention from a fused kernel.
+        """
         if isinstance(rows, Fused):
             self._see_whole(layer, rows)
             return
@@ -47,22 +62,28 @@ class RowReceiver:
         self._see_rows(layer, rows)
         if self.of_pairs:
             self._see_pairs(layer, rows)
+
+        # Blocks arrive in the order of the queries.
         is_last_block = rows.queries.stop == self.batch.placed.tokens.shape[1]
-        if is_last_block:
-            self.paired_layers.pop(layer, None)
-            for number, _ in self.of_rows:
-                self.pending.complete(number, layer, "rows")
-            for number, _ in self.of_pairs:
-                self.pending.complete(number, layer, "pairs")
+        if not is_last_block:
+            return
+
+        self.paired_layers.pop(layer, None)  # it holds the baselines' attention
+        for number, _ in self.of_rows:
+            self.pending.complete(number, layer, "rows")
+        for number, _ in self.of_pairs:
+            self.pending.complete(number, layer, "pairs")
 
     def _see_whole(self, layer: int, fused: Fused) -> None:
         """Pass a whole layer on: the analyses that take one need no rows."""
         heads = fused.out.shape[1]
-        attention = protocols.WholeAttention(
-            layer, fused, self.batch.at(layer), self.batch.windows[layer]
-        )
+        batch = self.batch.at(layer)
+        window = self.batch.windows[layer]
+        attention = protocols.WholeAttention(layer, fused, batch, window)
+
         for number, analysis in self.of_rows:
-            analysis.add_whole(self.pending.of(number, layer, heads), attention)
+            sums = self.pending.of(number, layer, heads)
+            analysis.add_whole(sums, attention)
             self.pending.complete(number, layer, "rows")
 
     def _see_rows(self, layer: int, rows: Rows) -> None:
@@ -84,24 +105,36 @@ class RowReceiver:
 
         heads = rows.pattern.shape[1]
         for number, analysis in self.of_rows:
-            analysis.add(self.pending.of(number, layer, heads), block)
+            sums = self.pending.of(number, layer, heads)
+            analysis.add(sums, block)
 
     def _see_pairs(self, layer: int, rows: Rows) -> None:
         """Pass a block on beside the baseline's rows of the same queries."""
         if layer not in self.paired_layers:
+            # The layer's first block: what its blocks have in common is made once.
             pairs = self.batch.pairs_at(layer)
             window = self.batch.windows[layer]
             self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
+
         block = self.paired_layers[layer].rows(rows)
+
         heads = rows.pattern.shape[1]
         for number, analysis in self.of_pairs:
-            analysis.add_pairs(self.pending.of(number, layer, heads), block)
+            sums = self.pending.of(number, layer, heads)
+            analysis.add_pairs(sums, block)
 
 
 @contextmanager
 def receiving_captures(pending: PendingSums) -> Iterator[None]:
     """Hooks that keep one layer's tensors until the last hook that an analysis asked for has
-    fired, and the final residual stream."""
+    fired, and the final residual stream.
+
+    Args:
+        pending: The sums of the analyses; those with ``captures`` or ``add_final`` are served.
+
+    Yields:
+        With the hooks set; they are removed at the end of the ``with`` block, also after an error.
+    """
     batch = pending.batch
     capturing = pending.receivers("hooks")
     of_final = pending.receivers("final")
@@ -110,23 +143,29 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         return
 
     def see_final(module: Any, args: Any, resid_post: Stream) -> None:
+        """Give the final stream to every layer's sums, on the layer's device."""
         for number, analysis in of_final:
             for layer, device in batch.devices.items():
-                analysis.add_final(pending.of(number, layer), resid_post.detach().to(device))
+                sums = pending.of(number, layer)
+                analysis.add_final(sums, resid_post.detach().to(device))
                 pending.complete(number, layer, "final")
 
     hook_dict = batch.model.hook_dict  # listing the hooks takes a while
     with ExitStack() as stack:
         for number, analysis in capturing:
             for layer in batch.windows:
+                # Its tensors are passed on together, so that an analysis can relate them.
                 capture = _Capture(pending, number, analysis, layer)
                 for name in analysis.captures:
                     hook = hook_dict[f"blocks.{layer}.{name}"]
                     handle = hook.register_forward_hook(partial(capture.see, name))
                     stack.callback(handle.remove)
+
         if of_final:
-            last = hook_dict[f"blocks.{pending.last_layer}.hook_resid_post"]
-            stack.callback(last.register_forward_hook(see_final).remove)
+            last_hook = hook_dict[f"blocks.{pending.last_layer}.hook_resid_post"]
+            handle = last_hook.register_forward_hook(see_final)
+            stack.callback(handle.remove)
+
         yield
 
 
@@ -143,36 +182,54 @@ class _Capture:
     def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
         """Keep the tensor of a hook; with the last one, pass all on."""
         batch = self.pending.batch.at(self.layer)
+
         # A layer's first input comes from the layer before, which may lie on another device.
         out = out.detach().to(batch.tokens.device)
         # OPT runs its MLP on one row of all tokens.
         if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
             out = out.unflatten(0, batch.tokens.shape)
+
         self.tensors[name] = out
         if len(self.tensors) < len(self.analysis.captures):
             return
 
         window = self.pending.batch.windows[self.layer]
-        captures = protocols.Captures(self.layer, self.tensors, batch.at(self.layer), window)
+        batch_of_layer = batch.at(self.layer)
+        captures = protocols.Captures(self.layer, self.tensors, batch_of_layer, window)
+
+        # The captures hold the tensors now, and free them once they are passed on.
         self.tensors = {}
         self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
 
     def _pass_on(self, captures: protocols.Captures) -> None:
         """Give the tensors to the analysis, once it has its rows."""
-        self.analysis.add_captures(self.pending.of(self.number, self.layer), captures)
+        sums = self.pending.of(self.number, self.layer)
+        self.analysis.add_captures(sums, captures)
         self.pending.complete(self.number, self.layer, "hooks")
 
 
 def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
     """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this
-    call."""
+    call.
+
+    Args:
+        pending: The sums of the analyses; those with ``add_activations`` are served.
+
+    Returns:
+        A context in which each MLP passes its activations on.
+
+    Raises:
+        ModelError: An MLP reads some tokens only, found when it runs.
+    """
     batch = pending.batch
     watching = pending.receivers("mlps")
     layers = batch.windows if watching else {}
 
+    # Once for the pass: a minimum is looked for on a fine grid.
     minimums = {layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in layers}
 
     def see(layer: int, pre: Activity, post: Activity) -> None:
+        """Give the activations of a layer to the analyses, by sequence and token."""
         tokens = batch.placed.tokens
         d_mlp = pre.shape[-1]
         if pre.numel() != d_mlp * tokens.numel():
@@ -191,7 +248,8 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
         )
 
         for number, analysis in watching:
-            analysis.add_activations(pending.of(number, layer), activations)
+            sums = pending.of(number, layer)
+            analysis.add_activations(sums, activations)
             pending.complete(number, layer, "mlps")
 
     return at_nonlinearity(batch.model, dict.fromkeys(minimums, see))

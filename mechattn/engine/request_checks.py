@@ -29,7 +29,12 @@ ByCondition = Mapping[str, TokenSequence]  # the sequences of one prompt
 
 
 def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
-    """The conditions by name, the baseline first."""
+    """The conditions by name, the baseline first.
+
+    Raises:
+        OptionError: The conditions are not a mapping, a name cannot be used, or something is not a
+            condition: a class, or an intervention alone.
+    """
     if conditions is not None and not isinstance(conditions, Mapping):
         raise OptionError(
             'the conditions have no names; give a dictionary such as {"slash":'
@@ -56,6 +61,7 @@ def _check_sequences(
     check_is_unchanged(baseline)
 
     for name, sequence in sequences.items():
+        # Original tokens of the baseline that this sequence does not have.
         lacking = len(baseline) - int((~sequence.inserted).sum())
         if lacking:
             raise PromptError(
@@ -63,7 +69,9 @@ def _check_sequences(
                 " cannot be compared; give versions of as many tokens, or patch: ma.patch and"
                 " ma.edges leave such tokens out"
             )
+
         _check_size(prompt, name, sequence, model)
+
         for analysis in analyses:
             problem = analysis.problem(sequence)
             if problem:
@@ -105,7 +113,15 @@ def _check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: Hooke
 
 def check_read(prompt: Prompt, sequences: ByCondition) -> None:
     """Refuse tokens inserted after all others: no original token reads them, so nothing could
-    change; warn of one."""
+    change; warn of one.
+
+    Args:
+        prompt: The prompt, for the message.
+        sequences: Its sequence under each condition.
+
+    Raises:
+        ConditionError: No original token comes after the first inserted one.
+    """
     for name, sequence in sequences.items():
         if not sequence.inserted.any():
             continue
@@ -132,7 +148,21 @@ def made_sequences(
     named: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, TokenSequence]]:
     """The sequence of each prompt under each condition; only a counterpart may change original
-    tokens."""
+    tokens.
+
+    Args:
+        named: The conditions by name, with the baseline.
+        prompts: The prompts.
+        model: The model whose tokenizer is used.
+        seed: The seed of the conditions' draws.
+
+    Returns:
+        For each prompt its sequence under each condition.
+
+    Raises:
+        ConditionError: A condition of the user's own does not give a sequence, gives another one
+            each time, or does more than insert tokens.
+    """
     of_prompts = []
     for prompt in prompts:
         sequences = {}
@@ -147,6 +177,7 @@ def made_sequences(
             sequences[name] = sequence
         of_prompts.append(sequences)
 
+    # One prompt is enough to find a condition that draws without the seed.
     for name, condition in named.items():
         if prompts and name != BASELINE and not of_prompts[0][name].counterpart:
             again = condition.apply(prompts[0], model, seed)
@@ -155,10 +186,13 @@ def made_sequences(
                     f"the condition {name!r} inserts other tokens into prompt {prompts[0].id} each"
                     " time, so no run can be repeated: draw them from apply's seed"
                 )
+
     for prompt, sequences in zip(prompts, of_prompts, strict=True):
         for name, sequence in sequences.items():
             if name != BASELINE and not sequence.counterpart:
                 _check_insertion(prompt, name, sequence, sequences[BASELINE])
+
+    # Counterparts may change tokens: which ones is marked here.
     return [with_changes(sequences, BASELINE) for sequences in of_prompts]
 
 
@@ -171,6 +205,7 @@ def _check_insertion(
             f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
             f' {prompt.id}: their segment must be "inserted"'
         )
+
     for attribute in ("tokens", "origin", "segment"):
         of_original = getattr(sequence, attribute)[~sequence.inserted]
         if not of_original.equal(getattr(baseline, attribute)):
@@ -189,10 +224,26 @@ def checked_sequences(
     analyses: Sequence[Analysis] = (),
 ) -> list[dict[str, TokenSequence]]:
     """The sequence of each prompt under each condition, which the model can read and the analyses
-    can measure."""
+    can measure.
+
+    Args:
+        named: The conditions by name, with the baseline.
+        prompts: The prompts.
+        model: The model that will read the sequences.
+        seed: The seed of the conditions' draws.
+        analyses: The analyses that will measure them.
+
+    Returns:
+        For each prompt its sequence under each condition.
+
+    Raises:
+        MechattnError: A condition, a prompt or an intervention cannot be used, as the checks below
+            say; none of them runs the model.
+    """
     of_prompts = made_sequences(named, prompts, model, seed)
     for prompt, sequences in zip(prompts, of_prompts, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
+
     check_interventions(model, [prompt.id for prompt in prompts], of_prompts)
     check_variants(model, of_prompts)
     return of_prompts
@@ -202,6 +253,7 @@ def check_variants(model: HookedModel, of_prompts: Sequence[ByCondition]) -> Non
     """Refuse hidden tokens or kept positions in a model that supports neither."""
     hiding = set()
     lowest_ids: dict[str, int] = {}  # of conditions that keep positions
+
     for sequences in of_prompts:
         for name, sequence in sequences.items():
             if sequence.edge_mask:
@@ -217,6 +269,7 @@ def check_variants(model: HookedModel, of_prompts: Sequence[ByCondition]) -> Non
             " the other layers would pass on tokens that attention cannot see: omit"
             f" {', '.join(map(repr, sorted(hiding)))}"
         )
+
     if lowest_ids:
         _check_kept_positions(model, lowest_ids)
 
@@ -230,10 +283,12 @@ def _check_kept_positions(model: HookedModel, lowest_ids: Mapping[str, int]) -> 
             f" {', '.join(map(repr, sorted(lowest_ids)))}"
         )
 
+    # Only the condition that goes furthest below the first position matters.
     name = min(lowest_ids, key=lambda condition: lowest_ids[condition])
     if lowest_ids[name] >= 0:
         return
 
+    # Rotary positions may be negative, where the model computes them and has no table.
     reason = "a table of positions, where a negative one is an error or another row"
     if hasattr(model, "pos_embed"):
         reason = "learned positions"
@@ -250,6 +305,7 @@ def check_interventions(
     model: HookedModel, ids: Sequence[str], of_prompts: Sequence[ByCondition]
 ) -> None:
     """Refuse interventions that cannot act on this model or on their prompts."""
+    # By identity: prompts share interventions, and each is checked once.
     interventions: dict[int, Any] = {}
     uses: dict[int, list[tuple[str, TokenSequence]]] = {}  # by prompt and sequence
     for prompt, sequences in zip(ids, of_prompts, strict=True):
@@ -257,11 +313,14 @@ def check_interventions(
             for intervention in sequence.interventions:
                 interventions[id(intervention)] = intervention
                 uses.setdefault(id(intervention), []).append((prompt, sequence))
+
+            # Refuses a layer that the model doesn't have.
             if sequence.edge_mask and sequence.edge_mask.layers is not None:
                 hooks.chosen_layers(model, sequence.edge_mask.layers)
 
     for key, intervention in interventions.items():
         intervention.check(model, [prompt for prompt, _ in uses[key]])
+
         if isinstance(intervention, ChecksSequences):
             for prompt, sequence in uses[key]:
                 intervention.check_sequence(prompt, sequence)
@@ -279,6 +338,8 @@ def sides_of(model: HookedModel, of_prompts: Sequence[ByCondition]) -> list[str]
     boundary = boundary_of(model)
     if boundary is None:
         return []
+
+    # All sequences of a prompt lie on the same side, see check_side.
     return [
         boundary.side(max(positions_of(sequence) for sequence in sequences.values()))
         for sequences in of_prompts
@@ -289,10 +350,22 @@ def check_side(
     prompt: Prompt, sequences: ByCondition, model: HookedModel, new_tokens: int = 0
 ) -> None:
     """Refuse a prompt that is not read and answered with the same RoPE frequencies under every
-    condition."""
+    condition.
+
+    Args:
+        prompt: The prompt, for the message.
+        sequences: Its sequence under each condition.
+        model: The model; most have the same frequencies for all lengths.
+        new_tokens: How many tokens may be generated after each sequence.
+
+    Raises:
+        PromptTooLong: A sequence goes beyond the boundary of a model with dynamic frequencies.
+        PromptError: The sequences, or a sequence and its answer, lie on both sides of it.
+    """
     boundary = boundary_of(model)
     if boundary is None:
         return
+
     counts = {condition: positions_of(sequence) for condition, sequence in sequences.items()}
     longest = max(counts, key=lambda condition: counts[condition])
     shortest = min(counts, key=lambda condition: counts[condition])
@@ -304,6 +377,7 @@ def check_side(
     beyond = f"beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
     is_beyond = counts[longest] + new_tokens > boundary.at
 
+    # There is no other side whose numbers would be the same each time.
     if boundary.kind == "dynamic":
         if is_beyond:
             raise PromptTooLong(

@@ -32,12 +32,24 @@ def sequences_dataset(
     places: Sequence[int],
 ) -> xr.Dataset:
     """The tokens that the model read, their segments and origins, the prompts' groups, and the
-    first prompt's texts."""
+    first prompt's texts.
+
+    Args:
+        model: The model, whose tokenizer gives the texts.
+        prompts: The prompts, in the order of the dataset.
+        sequences: The sequence of each prompt under each condition.
+        places: The index of each prompt in the whole run.
+
+    Returns:
+        Variables [prompt condition pos], padded on the right, and some of each prompt alone.
+    """
+    # Here, because its import takes a while.
     import xarray as xr
 
     conditions = list(sequences[0])
     longest = max(len(sequence) for own in sequences for sequence in own.values())
     shape = (len(prompts), len(conditions), longest)
+
     variables: dict[str, Any] = {}
     for name, (attribute, unit) in _OF_TOKENS.items():
         array = np.full(shape, PADDING, dtype=np.int32)
@@ -46,6 +58,7 @@ def sequences_dataset(
                 array[row, column, : len(sequence)] = getattr(sequence, attribute)
         variables[name] = (("prompt", "condition", "pos"), array, {"units": unit})
 
+    # Of one prompt only, for a glance at what the conditions do: texts take much room.
     first_texts = []
     for sequence in sequences[0].values():
         texts = _token_texts(model, sequence)
@@ -53,10 +66,12 @@ def sequences_dataset(
         first_texts.append(texts + padding)
     variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
 
+    # Only of a model whose RoPE depends on the length.
     sides = sides_of(model, sequences)
     if sides:
         variables["rope_factors"] = _text_variable(("prompt",), sides)
 
+    # Groups are for clusters in the statistics, which need one of every prompt.
     groups = [prompt.group for prompt in prompts]
     if None not in groups:
         variables["group"] = _text_variable(("prompt",), groups)
@@ -76,9 +91,12 @@ def _text_variable(dims: tuple[str, ...], texts: Any) -> tuple[Any, ...]:
 
 
 def _token_texts(model: HookedModel, sequence: TokenSequence) -> list[str]:
-    """Control characters are escaped, as NetCDF takes no NUL; the ids of a model without a
-    tokenizer."""
+    """The text of each token, or its id if the model has no tokenizer.
+
+    Control characters are escaped, as NetCDF takes no NUL.
+    """
     ids = sequence.tokens.tolist()
     if model.tokenizer is None:
         return list(map(str, ids))
+
     return [plain(text) for text in token_texts(model.tokenizer.decode, ids)]

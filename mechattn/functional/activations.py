@@ -20,7 +20,15 @@ Integers = Int[Tensor, "*any"]
 
 
 def near_zero_share(x: Channels, threshold: float) -> PerToken:
-    """The share of channels with ``|x| ≤ threshold``."""
+    """The share of channels with ``|x| ≤ threshold``.
+
+    Args:
+        x: Activations after the nonlinearity.
+        threshold: In their unit.
+
+    Returns:
+        Shares from 0 to 1, one for each token.
+    """
     return (x.abs() <= threshold).float().mean(-1)
 
 
@@ -30,6 +38,15 @@ def saturated_share(x: Channels, pre: Channels, threshold: float, minimum: float
 
     SiLU and GELU are near zero around ``pre = 0`` and far below it, where a channel is switched
     off. These two populations lie on different sides of the minimum.
+
+    Args:
+        x: Activations after the nonlinearity.
+        pre: The inputs of the nonlinearity.
+        threshold: In the unit of the activations.
+        minimum: Where the nonlinearity has its minimum, see :func:`minimum_of`.
+
+    Returns:
+        Shares from 0 to 1, one for each token.
     """
     near_zero = x.abs() <= threshold
     return (near_zero & (pre < minimum)).float().mean(-1)
@@ -40,10 +57,17 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
     for ReLU.
 
     Below −15 for a monotonic nonlinearity, for which nothing counts as saturated.
+
+    Args:
+        nonlinearity: A function of each entry alone, which takes float64.
+
+    Returns:
+        An input, exact to 0.0001.
     """
     grid = torch.linspace(-20, 0, 200_001, dtype=torch.float64)
     values = nonlinearity(grid)
-    return float(grid[values == values.min()].max())
+    at_minimum = grid[values == values.min()]
+    return float(at_minimum.max())
 
 
 def gini(x: Channels) -> PerToken:
@@ -52,25 +76,50 @@ def gini(x: Channels) -> PerToken:
 
     ``G = 2 Σ i·|x|₍ᵢ₎ / (n Σ |x|) − (n + 1) / n`` with ``|x|₍₁₎ ≤ |x|₍₂₎ ≤ …``; NaN where all are
     0.
+
+    Args:
+        x: Activations, or any numbers of each channel.
+
+    Returns:
+        Coefficients from 0 to 1, one for each token.
     """
     size = x.abs().sort(-1).values
     n = size.shape[-1]
     rank = torch.arange(1, n + 1, device=x.device, dtype=size.dtype)
-    return 2 * (size @ rank) / (n * size.sum(-1)) - (n + 1) / n
+
+    ranked_sum = size @ rank
+    total = size.sum(-1)
+    return 2 * ranked_sum / (n * total) - (n + 1) / n
 
 
 def kurtosis(x: Channels) -> PerToken:
     """``mean of (x − mean)⁴ / variance²``: 3 for a normal distribution, more for heavy tails; NaN
     for a constant.
+
+    Args:
+        x: Activations, or any numbers of each channel.
+
+    Returns:
+        Kurtosis over the channels (not excess kurtosis), one for each token.
     """
     centred = x - x.mean(-1, keepdim=True)
-    deviation = centred.square().mean(-1, keepdim=True).sqrt()
-    return (centred / deviation).pow(4).mean(-1)
+    variance = centred.square().mean(-1, keepdim=True)
+
+    # Divided before the fourth power, which could overflow.
+    standardised = centred / variance.sqrt()
+    return standardised.pow(4).mean(-1)
 
 
 def counts_between(x: Float[Tensor, "*any"], edges: Float[Tensor, " edge"]) -> Int[Tensor, " bin"]:
     """Counts of entries below the first edge, in each ``[edge, next edge)``, and at or above the
     last edge.
+
+    Args:
+        x: Numbers of any shape, none of them NaN.
+        edges: Edges in ascending order.
+
+    Returns:
+        Counts, one more than there are edges.
     """
     bins = torch.bucketize(x.flatten(), edges, right=True)
     return torch.bincount(bins, minlength=len(edges) + 1)
@@ -124,6 +173,8 @@ def redistribute(
     """
     if strength == 0:
         return x
+
+    # Each row has its own statistics.
     if scope == "tensor":
         flat = rearrange(x, "... channel -> 1 (... channel)")
     else:
@@ -162,13 +213,25 @@ def as_control(change: Channels, uniform: Channels, control: Control) -> Channel
     - "random_direction": a random direction, of the same norm.
     - "random_channels": the same numbers, in channels drawn at random.
     - "shuffled_signs": the same sizes in the same channels, with signs drawn at random.
+
+    Args:
+        change: What an intervention adds at each token.
+        uniform: Random numbers in [0, 1) of the same shape, see :func:`keyed_uniform`.
+        control: The kind of control.
+
+    Returns:
+        A change with the norm of the given one at each token.
     """
     if control == "random_direction":
         direction = (2 * uniform - 1).to(change.dtype)
         norm = change.norm(dim=-1, keepdim=True)
-        return direction * (norm / direction.norm(dim=-1, keepdim=True))
+        length = direction.norm(dim=-1, keepdim=True)
+        return direction * (norm / length)
+
     if control == "random_channels":
-        return change.gather(-1, uniform.argsort(stable=True, dim=-1))
+        permutation = uniform.argsort(stable=True, dim=-1)
+        return change.gather(-1, permutation)
+
     return torch.where(uniform < 0.5, -change, change)
 
 
@@ -177,10 +240,15 @@ def _count(ordered: Entries, c: float, shares: tuple[float, float]) -> PerRow:
     n = ordered.shape[-1]
     middle = (n - 1) // 2
     median = ordered[:, middle : middle + 1]
+
     deviations = (ordered - median).abs()
-    mad = deviations.kthvalue(middle + 1, dim=-1, keepdim=True).values.clamp(min=_LEAST_MAD)
-    share = (ordered <= KAPPA * c * mad).sum(-1).double() / n
-    return (share.clamp(*shares) * n).round().long()
+    mad = deviations.kthvalue(middle + 1, dim=-1, keepdim=True).values
+    threshold = KAPPA * c * mad.clamp(min=_LEAST_MAD)
+
+    # In float64: a whole tensor may have more entries than float32 can count.
+    share = (ordered <= threshold).sum(-1).double() / n
+    count = share.clamp(*shares) * n
+    return count.round().long()
 
 
 def _smallest(
@@ -190,12 +258,19 @@ def _smallest(
 ) -> Bool[Tensor, "row entry"]:
     """The ``count`` smallest entries of each row, the first among equals, from their sorted
     values."""
-    threshold = ordered.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1))
+    # The last entry that is selected, or the first of a row where none is.
+    last = (count - 1).clamp(min=0)
+    threshold = ordered.gather(-1, last.unsqueeze(-1))
     below = sizes < threshold
     equal = sizes == threshold
-    room = (count - below.sum(-1)).clamp(min=0).unsqueeze(-1)
-    among_equals = equal & (equal.cumsum(-1) <= room)
-    return below & (count > 0).unsqueeze(-1) | among_equals
+
+    # What is left of the count goes to the first of the entries that equal the threshold.
+    room = (count - below.sum(-1)).clamp(min=0)
+    is_first_of_equals = equal.cumsum(-1) <= room.unsqueeze(-1)
+    among_equals = equal & is_first_of_equals
+
+    any_selected = (count > 0).unsqueeze(-1)
+    return below & any_selected | among_equals
 
 
 def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
@@ -207,6 +282,8 @@ def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
         from_rank = x.topk(n - rank, -1).values.flip(-1)
     else:
         from_rank = x.sort(-1).values[:, rank:]
+
+    # Between this rank and the next; the last rank has no next.
     following = min(1, n - 1 - rank)
     above = from_rank[:, following : following + 1]
     return torch.lerp(from_rank[:, :1], above, position - rank)
@@ -226,24 +303,46 @@ def token_keys(
 ) -> OfTokens:
     """A key for each token of some rows, from the seed, the row's prompt, the position, the layer
     and a purpose.
+
+    Args:
+        seed: The seed of a run.
+        prompts: The id of each row's prompt.
+        positions: The position of each token; its place in the batch plays no part.
+        layer: The layer whose activations are changed.
+        purpose: Keeps several random numbers of one token independent.
+
+    Returns:
+        64-bit integers: the same for the same token, whatever batch it is in.
     """
     hashes = []
     for prompt in prompts:
         text = f"{seed} {layer} {purpose} {prompt}".encode()
         digest = hashlib.blake2b(text, digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little", signed=True))
+
     rows = torch.tensor(hashes, dtype=torch.long, device=positions.device)
-    return _mix(rows[:, None] + positions.long() * _GOLDEN)
+    states = rows[:, None] + positions.long() * _GOLDEN
+    return _mix(states)
 
 
 def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "*token {channels}"]:
     """Numbers in [0, 1), multiples of 2⁻²⁴, one for each channel of each token: the bits of
     SplitMix64.
 
+    Args:
+        keys: A key for each token, see :func:`token_keys`.
+        channels: How many numbers each token gets.
+
+    Returns:
+        Numbers in float32, the same on every device.
+
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     channel = torch.arange(1, channels + 1, device=keys.device)
-    mixed = _mix(keys.unsqueeze(-1) + channel * _GOLDEN)
+    states = keys.unsqueeze(-1) + channel * _GOLDEN
+    mixed = _mix(states)
+
+    # As many bits as a float32 holds exactly.
     top_bits = (mixed >> 40) & 0xFFFFFF
     return top_bits.float() / 2**24
 
@@ -257,4 +356,5 @@ def _mix(z: Integers) -> Integers:
 
 def _unsigned_shift(z: Integers, by: int) -> Integers:
     """A shift to the right that fills with zeros, as of an unsigned number."""
-    return (z >> by) & (2 ** (64 - by) - 1)
+    low_bits = 2 ** (64 - by) - 1
+    return (z >> by) & low_bits

@@ -48,9 +48,21 @@ class EdgeMask:
     later: bool = True  # for one sequence: whether tokens generated after it are blind too
 
     def unseen(self, queries: Queries, keys: slice) -> Bool[Tensor, "batch query key"]:
-        """The keys at these positions that each of the queries doesn't see."""
+        """The keys at these positions that each of the queries doesn't see.
+
+        Args:
+            queries: Positions of queries, the same number in each sequence.
+            keys: The positions of the keys asked for.
+
+        Returns:
+            True where the edge from a query to a key is cut; never for a query's own key.
+        """
         positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
-        cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
+        blind_queries = self.queries.gather(1, queries)
+        hidden_keys = self.keys[:, keys]
+        cut = blind_queries.unsqueeze(2) & hidden_keys.unsqueeze(1)
+
+        # A token always sees itself.
         return cut & (queries.unsqueeze(2) != positions)
 
     def to(self, device: torch.device | str) -> EdgeMask:
@@ -113,14 +125,27 @@ class Attention:
     def rows(self, queries: Queries, keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they
         can see.
+
+        Args:
+            queries: Positions of queries, the same number in each sequence.
+            keys: The number of keys; none of the queries lies beyond them.
+
+        Returns:
+            Probabilities in float32 at least. A row sums to 1, or with a learned sink to less.
         """
         wide = widened(self.q)
-        index = queries[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[3])
-        chosen = self.q.gather(2, index).to(wide) * self.scale
-        grouped = rearrange(chosen, _TOGETHER, kv_head=self.k.shape[1])
+        _, heads, _, d_head = self.q.shape
+        index = queries[:, None, :, None].expand(-1, heads, -1, d_head)
+        scaled_queries = self.q.gather(2, index).to(wide) * self.scale
         seen_keys = self.k[:, :, :keys].to(wide)
-        scores = rearrange(grouped @ seen_keys.mT, _APART, query=queries.shape[1])
+
+        # The heads of a group read the same keys: their rows are one product.
+        grouped_queries = rearrange(scaled_queries, _TOGETHER, kv_head=self.k.shape[1])
+        grouped_scores = grouped_queries @ seen_keys.mT
+        scores = rearrange(grouped_scores, _APART, query=queries.shape[1])
         _cap_and_bias(self, scores, slice(0, keys))
+
+        # What a query cannot see: later keys, those outside its window, cut edges.
 
         distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
         unseen = distance < 0
@@ -148,9 +173,19 @@ class PatternRows:
         return PatternRows(self.pattern[sequences], self.v[sequences])
 
     def rows(self, queries: Queries, keys: int) -> Float[Tensor, "batch head query {keys}"]:
-        """Probabilities of any queries of each sequence over the first ``keys`` keys."""
-        index = queries[:, None, :, None].expand(-1, self.pattern.shape[1], -1, keys)
-        return self.pattern[..., :keys].gather(2, index)
+        """Probabilities of any queries of each sequence over the first ``keys`` keys.
+
+        Args:
+            queries: Positions of queries, the same number in each sequence.
+            keys: The number of keys; none of the queries lies beyond them.
+
+        Returns:
+            Rows of the pattern, in its dtype.
+        """
+        heads = self.pattern.shape[1]
+        index = queries[:, None, :, None].expand(-1, heads, -1, keys)
+        seen_columns = self.pattern[..., :keys]
+        return seen_columns.gather(2, index)
 
 
 AnyRows = Attention | PatternRows  # one layer's attention, from which single rows can be requested
@@ -169,7 +204,15 @@ class Rows:
 
 
 def mix(pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]) -> Vectors:
-    """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
+    """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``.
+
+    Args:
+        pattern: Attention probabilities, or any weights of the keys.
+        v: The values of these keys.
+
+    Returns:
+        A weighted sum of values for each query, in the dtype of the pattern.
+    """
     grouped = rearrange(pattern, _TOGETHER, kv_head=v.shape[1])
     mixed = grouped @ v.to(pattern.dtype)
     return rearrange(mixed, _APART, query=pattern.shape[2])
@@ -187,6 +230,15 @@ def attention_by_rows(
     With ``queries_of`` only these positions are computed, and the output of others is undefined.
     Values may have no dimensions, for rows alone. A block has :func:`rows_of_block` rows if no other
     number is given.
+
+    Args:
+        attention: The inputs of a layer's attention.
+        see: Receives each block in turn, before the next one overwrites its memory.
+        block: The number of query rows of a block.
+        queries_of: The positions of the queries to compute.
+
+    Returns:
+        The output of each head before W_O, in the dtype of the queries.
     """
     q = attention.q
     batch, heads, length, _ = q.shape
@@ -199,9 +251,12 @@ def attention_by_rows(
     kernel = _BlockKernel(attention, block)
     # In the layout that the model needs, to avoid a copy.
     out = q.new_empty(batch, length, heads, d_value)
+
     for start in range(queries_of.start, queries_of.stop, block):
-        queries = slice(start, min(start + block, queries_of.stop))
+        stop = min(start + block, queries_of.stop)
+        queries = slice(start, stop)
         keys = kernel.keys_before(queries)
+
         pattern = kernel.pattern(queries, keys)
         if d_value:
             out[:, queries] = kernel.output(pattern, keys)
@@ -218,22 +273,30 @@ class _BlockKernel:
     """
 
     def __init__(self, attention: Attention, block: int) -> None:
+        """Stack queries, keys and values by key-value head, and allocate the buffer."""
         q = attention.q
         batch, heads, length, d_head = q.shape
         kv_heads = attention.k.shape[1]
+        d_value = attention.v.shape[-1]
         wide = widened(q)
+
         self.attention = attention
-        self.groups = heads // kv_heads
+        self.groups = heads // kv_heads  # how many heads share the keys of one
         stacks = batch * kv_heads
         self.queries = q.reshape(stacks, self.groups, length, d_head)
+
+        # Keys as columns of the product, contiguous because every block reads them.
         keys = attention.k.reshape(stacks, length, d_head).transpose(1, 2)
         self.keys = keys.to(wide).contiguous()
-        self.values = attention.v.reshape(stacks, length, attention.v.shape[-1]).to(wide)
+        values = attention.v.reshape(stacks, length, d_value)
+        self.values = values.to(wide)
 
+        # The most scores that a block has; a window leaves out the keys before it.
         most_keys = length
         if attention.window:
             most_keys = min(length, attention.window + block)
-        size = batch * heads * min(block, length) * most_keys
+        most_rows = min(block, length)
+        size = batch * heads * most_rows * most_keys
         self.buffer = self.keys.new_empty(size)
         self.future = _future(block, wide, q.device)
 
@@ -242,19 +305,34 @@ class _BlockKernel:
         window = self.attention.window
         if not window:
             return slice(0, queries.stop)
-        return slice(max(0, queries.start - window + 1), queries.stop)
+
+        # The block's first query sees furthest back.
+        first_key = max(0, queries.start - window + 1)
+        return slice(first_key, queries.stop)
 
     def pattern(self, queries: slice, keys: slice) -> Pattern:
-        """Attention probabilities, in the buffer, which the next block overwrites."""
+        """Attention probabilities, in the buffer, which the next block overwrites.
+
+        Args:
+            queries: The positions of the block's rows.
+            keys: The positions of its keys, see :meth:`keys_before`.
+
+        Returns:
+            Probabilities [batch head query key], a view of the buffer.
+        """
         attention = self.attention
         stacks, _, _, d_head = self.queries.shape
         rows = self.groups * (queries.stop - queries.start)
         count = keys.stop - keys.start
-        stacked = self.buffer[: stacks * rows * count].view(stacks, rows, count)
+
+        # Two views of the same memory: by stack for the products, by head for all else.
+        size = stacks * rows * count
+        stacked = self.buffer[:size].view(stacks, rows, count)
         by_head = stacked.view(*attention.q.shape[:2], -1, count)
 
-        scaled = self.queries[:, :, queries].to(stacked.dtype) * attention.scale
-        torch.bmm(scaled.reshape(stacks, rows, d_head), self.keys[:, :, keys], out=stacked)
+        queries_of_block = self.queries[:, :, queries].to(stacked.dtype)
+        scaled = (queries_of_block * attention.scale).reshape(stacks, rows, d_head)
+        torch.bmm(scaled, self.keys[:, :, keys], out=stacked)
         _cap_and_bias(attention, by_head, keys)
         self._mask(by_head, queries, keys)
 
@@ -272,8 +350,10 @@ class _BlockKernel:
         window = self.attention.window
         edge_mask = self.attention.edge_mask
         rows = queries.stop - queries.start
+
         # All other keys are before the block: no mask needed.
-        scores[..., queries.start - keys.start :] += self.future[:rows, :rows]
+        first_own_key = queries.start - keys.start
+        scores[..., first_own_key:] += self.future[:rows, :rows]
         if edge_mask is None and (not window or queries.stop <= window):
             return
 
@@ -284,8 +364,10 @@ class _BlockKernel:
             early_keys = torch.arange(keys.start, last_early_key, device=scores.device)
             outside = early_keys <= positions[:, None] - window
             scores[..., : len(early_keys)].masked_fill_(outside, _MASKED)
+
         if edge_mask is not None:
-            unseen = edge_mask.unseen(positions.expand(len(scores), -1), keys)
+            positions_of_batch = positions.expand(len(scores), -1)
+            unseen = edge_mask.unseen(positions_of_batch, keys)
             scores.masked_fill_(unseen[:, None], _MASKED)
 
     def output(self, pattern: Pattern, keys: slice) -> Float[Tensor, "batch query head d_value"]:
@@ -298,10 +380,19 @@ class _BlockKernel:
 
 def rows_of_block(scores_of_row: int, device: torch.device) -> int:
     """How many query rows of a layer are computed together, all heads and sequences of a batch
-    taken together."""
+    taken together.
+
+    Args:
+        scores_of_row: The number of scores that one query row of each head and sequence has.
+        device: Where they are computed.
+
+    Returns:
+        Always :data:`BLOCK` on a CPU; on an accelerator as many as its memory allows.
+    """
     if device.type == "cpu":
         return BLOCK
-    return min(max(BLOCK, _SCORES_OF_BLOCK // scores_of_row), _LARGEST_BLOCK)
+    rows_in_memory = _SCORES_OF_BLOCK // scores_of_row
+    return min(max(BLOCK, rows_in_memory), _LARGEST_BLOCK)
 
 
 @lru_cache(maxsize=32)  # a copy to a GPU waits for it
@@ -310,14 +401,24 @@ def constant(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Shaped[Tensor, " number"]:
-    """Fixed numbers as a tensor, one for all blocks and layers."""
+    """Fixed numbers as a tensor, one for all blocks and layers.
+
+    Args:
+        numbers: As a tuple, because the cache compares them.
+        device: Where the tensor is used.
+        dtype: That of the numbers by default.
+
+    Returns:
+        A tensor that all callers share: do not change it in place.
+    """
     return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=8)
 def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
     """The mask added to the scores of a block's own keys, so that no row sees the keys after it."""
-    return torch.full((block, block), _MASKED, dtype=dtype, device=device).triu(1)
+    masked = torch.full((block, block), _MASKED, dtype=dtype, device=device)
+    return masked.triu(1)
 
 
 def _cap_and_bias(attention: Attention, scores: Pattern, keys: slice) -> None:
@@ -333,7 +434,8 @@ def _left_by_sinks(
 ) -> Float[Tensor, "batch head query 1"]:
     """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) +
     exp(sink))``."""
-    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
+    score_of_keys = scores.logsumexp(-1, keepdim=True)
+    return torch.sigmoid(score_of_keys - sinks[:, None, None])
 
 
 def for_each_head(
@@ -341,7 +443,13 @@ def for_each_head(
 ) -> Float[Tensor, "batch {heads} pos *d_head"]:
     """Repeat the tensor of each key-value head for its query heads: head h reads
     ``h // (head / kv_head)``.
+
+    Args:
+        x: Keys, values, or a number of each, by key-value head.
+        heads: The number of query heads, a multiple of the key-value heads.
+
+    Returns:
+        A copy in the order of the query heads.
     """
-    return repeat(
-        x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=heads // x.shape[1]
-    )
+    group = heads // x.shape[1]
+    return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=group)

@@ -33,22 +33,43 @@ class Rotation:
     def turns(
         self, old: Int[Tensor, "batch pos"], new: Int[Tensor, "batch pos"], dtype: torch.dtype
     ) -> Turns:
-        """Cosine and sine of the angles between the old and the new positions."""
+        """Cosine and sine of the angles between the old and the new positions.
+
+        Args:
+            old: The positions at which queries or keys were rotated.
+            new: Those to which they are moved.
+            dtype: The dtype of the result.
+
+        Returns:
+            Cosine and sine for each position and pair of dimensions.
+        """
+        frequencies = self.frequencies.float().to(old.device)
+
         # The model rounds each angle to float32. Rounding likewise gives its own angles, and not
         # only nearly them.
-        frequencies = self.frequencies.float().to(old.device)
         old_angles = old[:, None, :, None].float() * frequencies
         new_angles = new[:, None, :, None].float() * frequencies
+
+        # Their difference is small, and would lose digits in float32.
         difference = new_angles.double() - old_angles.double()
         return difference.cos().to(dtype), difference.sin().to(dtype)
 
     def moved(self, x: Vectors, turns: Turns) -> Vectors:
-        """Rotated queries or keys at other positions: ``R(new) x = R(new − old) R(old) x``."""
+        """Rotated queries or keys at other positions: ``R(new) x = R(new − old) R(old) x``.
+
+        Args:
+            x: Queries or keys, rotated at their old positions; not changed.
+            turns: Cosine and sine, see :meth:`turns`.
+
+        Returns:
+            A copy, as the layer would have rotated it at the new positions.
+        """
         cos, sin = turns
         pairs = len(self.frequencies)
         moved = x.clone()
 
-        rotated = moved[..., self.first : self.first + 2 * pairs]
+        last = self.first + 2 * pairs
+        rotated = moved[..., self.first : last]
         if self.adjacent:
             first, second = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
         else:
@@ -57,7 +78,8 @@ class Rotation:
         # Both are parts of the copy, which is changed in place: other tensors would cost as much as
         # the rotation.
         turned = first * cos - second * sin
-        second.mul_(cos).addcmul_(first, sin)
+        second.mul_(cos)
+        second.addcmul_(first, sin)
         first.copy_(turned)
         return moved
 
@@ -92,22 +114,33 @@ def before_hidden_states(
             their own.
     """
     wide = widened(attention.q)
-    # Without values: rows alone are asked for.
-    own = replace(attention, v=attention.k[..., :0]).of(longer)
     cos, sin = turns
+
+    # Without values: rows alone are asked for.
+    without_values = replace(attention, v=attention.k[..., :0])
+    own = without_values.of(longer)
 
     def of_baseline(x: Vectors, positions: slice) -> Vectors:
         """Vectors of the baseline's tokens at their positions in the longer sequence."""
+        # An inserted token has no place there; what it gets here is not used.
         index = origin[:, None, positions, None].clamp(min=0)
-        original = x[baseline].gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+        index = index.expand(-1, x.shape[1], -1, x.shape[3])
+        original = x[baseline].gather(2, index)
+
         own_turns = (cos[:, :, positions], sin[:, :, positions])
         return rotation.moved(original.to(wide), own_turns)
 
     is_original = (origin >= 0)[:, None, :, None]
+
+    # Other queries are not asked for, and moving them would cost as much.
     q = own.q.to(wide, copy=True)
     q[:, :, queries] = torch.where(
-        is_original[:, :, queries], of_baseline(attention.q, queries), q[:, :, queries]
+        is_original[:, :, queries],
+        of_baseline(attention.q, queries),
+        q[:, :, queries],
     )
+
+    # All keys, since any of these queries may see them.
     k_of_baseline = of_baseline(attention.k, slice(None))
     k = torch.where(is_original, k_of_baseline, own.k.to(wide))
     return replace(own, q=q, k=k)
@@ -118,16 +151,35 @@ def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, ""]:
 
     So it is in layer 0, whose hidden states are embeddings. What large biases, as Qwen's, make of
     this rounding must not appear as a change.
+
+    Args:
+        before: Attention had the hidden states not changed, see :func:`before_hidden_states`.
+        after: Attention with the changed hidden states, at the same positions.
+
+    Returns:
+        A single truth value, on the device of the queries.
     """
     are_equal = []
     for x_before, x_after in ((before.q, after.q), (before.k, after.k)):
-        rounding = 8 * torch.finfo(x_after.dtype).eps * x_after.abs().max()
-        are_equal.append((x_before - x_after).abs().max() <= rounding)
+        largest = x_after.abs().max()
+        rounding = 8 * torch.finfo(x_after.dtype).eps * largest
+        difference = (x_before - x_after).abs().max()
+        are_equal.append(difference <= rounding)
+
+    # As a tensor: reading it here would wait for the GPU.
     return are_equal[0] & are_equal[1]
 
 
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:
-    """``mass[s, q] = Σ_{k in s} A[q, k]`` of a block of rows."""
+    """``mass[s, q] = Σ_{k in s} A[q, k]`` of a block of rows.
+
+    Args:
+        pattern: Attention probabilities.
+        members: The segments of the block's keys.
+
+    Returns:
+        Probability mass of each query on each segment.
+    """
     # Heads and queries in one product, and the few segments as its rows: other ways are several
     # times as slow.
     masses = torch.bmm(members.to(pattern.dtype), pattern.flatten(1, 2).mT)
@@ -135,7 +187,16 @@ def masses_of_rows(pattern: Pattern, members: Members) -> Masses:
 
 
 def segment_masses(attention: Attention, members: Members, queries: slice) -> Masses:
-    """The masses of these queries, from attention without values."""
+    """The masses of these queries, from attention without values.
+
+    Args:
+        attention: A layer's attention, the values of which are not read.
+        members: The segments of all keys.
+        queries: The positions of these queries.
+
+    Returns:
+        Probability mass of each of the queries on each segment.
+    """
     blocks: list[Tensor] = []
 
     def see(rows: Rows) -> None:
@@ -146,7 +207,15 @@ def segment_masses(attention: Attention, members: Members, queries: slice) -> Ma
 
 
 def mean_over_queries(masses: Masses, weights: Float[Tensor, " batch #head query"]) -> Means:
-    """The mean of each query's masses, weighted; the weights of a sequence add up to 1."""
+    """The mean of each query's masses, weighted; the weights of a sequence add up to 1.
+
+    Args:
+        masses: Masses of some queries.
+        weights: The weight of each of these queries, for all heads or for each.
+
+    Returns:
+        Probability mass of each segment.
+    """
     weights = weights.to(masses.dtype).expand(-1, masses.shape[2], -1)
     return torch.einsum("bshq,bhq->bhs", masses, weights)
 
@@ -167,7 +236,11 @@ def mean_among_original(
         left = 1 - masses[:, inserted]
     else:
         # This sum is exact however little is left; 1 − A_inserted would lose digits.
-        left = masses[:, :inserted].sum(1) + masses[:, inserted + 1 :].sum(1)
+        before = masses[:, :inserted].sum(1)
+        after = masses[:, inserted + 1 :].sum(1)
+        left = before + after
+
+    # The weights are divided, and not the masses, which have an entry for each segment too.
     tiny = torch.finfo(masses.dtype).tiny
     mean = mean_over_queries(masses, weights / left.clamp(min=tiny))
     mean[..., inserted] = 0

@@ -42,19 +42,34 @@ class Fused:
         ``log Σ_{q ≥ k} A[q, k]``. With values w, the output is the mean of w under these weights,
         for many groups in one call. In half precision that mean would keep only 8 or 11 bits, so
         each group gets its own call, with ``log w`` added to its queries.
+
+        Args:
+            weights: The weight of each query in each group, not negative; 1 or 0 for groups that are
+                sets of queries.
+
+        Returns:
+            Probability mass of each key from each group, a query's own key included.
         """
-        reversed_weights = weights.flip(1)[:, None].expand(-1, self.q.shape[1], -1, -1)
+        heads = self.q.shape[1]
+        reversed_weights = weights.flip(1)[:, None].expand(-1, heads, -1, -1)
+
         sums = []
         if self.q.dtype in _HALF:
+            # A call for each group: its log-sum-exp alone is the sum, and the output is not used.
             for weight in reversed_weights.split(1, -1):
                 log_weight = weight[..., 0].log().clamp(min=_LOG_OF_ZERO)
-                _, lse = self._reversed_call(weight, log_weight - self.lse.flip(2))
+                added = log_weight - self.lse.flip(2)
+                _, lse = self._reversed_call(weight, added)
                 sums.append(lse.exp()[..., None])
         else:
             # As many groups in a call as there are dimensions.
-            for values in reversed_weights.split(self.q.shape[-1], -1):
-                mean, lse = self._reversed_call(values, -self.lse.flip(2))
+            d_head = self.q.shape[-1]
+            for values in reversed_weights.split(d_head, -1):
+                added = -self.lse.flip(2)
+                mean, lse = self._reversed_call(values, added)
                 sums.append(mean * lse.exp()[..., None])
+
+        # Back in the order of time.
         return torch.cat(sums, -1).flip(2)
 
     def query_sums(self, weights: GroupWeights) -> PerGroup:
@@ -62,20 +77,36 @@ class Fused:
 
         One more causal call, with these weights as values. In half precision its output would keep
         only 8 or 11 bits, so the call is in float32.
+
+        Args:
+            weights: The weight of each key in each group, 1 or 0 for groups that are sets of keys.
+
+        Returns:
+            Probability mass of each query on each group; together less than 1 beside a learned sink.
         """
         dtype = torch.float32 if self.q.dtype in _HALF else self.q.dtype
-        values = weights.to(dtype)[:, None].expand(-1, self.q.shape[1], -1, -1)
-        mean, lse = _kernel(self.q.to(dtype), self.k.to(dtype), values, self.scale)
+        heads = self.q.shape[1]
+        values = weights.to(dtype)[:, None].expand(-1, heads, -1, -1)
+
+        q = self.q.to(dtype)
+        k = self.k.to(dtype)
+        mean, lse = _kernel(q, k, values, self.scale)
+
+        # The mean is over the keys alone: a learned sink leaves them less than the whole row.
         without_sink = (lse - self.lse).exp()
         return mean * without_sink[..., None]
 
     def _reversed_call(self, values: PerGroup, added: PerToken) -> tuple[PerGroup, PerToken]:
         """The causal call with queries and keys exchanged; values, what is ``added`` to the score
         of each query, and results are in the reversed order of time."""
-        extra = _in_parts(added / self.scale, self.q.dtype)
+        dtype = self.q.dtype
+
+        # What is added becomes one more coordinate of the queries, and a 1 of the keys.
+        extra = _in_parts(added / self.scale, dtype)
+        ones = torch.ones_like(extra)
         queries_as_keys = torch.cat([self.q.flip(2), extra], -1)
-        keys_as_queries = torch.cat([self.k.flip(2), torch.ones_like(extra)], -1)
-        return _kernel(keys_as_queries, queries_as_keys, values.to(self.q.dtype), self.scale)
+        keys_as_queries = torch.cat([self.k.flip(2), ones], -1)
+        return _kernel(keys_as_queries, queries_as_keys, values.to(dtype), self.scale)
 
 
 def fused_attention(attention: Attention) -> Fused:
@@ -85,27 +116,42 @@ def fused_attention(attention: Attention) -> Fused:
     logarithms cannot be computed this way; they are computed in rows
     (:func:`mechattn.functional.attention.attention_by_rows`).
 
+    Args:
+        attention: Inputs for which :attr:`Attention.fusable` is true.
+
+    Returns:
+        Output, log-sum-exp and own attention of each query, and what further sums need.
+
     Source: Own derivation: the second call's weights are a softmax over queries.
     """
     q = attention.q
     k = for_each_head(attention.k, q.shape[1])
     v = for_each_head(attention.v, q.shape[1])
     scale = attention.scale
-    if attention.bias is not None:  # score = scale · [q, 1]·[k, b / scale]
+
+    # The kernel takes no bias: score = scale · [q, 1]·[k, b / scale].
+    if attention.bias is not None:
         bias = (attention.bias / scale).expand(len(q), -1, -1)
         extra = _in_parts(bias, q.dtype)
-        q = torch.cat([q, torch.ones_like(extra)], -1)
+        ones = torch.ones_like(extra)
+        q = torch.cat([q, ones], -1)
         k = torch.cat([k, extra], -1)
 
     out, lse = _kernel(q, k, v, scale)
+
+    # Nor does it take sinks, each of which is one more key without a value.
     if attention.sinks is not None:
         lse_of_keys = lse
-        lse = torch.logaddexp(lse, attention.sinks.to(lse.dtype)[:, None])
+        sinks = attention.sinks.to(lse.dtype)
+        lse = torch.logaddexp(lse, sinks[:, None])
         left_by_sinks = (lse_of_keys - lse).exp()
         out = out * left_by_sinks[..., None].to(out.dtype)
 
-    own_scores = scale * torch.linalg.vecdot(q.to(lse.dtype), k.to(lse.dtype))
-    return Fused(out, lse, (own_scores - lse).exp(), q, k, scale)
+    wide_q = q.to(lse.dtype)
+    wide_k = k.to(lse.dtype)
+    own_scores = scale * torch.linalg.vecdot(wide_q, wide_k)
+    own = (own_scores - lse).exp()
+    return Fused(out=out, lse=lse, own=own, q=q, k=k, scale=scale)
 
 
 def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
@@ -114,6 +160,8 @@ def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor
     """
     if dtype not in _HALF:
         return number.to(dtype)[..., None]
+
+    # Each part is the rounded remainder of those before it.
     summands = []
     remainder = number.float()
     for _ in range(3):
@@ -128,13 +176,25 @@ def _kernel(
 ) -> tuple[Float[Tensor, "batch head pos d_v"], PerToken]:
     """Causal attention and its log-sum-exp: flash attention, or on a GPU in float32 the
     memory-efficient kernel.
+
+    Args:
+        q: Queries.
+        k: Keys, one for each query head.
+        v: Values, one for each query head; of any width.
+        scale: The factor of the scores.
+
+    Returns:
+        The output, in the dtype of the values, and the log-sum-exp of each query's scores.
     """
     length = q.shape[2]
     d_v = v.shape[-1]
+
+    # Zeros on the right change no score, and no value that is kept.
     widest = max(q.shape[-1], d_v)
     width = widest + -widest % _MULTIPLE
     q, k, v = (pad(vectors, (0, width - vectors.shape[-1])) for vectors in (q, k, v))
 
+    # The kernels' own operators: torch.nn.functional shows no log-sum-exp.
     aten = torch.ops.aten
     if q.device.type != "cuda":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
@@ -144,4 +204,6 @@ def _kernel(
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, True, scale=scale
         )
+
+    # The memory-efficient kernel pads the log-sum-exp.
     return out[..., :d_v], lse[..., :length]

@@ -71,6 +71,14 @@ def counts_in_bins(
     the last.
 
     Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
+
+    Args:
+        value: A value of each part and token; NaN is not counted.
+        edges: Edges in ascending order.
+        counted: The tokens that count.
+
+    Returns:
+        Counts, one more than there are edges.
     """
     bins = _bins(value, edges)
     weight = (counted[:, None] & ~value.isnan()).to(value.dtype)
@@ -136,6 +144,18 @@ def split(
 ) -> Split:
     """Split each query's output into four parts, from the same query with and without inserted
     tokens.
+
+    Args:
+        pattern: Attention with the inserted tokens.
+        v: Values with the inserted tokens.
+        inserted: Which keys are inserted.
+        aligned: The columns of ``pattern`` that belong to original keys, in the baseline's order.
+        v_aligned: The values of these keys.
+        baseline: Attention of the same queries without the inserted tokens.
+        v_baseline: Values without the inserted tokens.
+
+    Returns:
+        Output, its four parts, and the output before.
     """
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
@@ -154,6 +174,14 @@ def split(
 def total_variation(aligned: Aligned, baseline: Aligned, scale: PerQuery) -> PerQuery:
     """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only
     diluted.
+
+    Args:
+        aligned: Attention to the original keys, with inserted tokens.
+        baseline: Attention to the same keys, without them.
+        scale: What is left to the original keys, λ.
+
+    Returns:
+        A distance from 0 to 1 for each query.
     """
     return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
 

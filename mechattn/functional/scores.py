@@ -23,21 +23,36 @@ def alibi_slopes(heads: int) -> PerHead:
     and its code.
     """
     power = 2 ** int(math.log2(heads))
+    others = heads - power
     exponents = [-8 * (head + 1) / power for head in range(power)]
-    exponents += [-4 * (2 * head + 1) / power for head in range(heads - power)]
-    return torch.tensor(exponents, dtype=torch.float64).exp2().float()
+    exponents += [-4 * (2 * head + 1) / power for head in range(others)]
+
+    # In float64, so that each slope is rounded once.
+    slopes = torch.tensor(exponents, dtype=torch.float64).exp2()
+    return slopes.float()
 
 
 def mpt_slopes(heads: int, largest: float = 8.0) -> PerHead:
     """The slopes of MPT: those of the next power of two P, ``2^(−largest (h + 1) / P)``, with the
     odd ones first.
+
+    Args:
+        heads: The number of heads of a layer.
+        largest: The largest exponent, ``alibi_bias_max`` of its configuration.
+
+    Returns:
+        A slope for each head, positive, in score per position.
     """
     power = 2 ** math.ceil(math.log2(heads))
     ranks = torch.arange(1, power + 1, dtype=torch.float64)
-    slopes = (-largest * ranks / power).exp2().float()
+    exponents = -largest * ranks / power
+    slopes = exponents.exp2().float()
     if power == heads:
         return slopes
-    return torch.cat([slopes[1::2], slopes[::2]])[:heads]
+
+    # The odd h come first, as in MPT's code; what is too many is cut off.
+    odd_first = torch.cat([slopes[1::2], slopes[::2]])
+    return odd_first[:heads]
 
 
 def score_parts(
@@ -53,31 +68,68 @@ def score_parts(
     ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the
     scale. The rest drops out of the softmax. The split is that of raw weights: folding a LayerNorm
     changes it.
+
+    Args:
+        q: Queries, with their bias.
+        k: Keys, with their bias; head h reads key-value head ``h // (head / kv_head)``.
+        b_q: The bias of the queries, 0 for a model without one.
+        b_k: The bias of the keys, 0 for a model without one.
+        scale: The factor of the scores.
+
+    Returns:
+        Content of each query and key, bias of each key, and rest of each query.
     """
     heads = q.shape[1]
-    keys = for_each_head(k - b_k[:, None], heads).contiguous().mT
-    content = scale * (q - b_q[:, None]) @ keys
+    keys_of_content = k - b_k[:, None]
+    keys = for_each_head(keys_of_content, heads).contiguous().mT
+
+    queries_of_content = q - b_q[:, None]
+    content = scale * queries_of_content @ keys
     bias = scale * (b_q[None, :, None] @ keys)
 
+    # Each query meets the same key bias at every key.
     key_biases = for_each_head(b_k[None, :, None], heads)[0, :, 0]
     rest = einsum(q, key_biases, "batch head query d_head, head d_head -> batch head query")
     return content, bias, scale * rest[..., None]
 
 
 def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys) -> Pattern:
-    """A part minus its mean over the keys that the query sees, which the softmax ignores."""
+    """A part minus its mean over the keys that the query sees, which the softmax ignores.
+
+    Args:
+        part: A part of the scores, see :func:`score_parts`.
+        visible: Which keys each query sees.
+
+    Returns:
+        Scores whose mean over each query's visible keys is 0.
+    """
+    # A part may be the same for all queries, or for all keys; its mean still is one of each query.
     part = part.expand(*part.shape[:2], *visible.shape[2:])
+
     count = visible.sum(-1, keepdim=True).clamp(min=1)
-    mean = (part * visible).sum(-1, keepdim=True) / count
+    total = (part * visible).sum(-1, keepdim=True)
+    mean = total / count
     return part - mean
 
 
 def ranked_target(
     scores: Pattern, visible: VisibleKeys, rank: int
 ) -> Int[Tensor, "batch head query"]:
-    """The key of each query with the largest score (rank 0), the second largest (1) …"""
+    """The key of each query with the largest score (rank 0), the second largest (1) …
+
+    Args:
+        scores: The scores of each query.
+        visible: Which keys each query sees.
+        rank: How many visible keys have a larger score.
+
+    Returns:
+        Indices of keys.
+    """
     seen_scores = scores.masked_fill(~visible, -torch.inf)
     if rank == 0:
         return seen_scores.argmax(-1)
+
+    # With fewer keys than that, the smallest of them.
     count = min(rank + 1, scores.shape[-1])
-    return seen_scores.topk(count, -1).indices[..., -1]
+    largest = seen_scores.topk(count, -1)
+    return largest.indices[..., -1]
