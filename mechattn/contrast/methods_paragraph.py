@@ -108,7 +108,7 @@ def _prompts(result: Result) -> str:
     sentence = (
         f"The run used {units.words} ({details}), and the unit of replication was the {unit}."
     )
-    # Whether the prompts are alike in length is added where it is known.
+    # How much the prompts repeat each other is added unless groups take account of it.
     return f"{sentence} {alike_words(result)}".strip()
 
 
