@@ -52,7 +52,7 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     if not rest:
         return _interval(over_units(result, values))
 
-    # Else all prompts are needed at once, so some layers at a time.
+    # Else all prompts are needed at once, so some layers (or positions …) at a time.
     intervals = []
     for block in in_parts(values, rest[0], result.memory):
         of_units = over_units(result, block)

@@ -56,8 +56,8 @@ def paired_accuracy(
 
     only_first = int((first & ~second).sum())
     only_second = int((~first & second).sum())
-    disagreement = (only_first + only_second) / n
     low, high = _newcombe(first, second, level)
+    disagreement = (only_first + only_second) / n
     return PairedAccuracy(
         difference=float(first.mean() - second.mean()),
         low=low,
