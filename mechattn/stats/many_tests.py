@@ -10,15 +10,14 @@ from jaxtyping import Float
 from mechattn.stats import bootstrap
 from mechattn.stats.paired import (
     FEWEST_FOR_ALL,
-    drawn_signs,
     false_discovery,
-    flipped,
     paired,
     skewed_words,
     skewness,
     summary,
 )
 from mechattn.stats.resolution import EXACT, RESAMPLES, enough
+from mechattn.stats.sign_flips import drawn_signs, flipped
 from mechattn.stats.units import ALONE
 
 _MANY = 4000  # cells; fewer are tested by `paired`, in a second or two
