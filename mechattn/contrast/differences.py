@@ -250,7 +250,7 @@ def _of_side(
     if null is None:
         return values, None
 
-    # The null at the same labels, with every dimension of the values: for reading only, no copy.
+    # The null at the same labels, spread over every dimension of the values without copying it.
     differing = {}
     for null_dim in null.dims:
         if not np.array_equal(null[null_dim].values, values[null_dim].values):

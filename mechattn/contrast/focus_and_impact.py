@@ -96,8 +96,8 @@ def impact_within(
 
     Args:
         result: As for :func:`focus_and_impact`.
-        above: The attention that a query gives the first token is above this (or 0, where it is 0).
-        up_to: And at most this.
+        above: The queries' attention to the first token is above this; 0 includes 0 itself.
+        up_to: It is at most this.
         condition: The condition.
         segment: The segment of the queries.
 

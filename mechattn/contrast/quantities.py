@@ -220,7 +220,7 @@ def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.Da
 
     first_dims = [dim for dim in ("prompt", "layer", "head") if dim in values.dims]
     values = values.transpose(*first_dims, ...)
-    return values.reset_coords(drop=True)  # such as the segment, which two values may differ in
+    return values.reset_coords(drop=True)  # the names of the condition and of the segment
 
 
 def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:

@@ -142,7 +142,8 @@ def against_draws(
         rounding: The largest difference that counts as none [*cells].
 
     Returns:
-        The comparison of each cell; p is NaN where no random head has a finite z.
+        The comparison of each cell; p is NaN where it or the random heads of its layer have no
+        value.
     """
     # Heads of a layer are alike in random models, so their moments are taken together.
     axes: tuple[int, ...] = (0,)
