@@ -48,6 +48,8 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     tables = _checked(tables)
     numbered = [_numbered(number, table) for number, table in enumerate(tables)]
     stacked = by_head(pd.concat(numbered, ignore_index=True))
+
+    # What each row tests: what is beyond its null, or else the difference.
     p_difference = stacked.p_difference.to_numpy(dtype=np.float64)
     p_beyond = np.full(len(stacked), np.nan)
     if "p_beyond" in stacked:
@@ -56,22 +58,27 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     p_tested = np.where(has_null, p_beyond, p_difference)
     q_tested = false_discovery(p_tested)
     q_difference = np.where(has_null, false_discovery(p_difference), q_tested)
+
+    # Each q stands behind its p.
     if has_null.any():
         after_p = stacked.columns.get_loc("p_beyond") + 1
-        stacked.insert(after_p, "q_beyond", np.where(has_null, q_tested, np.nan))
-    stacked.insert(stacked.columns.get_loc("p_difference") + 1, "q_difference", q_difference)
+        q_beyond = np.where(has_null, q_tested, np.nan)
+        stacked.insert(after_p, "q_beyond", q_beyond)
+    after_p = stacked.columns.get_loc("p_difference") + 1
+    stacked.insert(after_p, "q_difference", q_difference)
 
     sizes = [len(table) for table in tables]
     if "p_random" in stacked:
         # Heads that were not chosen were tested too.
         tests = [table.attrs.get("tests_random", len(table)) for table in tables]
         unchosen = np.ones(sum(tests) - sum(sizes))
-        p_random = np.concatenate([np.maximum(p_tested, stacked.p_random), unchosen])
-        stacked["q_random"] = false_discovery(p_random)[: len(stacked)]
+        p_both = np.maximum(p_tested, stacked.p_random)
+        p_random = np.concatenate([p_both, unchosen])
+        q_random = false_discovery(p_random)
+        stacked["q_random"] = q_random[: len(stacked)]
 
-    smallest_p = pd.Series(
-        [table.attrs.get("smallest_q") for table in tables if len(table)], dtype=float
-    )
+    smallest_of_tables = [table.attrs.get("smallest_q") for table in tables if len(table)]
+    smallest_p = pd.Series(smallest_of_tables, dtype=float)
     terms = " + ".join(map(str, sizes))
     stacked.attrs = {
         "family": f"{sum(sizes)} tests in {len(tables)} tables ({terms})",
@@ -87,10 +94,11 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
     labels = {"table": number}
     for name in _ABOUT:
         labels[name] = table.get(name, table.attrs.get(name, ""))
+
     rest = table.drop(columns=[name for name in labels if name in table])
     rest = rest.rename(columns={name: f"{name}_of_table" for name in _OF_TABLE})
     numbered = rest.assign(**labels)[[*labels, *rest.columns]]
-    numbered.attrs = {}
+    numbered.attrs = {}  # those of all tables would be compared when they are stacked
     return numbered
 
 
@@ -117,6 +125,7 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
                 raise OptionError(
                     f"table {number} is the same as table {earlier_number}; give every table once"
                 )
+
         # The tables of an evaluation have one test a row.
         if "p_difference" not in table:
             table = table.rename(columns=_ONE_TEST)

@@ -26,7 +26,15 @@ _PADDING = -2  # among stored tokens
 
 
 def check_random(random: Any, contrast: Question) -> None:
-    """Refuse results that are too few, not from random models, or from a different run."""
+    """Refuse results that are too few, not from random models, or from a different run.
+
+    Args:
+        random: What the user gave.
+        contrast: The comparison of the trained model.
+
+    Raises:
+        OptionError: With what is wrong, and how to run random models.
+    """
     are_results = isinstance(random, (list, tuple))
     are_results = are_results and all(isinstance(draw, Result) for draw in random)
     if not are_results:
@@ -52,6 +60,7 @@ def check_random(random: Any, contrast: Question) -> None:
                 " analyses and seed of the result"
             )
 
+    # Results stored without a hash of their weights count as different.
     runs = [contrast.result, *random]
     hashes = {
         run.provenance["model"].get("weights_hash", number) for number, run in enumerate(runs)
@@ -82,12 +91,14 @@ def with_random(
         unit_indices: Those that the table reports.
         is_reported: Which cells the table has [*cells].
     """
+    # The mean difference of each cell in the model, and in each random one.
     means, rounding = _mean_differences(contrast, units, unit_indices)
     draws = []
     for draw in random:
         of_draw = replace(contrast, result=draw, scale=table.attrs["scale"], null="uniform")
         draw_means, _ = _mean_differences(of_draw, units, unit_indices)
         draws.append(draw_means.reindex_like(means).values)
+
     head_axis = None
     if "head" in means.dims:
         head_axis = means.dims.index("head")

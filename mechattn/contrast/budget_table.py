@@ -46,6 +46,8 @@ def budget_table(
     if layer is not None:
         check_layer(layer, dataset)
         dataset = dataset.sel(layer=[layer])
+
+    # The columns, each with a number for every payer.
     changed = dataset.sel(condition=condition)
     columns = {
         "baseline": dataset.attention.sel(condition="baseline"),
@@ -59,7 +61,8 @@ def budget_table(
     for payer in payers(result):
         row: dict[str, object] = {"payer": payer}
         for name, values in columns.items():
-            interval = overall_mean(result, values.sel(segment=payer))
+            of_payer = values.sel(segment=payer)
+            interval = overall_mean(result, of_payer)
             row[name] = POINTS * float(interval.estimate)
             row[f"{name}_low"] = POINTS * float(interval.low)
             row[f"{name}_high"] = POINTS * float(interval.high)
@@ -76,16 +79,21 @@ def payers_and_causes(
     columns = {"all": "change"}
     for cause in known_causes(result, condition):
         columns[cause] = cause
+
     rows = []
     for row in wide.to_dict("records"):
         for cause, column in columns.items():
             ends = (row[column], row[f"{column}_low"], row[f"{column}_high"])
             rows.append((row["payer"], cause, *ends))
+
     names = ["payer", "cause", "change", "change_low", "change_high"]
     table = pd.DataFrame(rows, columns=names)
+    layer_words: int | str = "all"
+    if layer is not None:
+        layer_words = layer
     table.attrs = {
         "condition": condition,
-        "layer": "all" if layer is None else layer,
+        "layer": layer_words,
         "units": "points of 100",
         "one_cause": str(result[NAME].attrs.get("one_cause", "")),
     }
@@ -103,7 +111,8 @@ def by_layer(result: Result, values: xr.DataArray) -> Interval:
 def payers(result: Result) -> list[str]:
     """The segments that have tokens, in the order of a stack."""
     attention = result[NAME].attention
-    has_tokens = attention.notnull().any([dim for dim in attention.dims if dim != "segment"])
+    rest = [dim for dim in attention.dims if dim != "segment"]
+    has_tokens = attention.notnull().any(rest)
     present = attention.segment.values[has_tokens.values]
     return [name for name in PAYERS if name in present]
 
@@ -113,7 +122,8 @@ def known_causes(result: Result, condition: str) -> list[str]:
     keys.
     """
     by_cause = result[NAME].by_cause.sel(condition=condition, segment="question")
-    is_known = by_cause.notnull().any([dim for dim in by_cause.dims if dim != "cause"])
+    rest = [dim for dim in by_cause.dims if dim != "cause"]
+    is_known = by_cause.notnull().any(rest)
     known = by_cause.cause.values[is_known.values]
     return [cause for cause in CAUSES if cause in known]
 
@@ -122,6 +132,7 @@ def busiest_layer(result: Result, condition: str) -> int:
     """The layer in which the question's attention moves most: the sum of what the payers lose and
     gain.
     """
-    changes = result[NAME].change.sel(condition=condition).mean(["prompt", "head"])
+    changes = result[NAME].change.sel(condition=condition)
+    changes = changes.mean(["prompt", "head"])
     moved = np.abs(changes).sum("segment").values
     return int(changes.layer.values[moved.argmax()])

@@ -36,14 +36,24 @@ NO_NULL = "no null is known; a change may be there by definition"
 
 @dataclass(frozen=True, eq=False)
 class Differences:
-    """Differences by prompt; arrays are [prompt, *cells]."""
+    """Differences between two conditions in each prompt.
+
+    Args:
+        ours: The values of the condition [prompt, *cells].
+        theirs: Those of the condition that it is compared with [prompt, *cells].
+        difference: ``log(ours / theirs)``, or ``ours − theirs`` [prompt, *cells].
+        expected: The difference under the null [prompt, *cells]; None if no null is known.
+        null: The null, in words.
+        cells: Which cells have a difference in every prompt [*cells].
+        scale: The scale of the differences.
+    """
 
     ours: xr.DataArray
-    theirs: xr.DataArray  # the values of the condition that it is compared with
-    difference: xr.DataArray  # ``log(ours / theirs)``, or ``ours − theirs``
-    expected: np.ndarray | None  # the difference under the null; None if no null is known
-    null: str  # in words
-    cells: np.ndarray  # which have a difference in every prompt [*cells]
+    theirs: xr.DataArray
+    difference: xr.DataArray
+    expected: np.ndarray | None
+    null: str
+    cells: np.ndarray
     scale: Scale
 
     @property
@@ -89,7 +99,8 @@ def differences(contrast: Question, labels: Labels) -> Differences:
     scale = contrast.scale
     if scale is None:
         scale = "log-ratio"
-        if variable_of(contrast.result, contrast.quantity).attrs.get("compared") == "difference":
+        variable = variable_of(contrast.result, contrast.quantity)
+        if variable.attrs.get("compared") == "difference":
             scale = "difference"  # as the baseline may be 0
     difference = ours.copy(data=_between(ours.values, theirs.values, scale))
 
@@ -102,6 +113,7 @@ def differences(contrast: Question, labels: Labels) -> Differences:
         expected = np.zeros(ours.shape)
         null_words = "no difference"
 
+    # A cell counts if every prompt has its values in both conditions and under both nulls.
     cells = np.ones(ours.shape[1:], dtype=bool)
     for side_values in values:
         if side_values is None:
@@ -135,10 +147,18 @@ def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
 def labels_of(blocks: Iterable[Question]) -> Labels:
     """The labels of a quantity's further dimensions that both conditions have, in any of some
     blocks of layers.
+
+    Args:
+        blocks: A comparison, some layers at a time.
+
+    Returns:
+        The labels of each further dimension, in the order of the result; empty if the quantity has
+        none, or only segments of which the comparison names one.
     """
     order: dict[str, list[object]] = {}
     present: dict[str, list[set[object]]] = {}  # by dimension, of both conditions
     attended: set[object] = set()  # segments that get attention in any prompt
+
     for contrast in blocks:
         variables = []
         for result, condition in contrast.sides:
@@ -146,7 +166,7 @@ def labels_of(blocks: Iterable[Question]) -> Labels:
             variables.append(variable_of(result, contrast.quantity))
         dims = [dim for dim in FURTHER if dim in variables[0].dims]
         if contrast.segment is not None and "segment" in dims:
-            dims.remove("segment")
+            dims.remove("segment")  # one is named
         if not dims:
             break  # and nothing is read
 
@@ -199,6 +219,7 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
                 f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other"
             )
 
+    # How the quantity was measured, such as with which threshold.
     options = []
     for result, _ in contrast.sides:
         variable = variable_of(result, quantity)
@@ -218,6 +239,7 @@ def _of_side(
     quantity = contrast.quantity
     segment = contrast.segment
     values, null = values_of(result, condition, quantity, segment, contrast.null_used)
+
     # Selecting all labels would copy the values.
     fewer_labels = {}
     for dim, comparable in labels.items():
@@ -228,12 +250,14 @@ def _of_side(
     if null is None:
         return values, None
 
+    # The null at the same labels, spread over every dimension of the values without copying it.
     differing = {}
     for null_dim in null.dims:
         if not np.array_equal(null[null_dim].values, values[null_dim].values):
             differing[null_dim] = values[null_dim]
     null = null.sel(differing)
-    return values, null.broadcast_like(values).transpose(*values.dims)
+    null = null.broadcast_like(values)
+    return values, null.transpose(*values.dims)
 
 
 def no_cells(contrast: Question, scale: Scale) -> OptionError:
@@ -272,11 +296,17 @@ def _between(ours: np.ndarray, theirs: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def _expected(null: np.ndarray, their_null: np.ndarray, scale: Scale) -> np.ndarray:
-    """The difference of the nulls, computed once where all heads share a number."""
+    """The difference of the nulls, computed once where all heads share a number.
+
+    A null that was broadcast to the heads has a stride of 0 there: all read the same memory.
+    """
     indices = []
     for stride, their_stride in zip(null.strides, their_null.strides, strict=True):
         is_shared = stride == their_stride == 0
-        indices.append(slice(1) if is_shared else slice(None))
+        if is_shared:
+            indices.append(slice(1))
+        else:
+            indices.append(slice(None))
     without_copies = tuple(indices)
     difference = _between(null[without_copies], their_null[without_copies], scale)
     return np.broadcast_to(difference, null.shape)
@@ -290,5 +320,6 @@ def _inserts_alike(contrast: Question) -> bool:
     for result, condition in contrast.sides:
         if not stored_condition(result, condition).inserts_only:
             return False
-        origins.append(result["sequences"].origin.sel(condition=condition).values)
+        origin = result["sequences"].origin.sel(condition=condition)
+        origins.append(origin.values)
     return np.array_equal(*origins)

@@ -40,6 +40,12 @@ def focus_and_impact(
     queries of the segment in the same prompt. Layers are in up to three groups: the first four, and
     two halves of the rest.
 
+    Args:
+        result: A run with ``AttentionFocus(per_query=True)`` and ``HeadUpdates(per_query=True)``
+            that kept its prompts.
+        condition: The condition.
+        segment: The segment whose queries are binned.
+
     Returns:
         A row for each group and bin: ``layers``, ``above`` and ``up_to`` (the bin), ``queries`` (of
         all heads and prompts) and their ``share`` in the group, ``median``, ``quartile_low`` and
@@ -51,6 +57,7 @@ def focus_and_impact(
     """
     queries = _queries(result, condition, segment)
     bin_numbers = pd.cut(queries.first_mass, BIN_EDGES, labels=False, include_lowest=True)
+
     rows: list[dict[str, Any]] = []
     for words, layers in layer_groups(queries.attrs["layers"]):
         in_group = queries.layer.isin(layers)
@@ -58,21 +65,20 @@ def focus_and_impact(
             in_bin = queries[in_group & (bin_numbers == number)]
             quartile_low, median, quartile_high = in_bin.impact.quantile([0.25, 0.5, 0.75])
             mean, low, high = _over_prompts(result, in_bin)
-            rows.append(
-                {
-                    "layers": words,
-                    "above": above,
-                    "up_to": up_to,
-                    "queries": len(in_bin),
-                    "share": len(in_bin) / max(1, in_group.sum()),
-                    "quartile_low": quartile_low,
-                    "median": median,
-                    "quartile_high": quartile_high,
-                    "mean": float(mean),
-                    "low": float(low),
-                    "high": float(high),
-                }
-            )
+            row = {
+                "layers": words,
+                "above": above,
+                "up_to": up_to,
+                "queries": len(in_bin),
+                "share": len(in_bin) / max(1, in_group.sum()),
+                "quartile_low": quartile_low,
+                "median": median,
+                "quartile_high": quartile_high,
+                "mean": float(mean),
+                "low": float(low),
+                "high": float(high),
+            }
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -87,14 +93,25 @@ def impact_within(
     and their share.
 
     The interval is over prompts. A model without later layers is taken whole.
+
+    Args:
+        result: As for :func:`focus_and_impact`.
+        above: The queries' attention to the first token is above this; 0 includes 0 itself.
+        up_to: It is at most this.
+        condition: The condition.
+        segment: The segment of the queries.
+
+    Returns:
+        The mean impact with its interval, and the queries' share of all queries in those layers.
     """
     queries = _queries(result, condition, segment)
     is_later = queries.layer >= EARLY_LAYERS
     if is_later.any():
         queries = queries[is_later]
+
     is_within = (queries.first_mass > above) & (queries.first_mass <= up_to)
     if above == 0:
-        is_within |= queries.first_mass == 0
+        is_within |= queries.first_mass == 0  # the lowest bin holds its lower edge too
     share = is_within.sum() / max(1, len(queries))
     return _over_prompts(result, queries[is_within]), float(share)
 
@@ -104,6 +121,7 @@ def layer_groups(layers: list[int]) -> list[tuple[str, list[int]]]:
     early = [layer for layer in layers if layer < EARLY_LAYERS]
     rest = [layer for layer in layers if layer >= EARLY_LAYERS]
     middle = (len(rest) + 1) // 2
+
     groups = []
     for group in (early, rest[:middle], rest[middle:]):
         if group:
@@ -120,6 +138,7 @@ def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
     """
     check_condition(result, condition)
     check_choice(SEGMENTS, segment=segment)
+
     variables = []
     for name, quantity in _NEEDED.items():
         if quantity not in result.datasets.get(name, {}):

@@ -31,7 +31,16 @@ def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
 def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] = ()) -> Interval:
     """The mean of each prompt's mean over some dimensions, with its interval, which fewer than
     three prompts lack.
+
+    Args:
+        result: The result that the values come from, which knows their groups.
+        values: Numbers [prompt, …].
+        over: The dimensions to average over within a prompt.
+
+    Returns:
+        The mean and the ends of its interval at each place of the remaining dimensions.
     """
+    # Over other dimensions, some prompts at a time; each prompt's mean is then small.
     if over:
         means_of_prompts = []
         for block in in_parts(values, "prompt", result.memory):
@@ -42,9 +51,12 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     rest = [str(dim) for dim in values.dims if dim != "prompt"]
     if not rest:
         return _interval(over_units(result, values))
+
+    # Else all prompts are needed at once, so some layers (or positions …) at a time.
     intervals = []
     for block in in_parts(values, rest[0], result.memory):
-        intervals.append(_interval(over_units(result, block)))
+        of_units = over_units(result, block)
+        intervals.append(_interval(of_units))
     means, lows, highs = zip(*intervals, strict=True)
     return Interval(np.concatenate(means), np.concatenate(lows), np.concatenate(highs))
 
@@ -59,6 +71,7 @@ def _interval(values: np.ndarray) -> Interval:
     """The t interval of values [unit, …]; without ends where there are too few units."""
     if len(values) >= FEWEST:
         return t_interval(values)
+
     mean = np.nanmean(values, axis=0)
     unknown = np.full_like(mean, np.nan)
     return Interval(mean, unknown, unknown)
@@ -75,14 +88,14 @@ def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
 
 class Positions(NamedTuple):
     """Means over prompts at the positions that enough prompts have, their intervals, and the number
-    of prompts.
+    of prompts; all [position].
     """
 
-    at: np.ndarray
+    at: np.ndarray  # the positions, from 0
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    n: np.ndarray
+    n: np.ndarray  # prompts
 
 
 def at_positions(
@@ -90,6 +103,12 @@ def at_positions(
 ) -> Positions:
     """A quantity at each position of one head, without those that fewer than half of the prompts,
     or than 10, have.
+
+    Args:
+        dataset: An analysis's dataset with the quantity, its count and its variance.
+        quantity: The quantity, such as "received".
+        at: The condition, layer and head.
+        prompts: The prompts that count; unless these are all, each prompt's values must be stored.
     """
     of_head = dataset.sel(at)
     if len(prompts) < dataset.sizes["prompt"]:
@@ -101,7 +120,9 @@ def at_positions(
             of_head[quantity].values,
             of_head[f"{quantity}_variance"].values,
         )
-    fewest = max(min(10, len(prompts)), len(prompts) / 2)
+
+    at_least = min(10, len(prompts))
+    fewest = max(at_least, len(prompts) / 2)
     positions = np.flatnonzero(moments.n >= fewest)
     mean, low, high = moments.interval()
     return Positions(
@@ -127,6 +148,21 @@ def choose_heads(
     With ``by="beyond"``, those furthest from the null; in the baseline, from uniform attention. On
     these prompts; the choice of ``Result.compare(…, select="half", top=count, by=…)`` if they are
     one half.
+
+    Args:
+        result: A result with received attention of each prompt.
+        layer: A layer; all of them where it is None.
+        count: The number of heads.
+        condition: The condition.
+        prompts: The prompts to choose by.
+        by: What ranks the heads.
+
+    Returns:
+        Pairs of a layer and a head, in this order.
+
+    Raises:
+        OptionError: The positions of each prompt were not kept, or there are too few heads or
+            prompts.
     """
     if "received_per_prompt" not in result["received_attention"]:
         raise OptionError(
@@ -139,9 +175,11 @@ def choose_heads(
         assert uniform is not None  # received attention always has it
         if layer is not None:
             values = values.sel(layer=[layer])
-        ratios = (values / uniform).transpose("prompt", "layer", "head")
+        ratios = values / uniform
+        ratios = ratios.transpose("prompt", "layer", "head")
         log_ratio = ratios.copy(data=np.log(ratios.values))
-        of_units = over_units(result, log_ratio).reshape(-1, log_ratio[0].size)
+        of_units = over_units(result, log_ratio)
+        of_units = of_units.reshape(-1, log_ratio[0].size)
         layer_indices, heads = np.indices(log_ratio.shape[1:]).reshape(2, -1)
         layers = values.layer.values[layer_indices]
     else:
@@ -155,6 +193,7 @@ def choose_heads(
             f"cannot choose {count} of {len(heads)} heads on {len(prompts)} prompts (one half); "
             "name the heads, or run at least 6 prompts"
         )
+
     sizes = abs(of_units.mean(0))
     largest = np.argsort(-sizes, kind="stable")[:count]
     pairs = zip(layers[largest].tolist(), heads[largest].tolist(), strict=True)

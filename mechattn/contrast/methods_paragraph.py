@@ -15,7 +15,11 @@ from mechattn.stats.paired import FEWEST_FOR_ALL
 
 
 def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
-    """See :meth:`mechattn.results.result.Result.methods`, which explains the arguments."""
+    """See :meth:`mechattn.results.result.Result.methods`, which explains the arguments.
+
+    Raises:
+        OptionError: A table doesn't state its family of tests.
+    """
     about = result.provenance
     for number, table in enumerate(tables):
         if "family" not in getattr(table, "attrs", {}):
@@ -29,20 +33,27 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
         _conditions(result),
         _analyses(about),
     ]
+
+    # Which nulls were computed, as the names of stored variables end with them.
     names: set[str] = set()
     for dataset in result.datasets.values():
         names |= set(map(str, dataset))
     nulls = []
     for kind, words in NULLS.items():
-        if any(name.endswith(f"_{kind}") for name in names):
+        ending = f"_{kind}"
+        if any(name.endswith(ending) for name in names):
             nulls.append(words)
     if nulls:
-        sentences.append(f"Each quantity is reported with its value under {_and(sorted(nulls))}.")
-    sentences += [_compared(table) for table in tables]
+        null_words = _and(sorted(nulls))
+        sentences.append(f"Each quantity is reported with its value under {null_words}.")
+
+    for table in tables:
+        sentences.append(_compared(table))
     sentences.append(f"The random seed was {about['seed']}.")
     return " ".join(sentences)
 
 
+# How each engine of the provenance measures attention.
 ENGINES = {
     "streaming": "in blocks of query rows, without storing the pattern",
     "fused": "by two calls of a fused kernel",
@@ -57,10 +68,12 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
     size = f"{model['parameters']:,} parameters, {layers}, {model['dtype']}"
     if model.get("revision"):
         size += f", revision {model['revision']}"
+
     libraries = []
     for name in LIBRARIES:
         if name in versions:
-            libraries.append(f"{name} {_several(versions[name])}")
+            version = _several(versions[name])
+            libraries.append(f"{name} {version}")
 
     verified = "The hooked model was not verified against the model's own attention"
     if model["verified"]:
@@ -68,9 +81,12 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
             "The hooked model was verified against the model's own attention when it was loaded"
         )
         if model.get("not_verified"):
-            verified += f" (not checked: {_several(model['not_verified'])})"
+            unchecked = _several(model["not_verified"])
+            verified += f" (not checked: {unchecked})"
         if model.get("mended"):
-            verified += f"; mended: {_several(model['mended'])}"
+            mended = _several(model["mended"])
+            verified += f"; mended: {mended}"
+
     how = ENGINES.get(engine, engine)
     return (
         f"The attention of {model['name']} ({size}) was measured {how}, with {_and(libraries)}."
@@ -82,13 +98,17 @@ def _prompts(result: Result) -> str:
     """How many prompts there were, of which template, and what the unit was."""
     prompts = result.provenance["prompts"]
     units = units_of(result, result["sequences"].sizes["prompt"])
-    unit = "prompt" if units.of is None else "group"
+    unit = "group"
+    if units.of is None:
+        unit = "prompt"
+
     details = f"hash {prompts['hash']}"
     if "template" in prompts:
         details += f", template “{prompts['template']}”"
     sentence = (
         f"The run used {units.words} ({details}), and the unit of replication was the {unit}."
     )
+    # How much the prompts repeat each other is added unless groups take account of it.
     return f"{sentence} {alike_words(result)}".strip()
 
 
@@ -99,6 +119,7 @@ def _conditions(result: Result) -> str:
     for name in result.conditions:
         if name == BASELINE:
             continue
+
         is_inserted = result["sequences"].origin.sel(condition=name) == -1
         counts = is_inserted.sum("pos").values
         low = counts.min()
@@ -108,8 +129,10 @@ def _conditions(result: Result) -> str:
             tokens = f"{high} tokens"
         if high == 0:
             tokens = "no tokens"
+
         written = stored.get(name, {}).get("written", "unknown")
         phrases.append(f"“{name}” ({written}; {tokens} inserted)")
+
     if not phrases:
         return "The prompts were read unchanged."
     return f"Each prompt was read unchanged and under {_and(phrases)}, in one pass."
@@ -124,10 +147,13 @@ def _analyses(about: Mapping[str, Any]) -> str:
             option_words = [f"{key} {value}" for key, value in options.items()]
             words += f" ({', '.join(option_words)})"
         phrases.append(words)
+
     layers = about["measured_layers"]
+    all_layers = list(range(about["model"]["layers"]))
     layer_words = "all layers"
-    if layers != list(range(about["model"]["layers"])):
-        layer_words = f"layers {_and(list(map(str, layers)))}"
+    if layers != all_layers:
+        numbers = [str(layer) for layer in layers]
+        layer_words = f"layers {_and(numbers)}"
     return f"The analyses were {_and(phrases)}, in {layer_words}."
 
 
@@ -138,32 +164,40 @@ def _compared(table: pd.DataFrame) -> str:
     if about["segment"] != "all":
         quantity += f" of the {about['segment']}"
     quantity += f" as {about['scale']}s"
+
+    # The units, and the half of them on which heads were selected.
     pairing = f"paired by {about['unit'].partition(' ')[0]}"
     units = 0
     if len(table):
         units = int(table.n.iloc[0])
         pairing += f" (n = {units})"
     if about["select"] == "half":
-        selected = f"the {about['top']} largest" if "top" in about else "found"
+        selected = "found"
+        if "top" in about:
+            selected = f"the {about['top']} largest"
         pairing += f", {selected} on one half and reported on the other"
 
+    # The tests, and the family over which they are adjusted.
     patterns = "all patterns of signs"
     if about["patterns"] is not None:
         patterns = f"{about['patterns']:,} random patterns of signs"
     if "resampled" in about:
         patterns += f" of {about['resampled']}, which are also what the bootstrap resamples"
+
     tests = f"sign-flip tests ({patterns})"
     if units >= FEWEST_FOR_ALL:
         tests += (
             ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number"
             " (the largest p)"
         )
+
     family = f"Benjamini-Hochberg over {about['family']}"
     if "null_random" in about:
         family += (
             f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of"
             f" {about['null_random']}"
         )
+
     compared = f"“{about['condition']}” was compared with “{about['to']}” in {quantity}"
     intervals = f"{100 * about['level']:g} % t intervals"
     tested = f"{tests} against {about['null']}"

@@ -19,7 +19,14 @@ NAME = "received_attention"
 def uniform_at_positions(
     dataset: xr.Dataset, quantity: str, place: dict[str, object], prompts: np.ndarray
 ) -> np.ndarray:
-    """What uniform attention would give at each position, as the mean over prompts."""
+    """What uniform attention would give at each position, as the mean over prompts.
+
+    Args:
+        dataset: The dataset of received attention.
+        quantity: The quantity whose null it is, such as "received" or "received_by_origin".
+        place: The condition, layer and head.
+        prompts: The prompts that count.
+    """
     name = quantity.replace("received", "received_uniform", 1)
     return _mean_line(dataset, name, place, prompts)
 
@@ -46,22 +53,28 @@ def dilution_at_positions(
         layer: The layer.
         head: The head.
         prompts: The prompts that count; the means of others are not in the baseline's line either.
+
+    Returns:
+        Attention that a query pays to each position, as a fraction [position].
     """
     dataset = result[NAME]
     place = {"condition": BASELINE, "layer": layer, "head": head}
     baseline = _mean_line(dataset, "received_by_origin", place, prompts)
     left = share_left(dataset, condition).sel(layer=layer, head=head)
-    share_by_segment = left.isel(prompt=prompts).transpose("prompt", "segment").values
+    left = left.isel(prompt=prompts)
+    share_by_segment = left.transpose("prompt", "segment").values
 
     # The token of the baseline at each position [prompt, pos], and its segment.
     sequences = result["sequences"].isel(prompt=prompts)
-    segments = sequences.segment_index.sel(condition=BASELINE).transpose("prompt", "pos").values
+    segments = sequences.segment_index.sel(condition=BASELINE)
+    segments = segments.transpose("prompt", "pos").values
     shown_condition = condition
     if quantity == "received_by_origin":
         shown_condition = BASELINE
-    origins = sequences.origin.sel(condition=shown_condition).transpose("prompt", "pos").values
+    origins = sequences.origin.sel(condition=shown_condition)
+    origins = origins.transpose("prompt", "pos").values
     is_original = origins >= 0
-    origins = np.where(is_original, origins, 0)
+    origins = np.where(is_original, origins, 0)  # any index that exists; its value is not used
     segment_of_origin = np.take_along_axis(segments, origins, axis=1)
 
     shares = np.take_along_axis(share_by_segment, segment_of_origin, axis=1)
@@ -82,7 +95,9 @@ def share_left(dataset: xr.Dataset, condition: str) -> xr.DataArray:
 
 def shares_by_position(result: Result, condition: str) -> np.ndarray:
     """:func:`share_left` of each token of the baseline [layer, head, key], mean over prompts."""
-    left = share_left(result[NAME], condition).transpose("layer", "head", "prompt", "segment")
+    left = share_left(result[NAME], condition)
+    left = left.transpose("layer", "head", "prompt", "segment")
+
     segments = result["sequences"].segment_index.sel(condition=BASELINE)
     segments = segments.transpose("prompt", "pos").values
     numbers = np.arange(len(SEGMENTS))[:, None, None]

@@ -60,7 +60,11 @@ def variable_of(result: Result, quantity: str) -> xr.DataArray:
 
 
 def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
-    """The name of the dataset that has a quantity for each prompt, and the variable's name."""
+    """The name of the dataset that has a quantity for each prompt, and the variable's name.
+
+    Raises:
+        OptionError: No analysis measured it for each prompt; the error says which would.
+    """
     if not isinstance(quantity, str):
         raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
     names = (f"{quantity}_by_segment", quantity)
@@ -69,12 +73,14 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
             if name in dataset and "prompt" in dataset[name].dims:
                 return dataset_name, name
 
+    # What there is instead, and the analysis that measures this quantity.
     from mechattn.analysis import ANALYSES
 
     measured = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
     hint = f"there are {', '.join(measured)}: name one with quantity=…"
     for kind in ANALYSES:
-        if not kind().quantities.keys().isdisjoint(names):
+        its_quantities = kind().quantities.keys()
+        if not its_quantities.isdisjoint(names):
             hint += f", or run it with ma.analyses.{kind.__name__}()"
     raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; {hint}")
 
@@ -111,6 +117,13 @@ def values_of(
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null.
 
+    Args:
+        result: A result with the quantity.
+        condition: One of its conditions.
+        quantity: The quantity, such as "received".
+        segment: A segment; all of them, as a further dimension, where it is None.
+        kind: Which null.
+
     Raises:
         OptionError: There is no such null; without a uniform one None is returned, and the table
             says that no null is known.
@@ -143,11 +156,14 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
     check_condition(result, condition)
     values = in_segment(dataset[name].sel(condition=condition), segment)
     null = in_segment(dataset[null_name].sel(condition=condition), segment)
+
+    # Some prompts at a time, as a large result is not in memory.
     prompts = values.sizes["prompt"]
     bytes_of_a_prompt = 8 * _COPIES * values.size // max(1, prompts)
     for block in slices(prompts, bytes_of_a_prompt, result.memory, "a prompt"):
-        is_missing = null.isel(prompt=block).isnull()
-        if (is_missing & values.isel(prompt=block).notnull()).any():
+        has_value = values.isel(prompt=block).notnull()
+        lacks_null = null.isel(prompt=block).isnull()
+        if (lacks_null & has_value).any():
             return False
     return True
 
@@ -165,10 +181,20 @@ class LayerValues(NamedTuple):
 def by_layer(result: Result, quantity: str, segment: str, conditions: Sequence[str]) -> LayerValues:
     """The values of a quantity with at most one number per head: beside dilution, else uniform
     attention.
+
+    Args:
+        result: A result with the quantity.
+        quantity: The quantity, such as "received".
+        segment: The segment, where the quantity has segments.
+        conditions: The conditions that are shown: the null is dilution if all of them have it.
+
+    Raises:
+        OptionError: The quantity has more than one number for each head.
     """
     dataset_name, name = dataset_of(result, quantity)
     dataset = result[dataset_name]
     values = in_segment(dataset[name], segment)
+
     further = set(values.dims) ^ {"prompt", "condition", "layer"}
     if further - {"head", "block"}:
         words = ", ".join(map(str, further))
@@ -179,22 +205,30 @@ def by_layer(result: Result, quantity: str, segment: str, conditions: Sequence[s
     null_kind: Null = "uniform"
     if have_dilution and all(have_dilution):
         null_kind = "dilution"
+
     null_name = f"{name}_{null_kind}"
     if null_name not in dataset:
         return LayerValues(values, None, null_kind)
-    return LayerValues(values, in_segment(dataset[null_name], segment), null_kind)
+    null = in_segment(dataset[null_name], segment)
+    return LayerValues(values, null, null_kind)
 
 
 def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
     """A variable's float64 values in a condition and a segment."""
     values = in_segment(variable.sel(condition=condition), segment)
     values = values.astype(np.float64, copy=False)
+
     first_dims = [dim for dim in ("prompt", "layer", "head") if dim in values.dims]
-    return values.transpose(*first_dims, ...).reset_coords(drop=True)
+    values = values.transpose(*first_dims, ...)
+    return values.reset_coords(drop=True)  # the names of the condition and of the segment
 
 
 def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:
-    """A variable's values in a segment, if it has segments."""
+    """A variable's values in a segment, if it has segments.
+
+    Raises:
+        OptionError: It has segments, but not this one.
+    """
     if "segment" not in variable.dims or segment is None:
         return variable
     if segment not in variable.segment.values:
@@ -218,10 +252,8 @@ def segment_of(variable: xr.DataArray, segment: str | None) -> str:
 def check_condition(result: Result, condition: str) -> None:
     """Refuse a condition that the result doesn't have."""
     if condition not in result.conditions:
-        raise OptionError(
-            f"there is no condition {condition!r}; the result has"
-            f" {', '.join(map(repr, result.conditions))}"
-        )
+        conditions = ", ".join(map(repr, result.conditions))
+        raise OptionError(f"there is no condition {condition!r}; the result has {conditions}")
 
 
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
@@ -236,6 +268,8 @@ def check_present(values: xr.DataArray, quantity: str, segment: str | None, side
     # The minimum is NaN if any value is: this is fast, and nearly always all are there.
     if not np.isnan(values.values.min(initial=np.inf)):
         return
+
+    # A cell that every prompt lacks is left out elsewhere.
     missing = values.isnull()
     missing &= ~missing.all("prompt")
     if missing.any():
@@ -247,11 +281,14 @@ def check_present(values: xr.DataArray, quantity: str, segment: str | None, side
 def check_measured(side: Side, quantity: str, segment: str | None) -> None:
     """Refuse a side in which some prompts have a quantity in no cell."""
     result, condition = side
-    values = in_segment(variable_of(result, quantity).sel(condition=condition), segment)
+    variable = variable_of(result, quantity)
+    values = in_segment(variable.sel(condition=condition), segment)
     cell_dims = [dim for dim in values.dims if dim != "prompt"]
+
     lacking = 0
     for block in in_parts(values, "prompt", result.memory):
-        lacking += int(block.isnull().all(cell_dims).sum())
+        has_no_value = block.isnull().all(cell_dims)
+        lacking += int(has_no_value.sum())
     if lacking:
         raise absent(lacking, quantity, segment, side)
 
@@ -287,13 +324,26 @@ def absent(count: int, quantity: str, segment: str | None, side: Side) -> Option
 def slices(count: int, bytes_of_one: int, memory: str, what: str, shared: int = 0) -> list[slice]:
     """Split a number of layers or prompts, which take some bytes each beside ``shared`` ones, into
     blocks that fit.
+
+    Args:
+        count: The number of layers or prompts.
+        bytes_of_one: What each takes.
+        memory: What may be used, such as "8GiB".
+        what: What each is, for the error.
+        shared: The bytes that all of them take together.
+
+    Returns:
+        One slice of everything if it fits; else slices of as many as fit at a time.
+
+    Raises:
+        MemoryOptionError: Not even one fits.
     """
     free = max(memory_bytes(memory) - shared, 0)
     at_a_time = free // max(1, bytes_of_one)
     if at_a_time >= count:
         return [slice(None)]
     if at_a_time < 1:
-        needed = -(-(shared + bytes_of_one) // 2**20)
+        needed = -(-(shared + bytes_of_one) // 2**20)  # rounded up
         raise MemoryOptionError(
             f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; give more "
             f'(ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB), or fewer'
@@ -317,7 +367,17 @@ def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArr
 def layer_blocks(
     result: Result, quantity: str, segment: str | None, resamples: int = 0
 ) -> list[slice]:
-    """The layers of a quantity in blocks for a comparison with this number of resamples."""
+    """The layers of a quantity in blocks for a comparison with this number of resamples.
+
+    Args:
+        result: A result with the quantity.
+        quantity: The quantity, such as "received".
+        segment: A segment; all of them where it is None.
+        resamples: The number of resamples; 0 where only differences are computed.
+
+    Raises:
+        MemoryOptionError: Not even one layer fits.
+    """
     variable = variable_of(result, quantity)
     sizes = variable.sizes
     prompts = sizes["prompt"]
@@ -332,6 +392,8 @@ def layer_blocks(
     read = 2 * variable.dtype.itemsize * prompts * stored
     computed = 8 * _COPIES * prompts * cells
     bytes_of_a_layer = (read + computed) // layers
+
+    # What is kept of all layers: counts of both kinds of resamples, signs as bits, and values.
     shared = 0
     if resamples:
         bytes_of_patterns = enough(resamples, cells) // 8
@@ -348,17 +410,23 @@ def kept(result: Result, quantity: str, condition: str, segment: str) -> Result:
     dataset_name, name = dataset_of(result, quantity)
     dataset = result[dataset_name]
     has_segments = "segment" in dataset[name].dims
-    if not is_lazy(result) or (has_segments and segment not in dataset.segment.values):
+    lacks_segment = has_segments and segment not in dataset.segment.values
+    if not is_lazy(result) or lacks_segment:
         return result
 
     wanted = {"condition": [condition]}
     if has_segments:
         wanted["segment"] = [segment]
-    nulls = [f"{name}_{kind}" for kind in NULLS]
-    names = [name, *(null for null in nulls if null in dataset)]
+    names = [name]
+    for kind in NULLS:
+        null_name = f"{name}_{kind}"
+        if null_name in dataset:
+            names.append(null_name)
     selected = dataset[names].sel(wanted)
-    size = 8 * sum(variable.size for variable in selected.values())
+
+    size = 8 * sum(variable.size for variable in selected.values())  # bytes of float64
     if size > memory_bytes(result.memory) // _KEPT_SHARE:
         return result
-    datasets = {"sequences": result["sequences"], dataset_name: selected.astype(np.float64)}
+    in_memory = selected.astype(np.float64)
+    datasets = {"sequences": result["sequences"], dataset_name: in_memory}
     return replace(result, datasets=datasets)

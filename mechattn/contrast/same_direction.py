@@ -26,7 +26,12 @@ def agreement(
     unit: Unit,
     level: float,
 ) -> pd.DataFrame:
-    """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
+    """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments.
+
+    Raises:
+        OptionError: No activations were measured, a condition is unknown or the one that changes
+            are from, or there are too few units.
+    """
     check_choice(("activations",), quantity=quantity)
     if "mlp_activations" not in result.datasets:
         raise OptionError(
@@ -35,6 +40,7 @@ def agreement(
         )
     product = result["mlp_activations"].change_product
     product = product.transpose("prompt", "layer", "condition", "other_condition")
+
     compared = [condition, other, *(controls or [])]
     for name in (*compared, over):
         check_condition(result, name)
@@ -43,23 +49,28 @@ def agreement(
     check_level(level)
     units = units_of(result, product.sizes["prompt"], unit)
     units.refuse_below(FEWEST)
+
+    # By default, all further conditions are controls.
     if controls is None:
         for name in result.conditions:
             if name not in (*compared, over, BASELINE):
                 compared.append(name)
 
+    # The cosine with each of them, some prompts at a time.
     others = compared[1:]
     blocks: dict[str, list[np.ndarray]] = {name: [] for name in others}
     for block in in_parts(product, "prompt", result.memory):
         block = block.astype(np.float64)
         for name in others:
-            blocks[name].append(_cosine(block, condition, name, over))
+            cosine = _cosine(block, condition, name, over)
+            blocks[name].append(cosine)
     cosines = {name: np.concatenate(blocks[name]) for name in others}
 
     tables = []
     for name in others:
         of_units = units.means(cosines[name])
-        differences = units.means(cosines[other] - cosines[name])
+        beyond_control = cosines[other] - cosines[name]
+        differences = units.means(beyond_control)
         mean, low, high = t_interval(of_units, level)
         beyond, beyond_low, beyond_high = t_interval(differences, level)
         columns = {
@@ -87,12 +98,15 @@ def _cosine(product: xr.DataArray, condition: str, other: str, over: str) -> np.
     """
 
     def between(first: str, second: str) -> np.ndarray:
+        """The stored product of two conditions' changes from the baseline."""
         return product.sel(condition=first, other_condition=second).values
 
     def of_changes(first: str, second: str) -> np.ndarray:
+        """The product of their changes from ``over``."""
         shared = between(first, over) + between(over, second)
         return between(first, second) - shared + between(over, over)
 
     squared_norms = of_changes(condition, condition) * of_changes(other, other)
-    cosine = ratio(of_changes(condition, other), np.sqrt(squared_norms))
-    return cosine.clip(-1, 1)
+    norms = np.sqrt(squared_norms)
+    cosine = ratio(of_changes(condition, other), norms)
+    return cosine.clip(-1, 1)  # rounding may exceed 1

@@ -31,18 +31,24 @@ def stability(
     splits: int,
     patterns: int,
 ) -> pd.DataFrame:
-    """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
+    """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments.
+
+    Raises:
+        OptionError: Fewer than two different conditions are named in ``over``, ``top`` leaves no
+            head out, or there are too few units for two halves.
+    """
     names = [contrast.condition]
     if over is not None:
-        if isinstance(over, str) or len(set(over)) < max(2, len(over)):
+        are_different = len(set(over)) == len(over) >= 2
+        if isinstance(over, str) or not are_different:
             raise OptionError(f"over={over!r}: name at least two different conditions")
         names = [contrast.result.condition(name) for name in over]
     check_counts(splits=splits, patterns=patterns)
     selection = Selection("half", top, by)
 
-    tested, present = several_tested(
-        contrast, names, layer, bags=contrast.seed, by=by or "difference"
-    )
+    # What is selected by, in cells that all conditions have.
+    effect: Ranking = by or "difference"
+    tested, present = several_tested(contrast, names, layer, bags=contrast.seed, by=effect)
     units = tested[0].units
     cells = int(present.sum())
     if top is not None and top >= cells:
@@ -54,7 +60,9 @@ def stability(
     values = {}
     for name, numbers in zip(names, tested, strict=True):
         values[name] = numbers.values[:, present]
-    n = len(values[names[0]])  # units, or bags of them
+
+    # All conditions are split at the same units, or at bags of them.
+    n = len(values[names[0]])
     generator = np.random.default_rng(contrast.seed)
     halves = [random_halves(n, generator) for _ in range(splits)]
 
@@ -66,6 +74,7 @@ def stability(
         words = f"the {top} that change most"
         if by == "beyond":
             words = f"the {top} furthest from the null"
+
     table = pd.DataFrame(_rows(values, halves, select))
     table.attrs = {
         "quantity": contrast.quantity,
@@ -85,6 +94,11 @@ def stability(
 def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list[dict[str, object]]:
     """One row per pair of conditions: the first selects on one half of the units, the second on the
     other.
+
+    Args:
+        values: What each condition is selected by [unit, cell].
+        halves: The units of both halves, of each split.
+        select: The selection of cells from some units.
     """
     on_first: dict[str, list[np.ndarray]] = {}
     on_second: dict[str, list[np.ndarray]] = {}
@@ -92,22 +106,25 @@ def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list
     for name, d in values.items():
         on_first[name] = []
         on_second[name] = []
-        for first, second in halves:
-            on_first[name].append(select(d[first]))
-            on_second[name].append(select(d[second]))
+        for first_half, second_half in halves:
+            on_first[name].append(select(d[first_half]))
+            on_second[name].append(select(d[second_half]))
         on_all[name] = select(d)
 
+    # Each condition with itself tells how far the prompts matter; pairs, how far the filler does.
     rows: list[dict[str, object]] = []
     pairs = [(name, name) for name in values]
     pairs += combinations(values, 2)
     for name, other_name in pairs:
-        on_all_prompts = np.nan
+        on_all_prompts = np.nan  # a condition agrees with itself on the same prompts
         if name != other_name:
             on_all_prompts = jaccard(on_all[name], on_all[other_name])
+
+        overlap = _overlap(on_first[name], on_second[other_name])
         row = {
             "condition": name,
             "other": other_name,
-            **_overlap(on_first[name], on_second[other_name]),
+            **overlap,
             "on_all": on_all_prompts,
         }
         rows.append(row)
@@ -122,33 +139,38 @@ def _overlap(selections: list[np.ndarray], other_selections: list[np.ndarray]) -
     for selected, other_selected in zip(selections, other_selections, strict=True):
         size = int(selected.sum())
         other_size = int(other_selected.sum())
-        sizes.append((size + other_size) / 2)
-        if size + other_size:
+        both_sizes = size + other_size
+        sizes.append(both_sizes / 2)
+        if both_sizes:
             overlaps.append(jaccard(selected, other_selected))
             chances.append(jaccard_by_chance(size, other_size, len(selected)))
 
-    # Without an index in any split there is none at all.
+    # Without an index in any split, as nothing was ever selected, there is none at all.
     mean = low = high = by_chance = np.nan
     if overlaps:
         mean = float(np.mean(overlaps))
         low, high = np.quantile(overlaps, [0.025, 0.975])
         by_chance = float(np.mean(chances))
+
+    none_selected = 1 - len(overlaps) / len(sizes)
     return {
         "jaccard": mean,
         "low": low,
         "high": high,
         "by_chance": by_chance,
         "selected": np.mean(sizes),
-        "none_selected": 1 - len(overlaps) / len(sizes),
+        "none_selected": none_selected,
     }
 
 
 def jaccard(selected: np.ndarray, other: np.ndarray) -> float:
-    """``|A ∩ B| / |A ∪ B|`` of two masks; NaN if both are empty."""
+    """``|A ∩ B| / |A ∪ B|`` of two masks [cell]; NaN if both are empty."""
     union = int((selected | other).sum())
     if not union:
         return float("nan")
-    return int((selected & other).sum()) / union
+
+    intersection = int((selected & other).sum())
+    return intersection / union
 
 
 @cache
@@ -157,20 +179,29 @@ def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
 
     ``Σ_i P(i) · i / (a + b − i)``, with hypergeometric i, the size of the intersection. NaN if both
     sets are empty.
+
+    Args:
+        size: The number of cells in the first subset.
+        other_size: The number in the second.
+        cells: The number of cells that both are drawn from.
     """
     if not size + other_size:
         return float("nan")
+
     shared = np.arange(min(size, other_size) + 1)
     probability = stats.hypergeom(cells, size, other_size).pmf(shared)
     union = size + other_size - shared
-    return float((probability * shared / union).sum())
+    expected = (probability * shared / union).sum()
+    return float(expected)
 
 
 def largest(d: np.ndarray, count: int) -> np.ndarray:
     """The columns of d [unit, cell] with the largest means, up to sign; ties go to the earlier
     column.
     """
-    order = np.argsort(-abs(d.mean(0)), kind="stable")
+    sizes = abs(d.mean(0))
+    order = np.argsort(-sizes, kind="stable")
+
     mask = np.zeros(d.shape[1], dtype=bool)
     mask[order[:count]] = True
     return mask
@@ -178,7 +209,8 @@ def largest(d: np.ndarray, count: int) -> np.ndarray:
 
 def significant(d: np.ndarray, resamples: int) -> np.ndarray:
     """The columns of d [unit, cell] with q < 0.05 by the test of ``compare``."""
-    return paired(d, None, resamples=resamples, bootstrap_ends=False).q < 0.05
+    statistics = paired(d, None, resamples=resamples, bootstrap_ends=False)
+    return statistics.q < 0.05
 
 
 def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

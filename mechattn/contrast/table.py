@@ -70,6 +70,11 @@ class Selection:
     """Which cells one half of the prompts selects: those with q < 0.05, or the ``top`` furthest
     from 0 ``by`` a column.
 
+    Args:
+        select: "half" selects on one half of the units; None reports all cells on all units.
+        top: The number of cells to select; None for those with q < 0.05.
+        by: What ranks them: the difference (the default), or what is beyond the null.
+
     Raises:
         OptionError: An option is unknown, or ``top`` or ``by`` is given where nothing is selected.
     """
@@ -94,7 +99,7 @@ class Selection:
 
     @property
     def fewest(self) -> int:
-        """The fewest units."""
+        """The fewest units: both halves need what an interval, or a test, needs."""
         if self.select is None:
             return FEWEST
         if self.top is not None:
@@ -102,15 +107,23 @@ class Selection:
         return 2 * FEWEST_TO_SELECT
 
     def scores(self, statistics: Paired) -> np.ndarray:
-        """What ranks the cells of one half; −inf for those that are not selected."""
+        """What ranks the cells of one half; −inf for those that are not selected.
+
+        Args:
+            statistics: The statistics of the selecting half, of all cells.
+        """
         if self.top is None:
-            return np.where(statistics.q_difference < 0.05, 0.0, -np.inf)
+            is_significant = statistics.q_difference < 0.05
+            return np.where(is_significant, 0.0, -np.inf)
+
         effect = statistics.difference
         has_null = not np.isnan(statistics.beyond).all()
         if self.by == "beyond" and has_null:
             effect = statistics.beyond
         sizes = abs(effect)
-        largest = np.argsort(-sizes, kind="stable")[: self.top]
+        largest_first = np.argsort(-sizes, kind="stable")
+        largest = largest_first[: self.top]
+
         scores = np.full(sizes.shape, -np.inf)
         scores[largest] = sizes[largest]
         return scores
@@ -131,6 +144,7 @@ def table(
         selection = Selection()
     if random is not None:
         check_random(random, contrast)
+
     prompts = variable_of(contrast.result, contrast.quantity).sizes["prompt"]
     units = shared_units(contrast.result, contrast.reference, prompts, contrast.unit)
     units.refuse_below(selection.fewest)
@@ -154,6 +168,8 @@ def table(
     heads = _columns(cells)
     heads.attrs = _about(contrast, selection, cells, units)
     heads = heads.assign(**_labelling(contrast, heads))
+
+    # Further columns, and the order of the ranking.
     if margin is not None:
         heads = with_equivalence(heads, margin)
     if random is not None:
@@ -175,6 +191,7 @@ def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
         effect = CHANGE
     labels = heads.columns[: heads.columns.get_loc(effect[0])]
     of_options = heads.columns.intersection(_OF_OPTIONS)
+
     return heads[[*labels, *effect, *_TESTS, *of_options]]
 
 
@@ -203,7 +220,19 @@ def _gone_through(
     masks: Sequence[np.ndarray] | None = None,
     bootstrap_ends: bool = True,
 ) -> _Cells:
-    """The statistics of some units, over all cells with a difference or over those of the masks."""
+    """The statistics of some units, over all cells with a difference or over those of the masks.
+
+    Args:
+        contrast: The comparison.
+        blocks: Yields its differences, some layers at a time.
+        units: The units of all prompts.
+        unit_indices: Those that count.
+        masks: The cells of each block [*cells]; by default those with a difference.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals.
+
+    Raises:
+        OptionError: No cell has a difference.
+    """
     stream = PairedStream(
         len(unit_indices), contrast.level, contrast.resamples, contrast.seed, bootstrap_ends
     )
@@ -217,7 +246,8 @@ def _gone_through(
 
         def of_units(values: np.ndarray, mask: np.ndarray = mask) -> np.ndarray:
             """The values [unit, cell] of the mask's cells."""
-            return units.means(values)[unit_indices][:, mask]
+            counted_units = units.means(values)[unit_indices]
+            return counted_units[:, mask]
 
         expected = None
         if block.expected is not None:
@@ -275,7 +305,9 @@ def _columns(cells: _Cells) -> pd.DataFrame:
         heads[CHANGE] = np.expm1(log_ratios)
         order = [*labels, *CHANGE, *_TESTS, *LOGS]
     order.extend(heads.columns.drop(order))
-    return heads[order].assign(scale=cells.any_block.scale)
+
+    in_order = heads[order]
+    return in_order.assign(scale=cells.any_block.scale)
 
 
 def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
@@ -283,16 +315,22 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
     tests = len(cells.statistics.p)
     n = cells.statistics.n
     can = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.unit)
+
     models = set()
     for result in (contrast.result, contrast.reference):
-        models.add(str(result.provenance["model"]["name"]))
-    dims = " × ".join(map(str, cells.any_block.difference.dims[1:]))
+        name = result.provenance["model"]["name"]
+        models.add(str(name))
+
+    cell_dims = cells.any_block.difference.dims[1:]
+    dims = " × ".join(map(str, cell_dims))
     tested = "beyond"
     if cells.any_block.expected is None:
         tested = "difference"
+
     patterns = None  # all were tried
     if n > EXACT:
         patterns = enough(contrast.resamples, tests)
+
     about: dict[str, Any] = {
         "condition": contrast.condition,
         "to": contrast.to,

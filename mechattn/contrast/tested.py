@@ -27,8 +27,8 @@ class Tested(NamedTuple):
 
     values: np.ndarray
     units: Units
-    labels: dict[str, np.ndarray]
-    null: str
+    labels: dict[str, np.ndarray]  # by dimension, such as the layer of each cell
+    null: str  # in words
 
 
 def what_is_tested(
@@ -41,6 +41,9 @@ def what_is_tested(
         layer: One layer; by default all.
         bags: The seed of bags of units, whose means are then returned.
         by: "beyond" subtracts the null where it is known; "difference" does not.
+
+    Raises:
+        OptionError: The conditions cannot be compared, or no cell has a difference.
     """
     check_alike(contrast)
     contrast = contrast.at_layer(layer)
@@ -57,17 +60,21 @@ def what_is_tested(
         tested = block.difference.values
         if by == "beyond" and block.expected is not None:
             tested = tested - block.expected
+
         of_units = without_rounding(units.means(tested), block.rounding(units))
         of_units = np.where(block.cells, of_units, np.nan)
         of_units = of_units.reshape(units.n, -1)
         if unit_bags is not None:
             of_units = unit_bags.means(of_units)
         values.append(of_units)
-        labels.append(cell_labels(block, np.ones_like(block.cells)))
+
+        every_cell = np.ones_like(block.cells)
+        labels.append(cell_labels(block, every_cell))
         left_out += block.left_out
 
     all_values = np.concatenate(values, axis=1)
     check_cells(contrast, block.scale, all_values.shape[1], left_out)
+
     all_labels = {}
     for name in labels[0]:
         all_labels[name] = np.concatenate([of_block[name] for of_block in labels])
@@ -84,6 +91,19 @@ def several_tested(
     """What the tables of several conditions test, and the cells that all have.
 
     Their labels must be the same, and their nulls where ``by`` is "beyond".
+
+    Args:
+        contrast: The comparison, with any of the conditions.
+        names: The conditions.
+        layer: As for :func:`what_is_tested`, like the rest.
+        bags: The seed of bags of units.
+        by: Whether to subtract the null.
+
+    Returns:
+        The numbers of each condition, and a mask of the cells that all have [cell].
+
+    Raises:
+        OptionError: Nulls or labels differ, or a condition cannot be compared.
     """
     contrasts = [replace(contrast, condition=name) for name in names]
     nulls = [condition.null_used for condition in contrasts]
@@ -96,6 +116,8 @@ def several_tested(
         )
 
     tested = [what_is_tested(condition, layer, bags, by) for condition in contrasts]
+
+    # Cells are matched by their place, so their labels must agree.
     labels = tested[0].labels
     present = np.ones(tested[0].values.shape[1], dtype=bool)
     for numbers, name in zip(tested, names, strict=True):

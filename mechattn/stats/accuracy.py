@@ -43,13 +43,21 @@ class PairedAccuracy:
 def paired_accuracy(
     first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray, level: float = 0.95
 ) -> PairedAccuracy:
-    """Compare the accuracy of two conditions on the same problems, one answer to each."""
+    """Compare the accuracy of two conditions on the same problems, one answer to each.
+
+    Args:
+        first: Whether the first condition's answer is right [problem].
+        second: Whether the second condition's is, in the same order.
+        level: The level of the interval.
+    """
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
+    n = len(first)
+
     only_first = int((first & ~second).sum())
     only_second = int((~first & second).sum())
     low, high = _newcombe(first, second, level)
-    n = len(first)
+    disagreement = (only_first + only_second) / n
     return PairedAccuracy(
         difference=float(first.mean() - second.mean()),
         low=low,
@@ -58,7 +66,7 @@ def paired_accuracy(
         only_first=only_first,
         only_second=only_second,
         n=n,
-        detectable=detectable_difference(n, (only_first + only_second) / n),
+        detectable=detectable_difference(n, disagreement),
     )
 
 
@@ -68,12 +76,19 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
 
     The exact test is conservative. Source: Fagerland, Lydersen and Laake, BMC Medical Research
     Methodology 2013.
+
+    Args:
+        only_first: The number of problems that only the first gets right.
+        only_second: The number of problems that only the second gets right.
     """
     n = only_first + only_second
     if not n:
         return 1.0
+
+    # Which of the two is right where they disagree, as the tosses of a coin.
     fewer = min(only_first, only_second)
-    mid_p = 2 * stats.binom.cdf(fewer, n, 0.5) - stats.binom.pmf(fewer, n, 0.5)
+    two_sided = 2 * stats.binom.cdf(fewer, n, 0.5)
+    mid_p = two_sided - stats.binom.pmf(fewer, n, 0.5)
     return float(min(1.0, mid_p))
 
 
@@ -97,6 +112,7 @@ def _newcombe(first: np.ndarray, second: np.ndarray, level: float) -> tuple[floa
     if margins:
         phi = covariance / np.sqrt(margins)
 
+    # The reaches of both intervals, combined as those of correlated shares.
     first_low, first_high = wilson_interval(first_right, n, level)
     second_low, second_high = wilson_interval(second_right, n, level)
     first_share = first_right / n
@@ -121,6 +137,15 @@ def detectable_difference(
     ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two
     disagree; if it is smaller than d, all disagreement is in one direction and ψ = d. Source:
     Connor, Biometrics 1987.
+
+    Args:
+        n: The number of problems.
+        disagreement: The share of problems on which the two disagree.
+        power: The power to reach.
+        level: 1 minus the level of significance, two-sided.
+
+    Returns:
+        The difference of two accuracies, at most 1 even where that is not detected.
 
     Raises:
         OptionError: The disagreement is not a share between 0 and 1.
@@ -153,6 +178,9 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
         samples: n, the number of answers per problem.
         k: The number of answers drawn.
 
+    Returns:
+        The probability per problem, in the shape of ``right``.
+
     Raises:
         OptionError: k is not between 1 and the number of samples.
 
@@ -165,7 +193,8 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
     drawn = np.arange(k)
     wrong = samples - np.asarray(right)[..., None]
     wrong_left = np.clip(wrong - drawn, 0, None)
-    all_wrong = np.prod(wrong_left / (samples - drawn), axis=-1)
+    chances_of_wrong = wrong_left / (samples - drawn)  # of each answer drawn
+    all_wrong = np.prod(chances_of_wrong, axis=-1)
     return 1 - all_wrong
 
 
@@ -179,6 +208,10 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     trial. Without averages, where each unit is 0 or 1, it is Wilson's interval. Coverage at nominal
     95 %, measured with beta-binomial answers, 12 to 200 problems of 8 answers and shares of 0.5 to
     0.99: 95 to 100 %, but for 12 problems at 0.99 (90 to 100 %).
+
+    Args:
+        values: The share of each unit, such as of right answers to a problem [unit].
+        level: The level of the interval.
     """
     shares = values[~np.isnan(values)]
     n = len(shares)
@@ -219,6 +252,10 @@ def share_difference(d: np.ndarray, level: float = 0.95) -> Interval:
     The variance is drawn towards that of one unit of +1 and one of −1 among ``n + 2`` (as Bonett
     and Price 2012 do for single answers) where few units differ at all, and is never below the
     measured one.
+
+    Args:
+        d: The difference of each unit's shares, between −1 and 1 [unit].
+        level: The level of the interval.
     """
     n = len(d)
     mean = t_interval(d, level).estimate

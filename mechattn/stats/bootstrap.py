@@ -22,7 +22,16 @@ Counts = list[np.ndarray]
 
 
 def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
-    """The plain bootstrap: n prompts, drawn with replacement."""
+    """The plain bootstrap: n prompts, drawn with replacement.
+
+    Args:
+        n: The number of prompts, or of bags.
+        resamples: The number of resamples.
+        generator: Where the draws come from.
+
+    Returns:
+        How often each prompt was drawn, in blocks [resample, prompt] of uint8.
+    """
     shares = np.full(n, 1 / n)
     blocks = []
     for rows in _block_sizes(resamples):
@@ -40,18 +49,30 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     cells, the simultaneous intervals of normal data covered 1.00 (10 prompts) and 0.99 (20), and at
     10 prompts they were 1.6 times as wide.
 
+    Args:
+        n: The number of prompts, or of bags.
+        resamples: The number of resamples.
+        generator: Where the draws come from.
+
+    Returns:
+        How often each prompt was drawn, in blocks [resample, prompt] of uint8.
+
     Source: Rao, Pathak and Koltchinskii 1997. As accurate as the plain one to second order: Babu,
     Pathak and Rao 1999.
     """
-    enough = int(n * (1 - np.exp(-1))) + 1
+    distinct_on_average = n * (1 - np.exp(-1))
+    enough = int(distinct_on_average) + 1
+
     blocks = []
     for rows in _block_sizes(resamples):
         counts = np.zeros((rows, n), dtype=np.uint8)
         distinct = np.zeros(rows, dtype=int)
         unfinished = np.arange(rows)
+        # One more prompt for each resample that has too few distinct ones.
         while unfinished.size:
             prompt = generator.integers(n, size=unfinished.size)
-            distinct[unfinished] += counts[unfinished, prompt] == 0
+            is_new = counts[unfinished, prompt] == 0
+            distinct[unfinished] += is_new
             counts[unfinished, prompt] += 1
             unfinished = unfinished[distinct[unfinished] < enough]
         blocks.append(counts)
@@ -59,11 +80,17 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
 
 
 def _block_sizes(resamples: int) -> list[int]:
+    """The number of resamples in each block, so that few are in memory at a time."""
     return [min(_ROWS, resamples - start) for start in range(0, resamples, _ROWS)]
 
 
 def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """The standard deviations of columns, with 0 in place of what is rounding error."""
+    """The standard deviations of columns, with 0 in place of what is rounding error.
+
+    Args:
+        deviation: Standard deviations [cell].
+        d: The values that they are of [prompt, cell].
+    """
     largest = np.maximum(d.max(0, initial=0.0), -d.min(0, initial=0.0))
     return np.where(deviation <= _ROUNDING * largest, 0.0, deviation)
 
@@ -75,6 +102,14 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
     ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with
     ``t* = (mean* − mean) / (s* / √n)``
 
+    Args:
+        d: Differences [prompt, cell].
+        counts: Resamples of these prompts.
+        level: The level of the intervals.
+
+    Returns:
+        The upper and the lower quantile of t* [cell].
+
     Source: Hall 1988.
     """
     upper = np.empty(d.shape[1])
@@ -82,7 +117,8 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
     quantiles = [(1 + level) / 2, (1 - level) / 2]
     every_column = np.arange(d.shape[1])
     for columns, t_star in _t_star_by_columns(d, every_column, counts, [_SMALLEST_SPREAD]):
-        ends = np.quantile(t_star[:, 0], quantiles, axis=1)
+        of_only_spread = t_star[:, 0]
+        ends = np.quantile(of_only_spread, quantiles, axis=1)
         upper[columns] = ends[0]
         lower[columns] = ends[1]
     return upper, lower
@@ -105,9 +141,15 @@ class Tails:
     count in steps of 1/resamples, and a sample without its long tail looks symmetric, so p is at
     least a cell's part of the family's p, ``family / cells``, from t* with a larger smallest
     spread, so that a cell with all of its spread in one prompt does not decide for others.
+
+    Args:
+        largest: The largest t* of each resample over all cells, or 0 [resample].
+        smallest: The smallest, or 0 [resample].
+        p: Two-sided p of each cell alone [cell].
+        family: Two-sided p of each cell, adjusted for all of them [cell].
     """
 
-    largest: np.ndarray  # the largest t* of each resample over all cells, or 0
+    largest: np.ndarray
     smallest: np.ndarray
     p: np.ndarray
     family: np.ndarray
@@ -129,6 +171,16 @@ def tails(
     its size: then a cell's part of the family's p is estimated from these columns, and at most
     ``1 / tests``.
 
+    Args:
+        d: Differences [prompt, cell].
+        t: The t of each column [cell]; NaN for those that are not tested.
+        counts: Resamples of these prompts.
+        extremes: Whether to resample also the cells that are further out than all.
+        tests: The size of the family; the number of columns that are tested by default.
+
+    Returns:
+        The tails, in the order of the columns.
+
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples = sum(map(len, counts))
@@ -136,10 +188,12 @@ def tails(
     order = np.argsort(abs(t), kind="stable")
     order = order[~np.isnan(t[order])]
 
+    # A first few resamples show which cells lie so far out that no resample will reach them.
     furthest_of_pilot = 0.0
     pilot = [counts[0][:_PILOT]]
     for _, t_star in _t_star_by_columns(d, order, pilot, [_SMALLEST_SPREAD]):
-        furthest_of_pilot = max(furthest_of_pilot, abs(t_star).max())
+        furthest_of_columns = abs(t_star).max()
+        furthest_of_pilot = max(furthest_of_pilot, furthest_of_columns)
     is_near = abs(t) <= _FAR * furthest_of_pilot
 
     # The first spread is for p, the last for the extremes and the p of the family.
@@ -166,15 +220,24 @@ def tails(
             if t[cell] > 0:
                 tail = 0
             distance = abs(t[cell])
+
+            # Of the cell alone: twice the share of its own t* in this tail.
             is_as_far = both_tails[tail, 0] >= distance
-            p_alone[cell] = min(1.0, 2 * np.count_nonzero(is_as_far) / resamples)
+            own_count = np.count_nonzero(is_as_far)
+            p_alone[cell] = min(1.0, 2 * own_count / resamples)
+
+            # Of the family: the extreme t* of this cell and of those that are no further out.
             is_family_as_far = furthest[tail] >= distance
             count = np.count_nonzero(is_family_as_far, axis=1)
-            p_family[:, cell] = np.minimum(1.0, 2 * (1 + count) / (1 + resamples))
+            two_sided = 2 * (1 + count) / (1 + resamples)
+            p_family[:, cell] = np.minimum(1.0, two_sided)
 
     # No smaller than the p of the cells further out.
     furthest_first = order[::-1]
-    p_family[:, furthest_first] = np.maximum.accumulate(p_family[:, furthest_first], axis=1)
+    p_by_distance = p_family[:, furthest_first]
+    p_family[:, furthest_first] = np.maximum.accumulate(p_by_distance, axis=1)
+
+    # A cell's own p is at least its part of the family's.
     part_of_family = p_family[0] / max(1, len(order))
     part_of_family = np.minimum(part_of_family, 1 / max(1, tests))
     p = np.maximum(p_alone, part_of_family)
@@ -188,7 +251,8 @@ def _smallest_for_p(n: int, cells: int) -> float:
     Here this is the t that a single cell among many needs, so that such a cell does not hide one
     which has it.
     """
-    needed_t = stats.t.ppf(1 - 0.025 / max(1, cells), n - 1)
+    one_sided = 0.025 / max(1, cells)
+    needed_t = stats.t.ppf(1 - one_sided, n - 1)
     return max(_SMALLEST_SPREAD, 1 / needed_t)
 
 
@@ -201,11 +265,20 @@ def _t_star_by_columns(
     """A few columns of d at a time, in this order, and their t* [cell, spread, resample]."""
     for start in range(0, len(order), _COLUMNS):
         columns = order[start : start + _COLUMNS]
-        yield columns, _studentised(d[:, columns], counts, spreads)
+        t_star = _studentised(d[:, columns], counts, spreads)
+        yield columns, t_star
 
 
 def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
-    """The t of the lower and the upper end of simultaneous intervals."""
+    """The t of the lower and the upper end of simultaneous intervals.
+
+    An end is ``mean − t · s / √n``, so the lower one comes from the largest t*.
+
+    Args:
+        largest: The largest t* over all cells [resample].
+        smallest: The smallest [resample].
+        level: The level of the intervals.
+    """
     lower_end = np.quantile(largest, (1 + level) / 2)
     upper_end = np.quantile(smallest, (1 - level) / 2)
     return float(lower_end), float(upper_end)
@@ -221,9 +294,16 @@ def _studentised(
     If one prompt causes all of a cell's spread, a resample without it has none, and its infinite t*
     would make all simultaneous intervals infinite. So the standard error s* / √n* is at least this
     fraction of s / √n.
+
+    Args:
+        d: Differences of a few cells [prompt, cell].
+        counts: Resamples of these prompts.
+        spreads: The smallest spreads, as fractions of a cell's own.
     """
     n, cells = d.shape
-    deviation = without_noise(d.std(0, ddof=1), d)
+    deviation = d.std(0, ddof=1)
+    deviation = without_noise(deviation, d)
+    # In units of each cell's own spread, so that one smallest error suits all.
     scaled = ratio(d - d.mean(0), deviation, otherwise=0.0)
     # One product with the counts gives the sums of values and of squares.
     powers = np.concatenate([scaled, scaled**2], axis=1).T
@@ -232,12 +312,15 @@ def _studentised(
     t_star = np.empty((cells, len(spreads), resamples))
     start = 0
     for block in counts:
-        size = block.sum(1, dtype=np.float64)
+        size = block.sum(1, dtype=np.float64)  # sequential resamples differ in size
         stop = start + len(size)
-        sums = powers @ block.T.astype(np.float64)
+
+        weights = block.T.astype(np.float64)  # [prompt, resample]
+        sums = powers @ weights
         mean, mean_square = np.split(sums / size, 2)
         variance = (mean_square - mean**2) * (size / (size - 1))
         squared_error = variance / size
+
         for index, smallest in enumerate(spreads):
             smallest_error = smallest**2 / n
             error = np.sqrt(np.maximum(squared_error, smallest_error))

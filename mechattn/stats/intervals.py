@@ -30,6 +30,11 @@ class Moments:
 
     Merging follows Chan, Golub and LeVeque (1979); a float32 sum of squares would lose a small
     spread.
+
+    Args:
+        n: The number of observations of each cell.
+        mean: Their mean; 0 where there are none.
+        m2: The sum of their squared deviations from the mean.
     """
 
     n: np.ndarray
@@ -38,7 +43,11 @@ class Moments:
 
     @classmethod
     def of(cls, values: np.ndarray) -> Moments:
-        """Moments of observations stacked along the first axis; NaN marks an absent observation."""
+        """Moments of observations stacked along the first axis; NaN marks an absent observation.
+
+        Args:
+            values: Observations [observation, *cells].
+        """
         is_present = ~np.isnan(values)
         n = is_present.sum(axis=0, dtype=np.float64)
 
@@ -61,8 +70,10 @@ class Moments:
         fewer than two.
         """
         n = n.astype(np.float64)
-        m2 = np.where(n > 1, variance, 0.0) * np.maximum(n - 1, 0)
-        return cls(n, np.where(n > 0, mean, 0.0), m2)
+        known_mean = np.where(n > 0, mean, 0.0)
+        known_variance = np.where(n > 1, variance, 0.0)
+        m2 = known_variance * np.maximum(n - 1, 0)
+        return cls(n, known_mean, m2)
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of observations combined; the last axis is padded to the longer
@@ -101,8 +112,10 @@ class Moments:
 
     def interval(self, level: float = 0.95) -> Interval:
         """The t interval for the mean; its ends are NaN below 3 observations."""
-        error = np.sqrt(self.variance / np.maximum(self.n, 1))
-        half = t_quantile(level, np.maximum(self.n - 1, 1)) * error
+        squared_error = self.variance / np.maximum(self.n, 1)
+        error = np.sqrt(squared_error)
+        freedom = np.maximum(self.n - 1, 1)
+        half = t_quantile(level, freedom) * error
         half = np.where(self.n >= FEWEST, half, np.nan)
         mean = self.known_mean
         return Interval(mean, mean - half, mean + half)
@@ -113,19 +126,36 @@ def ratio(
     denominator: np.ndarray,
     otherwise: np.ndarray | float = np.nan,
 ) -> np.ndarray:
-    """``numerator / denominator`` where the denominator is above 0."""
+    """``numerator / denominator`` where the denominator is above 0.
+
+    Args:
+        numerator: Numbers that broadcast with the denominators.
+        denominator: What they are divided by.
+        otherwise: The value where a denominator is 0, negative or NaN.
+    """
     is_positive = denominator > 0
     divisor = np.where(is_positive, denominator, 1)
     return np.where(is_positive, numerator / divisor, otherwise)
 
 
 def t_quantile(level: float, freedom: np.ndarray | float) -> np.ndarray:
-    """How many standard errors a t interval of this level reaches on each side."""
-    return np.asarray(stats.t.ppf((1 + level) / 2, freedom))
+    """How many standard errors a t interval of this level reaches on each side.
+
+    Args:
+        level: The level of the interval.
+        freedom: Degrees of freedom, 1 or more; infinite ones give the normal quantile.
+    """
+    upper_end = (1 + level) / 2
+    quantile = stats.t.ppf(upper_end, freedom)
+    return np.asarray(quantile)
 
 
 def check_level(level: float) -> None:
-    """Refuse a level of intervals that is no such probability."""
+    """Refuse a level of intervals that is no such probability.
+
+    Raises:
+        OptionError: The level is not a number from 0.5 to below 1.
+    """
     if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.95")
 
@@ -134,20 +164,32 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     """Student's t interval for the mean along the first axis; NaN values are left out.
 
     ``mean ± t(level, n − 1) · s / √n``
+
+    Args:
+        values: Numbers of prompts or groups [unit, *cells].
+        level: The level of the interval.
+
+    Returns:
+        The mean of each cell and the ends of its interval [*cells], in the unit of the values.
+
+    Raises:
+        OptionError: There are fewer than three units.
     """
     if len(values) < FEWEST:
         raise OptionError(
             f"an interval over prompts, or over groups of prompts, needs at least {FEWEST}, "
             f"but there are {len(values)}"
         )
-    return Moments.of(np.asarray(values)).interval(level)
+    moments = Moments.of(np.asarray(values))
+    return moments.interval(level)
 
 
 def blocks_of(values: np.ndarray) -> list[slice]:
     """Blocks of rows, so that what is computed from each stays in a processor's cache: three times
     as fast.
     """
-    return [slice(start, start + _ROWS) for start in range(0, len(values), _ROWS)]
+    starts = range(0, len(values), _ROWS)
+    return [slice(start, start + _ROWS) for start in starts]
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) -> Interval:
@@ -157,6 +199,14 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
     The ratios r whose ``mean(above − r · below)`` a t test doesn't tell from 0: an interval if the
     mean of ``below`` differs from 0 at this level.
 
+    Args:
+        above: Numerators [unit, *cells].
+        below: Denominators [unit], the same for all cells.
+        level: The level of the interval.
+
+    Returns:
+        The ratio of each cell and the ends of its interval [*cells].
+
     Source: Fieller 1954.
     """
     n = len(below)
@@ -164,9 +214,10 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
     mean_below = below.mean()
     above_deviations = above - mean_above
     below_deviations = below - mean_below
-    covariance = np.tensordot(below_deviations, above_deviations, axes=1) / (n - 1)
+    products = np.tensordot(below_deviations, above_deviations, axes=1)
+    covariance = products / (n - 1)
 
-    # The ends are the roots of a r² − 2 b r + c.
+    # The ends are the roots of a r² − 2 b r + c, where the mean below differs from 0 (a > 0).
     far = t_quantile(level, n - 1) ** 2 / n
     a = mean_below**2 - far * below.var(ddof=1)
     b = mean_above * mean_below - far * covariance
@@ -176,12 +227,19 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
         return Interval(nan, nan, nan)
 
     middle = b / a
-    half = np.sqrt(np.maximum(b**2 - a * c, 0.0)) / a
+    discriminant = np.maximum(b**2 - a * c, 0.0)
+    half = np.sqrt(discriminant) / a
     return Interval(mean_above / mean_below, middle - half, middle + half)
 
 
 def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval for a proportion."""
+    """Wilson's score interval for a proportion.
+
+    Args:
+        successes: The number of successes.
+        n: The number of trials, at least 1.
+        level: The level of the interval.
+    """
     interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
     return float(interval.low), float(interval.high)
 
@@ -194,6 +252,13 @@ def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
     their errors. The largest of many estimates is too large (the winner's curse); this one is not,
     if true values are about normal.
 
+    Args:
+        estimate: Estimates [cell].
+        error: Their standard errors [cell], in the same unit.
+
+    Returns:
+        The moved estimates [cell]; as they were if fewer than three are known.
+
     Source: Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
     """
     is_present = ~(np.isnan(estimate) | np.isnan(error))
@@ -203,7 +268,8 @@ def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
     noise = error**2
     present_estimates = estimate[is_present]
     mean = present_estimates.mean()
-    spread = present_estimates.var(ddof=1) - noise[is_present].mean()
+    mean_noise = noise[is_present].mean()
+    spread = present_estimates.var(ddof=1) - mean_noise
     spread = max(0.0, float(spread))
 
     total = spread + noise
@@ -219,6 +285,14 @@ def relative_change(
 
     ``exp(mean log(value / baseline)) − 1``; if units are groups, the mean over groups of each
     group's mean.
+
+    Args:
+        values: Positive numbers of each prompt [prompt, *cells].
+        baseline: Those of the baseline [prompt, *cells].
+        units: The groups of the prompts; single prompts by default.
+
+    Returns:
+        The change of each cell, as a fraction of the baseline, and the ends of its interval.
     """
     log_ratio = np.log(values / baseline)
     if units is not None:

@@ -10,15 +10,14 @@ from jaxtyping import Float
 from mechattn.stats import bootstrap
 from mechattn.stats.paired import (
     FEWEST_FOR_ALL,
-    drawn_signs,
     false_discovery,
-    flipped,
     paired,
     skewed_words,
     skewness,
     summary,
 )
 from mechattn.stats.resolution import EXACT, RESAMPLES, enough
+from mechattn.stats.sign_flips import drawn_signs, flipped
 from mechattn.stats.units import ALONE
 
 _MANY = 4000  # cells; fewer are tested by `paired`, in a second or two
@@ -44,6 +43,13 @@ def paired_tests(d: Float[np.ndarray, "unit cell"], seed: int = 0) -> PairedTest
     columns that are known in every unit. Up to 4,000 columns are tested by ``paired`` itself. Of
     more, the bootstrap-t test is made only where sign flips alone give q < 0.05: p can only rise,
     so no other column is a finding, and what is found does not depend on their p.
+
+    Args:
+        d: Differences [unit, cell]; a column with a NaN is not tested.
+        seed: The seed of sign flips and resamples.
+
+    Returns:
+        The p and q of each column, NaN where it is not tested.
     """
     units, cells = d.shape
     if cells <= _MANY or units > ALONE:
@@ -52,9 +58,12 @@ def paired_tests(d: Float[np.ndarray, "unit cell"], seed: int = 0) -> PairedTest
 
     p_flip = _p_of_flips(d, seed)
     p = p_flip.copy()
-    possible = np.flatnonzero(false_discovery(p_flip) < _LEVEL)
+    q_flip = false_discovery(p_flip)
+    possible = np.flatnonzero(q_flip < _LEVEL)
     if units >= FEWEST_FOR_ALL and len(possible):
-        p[possible] = np.maximum(p[possible], _p_of_resamples(d, possible, seed))
+        p_bootstrap = _p_of_resamples(d, possible, seed)
+        p[possible] = np.maximum(p[possible], p_bootstrap)
+
     q = false_discovery(p)
     skewed = skewed_words(units, skewness(d, summary(d)), p_flip, q)
     return PairedTests(p, q, skewed)
@@ -72,8 +81,11 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"], seed: int) -> Float[np.ndarra
     most = enough(RESAMPLES, cells)
     patterns = _FIRST
     p = np.full(cells, np.nan)
-    columns = np.flatnonzero(~np.isnan(d).any(0))
+    is_complete = ~np.isnan(d).any(0)
+    columns = np.flatnonzero(is_complete)
+
     while True:
+        # The same patterns for all columns, some of which are in memory at a time.
         signs = list(drawn_signs(units, patterns, generator))
         for start in range(0, len(columns), _COLUMNS):
             block = columns[start : start + _COLUMNS]
@@ -95,14 +107,18 @@ def _p_of_resamples(
     units, cells = d.shape
     generator = np.random.default_rng(seed)
     counts = bootstrap.resample_sequentially(units, RESAMPLES, generator)
+
+    # Cells without a finding stand for the rest of the family.
     is_other = ~np.isnan(d).any(0)
     is_other[possible] = False
-    beside = generator.permutation(np.flatnonzero(is_other))[:_BESIDE]
+    shuffled = generator.permutation(np.flatnonzero(is_other))
+    beside = shuffled[:_BESIDE]
 
     resampled = np.concatenate([possible, beside])
     values = d[:, resampled]
     columns = summary(values)
     error = columns["deviation"] / np.sqrt(units)
     t = bootstrap.t_of(columns["mean"], error)
+
     tails = bootstrap.tails(values, t, counts, extremes=False, tests=cells)
     return tails.p[: len(possible)]

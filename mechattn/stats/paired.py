@@ -1,8 +1,7 @@
-"""Statistics for many paired differences: intervals, sign-flip tests, false discovery rate."""
+"""Statistics for many paired differences: intervals, tests, false discovery rate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +11,8 @@ from scipy import stats
 
 from mechattn.stats import bootstrap
 from mechattn.stats.intervals import Moments, blocks_of, ratio
-from mechattn.stats.resolution import EXACT, RESAMPLES, detectable_size, enough
+from mechattn.stats.resolution import RESAMPLES, detectable_size, enough
+from mechattn.stats.sign_flips import drawn_signs, flipped
 from mechattn.stats.units import Bags
 
 FEWEST_FOR_BOOTSTRAP = 20
@@ -22,7 +22,6 @@ VERY_SKEWED = 5  # lognormal, σ = 2, 96 prompts: some q < 0.05 in 43 % of table
 # A sequential resample then holds seven prompts; coverage was measured from here on.
 FEWEST_FOR_ALL = 10
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
-_CHUNK = 2000
 _KEPT = 2**26  # bytes of draws kept for the next table
 # The ends of bootstrap intervals, pointwise and simultaneous.
 _ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
@@ -53,6 +52,8 @@ class Paired:
     sign, that q < 0.05 finds with 80 % power if no other cell has an effect (of a t test; measured
     with 32 heads 71 % at 20 prompts and 75 % at 64); NaN with too few prompts for any.
     ``p_difference`` and ``q_difference`` are of the difference itself, whatever is tested.
+
+    Means and the ends of their intervals are in the unit of the differences, such as log-ratios.
     """
 
     n: int
@@ -90,8 +91,17 @@ class Paired:
 
 
 def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.ndarray) -> str:
-    """Where sign flips and the bootstrap-t test disagree because differences are skewed, in
-    words."""
+    """Where sign flips and the bootstrap-t test disagree because differences are skewed, in words.
+
+    Args:
+        units: The number of prompts or groups.
+        skewness: The third standardised moment of each cell's differences.
+        p_flip: The p of sign flips, of each cell.
+        q: The q of both tests together, of each cell.
+
+    Returns:
+        Sentences without a full stop, separated by semicolons; empty if nothing is to be said.
+    """
     tests = q.size
     sentences = []
 
@@ -105,13 +115,16 @@ def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.nda
 
     skewed = int((abs(skewness) > 1).sum())
     very_skewed = int((abs(skewness) > VERY_SKEWED).sum())
-    controlled_from = 0  # units
+
+    # The fewest units at which q is controlled, by how many tests are skewed, and how much.
+    controlled_from = 0
     if skewed:
         controlled_from = FEWEST_FOR_ALL
     if 4 * skewed >= tests:
         controlled_from = FEWEST_IF_SKEWED
     if 4 * very_skewed >= tests > 0:
         controlled_from = units + 1  # no number of prompts is known to be enough
+
     if units < controlled_from and (q < 0.05).any():
         sentences.append(
             f"with {units} units q is not controlled where differences are skewed "
@@ -131,10 +144,20 @@ def paired(
 ) -> Paired:
     """Compute all statistics of paired differences [prompt, *cells], optionally against each
     prompt's null.
+
+    Args:
+        difference: Differences between two conditions [prompt, *cells], or [group, *cells].
+        null: The differences under the null, which broadcast with them; None if no null is known.
+        level: The level of the intervals.
+        resamples: The number of resamples and of sign patterns, which many cells increase.
+        seed: The seed of the resampling.
+        rounding: The largest difference that counts as none.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``.
     """
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
     flat = difference.reshape(len(difference), -1)
+
     expected = None
     if null is not None:
         null = np.asarray(null, dtype=np.float64)
@@ -143,6 +166,7 @@ def paired(
     stream = PairedStream(len(flat), level, resamples, seed, bootstrap_ends)
     stream.add(flat, expected, rounding)
     statistics = stream.statistics()
+
     shaped = {}
     for field in fields(statistics):
         if field.name != "n":
@@ -160,6 +184,13 @@ class PairedStream:
     detectable differences use single units. With more than 2,000 units, the bootstrap and the sign
     flips use the means of random bags of units (stats/units.py). Most of the time goes
     into the ends of bootstrap intervals; without ``bootstrap_ends`` these and ``p_family`` are NaN.
+
+    Args:
+        n: The number of units.
+        level: The level of the intervals.
+        resamples: The number of resamples and of sign patterns, which many cells increase.
+        seed: The seed of the resampling.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``.
     """
 
     def __init__(
@@ -177,8 +208,13 @@ class PairedStream:
         self._others: list[Columns] = []
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
-        """Add some cells [unit, cell] with their values under the null; None if no null is
-        known."""
+        """Add some cells.
+
+        Args:
+            d: Their differences [unit, cell].
+            expected: The differences under the null [unit, cell]; None if no null is known.
+            rounding: The largest difference that counts as none, of each cell or of all.
+        """
         null = np.full(d.shape[1], np.nan)
         tested = d
         if expected is not None:
@@ -187,6 +223,7 @@ class PairedStream:
             null = np.where(abs(null) <= rounding, 0.0, null)
         tested = without_rounding(tested, rounding)
 
+        # Often there is nothing to subtract, and one summary serves both.
         difference = self._summary(d)
         beyond = difference
         if not np.array_equal(d, tested):
@@ -198,6 +235,7 @@ class PairedStream:
             "skewness": skewness(tested, beyond),
             "is_rounding": np.all(is_rounding, axis=0),
         }
+
         self._differences.append(difference)
         self._beyond.append(beyond)
         self._others.append(others)
@@ -215,8 +253,10 @@ class PairedStream:
         beyond = _joined(self._beyond)
         others = _joined(self._others)
         without_null = np.isnan(others["null"])
-        draws = self._draws(*beyond["values"].shape)
+        units, cells = beyond["values"].shape
+        draws = self._draws(units, cells)
 
+        # Tests of what is beyond the null, and of the difference itself where that is another.
         tests = self._tests(beyond, draws)
         difference_tests = tests
         p_difference = tests["p"]
@@ -236,13 +276,14 @@ class PairedStream:
         for name, column in beyond_columns.items():
             beyond_columns[name] = np.where(without_null, np.nan, column)
 
-        cells = without_null.size
+        detectable = beyond["deviation"] * detectable_size(self.n, max(1, cells))
+        difference_ends = {name: difference_tests[name] for name in _ENDS}
         return Paired(
             n=self.n,
             difference=difference["mean"],
             low=difference["low"],
             high=difference["high"],
-            **{name: difference_tests[name] for name in _ENDS},
+            **difference_ends,
             null=others["null"],
             **beyond_columns,
             effect_size=others["effect_size"],
@@ -251,7 +292,7 @@ class PairedStream:
             p_flip=tests["p_flip"],
             p_family=tests["p_family"],
             q=false_discovery(tests["p"]),
-            detectable=beyond["deviation"] * detectable_size(self.n, max(1, cells)),
+            detectable=detectable,
             p_difference=p_difference,
             q_difference=false_discovery(p_difference),
         )
@@ -259,8 +300,11 @@ class PairedStream:
     def _draws(self, units: int, cells: int) -> Draws:
         """The random draws for all cells; kept for the next table where they are small."""
         patterns = enough(self.resamples, cells)
+
+        # A byte for each count of both kinds of resamples, and a bit for each sign.
+        bytes_of_a_unit = 2 * self.resamples + patterns // 8
         draw = _draws
-        if units * (2 * self.resamples + patterns // 8) <= _KEPT:
+        if units * bytes_of_a_unit <= _KEPT:
             draw = _kept_draws
         return draw(units, self.resamples, patterns, self.seed)
 
@@ -271,6 +315,7 @@ class PairedStream:
         error = columns["deviation"] / np.sqrt(self.n)
         unknown = np.full(mean.shape, np.nan)
         tests = dict.fromkeys([*_ENDS, "p_family"], unknown)
+
         p_flip = flipped(values, draws.signs)
         p_flip = np.where(np.isnan(mean), np.nan, p_flip)
         tests["p_flip"] = p_flip
@@ -292,6 +337,7 @@ class PairedStream:
 
         tests["p_family"] = np.maximum(p, tails.family)
         largest, smallest = bootstrap.of_extremes(tails.largest, tails.smallest, self.level)
+
         # A simultaneous interval is at least as wide as the pointwise ones.
         pointwise_low = np.fmin(columns["low"], tests["low_bootstrap"])
         pointwise_high = np.fmax(columns["high"], tests["high_bootstrap"])
@@ -304,11 +350,17 @@ def summary(d: np.ndarray, level: float = 0.95) -> Columns:
     """The mean, the standard deviation and the t interval (low, high) of each column.
 
     A column that some unit lacks has no mean and no test, only the interval of the others.
+
+    Args:
+        d: Values [unit, cell].
+        level: The level of the interval.
     """
     moments = Moments.of(d)
     _, low, high = moments.interval(level)
+
     is_incomplete = moments.n < len(d)
-    deviation = bootstrap.without_noise(np.sqrt(moments.variance), d)
+    deviation = np.sqrt(moments.variance)
+    deviation = bootstrap.without_noise(deviation, d)
     return {
         "low": low,
         "high": high,
@@ -324,16 +376,20 @@ def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
     n = len(d)
     third_moment = np.zeros(d.shape[1])
     for rows in blocks_of(d):
-        third_moment += ((d[rows] - columns["mean"]) ** 3).sum(0) / n
+        deviations = d[rows] - columns["mean"]
+        third_moment += (deviations**3).sum(0) / n
+
+    # The standardised moment has the deviation with n below, not n − 1.
     population_deviation = columns["deviation"] * np.sqrt((n - 1) / n)
     return ratio(third_moment, population_deviation**3)
 
 
 def _joined(blocks: list[Columns]) -> Columns:
-    """The columns of all cells."""
+    """The columns of all cells, from those of blocks of cells."""
     columns = {}
     for name in blocks[0]:
-        columns[name] = np.concatenate([block[name] for block in blocks], axis=-1)
+        of_blocks = [block[name] for block in blocks]
+        columns[name] = np.concatenate(of_blocks, axis=-1)
     return columns
 
 
@@ -346,6 +402,7 @@ class Draws(NamedTuple):
 
 
 def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
+    """Draw both kinds of resamples and the signs in this order, which decides every number."""
     generator = np.random.default_rng(seed)
     plain: bootstrap.Counts = []
     sequential: bootstrap.Counts = []
@@ -365,63 +422,15 @@ def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUN
     return np.where(abs(difference) <= rounding, 0.0, difference)
 
 
-def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
-    """Two-sided p of mean 0 for each column of d [prompt, cell]: the fraction of sign patterns with
-    as large a mean.
-
-    Below 13 prompts all patterns are tried; with more, ``(1 + count) / (1 + resamples)`` of random
-    patterns. The test is exact if differences are symmetric about 0.
-    """
-    signs = list(signs)
-    patterns = sum(map(len, signs))
-    count = np.zeros(d.shape[1])
-    tried = np.flatnonzero(~_beyond_all(d, patterns))
-    values = d
-    if len(tried) < d.shape[1]:
-        values = d[:, tried]
-    # Equal means count, although they were summed in another order.
-    observed = abs(d.mean(0))[tried] * (1 - 1e-12)
-
-    for packed in signs:
-        bits = np.unpackbits(packed, axis=1, count=len(d))
-        pattern = np.where(bits, -1.0, 1.0)
-        flipped_means = abs(pattern @ values) / len(d)
-        count[tried] += (flipped_means >= observed).sum(0)
-    if len(d) <= EXACT:
-        return count / patterns
-    return (1 + count) / (1 + patterns)
-
-
-def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
-    """The columns whose mean a pattern reaches with a probability below 1e-15, which need not be
-    tried.
-
-    ``P(|Σ s d| ≥ |Σ d|) ≤ 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963), multiplied by the number of
-    patterns.
-    """
-    squares = (d**2).sum(0)
-    smallest = 2 * squares * np.log(2e15 * patterns)
-    is_far: np.ndarray = d.sum(0) ** 2 > smallest
-    return is_far & (squares > 0)
-
-
-def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield sign patterns as bits, 1 for −1 [pattern, prompt / 8], in blocks: all 2ⁿ, or random
-    ones.
-    """
-    if n <= EXACT:
-        numbers = np.arange(2**n)[:, None]
-        bits = (numbers >> np.arange(n)) & 1
-        yield np.packbits(bits, axis=1)
-        return
-    for start in range(0, resamples, _CHUNK):
-        rows = min(_CHUNK, resamples - start)
-        signs = generator.choice([-1.0, 1.0], (rows, n))
-        yield np.packbits(signs < 0, axis=1)
-
-
 def false_discovery(p: np.ndarray) -> np.ndarray:
-    """Benjamini-Hochberg over all p that are not NaN."""
+    """Benjamini-Hochberg over all p that are not NaN.
+
+    Args:
+        p: The p of each test, in any shape; the NaN among them are of no test.
+
+    Returns:
+        The q of each test, in the same shape.
+    """
     q = np.full(p.shape, np.nan)
     tested = ~np.isnan(p)
     if tested.any():

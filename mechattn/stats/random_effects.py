@@ -34,6 +34,14 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     units + σ²_condition / conditions + σ²_rest / (units · conditions)``, degrees of freedom by
     Satterthwaite.
 
+    Args:
+        d: One number for each prompt or group, condition and cell [unit, condition, cell].
+        level: The level of the intervals.
+
+    Returns:
+        Estimates of each cell, in the unit of ``d``. Where nothing varies, an interval has no
+        width, and p is 1 for a mean of 0 and otherwise 0.
+
     Source: Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
     """
     units, conditions = d.shape[:2]
@@ -44,48 +52,55 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     unit_effects = d.mean(1) - mean
     condition_effects = d.mean(0) - mean
     residuals = d - mean - unit_effects[:, None] - condition_effects[None]
-    sums = np.stack(
-        [
-            conditions * (unit_effects**2).sum(0),
-            units * (condition_effects**2).sum(0),
-            (residuals**2).sum((0, 1)),
-        ]
-    )
+    unit_squares = conditions * (unit_effects**2).sum(0)
+    condition_squares = units * (condition_effects**2).sum(0)
+    rest_squares = (residuals**2).sum((0, 1))
+    sums = np.stack([unit_squares, condition_squares, rest_squares])
+
     df_unit = units - 1
     df_condition = conditions - 1
     df_rest = df_unit * df_condition
     df = np.array([[df_unit], [df_condition], [df_rest]])
     mean_squares = sums / df
-    rest = mean_squares[2]
-    unit_variance = np.maximum(0.0, (mean_squares[0] - rest) / conditions)
-    condition_variance = np.maximum(0.0, (mean_squares[1] - rest) / units)
+
+    # The variances that these mean squares imply; a negative estimate counts as none.
+    unit_mean_square, condition_mean_square, rest = mean_squares
+    unit_variance = (unit_mean_square - rest) / conditions
+    unit_variance = np.maximum(0.0, unit_variance)
+    condition_variance = (condition_mean_square - rest) / units
+    condition_variance = np.maximum(0.0, condition_variance)
 
     # The variance of the mean, and that of a new condition in a new unit, which has three parts.
     variance = unit_variance / units + condition_variance / conditions + rest / cells
-    new_parts = np.stack(
-        [
-            (units + 1) / cells * (rest + conditions * unit_variance),
-            (conditions + 1) / cells * (rest + units * condition_variance),
-            (cells - units - conditions - 1) / cells * rest,
-        ]
-    )
+    new_from_units = (units + 1) / cells * (rest + conditions * unit_variance)
+    new_from_conditions = (conditions + 1) / cells * (rest + units * condition_variance)
+    new_from_rest = (cells - units - conditions - 1) / cells * rest
+    new_parts = np.stack([new_from_units, new_from_conditions, new_from_rest])
     new_variance = new_parts.sum(0)
 
-    # Satterthwaite's degrees of freedom of both.
+    # Satterthwaite's degrees of freedom of both; 0 / 0 where a cell doesn't vary at all.
+    error = np.sqrt(variance)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean_df = (variance * cells) ** 2 / (mean_squares**2 / df).sum(0)
         mean_df = np.clip(mean_df, 1, df_rest)
         new_df = new_variance**2 / (new_parts**2 / df).sum(0)
-        p = 2 * stats.t.sf(abs(mean) / np.sqrt(variance), mean_df)
+
+        t = abs(mean) / error
+        p = 2 * stats.t.sf(t, mean_df)
 
     p_without_variance = np.where(mean == 0, 1.0, 0.0)
-    half = t_quantile(level, np.nan_to_num(mean_df, nan=1.0)) * np.sqrt(variance)
-    new_half = t_quantile(level, np.nan_to_num(new_df, nan=1.0)) * np.sqrt(new_variance)
+    p = np.where(variance > 0, p, p_without_variance)
+
+    known_df = np.nan_to_num(mean_df, nan=1.0)
+    half = t_quantile(level, known_df) * error
+    known_new_df = np.nan_to_num(new_df, nan=1.0)
+    new_half = t_quantile(level, known_new_df) * np.sqrt(new_variance)
+
     return Crossed(
         mean=mean,
         low=mean - half,
         high=mean + half,
-        p=np.where(variance > 0, p, p_without_variance),
+        p=p,
         condition_sd=np.sqrt(condition_variance),
         unit_sd=np.sqrt(unit_variance),
         rest_sd=np.sqrt(rest),
@@ -125,7 +140,12 @@ def against_draws(
         head_axis: Which of the cells' axes counts heads; None if no axis does.
         level: The level of the prediction interval.
         rounding: The largest difference that counts as none [*cells].
+
+    Returns:
+        The comparison of each cell; p is NaN where it or the random heads of its layer have no
+        value.
     """
+    # Heads of a layer are alike in random models, so their moments are taken together.
     axes: tuple[int, ...] = (0,)
     if head_axis is not None:
         axes = (0, head_axis + 1)
@@ -137,24 +157,30 @@ def against_draws(
         smallest = np.maximum(rounding, np.finfo(float).tiny)
         return distance / np.maximum(deviation, smallest)
 
+    # The z of random heads, each draw beside the others.
     z_of_draws = []
     for index, draw in enumerate(draws):
         others = np.delete(draws, index, axis=0)
-        z = z_of(draw, *_moments(others, axes))
-        z_of_draws.append(z[np.isfinite(z)])
+        others_mean, others_deviation = _moments(others, axes)
+        z = z_of(draw, others_mean, others_deviation)
+        finite_z = z[np.isfinite(z)]
+        z_of_draws.append(finite_z)
     random_z = np.sort(np.concatenate(z_of_draws))
     compared = len(random_z)
 
+    # The rank of each head of the model among them.
     mean, deviation = _moments(draws, axes)
     z = z_of(heads, mean, deviation)
     nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # equal z count as at least as far
     p = (1 + compared - nearer) / (1 + compared)
     p = np.where(np.isfinite(z), p, np.nan)
 
+    # The interval reaches as far as this share of random heads does, or has no end.
     rank = int(np.ceil(level * (compared + 1) - 1e-9))
     far = np.inf
     if 0 < rank <= compared:
         far = random_z[rank - 1]
+    # An infinite reach times a deviation of 0 gives NaN.
     with np.errstate(invalid="ignore"):
         half = np.maximum(far * deviation, rounding)
     return AgainstDraws(mean, mean - half, mean + half, p, compared)

@@ -115,17 +115,31 @@ def enough(resamples: int, cells: int) -> int:
 def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
-    """What a number of units can detect in a family of tests."""
+    """What a number of units can detect in a family of tests.
+
+    Args:
+        n: The number of units: prompts, or groups of prompts.
+        tests: The number of tests in the family.
+        level: The level of q below which a test is a finding.
+        resamples: The number of sign patterns at least, where they are drawn.
+        unit: The kind of unit, for the sentence.
+
+    Raises:
+        OptionError: The level is not between 0 and 1.
+    """
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
     patterns = enough(resamples, tests)
     smallest_p = 1 / (1 + patterns)
     if n <= EXACT:
         smallest_p = 2.0 ** (1 - n)
+
+    # With so many tests at the smallest p, their q is below the level.
     needed = floor(tests * smallest_p / level) + 1
     together: int | None = needed
     if needed > tests:
         together = None
+
     return Resolution(
         n=n,
         unit=unit,

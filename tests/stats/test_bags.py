@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mechattn.stats import paired as paired_module
-from mechattn.stats import units
-from mechattn.stats.paired import drawn_signs, flipped, paired
+from mechattn.stats import sign_flips, units
+from mechattn.stats.paired import paired
+from mechattn.stats.sign_flips import drawn_signs, flipped
 from mechattn.stats.units import ALONE, Bags, resampled
 
 N = 2400  # 800 bags of 3
@@ -110,11 +110,11 @@ def test_columns_that_no_pattern_reaches_are_not_tried(monkeypatch):
     generator = np.random.default_rng(5)
     d = generator.normal(size=(200, 6)) + np.array([0, 0.1, 0.3, 1, 3, 9])
     signs = list(drawn_signs(200, 3000, generator))
-    skipped = paired_module._beyond_all(d, 3000)
+    skipped = sign_flips._beyond_all(d, 3000)
     assert skipped.tolist() == [False, False, False, True, True, True]
     got = flipped(d, signs)
     monkeypatch.setattr(
-        paired_module, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool)
+        sign_flips, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool)
     )
     np.testing.assert_array_equal(got, flipped(d, signs))
     assert (got[3:] == 1 / 3001).all()

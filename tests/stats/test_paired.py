@@ -5,8 +5,9 @@ import pytest
 from scipy import stats
 
 from mechattn.stats import bootstrap
-from mechattn.stats.paired import drawn_signs, flipped, paired
+from mechattn.stats.paired import paired
 from mechattn.stats.resolution import detectable_size, power_of
+from mechattn.stats.sign_flips import drawn_signs, flipped
 
 
 def drawn(n, cells, seed=0, mean=0.0, shared=0.0):
