@@ -28,7 +28,7 @@ from mechattn.functional import budget as fn
 from mechattn.functional.attention import Attention
 from mechattn.model.hooked import HookedModel
 from mechattn.model.rotary_positions import rotations_of
-from mechattn.prompts.token_sequences import Batch, TokenSequence, pairs_of
+from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 RowIndex = Int[Tensor, " row"]  # of a batch
 BySegment = Float[Tensor, "batch head segment"]
@@ -260,7 +260,14 @@ def _question_weights(batch: Batch) -> Float[Tensor, "batch 1 pos"]:
 @lru_cache(maxsize=4)
 def _baseline_rows(batch: Batch) -> RowIndex:
     """The row of each sequence's baseline."""
-    return pairs_of(batch, BASELINE).baseline
+    row_of_prompt = {}
+    for row, (prompt, condition) in enumerate(batch.rows):
+        if condition == BASELINE:
+            row_of_prompt[prompt] = row
+    rows = [row_of_prompt[prompt] for prompt, _ in batch.rows]
+    return torch.tensor(
+        rows, device=batch.tokens.device
+    )  # no card is waited for, unlike in pairs_of
 
 
 @lru_cache(maxsize=4)
