@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
@@ -128,6 +128,9 @@ class ModelFacts:
     fused: Check | None = None
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
     state: State | None = None  # of the model when it was last verified
+    # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is
+    # unknown.
+    rotations: dict[Any, Any] = field(default_factory=dict)
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
     @property

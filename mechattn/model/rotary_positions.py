@@ -15,7 +15,7 @@ from mechattn.functional.attention import Attention, Rows, widened
 from mechattn.functional.budget import NO_ROTATION, Rotation
 from mechattn.functional.fused import Fused
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, original_of
+from mechattn.model.hooked import HookedModel, ModelFacts, facts_of, original_of
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
@@ -33,15 +33,29 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     ones. None does if positions are learned, because they change the hidden states. ALiBi leaves
     queries and keys alone: it is a rotation by no angle.
 
-    Trying costs as much as a short prompt.
+    What was found is kept on the model until its frequencies change: trying costs as much as a
+    short prompt, and waits for a card in each layer.
     """
+    frequencies = _frequencies(model)
+    facts = facts_of(model) or ModelFacts()
+    key = (*layers, *frequencies)
+    if key not in facts.rotations:
+        facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
+    rotations: tuple[dict[int, Rotation], str] = facts.rotations[key]
+    return rotations
+
+
+def _tried_rotations(
+    model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
+) -> tuple[dict[int, Rotation], str]:
+    """The rotations that are right for these layers, among those with the model's frequencies."""
     reason = why_not(model)
     if reason:
         return {}, reason
     boundary = boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
         return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
-    frequencies = _frequencies(model)
+
     # Some models with ALiBi take no position ids.
     if not frequencies and _have_biases(_attentions(model, layers, rows=1)):
         return dict.fromkeys(layers, NO_ROTATION), ""
@@ -104,14 +118,14 @@ def _attentions(
     return attention_of_layer
 
 
-def _frequencies(model: HookedModel) -> list[Tensor]:
-    """The different rotary frequencies in the model's buffers, on the CPU."""
+def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
+    """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
     frequencies = {}
     owner: Any = original_of(model) or model
     for name, buffer in owner.named_buffers():
         if name.endswith("inv_freq"):
             frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
-    return list(frequencies.values())
+    return frequencies
 
 
 def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
