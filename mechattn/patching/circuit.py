@@ -329,13 +329,12 @@ def circuit(
 def _halves(request: Request) -> tuple[Request, Request]:
     """The same of the half of the prompts that ranks, and of the half that reports."""
     request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
-    ranking_half, reporting_half = request.units.halves()
 
-    ranking_prompts = [request.prompts[index] for index in ranking_half]
-    ranking = replace(request, prompts=ranking_prompts)
-
-    reporting_prompts = [request.prompts[index] for index in reporting_half]
-    reporting = replace(request, prompts=reporting_prompts)
+    halves = []
+    for half in request.units.halves():
+        prompts = [request.prompts[index] for index in half]
+        halves.append(replace(request, prompts=prompts))
+    ranking, reporting = halves
     return ranking, reporting
 
 

@@ -188,8 +188,7 @@ class Patching:
     @cached_property
     def _tests(self) -> dict[str, PairedTests]:
         """The tests of all rows."""
-        every = slice(None)
-        compared = self._compared(units=every, rows=every)
+        compared = self._compared(units=slice(None), rows=slice(None))
         return _tests_of(compared)
 
     @property

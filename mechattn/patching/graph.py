@@ -158,14 +158,12 @@ def showing_edges(model: HookedModel) -> Iterator[None]:
 
     try:
         for name in changed:
-            switch = getattr(model, f"set_{name}")
-            switch(_SWITCHES[name])
+            getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
         # Back in the other order, as TransformerLens refuses some of them together.
         for name in reversed(changed):
-            switch = getattr(model, f"set_{name}")
-            switch(before[name])
+            getattr(model, f"set_{name}")(before[name])
 
 
 def run_edges(

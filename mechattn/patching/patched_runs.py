@@ -250,7 +250,7 @@ def logits_of(
     tokens = sequence.tokens.expand(rows, -1).to(device)
     options: dict[str, Any] = dict(keeping_nothing(model))
 
-    # Only where positions are not counted from 0: not every model takes them.
+    # Positions are given only where they are not simply counted from 0.
     usual_positions = torch.arange(len(sequence))
     if (sequence.position_ids != usual_positions).any():
         options["position_ids"] = sequence.position_ids.expand(rows, -1).to(device)

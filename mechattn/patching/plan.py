@@ -45,13 +45,14 @@ class PairRuns:
 
     def patched_tokens(self, cell: Cell) -> Bool[Tensor, " shared"]:
         """Which of the tokens that both runs have are those of a cell."""
-        base = self.base
-        segments = base.sequence.segment[base.places]
-        if cell.tokens is None:
+        segments = self.base.sequence.segment[self.base.places]
+        tokens = cell.tokens
+
+        if tokens is None:
             return segments >= 0
-        if isinstance(cell.tokens, str):
-            return segments == SEGMENTS.index(cell.tokens)
-        return self.pair.origins == cell.tokens
+        if isinstance(tokens, str):
+            return segments == SEGMENTS.index(tokens)
+        return self.pair.origins == tokens
 
     def changes(self, cell: Cell, values: Mapping[Where, Z]) -> list[Change]:
         """What a cell puts at which positions of the base run."""
