@@ -15,12 +15,14 @@ from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import tokenize
 
-Logits = Float[Tensor, "row answer d_vocab"]
+Logits = Float[Tensor, "row answer d_vocab"]  # before each token of the answer
+Answer = Int[Tensor, " answer"]  # its tokens
+Values = Float[Tensor, " row"]  # of a metric
 Named = Literal["logprob", "logit_diff", "logit_margin", "kl"]
-Metric = Named | Callable[[Logits, Int[Tensor, " answer"]], Float[Tensor, " row"]]
+Metric = Named | Callable[[Logits, Answer], Values]
 # Logits before each token of the answer, the answer, and the baseline's logits there; returns one
 # number per row.
-Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " row"]]
+Measured = Callable[[Logits, Answer, Logits], Values]
 
 WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
@@ -35,9 +37,7 @@ WORDS: Mapping[str, str] = {
 }
 
 
-def answer_logprob(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
+def answer_logprob(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
     token_ids = answer.expand(len(logits), -1)[..., None]
     logprobs = logits.log_softmax(-1)
@@ -45,9 +45,7 @@ def answer_logprob(
     return of_answer.sum(-1)
 
 
-def answer_margin(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
+def answer_margin(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in
     logits.
 
@@ -62,10 +60,10 @@ def answer_margin(
 
 def answer_difference(
     logits: Logits,
-    answer: Int[Tensor, " answer"],
+    answer: Answer,
     baseline: Logits,
     other_tokens: Int[Tensor, " other"],
-) -> Float[Tensor, " row"]:
+) -> Values:
     """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
     they differ.
 
@@ -81,9 +79,7 @@ def answer_difference(
     return logits[:, first, answer[first]] - logits[:, first, other_tokens[first]]
 
 
-def divergence(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
+def divergence(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``,
     in nats.
     """
@@ -172,7 +168,7 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     return other_tokens
 
 
-def _answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " answer"]:
+def _answer_tokens(prompt: Prompt, model: Any) -> Answer:
     """The tokens of a prompt's answer, where the model reads them."""
     sequence = tokenize(prompt, model)
     return sequence.tokens[sequence.of_segment("answer")]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -24,7 +24,7 @@ from mechattn.model.hooked import alone, holding
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.edges import EdgePair, EdgeRuns, edges
 from mechattn.patching.effects import DIRECTIONS, Patching
-from mechattn.patching.graph import Graph, graph_of, read_edges, showing_edges
+from mechattn.patching.graph import EdgeSet, Graph, Written, graph_of, read_edges, showing_edges
 from mechattn.patching.memory import check_edges_fit
 from mechattn.patching.pairs import Request, request_of
 from mechattn.prompts.conditions import Condition
@@ -34,6 +34,8 @@ from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 
 Ablation = Literal["counterpart", "mean", "resample"]
+# Effects of circuits, by the order that ranks edges and by the number of edges that are kept.
+CircuitEffects = Float[np.ndarray, "unit order size"]
 # Of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # of random circuits
@@ -131,9 +133,7 @@ class Circuit:
         is_enough = self.curve.faithfulness >= faithfulness
         return int(self.curve.edges[is_enough].min())
 
-    def kept(
-        self, size: int | None = None, q: float | None = None
-    ) -> Bool[np.ndarray, "writer reader"]:
+    def kept(self, size: int | None = None, q: float | None = None) -> EdgeSet:
         """The edges of the circuit that lie on a way from the embedding to the logits.
 
         Args:
@@ -372,7 +372,7 @@ class Carried:
     ablation: Ablation
     generator: np.random.Generator
 
-    def effects(self, orders: Sequence[np.ndarray]) -> Float[np.ndarray, "unit order size"]:
+    def effects(self, orders: Sequence[np.ndarray]) -> CircuitEffects:
         """The metric with the first edges of each order alone, less that of the whole model.
 
         Args:
@@ -424,7 +424,7 @@ class Carried:
         return resampled
 
 
-def _mean_written(pairs: Sequence[EdgePair]) -> Float[Tensor, "writer pos d_model"]:
+def _mean_written(pairs: Sequence[EdgePair]) -> Written:
     """The mean of what each writer writes in clean runs: by position if all are as long, else over
     all tokens.
     """
@@ -441,7 +441,7 @@ def _mean_written(pairs: Sequence[EdgePair]) -> Float[Tensor, "writer pos d_mode
     return total / count
 
 
-def _from_the_end(written: Tensor, drawn: EdgePair) -> Float[Tensor, "writer pos d_model"]:
+def _from_the_end(written: Tensor, drawn: EdgePair) -> Written:
     """What is written in another prompt's clean run, aligned at the last tokens."""
     source = read_edges(drawn.model, drawn.graph, drawn.pair.base).written
     shared = min(source.shape[1], written.shape[1])
@@ -452,7 +452,7 @@ def _from_the_end(written: Tensor, drawn: EdgePair) -> Float[Tensor, "writer pos
     return resampled
 
 
-def _curve(effects: Float[np.ndarray, "unit order size"]) -> pd.DataFrame:
+def _curve(effects: CircuitEffects) -> pd.DataFrame:
     """Faithfulness of each size, the order of the scores first, then random ones."""
     ranked_effects = effects[:, 0]
     carried = ranked_effects - ranked_effects[:, :1]
@@ -470,7 +470,7 @@ def _curve(effects: Float[np.ndarray, "unit order size"]) -> pd.DataFrame:
     )
 
 
-def _shares(effects: Float[np.ndarray, "unit order size"]) -> Float[np.ndarray, "order size"]:
+def _shares(effects: CircuitEffects) -> Float[np.ndarray, "order size"]:
     """Faithfulness of means over units; the first size is none, the last is all."""
     without_edges = effects[:, :, :1]
     carried = (effects - without_edges).mean(0)
@@ -486,7 +486,7 @@ def _ranked(scores: Patching) -> np.ndarray:
     return np.argsort(-size, kind="stable")
 
 
-def _first(graph: Graph, order: np.ndarray, size: int) -> Bool[np.ndarray, "writer reader"]:
+def _first(graph: Graph, order: np.ndarray, size: int) -> EdgeSet:
     """The first edges of an order."""
     writers, readers = graph.exists.nonzero()
     first = order[:size]
@@ -495,9 +495,7 @@ def _first(graph: Graph, order: np.ndarray, size: int) -> Bool[np.ndarray, "writ
     return kept_edges
 
 
-def _connected(
-    graph: Graph, kept_edges: Bool[np.ndarray, "writer reader"]
-) -> Bool[np.ndarray, "writer reader"]:
+def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
     into = np.array([np.isin(graph.writers, graph.read_by(name)) for name in graph.readers])
     is_logits = np.array(graph.readers) == "logits"

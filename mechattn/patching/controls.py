@@ -16,6 +16,9 @@ from mechattn.model.hooks import attention_window
 from mechattn.patching.pairs import Pair
 from mechattn.patching.patched_runs import Part, Run, Where
 
+Output = Float[Tensor, "original d_head"]  # of a head, at the base run's original tokens
+Probabilities = Float[Tensor, "original key"]  # of a head's pattern at these tokens
+
 
 def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
     """Another prompt's pair for each, drawn among those at least as long; none for the longest.
@@ -57,8 +60,8 @@ def random_steps(
     seed: int,
     prompt_id: str,
     base: Run,
-    values: Mapping[Where, Float[Tensor, "original d_head"]],
-) -> dict[Where, Float[Tensor, "original d_head"]]:
+    values: Mapping[Where, Output],
+) -> dict[Where, Output]:
     """Each head's own output and a random step, as long as that to its value; of patterns, the
     value's probabilities in random order.
 
@@ -102,11 +105,11 @@ def as_long(direction: Tensor, step: Tensor) -> Tensor:
 
 
 def _shuffled(
-    value: Float[Tensor, "original key"],
-    uniform: Float[Tensor, "original key"],
+    value: Probabilities,
+    uniform: Probabilities,
     places: Tensor,
     window: int | None,
-) -> Float[Tensor, "original key"]:
+) -> Probabilities:
     """Each token's probabilities, permuted among the keys that it sees: these are at least as many
     as have a probability above 0."""
     width = value.shape[-1]
@@ -121,9 +124,7 @@ def _shuffled(
     return shuffled.scatter(-1, order, probabilities)
 
 
-def aligned(
-    base: Run, source: Run, where: Where, part: Part = "z"
-) -> Float[Tensor, "original d_head"]:
+def aligned(base: Run, source: Run, where: Where, part: Part = "z") -> Output:
     """A head's output in another run at the base run's original tokens; from the end, after a
     shared beginning.
 

@@ -22,6 +22,7 @@ from mechattn.patching.graph import (
     Graph,
     Place,
     Replacing,
+    Written,
     graph_of,
     read_edges,
     run_edges,
@@ -34,7 +35,7 @@ from mechattn.patching.memory import (
     gradients_row_bytes,
     rows_within,
 )
-from mechattn.patching.pairs import Pair, Unpatched, request_of
+from mechattn.patching.pairs import Pair, PromptEffects, Unpatched, request_of
 from mechattn.patching.patched_runs import places_of
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.prompts.conditions import Condition
@@ -132,8 +133,8 @@ class EdgeRuns:
     run's outputs at the tokens that both have."""
 
     unpatched: Unpatched
-    written: Float[Tensor, "writer pos d_model"]
-    exchanged: Float[Tensor, "writer pos d_model"]
+    written: Written
+    exchanged: Written
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class EdgePair:
             )
         return EdgeRuns(Unpatched(pair, base.logits, source.logits), base.written, exchanged)
 
-    def attributed(self, steps: int) -> dict[str, np.ndarray | float]:
+    def attributed(self, steps: int) -> PromptEffects:
         """The score of each edge, that of a random step, and the whole effect.
 
         Args:
@@ -188,7 +189,7 @@ class EdgePair:
         runs = self.runs()
         gradients = self._gradients(steps, runs)
 
-        def scores(step: Float[Tensor, "writer pos d_model"]) -> np.ndarray:
+        def scores(step: Written) -> np.ndarray:
             by_edge = step.flatten(1) @ gradients.flatten(1).T
             return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
@@ -262,7 +263,7 @@ class EdgePair:
     def with_edges(
         self,
         kept_edges: Bool[Tensor, "row writer reader"],
-        replacement: Float[Tensor, "writer pos d_model"],
+        replacement: Written,
         unpatched: Unpatched,
     ) -> Float[np.ndarray, " row"]:
         """The effect of keeping only some edges: all others carry what ``replacement`` has.

@@ -20,6 +20,8 @@ from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.resolution import Resolution, resolution
 from mechattn.stats.units import Units, halves_of
 
+Columns = dict[str, np.ndarray]  # of a table, by name
+
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
 # What a positive effect means: denoising takes from the baseline, noising from the other version.
@@ -172,7 +174,7 @@ class Patching:
         }
         return by_head(table)
 
-    def _compared(self, units: Any, rows: Any) -> dict[str, np.ndarray]:
+    def _compared(self, units: Any, rows: Any) -> Columns:
         """The values to test [unit row]: effects, and what is beyond each control, without the
         units that lack it.
         """
@@ -389,7 +391,7 @@ def _printed(table: pd.DataFrame) -> str:
     return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
 
 
-def _tests_of(compared: Mapping[str, np.ndarray]) -> dict[str, PairedTests]:
+def _tests_of(compared: Columns) -> dict[str, PairedTests]:
     """The tests of each column [unit row]; NaN with fewer units than a test needs."""
     tests = {}
     for name, values in compared.items():
@@ -413,7 +415,7 @@ def _interval(values: np.ndarray) -> Interval:
     return Interval(mean, nan, nan)
 
 
-def _with_ends(name: str, interval: Interval) -> dict[str, np.ndarray]:
+def _with_ends(name: str, interval: Interval) -> Columns:
     """The three columns of an interval."""
     return {
         name: interval.estimate,

@@ -23,9 +23,14 @@ from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.model.unembedding import FrozenNorm
-from mechattn.patching.patched_runs import logits_of
+from mechattn.patching.answer_metrics import Logits
+from mechattn.patching.patched_runs import ActivationChange, logits_of
 from mechattn.prompts.token_sequences import TokenSequence
 
+# Which edges, such as those that exist or those of a circuit.
+EdgeSet = Bool[np.ndarray, "writer reader"]
+# What every writer adds to the residual stream at every token.
+Written = Float[Tensor, "writer pos d_model"]
 # Where readers read, such as ("q", 3): a part and a layer.
 Place = tuple[str, int]
 # From a reading place and what the readers there read to what they read instead.
@@ -51,7 +56,7 @@ class Graph:
     writers: tuple[str, ...]
     # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
     readers: tuple[str, ...]
-    exists: Bool[np.ndarray, "writer reader"]  # which writers come before which readers
+    exists: EdgeSet  # which writers come before which readers
     # The readers of each reading place, in the order of a forward pass.
     places: dict[Place, slice]
     # Norms between attention and the residual stream, by layer (Gemma 2 and 3, OLMo 2).
@@ -174,9 +179,9 @@ def run_edges(
     *,
     reading: Reading | None = None,
     writing: Writing | None = None,
-    embedded: Callable[[Tensor], Tensor] | None = None,
+    embedded: ActivationChange | None = None,
     gradients: bool = False,
-) -> Float[Tensor, "row answer d_vocab"]:
+) -> Logits:
     """Logits before the answer, in a pass that may change what is read.
 
     Where a norm follows attention, a head writes its share of what comes after it,
@@ -241,8 +246,8 @@ def run_edges(
 
     with ExitStack() as stack:
         for hook_name, function in hooks.items():
-            handle = model.hook_dict[hook_name].register_forward_hook(function)
-            stack.callback(handle.remove)
+            hook = model.hook_dict[hook_name]
+            stack.enter_context(hook.register_forward_hook(function))
         return logits_of(model, sequence, rows, gradients)
 
 
@@ -268,7 +273,7 @@ class EdgeRun:
     read."""
 
     logits: Float[Tensor, "1 answer d_vocab"]
-    written: Float[Tensor, "writer pos d_model"]
+    written: Written
     stream: Float[Tensor, "pos d_model"]
 
 
@@ -326,7 +331,7 @@ class Replacing:
         self,
         kept_edges: Bool[Tensor, "row writer reader"],
         graph: Graph,
-        replacement: Float[Tensor, "writer pos d_model"],
+        replacement: Written,
     ) -> None:
         cut = ~kept_edges & torch.as_tensor(graph.exists)
         cut_by_reader = rearrange(cut, "row writer reader -> row reader writer")

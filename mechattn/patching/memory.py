@@ -20,8 +20,7 @@ def rows_within(budget: int, row: int) -> int:
 def row_bytes(model: HookedModel, pair: Pair, beside: int = 0) -> int:
     """What a row of a forward pass takes: a layer at work, and logits before the answer.
 
-    ``4 · (tokens · (8 d_model + heads · (6 d_head + 3 tokens) + MLP + beside) + logits)``, in which
-    each factor is the number of copies that a pass holds at once.
+    ``4 · (tokens · (8 d_model + heads · (6 d_head + 3 tokens) + MLP + beside) + logits)``
 
     Args:
         model: The hooked model.

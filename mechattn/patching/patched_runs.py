@@ -18,6 +18,7 @@ from mechattn.model.hooked import HookedModel, attribute_set
 from mechattn.model.hooks import blocks_of, keeping_nothing
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
 from mechattn.model.several_devices import device_of
+from mechattn.patching.answer_metrics import Logits
 from mechattn.prompts.token_sequences import TokenSequence
 
 # Each head's output before W_O; its queries, keys and values before RoPE and norms (for heads with
@@ -27,6 +28,10 @@ Part = Literal["z", "q", "k", "v", "pattern", "resid_post", "attn_out", "mlp_out
 OF_LAYER = ("resid_post", "attn_out", "mlp_out")  # parts without heads
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
+# A number for each original token that both runs have, such as its position.
+SharedTokens = Int[Tensor, " shared"]
+# From a part of a layer [batch pos head d_head] to what replaces it.
+ActivationChange = Callable[[Tensor], Tensor]
 # A head, positions, and what to put there.
 Change = tuple[Where, Int[Tensor, " place"], Float[Tensor, "place d_head"]]
 
@@ -43,16 +48,16 @@ class Run:
     sequence: TokenSequence
     z: Mapping[int, Z]
     logits: Float[Tensor, "1 answer d_vocab"]
-    origins: Int[Tensor, " shared"]
+    origins: SharedTokens
     inputs_of: Mapping[int, Any] = field(default_factory=dict)
 
     @property
-    def places(self) -> Int[Tensor, " shared"]:
+    def places(self) -> SharedTokens:
         """The position of each original token that both versions have, in baseline order."""
         return places_of(self.sequence, self.origins)
 
 
-def places_of(sequence: TokenSequence, origins: Int[Tensor, " shared"]) -> Int[Tensor, " shared"]:
+def places_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens:
     """The positions of tokens with these origins.
 
     Args:
@@ -74,7 +79,7 @@ def places_of(sequence: TokenSequence, origins: Int[Tensor, " shared"]) -> Int[T
 
 @contextmanager
 def changing(
-    model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]
+    model: HookedModel, part: Part, layers: Mapping[int, ActivationChange]
 ) -> Iterator[None]:
     """Replace a part of each layer [batch pos head d_head] by a function of it during forward
     passes.
@@ -102,31 +107,25 @@ def changing(
 
             for layer, change in layers.items():
                 hook = model.hook_dict[f"blocks.{layer}.{name}"]
-                handle = hook.register_forward_hook(partial(by_head, change))
-                stack.callback(handle.remove)
+                function = partial(by_head, change)
+                stack.enter_context(hook.register_forward_hook(function))
         yield
 
 
-def _only(
-    part: Part, change: Callable[[Tensor], Tensor], heads: int, kind: str, x: Tensor
-) -> Tensor:
+def _only(part: Part, change: ActivationChange, heads: int, kind: str, x: Tensor) -> Tensor:
     """Keys and values come to the same function; only one of the two is changed."""
     if kind != part:
         return x
     return _by_head(change, None, None, x, heads)
 
 
-def _by_head(
-    change: Callable[[Tensor], Tensor], module: Any, inputs: Any, x: Tensor, heads: int
-) -> Tensor:
+def _by_head(change: ActivationChange, module: Any, inputs: Any, x: Tensor, heads: int) -> Tensor:
     """A forward hook that changes an activation [batch pos head d_head], whatever its shape."""
     changed = change(split_heads(x, heads))
     return changed.reshape(x.shape)
 
 
-def _by_query(
-    change: Callable[[Tensor], Tensor], module: Any, inputs: Any, pattern: Tensor
-) -> Tensor:
+def _by_query(change: ActivationChange, module: Any, inputs: Any, pattern: Tensor) -> Tensor:
     """A forward hook that changes a pattern with its queries first, as other parts have theirs."""
     by_query = rearrange(pattern, "batch head query key -> batch query head key")
     changed = change(by_query)
@@ -136,7 +135,7 @@ def _by_query(
 def read(
     model: HookedModel,
     sequence: TokenSequence,
-    origins: Int[Tensor, " shared"],
+    origins: SharedTokens,
     layers: Sequence[int],
     part: Part,
     starts: Sequence[int] = (),
@@ -166,8 +165,9 @@ def read(
     with ExitStack() as stack:
         stack.enter_context(changing(model, part, records))
         for layer in starts:
-            handle = blocks[layer - 1].register_forward_hook(partial(record_block, layer))
-            stack.callback(handle.remove)
+            block_before = blocks[layer - 1]
+            recorder = partial(record_block, layer)
+            stack.enter_context(block_before.register_forward_hook(recorder))
         logits = logits_of(model, sequence)
     return Run(sequence, activations, logits, origins, block_outputs)
 
@@ -237,7 +237,7 @@ def _repeated(out: Any, rows: int) -> Any:
 
 def logits_of(
     model: HookedModel, sequence: TokenSequence, rows: int = 1, gradients: bool = False
-) -> Float[Tensor, "row answer d_vocab"]:
+) -> Logits:
     """Logits before each token of the answer, for a number of copies of a sequence.
 
     Args:
@@ -267,8 +267,7 @@ def logits_of(
         # Logits of all tokens would take the memory of many rows.
         unembed: Any = getattr(model, "unembed", None)
         if unembed is not None:
-            handle = unembed.register_forward_pre_hook(only_before_answer)
-            stack.callback(handle.remove)
+            stack.enter_context(unembed.register_forward_pre_hook(only_before_answer))
         stack.enter_context(torch.set_grad_enabled(gradients))
         stack.enter_context(_without_gradients_of_weights(model))
         logits = model(tokens, return_type="logits", **options)
@@ -293,7 +292,7 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 
 def patched_logits(
     model: HookedModel, run: Run, changes_by_row: Sequence[Sequence[Change]], part: Part = "z"
-) -> Float[Tensor, "row answer d_vocab"]:
+) -> Logits:
     """Logits of copies of a run, each with its changes to a part.
 
     The pass starts at the first layer that is changed, where the run may start there.
@@ -363,8 +362,7 @@ def gradients_of(
     first_stream = model.hook_dict[f"blocks.{first_layer}.hook_resid_pre"]
     records = {layer: partial(record, layer) for layer in layers}
     with ExitStack() as stack:
-        handle = first_stream.register_forward_hook(begin_graph)
-        stack.callback(handle.remove)
+        stack.enter_context(first_stream.register_forward_hook(begin_graph))
         stack.enter_context(changing_z(model, records))
         logits = logits_of(model, sequence, gradients=True)
 

@@ -22,7 +22,7 @@ from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import as_long
 from mechattn.patching.effects import Patching
 from mechattn.patching.memory import paths_row_bytes, rows_within
-from mechattn.patching.pairs import Pair, Request, Unpatched, request_of
+from mechattn.patching.pairs import Pair, PromptEffects, Request, Unpatched, request_of
 from mechattn.patching.patched_runs import (
     Run,
     Where,
@@ -152,7 +152,7 @@ def _path_of(ends: Any) -> Path:
     )
 
 
-def _effects(request: Request, named: Sequence[Path], pair: Pair) -> dict[str, np.ndarray | float]:
+def _effects(request: Request, named: Sequence[Path], pair: Pair) -> PromptEffects:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     model = request.model
     receiving_layers = [path.receiver[0] for path in named if path.receiver]
@@ -175,7 +175,7 @@ def _effects(request: Request, named: Sequence[Path], pair: Pair) -> dict[str, n
         outputs["random"][layer, head] = z + as_long(direction, source_z - z)
 
     rows = rows_within(request.memory, paths_row_bytes(model, pair))
-    effects: dict[str, np.ndarray | float] = {"whole": unpatched.whole}
+    effects: PromptEffects = {"whole": unpatched.whole}
     for name, outputs_of_senders in outputs.items():
         batches = []
         for start in range(0, len(named), rows):
