@@ -4,27 +4,24 @@ themselves."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
-from torch import Tensor
-from tqdm.auto import tqdm
 
 from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice, check_counts, warn
-from mechattn.model.hooked import alone, holding
+from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.edges import EdgePair, EdgeRuns, edges
+from mechattn.patching.carried import Ablation, Carried, CircuitEffects, first_edges
+from mechattn.patching.edges import edges
 from mechattn.patching.effects import DIRECTIONS, Patching
-from mechattn.patching.graph import EdgeSet, Graph, Written, graph_of, read_edges, showing_edges
+from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.memory import check_edges_fit
 from mechattn.patching.pairs import Request, request_of
 from mechattn.prompts.conditions import Condition
@@ -33,9 +30,6 @@ from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 
-Ablation = Literal["counterpart", "mean", "resample"]
-# Effects of circuits, by the order that ranks edges and by the number of edges that are kept.
-CircuitEffects = Float[np.ndarray, "unit order size"]
 # Of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # of random circuits
@@ -145,7 +139,7 @@ class Circuit:
             count = self.size() if size is None else size
             check_counts(size=count)
             order = _ranked(self.edges)
-            return _connected(self.graph, _first(self.graph, order, count))
+            return _connected(self.graph, first_edges(self.graph, order, count))
 
         table = self.edges.table()
         tested = table.attrs["tested"]
@@ -309,7 +303,6 @@ def circuit(
     curve.insert(0, "edges", sizes)
 
     cfg = model.cfg
-    has_parallel_mlp = bool(getattr(cfg, "parallel_attn_mlp", False))
     about = {
         **scores.about,
         "ablation": ablation,
@@ -320,7 +313,7 @@ def circuit(
             "n_layers": cfg.n_layers,
             "n_heads": cfg.n_heads,
             "d_model": cfg.d_model,
-            "parallel_attn_mlp": has_parallel_mlp,
+            "parallel_attn_mlp": bool(getattr(cfg, "parallel_attn_mlp", False)),
         },
     }
     return Circuit(scores, graph, curve, about, carried)
@@ -350,106 +343,6 @@ def _checked_sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
 
     distinct_sizes = {0, *sizes, count}
     return sorted(distinct_sizes)
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Measures what the first edges of an order carry by themselves, on the half that reports.
-
-    Args:
-        ranking: The half whose runs give the replacement of ablated edges.
-        reporting: The half on which circuits are run.
-        graph: The graph of the model.
-        sizes: Numbers of edges, from none to all.
-        ablation: What the other edges carry, as for ``circuit``.
-        generator: Draws the prompts of "resample".
-    """
-
-    ranking: Request
-    reporting: Request
-    graph: Graph
-    sizes: Sequence[int]
-    ablation: Ablation
-    generator: np.random.Generator
-
-    def effects(self, orders: Sequence[np.ndarray]) -> CircuitEffects:
-        """The metric with the first edges of each order alone, less that of the whole model.
-
-        Args:
-            orders: Numbers of the graph's edges, the first to keep first.
-
-        Returns:
-            In the units of the metric, means over each unit's prompts.
-        """
-        circuits = []
-        for order in orders:
-            for size in self.sizes:
-                circuits.append(_first(self.graph, order, size))
-        kept_edges = torch.from_numpy(np.stack(circuits))
-
-        model = self.reporting.model
-        effects = []
-        with holding(model), showing_edges(model):
-            replacement_of = self._replacement()
-            for edge_pair in tqdm(self._edge_pairs(self.reporting), desc="circuits", delay=2):
-                runs = edge_pair.runs()
-                replacement = replacement_of(runs)
-                of_circuits = edge_pair.with_edges(kept_edges, replacement, runs.unpatched)
-                effects.append(of_circuits)
-
-        prompt_count = len(effects)
-        by_order = np.reshape(effects, (prompt_count, len(orders), len(self.sizes)))
-        return self.reporting.units.means(by_order)
-
-    def _edge_pairs(self, request: Request) -> list[EdgePair]:
-        """The pairs of a half, with the graph whose edges are measured."""
-        return [EdgePair(request.model, self.graph, pair, request.memory) for pair in request.pairs]
-
-    def _replacement(self) -> Callable[[EdgeRuns], Tensor]:
-        """What edges outside a circuit carry in a pair's run."""
-        if self.ablation == "counterpart":
-            return lambda runs: runs.exchanged
-
-        ranking_pairs = self._edge_pairs(self.ranking)
-        if self.ablation == "mean":
-            mean = _mean_written(ranking_pairs)
-            return lambda runs: mean.expand_as(runs.written)
-
-        draws = deepcopy(self.generator)  # the same prompts for every ranking
-
-        def resampled(runs: EdgeRuns) -> Tensor:
-            drawn = int(draws.integers(len(ranking_pairs)))
-            return _from_the_end(runs.written, ranking_pairs[drawn])
-
-        return resampled
-
-
-def _mean_written(pairs: Sequence[EdgePair]) -> Written:
-    """The mean of what each writer writes in clean runs: by position if all are as long, else over
-    all tokens.
-    """
-    lengths = [len(pair.pair.base) for pair in pairs]
-    same_length = len(set(lengths)) == 1
-    count = len(pairs) if same_length else sum(lengths)
-
-    total: Any = 0.0
-    for pair in pairs:
-        written = read_edges(pair.model, pair.graph, pair.pair.base).written
-        if not same_length:
-            written = written.sum(1, keepdim=True)
-        total = total + written
-    return total / count
-
-
-def _from_the_end(written: Tensor, drawn: EdgePair) -> Written:
-    """What is written in another prompt's clean run, aligned at the last tokens."""
-    source = read_edges(drawn.model, drawn.graph, drawn.pair.base).written
-    shared = min(source.shape[1], written.shape[1])
-
-    # A longer prompt keeps its own outputs at the tokens before.
-    resampled = written.clone()
-    resampled[:, -shared:] = source[:, -shared:]
-    return resampled
 
 
 def _curve(effects: CircuitEffects) -> pd.DataFrame:
@@ -484,15 +377,6 @@ def _ranked(scores: Patching) -> np.ndarray:
     is_edge = ~np.isnan(mean)
     size = abs(mean[is_edge])
     return np.argsort(-size, kind="stable")
-
-
-def _first(graph: Graph, order: np.ndarray, size: int) -> EdgeSet:
-    """The first edges of an order."""
-    writers, readers = graph.exists.nonzero()
-    first = order[:size]
-    kept_edges = np.zeros_like(graph.exists)
-    kept_edges[writers[first], readers[first]] = True
-    return kept_edges
 
 
 def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
