@@ -31,7 +31,14 @@ _MOST_ROWS = 32  # in a pass: more are no faster
 
 @dataclass(frozen=True)
 class PairRuns:
-    """Both runs of a pair, unpatched; and another prompt's source run, if it is a control."""
+    """Both runs of a pair, unpatched.
+
+    Args:
+        pair: The pair.
+        base: The run that is patched.
+        source: The run from which activations are taken.
+        partner: Another prompt's source run, if it is a control.
+    """
 
     pair: Pair
     base: Run
@@ -55,7 +62,12 @@ class PairRuns:
         return self.pair.origins == tokens
 
     def changes(self, cell: Cell, values: Mapping[Where, Z]) -> list[Change]:
-        """What a cell puts at which positions of the base run."""
+        """What a cell puts at which positions of the base run.
+
+        Args:
+            cell: The patch.
+            values: What replaces each head's output, at the tokens that both runs have.
+        """
         tokens = self.patched_tokens(cell)
         places = self.base.places[tokens]
 
@@ -95,6 +107,9 @@ class PatchingPlan:
     def effects(self, pair: Pair) -> dict[str, Any]:
         """The effect of each cell and its controls [cell], NaN where no token has a partner; the
         whole effect, and the metric of the base run.
+
+        Returns:
+            "effect" and the controls [cell], "whole" and "before", in the units of the metric.
         """
         model = self.request.model
         target = self.target

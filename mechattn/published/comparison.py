@@ -55,7 +55,10 @@ class Comparison:
         )
 
     def place_words(self, statement: Statement) -> str:
-        """Where a statement stands, and how it was read."""
+        """Where a statement stands, and how it was read.
+
+        Such as "arXiv:2510.01032, section 2; stated".
+        """
         source = self.statements.sources[statement.source]
         words = {
             "caption": "read off an automatic description",

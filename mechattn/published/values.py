@@ -49,7 +49,10 @@ class Asked(Section):
 
 def change(result: Result, asked: Asked) -> PerPrompt:
     """Log-ratio of what the question has under two conditions; mean over heads, then over
-    layers."""
+    layers.
+
+    ``mean over layers of log(mean under condition / mean under to)``
+    """
     after = of_segment(result, asked, asked.condition)
     before = of_segment(result, asked, asked.to)
     return log_ratio(after, before).mean(1)
@@ -294,7 +297,14 @@ def selected(result: Result, name: str, asked: Asked, condition: str) -> xr.Data
 def of_segment(
     result: Result, asked: Asked, condition: str, segment: str = "question"
 ) -> Float[np.ndarray, "prompt layer *rest"]:
-    """The quantity of a segment, mean over heads."""
+    """The quantity of a segment, mean over heads.
+
+    Args:
+        result: The result of a run.
+        asked: Which quantity, and in which layers.
+        condition: The condition.
+        segment: The segment, where the quantity is measured by segment.
+    """
     values = selected(result, asked.quantities[0], asked, condition)
     if "segment" in values.dims:
         values = values.sel(segment=segment)
