@@ -15,12 +15,14 @@ from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import tokenize
 
-Logits = Float[Tensor, "row answer d_vocab"]
+Logits = Float[Tensor, "row answer d_vocab"]  # before each token of the answer
+Answer = Int[Tensor, " answer"]  # its tokens
+Values = Float[Tensor, " row"]  # of a metric
 Named = Literal["logprob", "logit_diff", "logit_margin", "kl"]
-Metric = Named | Callable[[Logits, Int[Tensor, " answer"]], Float[Tensor, " row"]]
+Metric = Named | Callable[[Logits, Answer], Values]
 # Logits before each token of the answer, the answer, and the baseline's logits there; returns one
 # number per row.
-Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " row"]]
+Measured = Callable[[Logits, Answer, Logits], Values]
 
 WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
@@ -35,35 +37,41 @@ WORDS: Mapping[str, str] = {
 }
 
 
-def answer_logprob(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
+def answer_logprob(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
     token_ids = answer.expand(len(logits), -1)[..., None]
-    return logits.log_softmax(-1).gather(-1, token_ids)[..., 0].sum(-1)
+    logprobs = logits.log_softmax(-1)
+    of_answer = logprobs.gather(-1, token_ids)[..., 0]
+    return of_answer.sum(-1)
 
 
-def answer_margin(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
+def answer_margin(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in
     logits.
 
     Above 0 if greedy decoding would give the answer.
     """
     token_ids = answer.expand(len(logits), -1)[..., None]
-    runner_up = logits.scatter(-1, token_ids, -torch.inf).amax(-1)
-    return (logits.gather(-1, token_ids)[..., 0] - runner_up).mean(-1)
+    without_answer = logits.scatter(-1, token_ids, -torch.inf)
+    runner_up = without_answer.amax(-1)
+    of_answer = logits.gather(-1, token_ids)[..., 0]
+    return (of_answer - runner_up).mean(-1)
 
 
 def answer_difference(
     logits: Logits,
-    answer: Int[Tensor, " answer"],
+    answer: Answer,
     baseline: Logits,
     other_tokens: Int[Tensor, " other"],
-) -> Float[Tensor, " row"]:
+) -> Values:
     """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
     they differ.
+
+    Args:
+        logits: Logits before each token of the answer.
+        answer: The tokens of the reference answer.
+        baseline: The baseline's logits, which are not used.
+        other_tokens: The tokens of the other answer.
     """
     shorter = min(len(answer), len(other_tokens))
     differs = answer[:shorter] != other_tokens[:shorter].to(answer.device)
@@ -71,14 +79,14 @@ def answer_difference(
     return logits[:, first, answer[first]] - logits[:, first, other_tokens[first]]
 
 
-def divergence(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
+def divergence(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``,
     in nats.
     """
     expected = baseline.log_softmax(-1)
-    return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
+    log_ratio = expected - logits.log_softmax(-1)
+    of_token = (expected.exp() * log_ratio).sum(-1)
+    return of_token.mean(-1)
 
 
 _NAMED: Mapping[str, Callable[..., Tensor]] = {
@@ -99,7 +107,11 @@ def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
 
 
 def metric_words(metric: Metric) -> str:
-    """What a metric measures."""
+    """What a metric measures.
+
+    Raises:
+        OptionError: There is no such metric.
+    """
     if callable(metric):
         return getattr(metric, "__name__", "a function")
     if metric not in WORDS:
@@ -111,7 +123,11 @@ def metric_words(metric: Metric) -> str:
 
 
 def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measured]:
-    """The function of a metric for each prompt."""
+    """The function of a metric for each prompt.
+
+    Raises:
+        PromptError: "logit_diff" is asked of a prompt that cannot have it.
+    """
     if callable(metric):
         own_metric = metric
         return [lambda logits, answer, baseline: own_metric(logits, answer)] * len(prompts)
@@ -123,7 +139,11 @@ def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[M
 
 
 def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
-    """The tokens of a prompt's other answer, where the model would read them."""
+    """The tokens of a prompt's other answer, where the model would read them.
+
+    Raises:
+        PromptError: It has none, or one that no logits distinguish from the reference answer.
+    """
     if not prompt.other_answer:
         raise PromptError(
             f'{prompt.where} has no other answer, which metric="logit_diff" needs: '
@@ -148,6 +168,7 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     return other_tokens
 
 
-def _answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " answer"]:
+def _answer_tokens(prompt: Prompt, model: Any) -> Answer:
+    """The tokens of a prompt's answer, where the model reads them."""
     sequence = tokenize(prompt, model)
     return sequence.tokens[sequence.of_segment("answer")]

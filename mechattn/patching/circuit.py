@@ -4,27 +4,24 @@ themselves."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
-from tqdm.auto import tqdm
+from jaxtyping import Float
 
 from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice, check_counts, warn
-from mechattn.model.hooked import alone, holding
+from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.edges import EdgePair, EdgeRuns, edges
+from mechattn.patching.carried import Ablation, Carried, CircuitEffects, first_edges
+from mechattn.patching.edges import edges
 from mechattn.patching.effects import DIRECTIONS, Patching
-from mechattn.patching.graph import Graph, graph_of, read_edges, showing_edges
+from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.memory import check_edges_fit
 from mechattn.patching.pairs import Request, request_of
 from mechattn.prompts.conditions import Condition
@@ -33,7 +30,6 @@ from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 
-Ablation = Literal["counterpart", "mean", "resample"]
 # Of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # of random circuits
@@ -72,46 +68,66 @@ class Circuit:
         Raises:
             OptionError: It does not rank the edges of this model, or the curve has such a column.
         """
-        ranks_these = isinstance(scores, Patching) and scores.labels == ["writer", "reader"]
-        if not ranks_these or scores.effects.effect.shape[1:] != self.graph.exists.shape:
+        ranks_edges = isinstance(scores, Patching) and scores.labels == ["writer", "reader"]
+        if not ranks_edges or scores.effects.effect.shape[1:] != self.graph.exists.shape:
             raise OptionError(
                 f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns "
                 "for it, or for its architecture with other weights"
             )
         if name in self.curve:
             raise OptionError(f"the curve has a column {name!r} already; give another name")
-        shares = _shares(self._carried.effects([_ranked(scores)]))
-        return replace(self, curve=self.curve.assign(**{name: shares[0]}))
+
+        order = _ranked(scores)
+        effects = self._carried.effects([order])
+        shares = _shares(effects)
+        curve = self.curve.assign(**{name: shares[0]})
+        return replace(self, curve=curve)
 
     @property
     def areas(self) -> dict[str, float]:
         """CPR, the area under faithfulness over the share of edges, and CMD, that between it and
-        1."""
+        1.
+
+        Returns:
+            "CPR" and "CMD" of the scores, "CPR_random" and "CMD_random" of random circuits, and
+            the same of each ranking that ``beside`` added.
+        """
         share = self.curve.share.values
+        rankings = self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore")
+
         areas = {}
-        for ranking in self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore"):
+        for ranking in rankings:
             values = self.curve[ranking].values
+            distance = abs(1 - values)
             suffix = "" if ranking == "faithfulness" else f"_{ranking}"
             areas[f"CPR{suffix}"] = float(np.trapezoid(values, share))
-            areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - values), share))
+            areas[f"CMD{suffix}"] = float(np.trapezoid(distance, share))
         return areas
 
     def stability(self, size: int | None = None) -> tuple[float, float]:
         """Jaccard index of the first edges of both halves of the ranking prompts, and its
         expectation by chance.
+
+        Args:
+            size: As for ``kept``.
         """
         count = self.size() if size is None else size
-        values = self.edges.units.means(self.edges.effects.effect.values[:, self.graph.exists])
-        first, second = (largest(values[half], count) for half in halves_of(len(values)))
-        return jaccard(first, second), jaccard_by_chance(count, count, values.shape[1])
+        scores = self.edges.effects.effect.values[:, self.graph.exists]
+        by_unit = self.edges.units.means(scores)
+        unit_count, edge_count = by_unit.shape
+
+        first_half, second_half = halves_of(unit_count)
+        first = largest(by_unit[first_half], count)
+        second = largest(by_unit[second_half], count)
+        by_chance = jaccard_by_chance(count, count, edge_count)
+        return jaccard(first, second), by_chance
 
     def size(self, faithfulness: float = _ENOUGH) -> int:
         """The smallest size on the curve with at least this faithfulness."""
-        return int(self.curve.edges[self.curve.faithfulness >= faithfulness].min())
+        is_enough = self.curve.faithfulness >= faithfulness
+        return int(self.curve.edges[is_enough].min())
 
-    def kept(
-        self, size: int | None = None, q: float | None = None
-    ) -> Bool[np.ndarray, "writer reader"]:
+    def kept(self, size: int | None = None, q: float | None = None) -> EdgeSet:
         """The edges of the circuit that lie on a way from the embedding to the logits.
 
         Args:
@@ -122,45 +138,75 @@ class Circuit:
         if q is None:
             count = self.size() if size is None else size
             check_counts(size=count)
-            return _connected(self.graph, _first(self.graph, _ranked(self.edges), count))
+            order = _ranked(self.edges)
+            return _connected(self.graph, first_edges(self.graph, order, count))
+
         table = self.edges.table()
+        tested = table.attrs["tested"]
         kept_edges = np.zeros(self.graph.exists.shape, dtype=bool)
-        kept_edges[self.graph.exists] = table[f"q_{table.attrs['tested']}"] < q
+        kept_edges[self.graph.exists] = table[f"q_{tested}"] < q
         if not kept_edges.any():
             warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
 
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
-        """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first."""
+        """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first.
+
+        Args:
+            size: As for ``kept``.
+            q: As for ``kept``.
+        """
         kept_edges = self.kept(size, q)[self.graph.exists]
         order = _ranked(self.edges)
-        return self.edges.rows(order[kept_edges[order]])
+        kept_order = order[kept_edges[order]]
+        return self.edges.rows(kept_order)
 
     def save(self, path: str | Path, size: int | None = None, q: float | None = None) -> Path:
         """Write the circuit as JSON for EAP-IG's ``Graph.from_json``; shared keys and values are
         repeated by head.
+
+        Args:
+            path: The file to write.
+            size: As for ``kept``.
+            q: As for ``kept``.
+
+        Returns:
+            The path of the file.
         """
         kept_edges = self.kept(size, q)
         scores = self.edges.effects.effect.mean("prompt").values
         writers = [_eap_names(self.graph, name)[0] for name in self.graph.writers]
+
         edges_by_name: dict[str, Any] = {}
         for writer, reader in self.graph.edges:
+            score_and_choice = {
+                "score": float(scores[writer, reader]),
+                "in_graph": bool(kept_edges[writer, reader]),
+            }
             for reader_name in _eap_names(self.graph, self.graph.readers[reader]):
-                edges_by_name[f"{writers[writer]}->{reader_name}"] = {
-                    "score": float(scores[writer, reader]),
-                    "in_graph": bool(kept_edges[writer, reader]),
-                }
+                edges_by_name[f"{writers[writer]}->{reader_name}"] = score_and_choice
+
         nodes = {"logits": {"in_graph": True}}
         for name, kept_of_writer in zip(writers, kept_edges, strict=True):
             nodes[name] = {"in_graph": bool(kept_of_writer.any())}
-        content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges_by_name}
+
+        content = {
+            "cfg": self.about["cfg"],
+            "nodes": nodes,
+            "edges": edges_by_name,
+        }
         Path(path).write_text(json.dumps(content))
         return Path(path)
 
     def __str__(self) -> str:
         about = self.about
         similarity, chance = self.stability()
-        areas = [f"{name.replace('_', ' of ')} {value:.3f}" for name, value in self.areas.items()]
+
+        areas = []
+        for name, value in self.areas.items():
+            words = name.replace("_", " of ")
+            areas.append(f"{words} {value:.3f}")
+
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
@@ -228,7 +274,8 @@ def circuit(
     model = request.model
     graph = graph_of(model)
     sizes = _checked_sizes(graph, sizes)
-    check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
+    all_pairs = ranking.pairs + reporting.pairs
+    check_edges_fit(model, graph, all_pairs, request.memory)
 
     scores = edges(
         model,
@@ -239,13 +286,22 @@ def circuit(
         memory=memory,
         seed=seed,
     )
+
+    # The order of the scores, then random ones to compare it with.
     generator = np.random.default_rng(seed)
     ranked = _ranked(scores)
-    orders = [ranked, *(generator.permutation(len(ranked)) for _ in range(_DRAWS))]
+    edge_count = len(ranked)
+    orders = [ranked]
+    for _ in range(_DRAWS):
+        orders.append(generator.permutation(edge_count))
+
     carried = Carried(ranking, reporting, graph, sizes, ablation, generator)
-    curve = _curve(carried.effects(orders))
-    curve.insert(0, "share", [size / len(ranked) for size in sizes])
+    effects = carried.effects(orders)
+    curve = _curve(effects)
+    shares_of_edges = [size / edge_count for size in sizes]
+    curve.insert(0, "share", shares_of_edges)
     curve.insert(0, "edges", sizes)
+
     cfg = model.cfg
     about = {
         **scores.about,
@@ -266,10 +322,12 @@ def circuit(
 def _halves(request: Request) -> tuple[Request, Request]:
     """The same of the half of the prompts that ranks, and of the half that reports."""
     request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
-    ranking, reporting = (
-        replace(request, prompts=[request.prompts[index] for index in half])
-        for half in request.units.halves()
-    )
+
+    halves = []
+    for half in request.units.halves():
+        prompts = [request.prompts[index] for index in half]
+        halves.append(replace(request, prompts=prompts))
+    ranking, reporting = halves
     return ranking, reporting
 
 
@@ -278,126 +336,65 @@ def _checked_sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
     count = int(graph.exists.sum())
     if sizes is None:
         sizes = [round(share * count) for share in _SHARES]
-    if not all(isinstance(size, int) and 0 <= size <= count for size in sizes):
-        raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {count}")
-    return sorted({0, *sizes, count})
+
+    for size in sizes:
+        if not isinstance(size, int) or not 0 <= size <= count:
+            raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {count}")
+
+    distinct_sizes = {0, *sizes, count}
+    return sorted(distinct_sizes)
 
 
-@dataclass(frozen=True)
-class Carried:
-    """Measures what the first edges of an order carry by themselves, on the half that reports."""
-
-    ranking: Request
-    reporting: Request
-    graph: Graph
-    sizes: Sequence[int]
-    ablation: Ablation
-    generator: np.random.Generator
-
-    def effects(self, orders: Sequence[np.ndarray]) -> Float[np.ndarray, "unit order size"]:
-        """The metric with the first edges of each order alone, less that of the whole model."""
-        sets = []
-        for order in orders:
-            sets += [_first(self.graph, order, size) for size in self.sizes]
-        kept_edges = torch.from_numpy(np.stack(sets))
-
-        model = self.reporting.model
-        effects = []
-        with holding(model), showing_edges(model):
-            replacement_of = self._replacement()
-            for edge_pair in tqdm(self._edge_pairs(self.reporting), desc="circuits", delay=2):
-                runs = edge_pair.runs()
-                replacement = replacement_of(runs)
-                effects.append(edge_pair.with_edges(kept_edges, replacement, runs.unpatched))
-        by_order = np.reshape(effects, (len(effects), len(orders), len(self.sizes)))
-        return self.reporting.units.means(by_order)
-
-    def _edge_pairs(self, request: Request) -> list[EdgePair]:
-        return [EdgePair(request.model, self.graph, pair, request.memory) for pair in request.pairs]
-
-    def _replacement(self) -> Callable[[EdgeRuns], Tensor]:
-        """What edges outside a circuit carry in a pair's run."""
-        if self.ablation == "counterpart":
-            return lambda runs: runs.exchanged
-        ranked = self._edge_pairs(self.ranking)
-        if self.ablation == "mean":
-            mean = _mean_written(ranked)
-            return lambda runs: mean.expand_as(runs.written)
-        draws = deepcopy(self.generator)  # the same prompts for every ranking
-        return lambda runs: _from_the_end(runs.written, ranked[int(draws.integers(len(ranked)))])
-
-
-def _mean_written(pairs: Sequence[EdgePair]) -> Float[Tensor, "writer pos d_model"]:
-    """The mean of what each writer writes in clean runs: by position if all are as long, else over
-    all tokens.
-    """
-    lengths = [len(pair.pair.base) for pair in pairs]
-    same_length = len(set(lengths)) == 1
-    total: Any = 0.0
-    for pair in pairs:
-        written = read_edges(pair.model, pair.graph, pair.pair.base).written
-        total = total + (written if same_length else written.sum(1, keepdim=True))
-    return total / (len(pairs) if same_length else sum(lengths))
-
-
-def _from_the_end(written: Tensor, drawn: EdgePair) -> Float[Tensor, "writer pos d_model"]:
-    """What is written in another prompt's clean run, aligned at the last tokens."""
-    resampled = written.clone()
-    source = read_edges(drawn.model, drawn.graph, drawn.pair.base).written
-    shared = min(source.shape[1], written.shape[1])
-    resampled[:, -shared:] = source[:, -shared:]
-    return resampled
-
-
-def _curve(effects: Float[np.ndarray, "unit order size"]) -> pd.DataFrame:
+def _curve(effects: CircuitEffects) -> pd.DataFrame:
     """Faithfulness of each size, the order of the scores first, then random ones."""
-    carried = effects[:, 0] - effects[:, 0, :1]
+    ranked_effects = effects[:, 0]
+    carried = ranked_effects - ranked_effects[:, :1]
     interval = ratio_interval(carried, carried[:, -1])
+
     shares = _shares(effects)
+    random_shares = shares[1:]
     return pd.DataFrame(
         {
             "faithfulness": shares[0],
             "low": interval.low,
             "high": interval.high,
-            "random": shares[1:].mean(0),
+            "random": random_shares.mean(0),
         }
     )
 
 
-def _shares(effects: Float[np.ndarray, "unit order size"]) -> Float[np.ndarray, "order size"]:
+def _shares(effects: CircuitEffects) -> Float[np.ndarray, "order size"]:
     """Faithfulness of means over units; the first size is none, the last is all."""
-    above = (effects - effects[:, :, :1]).mean(0)
-    return above / above[:, -1:]
+    without_edges = effects[:, :, :1]
+    carried = (effects - without_edges).mean(0)
+    whole = carried[:, -1:]
+    return carried / whole
 
 
 def _ranked(scores: Patching) -> np.ndarray:
     """The numbers of the graph's edges, the largest mean score first."""
     mean = scores.effects.effect.mean("prompt").values
-    return np.argsort(-abs(mean[~np.isnan(mean)]), kind="stable")
+    is_edge = ~np.isnan(mean)
+    size = abs(mean[is_edge])
+    return np.argsort(-size, kind="stable")
 
 
-def _first(graph: Graph, order: np.ndarray, size: int) -> Bool[np.ndarray, "writer reader"]:
-    """The first edges of an order."""
-    writers, readers = graph.exists.nonzero()
-    kept_edges = np.zeros_like(graph.exists)
-    kept_edges[writers[order[:size]], readers[order[:size]]] = True
-    return kept_edges
-
-
-def _connected(
-    graph: Graph, kept_edges: Bool[np.ndarray, "writer reader"]
-) -> Bool[np.ndarray, "writer reader"]:
+def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
     into = np.array([np.isin(graph.writers, graph.read_by(name)) for name in graph.readers])
     is_logits = np.array(graph.readers) == "logits"
+
+    # An edge that goes may leave others without a way, so repeat until none goes.
     while True:
         reached = np.array([kept_edges[:, readers].any() for readers in into.T])
-        reached[0] = True
-        goes_on = (into & kept_edges.any(1)).any(1) | is_logits
-        fewer = kept_edges & reached[:, None] & goes_on
-        if (fewer == kept_edges).all():
+        reached[0] = True  # the embedding is where ways begin
+        writes = kept_edges.any(1)
+        goes_on = (into & writes).any(1) | is_logits
+
+        fewer_edges = kept_edges & reached[:, None] & goes_on
+        if (fewer_edges == kept_edges).all():
             return kept_edges
-        kept_edges = fewer
+        kept_edges = fewer_edges
 
 
 def _eap_names(graph: Graph, name: str) -> list[str]:
@@ -406,13 +403,17 @@ def _eap_names(graph: Graph, name: str) -> list[str]:
         return ["input"]
     if name == "logits":
         return ["logits"]
+
     _, _, part = name.partition(".")
+    suffix = f"<{part}>" if part else ""
     names = []
     for node in graph.read_by(name):
         layer_and_head = head_named(node)
         if layer_and_head is None:
-            names.append(f"m{node.removeprefix('L').removesuffix('MLP')}")
+            mlp_layer = node.removeprefix("L").removesuffix("MLP")
+            names.append(f"m{mlp_layer}")
             continue
+
         layer, head = layer_and_head
-        names.append(f"a{layer}.h{head}<{part}>" if part else f"a{layer}.h{head}")
+        names.append(f"a{layer}.h{head}{suffix}")
     return names

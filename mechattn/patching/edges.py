@@ -22,6 +22,7 @@ from mechattn.patching.graph import (
     Graph,
     Place,
     Replacing,
+    Written,
     graph_of,
     read_edges,
     run_edges,
@@ -34,7 +35,7 @@ from mechattn.patching.memory import (
     gradients_row_bytes,
     rows_within,
 )
-from mechattn.patching.pairs import Pair, Unpatched, request_of
+from mechattn.patching.pairs import Pair, PromptEffects, Unpatched, request_of
 from mechattn.patching.patched_runs import places_of
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.prompts.conditions import Condition
@@ -103,6 +104,7 @@ def edges(
     graph = graph_of(model)
     check_gradients(model, request.metric, direction)
     check_edges_fit(model, graph, request.pairs, request.memory)
+
     about: dict[str, Any] = {"steps": steps}
     sharing = graph.read_by("L0H0.v")
     if len(sharing) > 1:
@@ -131,8 +133,8 @@ class EdgeRuns:
     run's outputs at the tokens that both have."""
 
     unpatched: Unpatched
-    written: Float[Tensor, "writer pos d_model"]
-    exchanged: Float[Tensor, "writer pos d_model"]
+    written: Written
+    exchanged: Written
 
 
 @dataclass(frozen=True)
@@ -156,12 +158,16 @@ class EdgePair:
         source = read_edges(self.model, self.graph, pair.source)
         base_places = places_of(pair.base, pair.origins).to(device)
         source_places = places_of(pair.source, pair.origins).to(device)
+
+        # Tokens that only the base run has keep what they write.
         exchanged = base.written.clone()
         exchanged[:, base_places] = source.written[:, source_places]
 
+        # The residual stream is a sum: what writers change must be all of its change.
         change = source.stream[source_places] - base.stream[base_places]
         explained = (exchanged - base.written)[:, base_places].sum(0)
         missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
+
         is_wide = change.dtype in (torch.float32, torch.float64)
         if missing > (_CLOSE if is_wide else _CLOSE_IN_HALF_PRECISION):
             raise ModelError(
@@ -171,12 +177,19 @@ class EdgePair:
             )
         return EdgeRuns(Unpatched(pair, base.logits, source.logits), base.written, exchanged)
 
-    def attributed(self, steps: int) -> dict[str, np.ndarray | float]:
-        """The score of each edge, that of a random step, and the whole effect."""
+    def attributed(self, steps: int) -> PromptEffects:
+        """The score of each edge, that of a random step, and the whole effect.
+
+        Args:
+            steps: The number of points along which gradients are averaged.
+
+        Returns:
+            "effect" and "random" [writer reader], NaN where there is no edge, and "whole".
+        """
         runs = self.runs()
         gradients = self._gradients(steps, runs)
 
-        def scores(step: Float[Tensor, "writer pos d_model"]) -> np.ndarray:
+        def scores(step: Written) -> np.ndarray:
             by_edge = step.flatten(1) @ gradients.flatten(1).T
             return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
@@ -199,13 +212,16 @@ class EdgePair:
             zeros[place] = torch.zeros_like(x, requires_grad=True)
             return x + zeros[place]
 
+        # With one step at the patched run's own embeddings, with more at the middles of parts.
         points = torch.zeros(1)
         if steps > 1:
             points = (torch.arange(steps) + 0.5) / steps
+
         _, length, width = runs.written.shape
         readers = len(self.graph.readers)
         total = runs.written.new_zeros(readers, length, width, dtype=torch.float64)
         embedding_step = runs.exchanged[0] - runs.written[0]
+
         row_bytes = gradients_row_bytes(self.model, self.graph, self.pair)
         for batch in points.split(self._rows(row_bytes)):
             embedding_steps = batch.to(runs.written)[:, None, None] * embedding_step
@@ -233,7 +249,11 @@ class EdgePair:
         return min(most, rows_within(self.memory - fixed, row_bytes))
 
     def exact(self, patched_edges: Sequence[tuple[int, int]]) -> Float[np.ndarray, " edge"]:
-        """The effect of single edges, each patched exactly."""
+        """The effect of single edges, each patched exactly.
+
+        Args:
+            patched_edges: Pairs of a writer's and a reader's number.
+        """
         kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
             kept_edges[row, writer, reader] = False
@@ -243,10 +263,16 @@ class EdgePair:
     def with_edges(
         self,
         kept_edges: Bool[Tensor, "row writer reader"],
-        replacement: Float[Tensor, "writer pos d_model"],
+        replacement: Written,
         unpatched: Unpatched,
     ) -> Float[np.ndarray, " row"]:
-        """The effect of keeping only some edges: all others carry what ``replacement`` has."""
+        """The effect of keeping only some edges: all others carry what ``replacement`` has.
+
+        Args:
+            kept_edges: The edges that each row keeps.
+            replacement: What the other edges carry.
+            unpatched: The pair's unpatched runs, from which effects are counted.
+        """
         effects = []
         row_bytes = edges_row_bytes(self.model, self.graph, self.pair)
         for batch in kept_edges.split(self._rows(row_bytes)):

@@ -20,6 +20,8 @@ from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.resolution import Resolution, resolution
 from mechattn.stats.units import Units, halves_of
 
+Columns = dict[str, np.ndarray]  # of a table, by name
+
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
 # What a positive effect means: denoising takes from the baseline, noising from the other version.
@@ -100,9 +102,10 @@ class Patching:
         if select == "half":
             self.units.refuse_below(2 * FEWEST, instead="")
             ranking_units, reported_units = halves_of(self.units.n)
-            mean = self._values("effect")[ranking_units].mean(0)
-            largest = np.argsort(-abs(mean), kind="stable")[:top]
-            return self.rows(largest, reported_units)
+            ranking_effects = self._values("effect")[ranking_units]
+            mean = ranking_effects.mean(0)
+            order = np.argsort(-abs(mean), kind="stable")
+            return self.rows(order[:top], reported_units)
 
         self.units.refuse_below(FEWEST, instead="")
         if top is None:
@@ -112,6 +115,11 @@ class Patching:
     def rows(self, rows: np.ndarray, reported_units: np.ndarray | None = None) -> pd.DataFrame:
         """These rows of the table, by number; on units that didn't choose them, they alone are
         tested.
+
+        Args:
+            rows: Numbers of rows, in the order in which the table has them.
+            reported_units: The numbers of the units to report; by default all, and then q is over
+                all rows.
         """
         if reported_units is None:
             units: Any = slice(None)
@@ -123,52 +131,67 @@ class Patching:
             tests = _tests_of(self._compared(units, rows))
             tested_rows = np.arange(len(rows))
             family = self._family(len(rows)) + ", ranked on the other half"
+
         compared = self._compared(units, rows)
         effect = compared["effect"]
         whole = self.units.means(self.effects.whole.values)[units]
+        unit_count = len(effect)
 
         columns: dict[str, Any] = {}
         for index, label in enumerate(self.labels):
             columns[label] = [self._cells[row][index] for row in rows]
-        columns |= _with_ends("effect", t_interval(effect))
+
+        effect_interval = t_interval(effect)
+        columns |= _with_ends("effect", effect_interval)
         for name in compared:
             columns[f"q_{name}"] = tests[name].q[tested_rows]
-        columns |= _with_ends("share", ratio_interval(effect, whole))
+
+        share_interval = ratio_interval(effect, whole)
+        columns |= _with_ends("share", share_interval)
+
         for control in self.controls:
-            columns[control] = np.nanmean(self._values(control)[units][:, rows], 0)
+            control_effect = self._values(control)[units][:, rows]
+            # A prompt that is longer than all others has no other prompt's output.
+            columns[control] = np.nanmean(control_effect, 0)
         for control in self.controls:
             name = f"beyond_{control}"
-            columns |= _with_ends(name, _interval(compared[name]))
-        columns["n"] = len(effect)
+            beyond_interval = _interval(compared[name])
+            columns |= _with_ends(name, beyond_interval)
+        columns["n"] = unit_count
 
         tested = "effect"
         if self._only_rises:
             columns["q_effect"] = np.nan
             tested = "beyond_random"
+
+        test_count = len(tests["effect"].q)
         table = pd.DataFrame(columns)
         table.attrs = {
             "tested": tested,
             "family": family,
             "skewed": tests[tested].skewed,
-            "resolution": resolution(len(effect), len(tests["effect"].q), unit=self.units.unit),
+            "resolution": resolution(unit_count, test_count, unit=self.units.unit),
         }
         return by_head(table)
 
-    def _compared(self, units: Any, rows: Any) -> dict[str, np.ndarray]:
+    def _compared(self, units: Any, rows: Any) -> Columns:
         """The values to test [unit row]: effects, and what is beyond each control, without the
         units that lack it.
         """
         effect = self._values("effect")[units][:, rows]
         compared = {"effect": effect}
         for control in self.controls:
-            beyond = effect - self._values(control)[units][:, rows]
-            compared[f"beyond_{control}"] = beyond[~np.isnan(beyond).any(1)]
+            control_effect = self._values(control)[units][:, rows]
+            beyond = effect - control_effect
+            lacks_control = np.isnan(beyond).any(1)
+            compared[f"beyond_{control}"] = beyond[~lacks_control]
         return compared
 
     @cached_property
     def _tests(self) -> dict[str, PairedTests]:
         """The tests of all rows."""
-        return _tests_of(self._compared(slice(None), slice(None)))
+        compared = self._compared(units=slice(None), rows=slice(None))
+        return _tests_of(compared)
 
     @property
     def controls(self) -> list[str]:
@@ -189,9 +212,11 @@ class Patching:
     def _order(self) -> np.ndarray:
         """The rows, the largest effect first, or that whose interval is furthest from 0."""
         mean, low, high = t_interval(self._values("effect"))
+        size = abs(mean)
         if self._by_interval:
-            return np.argsort(-np.maximum(low, -high), kind="stable")
-        return np.argsort(-abs(mean), kind="stable")
+            # How far the nearer end is from 0; below 0 where the interval holds 0.
+            size = np.maximum(low, -high)
+        return np.argsort(-size, kind="stable")
 
     @property
     def _only_rises(self) -> bool:
@@ -200,29 +225,38 @@ class Patching:
 
     def _family(self, count: int) -> str:
         """The tests of a table in words, such as "32 heads patched"."""
+        method = self.about["method"]
         noun = self.labels[-1].replace("reader", "edge")
+
         if noun in ("segment", "position"):
             nouns = f"pairs of {self.labels[-2]} and {noun}"
+        elif count == 1:
+            nouns = noun
         else:
-            nouns = noun if count == 1 else f"{noun}s"
-        return f"{count} {nouns} {self.about['method']}"
+            nouns = f"{noun}s"
+        return f"{count} {nouns} {method}"
 
     def _values(self, name: str) -> np.ndarray:
         """The requested values [unit cell]."""
-        return self.units.means(self.effects[name].values[:, self._measured])
+        by_prompt = self.effects[name].values[:, self._measured]
+        return self.units.means(by_prompt)
 
     @cached_property
     def _cells(self) -> list[tuple[Any, ...]]:
         """The labels of each cell."""
-        labels = [self.effects[dim].values for dim in self.labels]
         indices = np.nonzero(self._measured)
-        columns = [label[index].tolist() for label, index in zip(labels, indices, strict=True)]
+
+        columns = []
+        for dim, index in zip(self.labels, indices, strict=True):
+            labels = self.effects[dim].values
+            columns.append(labels[index].tolist())
         return list(zip(*columns, strict=True))
 
     @cached_property
     def _measured(self) -> np.ndarray:
         """Which cells have an effect in every prompt."""
-        return ~np.isnan(self.effects.effect.values).any(0)
+        is_missing = np.isnan(self.effects.effect.values)
+        return ~is_missing.any(0)
 
     @property
     def agreement(self) -> tuple[float, float] | None:
@@ -232,10 +266,14 @@ class Patching:
         """
         if self.checked is None:
             return None
+
         exact = self.checked.exact
         attributed = self.checked.attributed
-        error = np.sqrt(((attributed - exact) ** 2).mean() / (exact**2).mean())
-        return float(exact.corr(attributed)), float(error)
+        correlation = exact.corr(attributed)
+        mean_square_error = ((attributed - exact) ** 2).mean()
+        mean_square = (exact**2).mean()
+        error = np.sqrt(mean_square_error / mean_square)
+        return float(correlation), float(error)
 
     @property
     def rank_agreement(self) -> float | None:
@@ -244,19 +282,32 @@ class Patching:
         """
         if self.checked is None:
             return None
-        means = self.checked.groupby(self.labels)[["attributed", "exact"]].mean()
-        return float(means.attributed.corr(means.exact, method="spearman"))
+
+        cells = self.checked.groupby(self.labels)
+        means = cells[["attributed", "exact"]].mean()
+        correlation = means.attributed.corr(means.exact, method="spearman")
+        return float(correlation)
 
     def compared(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
-        """A copy with the exact effects of some cells on the first prompts."""
+        """A copy with the exact effects of some cells on the first prompts.
+
+        Args:
+            exact: For each of the first prompts, the exact effects [sampled cell].
+            sample: The numbers of these cells, as ``checked_sample`` draws them.
+        """
         attributed = self.effects.effect.values[:, self._measured][:, sample]
-        cells = pd.DataFrame([self._cells[cell] for cell in sample], columns=self.labels)
+        sampled_cells = [self._cells[cell] for cell in sample]
+        cells = pd.DataFrame(sampled_cells, columns=self.labels)
+
         tables = []
         for index, values in enumerate(exact):
+            prompt_id = str(self.effects.prompt.values[index])
             table = cells.assign(exact=values, attributed=attributed[index])
-            table.insert(0, "prompt", str(self.effects.prompt.values[index]))
+            table.insert(0, "prompt", prompt_id)
             tables.append(table)
-        return replace(self, checked=pd.concat(tables, ignore_index=True))
+
+        checked = pd.concat(tables, ignore_index=True)
+        return replace(self, checked=checked)
 
     def __str__(self) -> str:
         about = self.about
@@ -266,7 +317,8 @@ class Patching:
             lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
             means = self.effects.effect.mean("prompt").to_dataframe().dropna().reset_index()
             largest = means.sort_values("effect", key=abs, ascending=False)[:_SHOWN]
-            return "\n".join([*lines, _printed(largest)])
+            lines.append(_printed(largest))
+            return "\n".join(lines)
 
         top = None
         if "head" in self.labels or "reader" in self.labels:
@@ -278,13 +330,16 @@ class Patching:
             if self._by_interval:
                 chosen = "those whose interval is furthest from 0"
             tested += f"; {len(table)} of {len(self._cells)} shown, {chosen}"
+
         mean, low, high = self.whole
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
         lines += self._cautions()
         lines.append(str(table.attrs["resolution"]))
         if self.checked is not None:
             lines.append(self._agreement_words(self.checked))
-        lines += [table.attrs["skewed"], about.get("sharing", "")]
+        lines.append(table.attrs["skewed"])
+        lines.append(about.get("sharing", ""))
+
         # Intervals of shares and differences are in the table; a line would be too long with them.
         columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
         lines.append(_printed(table[columns]))
@@ -294,7 +349,10 @@ class Patching:
         """What the whole effect's interval warns of."""
         _, low, high = self.whole
         cautions = []
-        wrong_way = {"noising": low, "denoising": -high}.get(self.about["direction"], 0)
+
+        # Above 0 if the whole interval is on the side where no effect is expected.
+        nearest_ends = {"noising": low, "denoising": -high}
+        wrong_way = nearest_ends.get(self.about["direction"], 0)
         if wrong_way > 0 and self.about["metric"] == WORDS["logit_diff"]:
             cautions.append(
                 "Careful: the other version favours the answer; are the two the wrong way round?"
@@ -312,6 +370,7 @@ class Patching:
         assert self.rank_agreement is not None
         correlation, error = self.agreement
         cells = len(checked[self.labels].drop_duplicates())
+
         sentence = (
             f"attributed against exact on {len(checked)} effects in single prompts: correlation"
             f" {correlation:.3f}, error {error:.2f} of the exact effects' root mean square; ranks"
@@ -319,6 +378,7 @@ class Patching:
         )
         if "head" not in self.labels:
             return sentence
+
         if self.rank_agreement < _AGREES:
             return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
         if error > _LARGEST_ERROR:
@@ -327,15 +387,17 @@ class Patching:
 
 
 def _printed(table: pd.DataFrame) -> str:
+    """A table as text, its numbers with three digits."""
     return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
 
 
-def _tests_of(compared: Mapping[str, np.ndarray]) -> dict[str, PairedTests]:
+def _tests_of(compared: Columns) -> dict[str, PairedTests]:
     """The tests of each column [unit row]; NaN with fewer units than a test needs."""
     tests = {}
     for name, values in compared.items():
-        if len(values) < FEWEST:
-            nan = np.full(values.shape[1], np.nan)
+        unit_count, row_count = values.shape
+        if unit_count < FEWEST:
+            nan = np.full(row_count, np.nan)
             tests[name] = PairedTests(nan, nan, "")
         else:
             tests[name] = paired_tests(values)
@@ -344,23 +406,41 @@ def _tests_of(compared: Mapping[str, np.ndarray]) -> dict[str, PairedTests]:
 
 def _interval(values: np.ndarray) -> Interval:
     """The t interval of each column; without ends where there are too few units."""
-    if len(values) >= FEWEST:
+    unit_count, row_count = values.shape
+    if unit_count >= FEWEST:
         return t_interval(values)
-    nan = np.full(values.shape[1], np.nan)
-    return Interval(values.mean(0) if len(values) else nan, nan, nan)
+
+    nan = np.full(row_count, np.nan)
+    mean = values.mean(0) if unit_count else nan
+    return Interval(mean, nan, nan)
 
 
-def _with_ends(name: str, interval: Interval) -> dict[str, np.ndarray]:
-    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+def _with_ends(name: str, interval: Interval) -> Columns:
+    """The three columns of an interval."""
+    return {
+        name: interval.estimate,
+        f"{name}_low": interval.low,
+        f"{name}_high": interval.high,
+    }
 
 
 def checked_sample(patching: Patching, seed: int) -> list[int]:
     """The cells on which attribution is checked: those with the largest effects, and as many drawn
     at random.
+
+    Args:
+        patching: Attributed effects.
+        seed: The seed of the cells that are drawn.
+
+    Returns:
+        The numbers of cells, as the rows of ``patching.table()`` are counted.
     """
-    size = abs(patching._values("effect").mean(0))
+    mean = patching._values("effect").mean(0)
     half = _COMPARED // 2
-    largest = np.argsort(-size, kind="stable")[:half]
-    remaining = np.delete(np.arange(len(size)), largest)
-    drawn = np.random.default_rng(seed).permutation(remaining)[:half]
+    order = np.argsort(-abs(mean), kind="stable")
+    largest = order[:half]
+
+    generator = np.random.default_rng(seed)
+    remaining = np.delete(np.arange(len(mean)), largest)
+    drawn = generator.permutation(remaining)[:half]
     return [*largest.tolist(), *drawn.tolist()]

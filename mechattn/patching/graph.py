@@ -23,9 +23,14 @@ from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.model.unembedding import FrozenNorm
-from mechattn.patching.patched_runs import logits_of
+from mechattn.patching.answer_metrics import Logits
+from mechattn.patching.patched_runs import ActivationChange, logits_of
 from mechattn.prompts.token_sequences import TokenSequence
 
+# Which edges, such as those that exist or those of a circuit.
+EdgeSet = Bool[np.ndarray, "writer reader"]
+# What every writer adds to the residual stream at every token.
+Written = Float[Tensor, "writer pos d_model"]
 # Where readers read, such as ("q", 3): a part and a layer.
 Place = tuple[str, int]
 # From a reading place and what the readers there read to what they read instead.
@@ -51,7 +56,7 @@ class Graph:
     writers: tuple[str, ...]
     # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
     readers: tuple[str, ...]
-    exists: Bool[np.ndarray, "writer reader"]  # which writers come before which readers
+    exists: EdgeSet  # which writers come before which readers
     # The readers of each reading place, in the order of a forward pass.
     places: dict[Place, slice]
     # Norms between attention and the residual stream, by layer (Gemma 2 and 3, OLMo 2).
@@ -59,7 +64,8 @@ class Graph:
 
     def before(self, place: Place) -> int:
         """How many writers come before a reading place."""
-        return int(self.exists[:, self.places[place].start].sum())
+        first_reader = self.places[place].start
+        return int(self.exists[:, first_reader].sum())
 
     def read_by(self, reader: str) -> list[str]:
         """The writers that go on from a reader: its head or MLP, or all heads that share these keys or
@@ -69,13 +75,16 @@ class Graph:
         layer_and_head = head_named(node)
         if part not in ("k", "v") or layer_and_head is None:
             return [node]
+
         layer, key_head = layer_and_head
         counts = {}
         for name in ("q", part):
             place = self.places[name, layer]
             counts[name] = place.stop - place.start
+
         sharing = counts["q"] // counts[part]
-        return [f"L{layer}H{key_head * sharing + index}" for index in range(sharing)]
+        first_head = key_head * sharing
+        return [f"L{layer}H{first_head + index}" for index in range(sharing)]
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -84,12 +93,19 @@ class Graph:
 
 
 def graph_of(model: HookedModel) -> Graph:
-    """The graph of a model, refused if its hooks don't give the inputs of single heads."""
+    """The graph of a model.
+
+    Raises:
+        ModelError: Its hooks don't give the inputs of single heads.
+    """
     cfg = model.cfg
     layers = range(cfg.n_layers)
-    if len(attention_layers(model)) < len(layers) or not hasattr(model, "set_use_split_qkv_input"):
+    lacks_attention = len(attention_layers(model)) < len(layers)
+    if lacks_attention or not hasattr(model, "set_use_split_qkv_input"):
         raise _no_inputs(model)
-    counts = {"q": cfg.n_heads, "k": kv_heads_of(model), "v": kv_heads_of(model)}
+
+    key_heads = kv_heads_of(model)
+    counts = {"q": cfg.n_heads, "k": key_heads, "v": key_heads}
     parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
     writers = ["embedding"]
     readers: list[str] = []
@@ -104,19 +120,25 @@ def graph_of(model: HookedModel) -> Graph:
     for layer in layers:
         start = len(writers)
         for part, count in counts.items():
-            reads(part, layer, [f"L{layer}H{head}.{part}" for head in range(count)], start)
+            names = [f"L{layer}H{head}.{part}" for head in range(count)]
+            reads(part, layer, names, start)
         writers.extend(f"L{layer}H{head}" for head in range(counts["q"]))
+
         if has_mlp(model, layer):
+            # Beside attention, an MLP does not read what this layer's heads write.
             writers_before = start if parallel else len(writers)
             reads("mlp", layer, [f"L{layer}MLP"], writers_before)
             writers.append(f"L{layer}MLP")
     reads("logits", layers[-1], ["logits"], len(writers))
-    exists = np.arange(len(writers))[:, None] < np.array(before)
+
+    writer_numbers = np.arange(len(writers))
+    exists = writer_numbers[:, None] < np.array(before)
     norms = norms_after(model, layers)
     return Graph(tuple(writers), tuple(readers), exists, places, norms)
 
 
 def _no_inputs(model: HookedModel) -> ModelError:
+    """The error for a model whose edges cannot be seen."""
     return ModelError(
         f"TransformerLens gives no inputs of single heads of {model.cfg.model_name}, so it has no "
         "edges here: patch nodes with ma.patch, or paths between heads with ma.paths"
@@ -137,12 +159,14 @@ def showing_edges(model: HookedModel) -> Iterator[None]:
     block.
     """
     before = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
-    changed = [name for name, on in _SWITCHES.items() if on != before[name]]
+    changed = [name for name, is_on in _SWITCHES.items() if is_on != before[name]]
+
     try:
         for name in changed:
             getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
+        # Back in the other order, as TransformerLens refuses some of them together.
         for name in reversed(changed):
             getattr(model, f"set_{name}")(before[name])
 
@@ -155,14 +179,23 @@ def run_edges(
     *,
     reading: Reading | None = None,
     writing: Writing | None = None,
-    embedded: Callable[[Tensor], Tensor] | None = None,
+    embedded: ActivationChange | None = None,
     gradients: bool = False,
-) -> Float[Tensor, "row answer d_vocab"]:
+) -> Logits:
     """Logits before the answer, in a pass that may change what is read.
 
-    ``writing`` gets what each writer writes, and ``reading`` gives what the readers read in place
-    of what they would; ``embedded`` replaces the embeddings. Where a norm follows attention, a head
-    writes its share of what comes after it, ``γ · result / σ`` with the σ of this pass.
+    Where a norm follows attention, a head writes its share of what comes after it,
+    ``γ · result / σ`` with the σ of this pass.
+
+    Args:
+        model: The hooked model, while it shows its edges.
+        graph: Its graph.
+        sequence: A sequence that ends in the reference answer.
+        rows: The number of copies of it.
+        reading: Gives what the readers at a place read in place of what they would.
+        writing: Receives what each writer writes.
+        embedded: From the embeddings [row pos d_model] to what replaces them.
+        gradients: Whether the pass keeps what gradients of activations need.
     """
     results: dict[int, Tensor] = {}  # of heads, until the norm after them is at work
 
@@ -194,22 +227,27 @@ def run_edges(
         block = f"blocks.{layer}"
         first = graph.writers.index(f"L{layer}H0")
         heads = slice(first, first + model.cfg.n_heads)
+
         if layer in graph.norms:
             hooks[f"{block}.attn.hook_result"] = partial(keep_result, layer)
             hooks[f"{block}.{POST}"] = partial(writes_after_norm, layer, heads)
         else:
             hooks[f"{block}.attn.hook_result"] = partial(writes, heads)
+
         if ("mlp", layer) in graph.places:
             mlp = slice(heads.stop, heads.stop + 1)
             hooks[f"{block}.hook_mlp_out"] = partial(writes, mlp)
+
     if reading is not None:
         for place in graph.places:
             kind, layer = place
-            hooks[_HOOKS[kind].format(layer)] = partial(reads, place)
+            hook_name = _HOOKS[kind].format(layer)
+            hooks[hook_name] = partial(reads, place)
 
     with ExitStack() as stack:
-        for name, function in hooks.items():
-            stack.callback(model.hook_dict[name].register_forward_hook(function).remove)
+        for hook_name, function in hooks.items():
+            hook = model.hook_dict[hook_name]
+            stack.enter_context(hook.register_forward_hook(function))
         return logits_of(model, sequence, rows, gradients)
 
 
@@ -235,12 +273,17 @@ class EdgeRun:
     read."""
 
     logits: Float[Tensor, "1 answer d_vocab"]
-    written: Float[Tensor, "writer pos d_model"]
+    written: Written
     stream: Float[Tensor, "pos d_model"]
 
 
 def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> EdgeRun:
     """Run a sequence and record what is written.
+
+    Args:
+        model: The hooked model, while it shows its edges.
+        graph: Its graph.
+        sequence: A sequence that ends in the reference answer.
 
     Raises:
         ModelError: Some writers are not seen.
@@ -251,13 +294,16 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Edg
 
     def record(writers: slice, x: Tensor) -> None:
         nonlocal written, writer_count
+        _, length, count, width = x.shape
         if written is None:
-            written = x.new_empty(len(graph.writers), x.shape[1], x.shape[-1])
-        written[writers] = x[0].transpose(0, 1).to(written.device)
-        writer_count += x.shape[2]
+            written = x.new_empty(len(graph.writers), length, width)
+        by_writer = x[0].transpose(0, 1)
+        written[writers] = by_writer.to(written.device)
+        writer_count += count
 
     def read(place: Place, x: Tensor) -> Tensor:
-        if place[0] == "logits":
+        kind, _ = place
+        if kind == "logits":
             streams.append(x[0, :, 0])
         return x
 
@@ -274,19 +320,27 @@ class Replacing:
     residual stream is a sum. The steps ``replacement_u − written_u`` of all writers are in one
     buffer that is filled as they write, so that a place needs one product with it and nothing is
     copied again.
+
+    Args:
+        kept_edges: The edges that each row keeps.
+        graph: The graph of the model.
+        replacement: What all other edges carry.
     """
 
     def __init__(
         self,
         kept_edges: Bool[Tensor, "row writer reader"],
         graph: Graph,
-        replacement: Float[Tensor, "writer pos d_model"],
+        replacement: Written,
     ) -> None:
         cut = ~kept_edges & torch.as_tensor(graph.exists)
+        cut_by_reader = rearrange(cut, "row writer reader -> row reader writer")
+        rows = len(kept_edges)
+
         self._graph = graph
         self._replacement = replacement
-        self._cut = rearrange(cut, "row writer reader -> row reader writer").to(replacement)
-        self._steps = replacement.new_empty(len(kept_edges), *replacement.shape)
+        self._cut = cut_by_reader.to(replacement)
+        self._steps = replacement.new_empty(rows, *replacement.shape)
 
     def write(self, writers: slice, x: Float[Tensor, "row pos some d_model"]) -> None:
         """Keep the steps of some writers."""
@@ -298,10 +352,13 @@ class Replacing:
     ) -> Float[Tensor, "row pos reader d_model"]:
         """What the readers at a place read, with the steps of the edges that are cut."""
         before = self._graph.before(place)
-        cut = self._cut[:, self._graph.places[place], :before]
+        readers = self._graph.places[place]
+        cut = self._cut[:, readers, :before]
         if not cut.any():
             return x
+
         steps = self._steps[:, :before].flatten(2)  # a view: the last two axes are contiguous
         change = torch.bmm(cut, steps)
         change = change.unflatten(2, self._steps.shape[2:])
-        return x + rearrange(change, "row reader pos d_model -> row pos reader d_model").to(x)
+        change = rearrange(change, "row reader pos d_model -> row pos reader d_model")
+        return x + change.to(x)

@@ -18,45 +18,71 @@ def rows_within(budget: int, row: int) -> int:
 
 
 def row_bytes(model: HookedModel, pair: Pair, beside: int = 0) -> int:
-    """What a row of a forward pass takes: a layer at work, logits before the answer, and these
-    numbers of each token ``beside``.
+    """What a row of a forward pass takes: a layer at work, and logits before the answer.
+
+    ``4 · (tokens · (8 d_model + heads · (6 d_head + 3 tokens) + MLP + beside) + logits)``
+
+    Args:
+        model: The hooked model.
+        pair: The pair whose base run is patched.
+        beside: Further numbers that are kept for each token.
+
+    Returns:
+        Bytes.
     """
     cfg = model.cfg
     length = len(pair.base)
+
     attention = cfg.n_heads * (6 * cfg.d_head + 3 * length)
     numbers_of_token = 8 * cfg.d_model + attention + _of_mlp(model) + beside
     logits = 4 * len(pair.answer) * cfg.d_vocab
-    return _BYTES * int(length * numbers_of_token + logits)
+
+    numbers = length * numbers_of_token + logits
+    return _BYTES * int(numbers)
 
 
 def _of_mlp(model: HookedModel) -> int:
-    """The numbers that an MLP keeps for a token."""
-    return 4 * (getattr(model.cfg, "d_mlp", 0) or 4 * model.cfg.d_model)
+    """The numbers that an MLP keeps for a token; four times d_model wide if the model doesn't say."""
+    width = getattr(model.cfg, "d_mlp", 0) or 4 * model.cfg.d_model
+    return 4 * width
 
 
 def prompt_bytes(model: HookedModel, target: Target, pair: Pair) -> int:
     """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, and as
     much to replace them.
+
+    Args:
+        model: The hooked model.
+        target: What is patched; a row of a pattern is as wide as the prompt is long.
+        pair: The prompt's pair.
+
+    Returns:
+        Bytes.
     """
     cfg = model.cfg
     length = len(pair.base)
+    layer_count = len(target.layers)
+
     width_of_head = length if target.part == "pattern" else cfg.d_head
     width = max(cfg.d_model, cfg.n_heads * width_of_head)
-    return _BYTES * int(6 * length * len(target.layers) * width)
+    return _BYTES * int(6 * length * layer_count * width)
 
 
 def paths_row_bytes(model: HookedModel, pair: Pair) -> int:
     """What a row of a path's passes takes: what all layers' receivers get, and a pass."""
     cfg = model.cfg
-    return row_bytes(model, pair, 3 * cfg.n_layers * cfg.n_heads * cfg.d_head)
+    of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
+    return row_bytes(model, pair, of_receivers)
 
 
 def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """What a row of a pass with replaced edges takes: the steps of all writers, and the inputs of a
     layer's heads.
     """
-    inputs = 4 * model.cfg.n_heads
-    return row_bytes(model, pair, model.cfg.d_model * (len(graph.writers) + inputs))
+    cfg = model.cfg
+    steps = len(graph.writers)
+    inputs = 4 * cfg.n_heads
+    return row_bytes(model, pair, cfg.d_model * (steps + inputs))
 
 
 def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
@@ -79,8 +105,11 @@ def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
 def check_edges_fit(model: HookedModel, graph: Graph, pairs: list[Pair], budget: int) -> None:
     """Refuse a graph if one row of the longest pair's passes does not fit."""
     longest = max(pairs, key=lambda pair: pair.length)
-    gradients = gradients_row_bytes(model, graph, longest)
-    row = max(gradients, edges_row_bytes(model, graph, longest))
+
+    row_with_gradients = gradients_row_bytes(model, graph, longest)
+    row_with_replaced_edges = edges_row_bytes(model, graph, longest)
+    row = max(row_with_gradients, row_with_replaced_edges)
+
     needed = edges_fixed_bytes(model, graph, longest) + row
     if needed > budget:
         raise OptionError(

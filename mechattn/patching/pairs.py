@@ -30,6 +30,7 @@ from mechattn.patching.answer_metrics import (
     metric_words,
 )
 from mechattn.patching.effects import Patching
+from mechattn.patching.patched_runs import SharedTokens
 from mechattn.patching.refusals import (
     Direction,
     check_metric,
@@ -43,6 +44,8 @@ from mechattn.results import provenance
 from mechattn.results.result import memory_bytes
 from mechattn.stats.units import Units
 
+# The effects of a prompt [*axes], those of each control, and the whole effect.
+PromptEffects = dict[str, np.ndarray | float]
 _SHORTER = (
     "fewer prompts take less, and so do ma.patch(…, controls=()) and, without at=…, attribution"
 )
@@ -55,7 +58,7 @@ class Pair:
     id: str
     base: TokenSequence
     source: TokenSequence
-    origins: Int[Tensor, " shared"]
+    origins: SharedTokens
     measured: Measured
     denoising: bool
     seed: int = 0  # of its random steps
@@ -153,7 +156,7 @@ class Request:
     def patched(
         self,
         pairs: Sequence[Pair],
-        effects_of: Callable[[Pair], Mapping[str, np.ndarray | float]],
+        effects_of: Callable[[Pair], PromptEffects],
         axes: Mapping[str, Sequence[Any]],
         method: str,
         **about: Any,

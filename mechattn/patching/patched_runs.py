@@ -18,6 +18,7 @@ from mechattn.model.hooked import HookedModel, attribute_set
 from mechattn.model.hooks import blocks_of, keeping_nothing
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
 from mechattn.model.several_devices import device_of
+from mechattn.patching.answer_metrics import Logits
 from mechattn.prompts.token_sequences import TokenSequence
 
 # Each head's output before W_O; its queries, keys and values before RoPE and norms (for heads with
@@ -27,6 +28,10 @@ Part = Literal["z", "q", "k", "v", "pattern", "resid_post", "attn_out", "mlp_out
 OF_LAYER = ("resid_post", "attn_out", "mlp_out")  # parts without heads
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
+# A number for each original token that both runs have, such as its position.
+SharedTokens = Int[Tensor, " shared"]
+# From a part of a layer [batch pos head d_head] to what replaces it.
+ActivationChange = Callable[[Tensor], Tensor]
 # A head, positions, and what to put there.
 Change = tuple[Where, Int[Tensor, " place"], Float[Tensor, "place d_head"]]
 
@@ -43,82 +48,107 @@ class Run:
     sequence: TokenSequence
     z: Mapping[int, Z]
     logits: Float[Tensor, "1 answer d_vocab"]
-    origins: Int[Tensor, " shared"]
+    origins: SharedTokens
     inputs_of: Mapping[int, Any] = field(default_factory=dict)
 
     @property
-    def places(self) -> Int[Tensor, " shared"]:
+    def places(self) -> SharedTokens:
         """The position of each original token that both versions have, in baseline order."""
         return places_of(self.sequence, self.origins)
 
 
-def places_of(sequence: TokenSequence, origins: Int[Tensor, " shared"]) -> Int[Tensor, " shared"]:
-    """The positions of tokens with these origins."""
-    place_of_origin = torch.full((int(origins.max()) + 1,), -1)
-    wanted = (sequence.origin >= 0) & (sequence.origin < len(place_of_origin))
-    place_of_origin[sequence.origin[wanted]] = wanted.nonzero()[:, 0]
+def places_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens:
+    """The positions of tokens with these origins.
+
+    Args:
+        sequence: A sequence that has all of these tokens.
+        origins: Their numbers among the original tokens.
+
+    Returns:
+        Positions in the sequence, in the order of ``origins``.
+    """
+    origin_count = int(origins.max()) + 1
+    place_of_origin = torch.full((origin_count,), -1)
+
+    # Inserted tokens have no origin.
+    wanted = (sequence.origin >= 0) & (sequence.origin < origin_count)
+    wanted_places = wanted.nonzero()[:, 0]
+    place_of_origin[sequence.origin[wanted]] = wanted_places
     return place_of_origin[origins]
 
 
 @contextmanager
 def changing(
-    model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]
+    model: HookedModel, part: Part, layers: Mapping[int, ActivationChange]
 ) -> Iterator[None]:
     """Replace a part of each layer [batch pos head d_head] by a function of it during forward
     passes.
+
+    Args:
+        model: The hooked model.
+        part: What is replaced.
+        layers: For each layer to change, the function; a part without heads comes as one head.
     """
     with ExitStack() as stack:
         if part == "z":
             stack.enter_context(changing_z(model, layers))
         elif part in ("k", "v"):
             heads = kv_heads_of(model)
-            changes = {
-                layer: partial(_only, part, change, heads) for layer, change in layers.items()
-            }
+            changes = {}
+            for layer, change in layers.items():
+                changes[layer] = partial(_only, part, change, heads)
             stack.enter_context(changing_keys_values(model, changes))
         else:
             name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
-            by_head: Any = partial(_by_head, heads=model.cfg.n_heads if part == "q" else 1)
+            heads = model.cfg.n_heads if part == "q" else 1
+            by_head: Any = partial(_by_head, heads=heads)
             if part == "pattern":
                 by_head = _by_query
+
             for layer, change in layers.items():
                 hook = model.hook_dict[f"blocks.{layer}.{name}"]
-                stack.callback(hook.register_forward_hook(partial(by_head, change)).remove)
+                function = partial(by_head, change)
+                stack.enter_context(hook.register_forward_hook(function))
         yield
 
 
-def _only(
-    part: Part, change: Callable[[Tensor], Tensor], heads: int, kind: str, x: Tensor
-) -> Tensor:
+def _only(part: Part, change: ActivationChange, heads: int, kind: str, x: Tensor) -> Tensor:
     """Keys and values come to the same function; only one of the two is changed."""
     if kind != part:
         return x
     return _by_head(change, None, None, x, heads)
 
 
-def _by_head(
-    change: Callable[[Tensor], Tensor], module: Any, inputs: Any, x: Tensor, heads: int
-) -> Tensor:
-    return change(split_heads(x, heads)).reshape(x.shape)
+def _by_head(change: ActivationChange, module: Any, inputs: Any, x: Tensor, heads: int) -> Tensor:
+    """A forward hook that changes an activation [batch pos head d_head], whatever its shape."""
+    changed = change(split_heads(x, heads))
+    return changed.reshape(x.shape)
 
 
-def _by_query(
-    change: Callable[[Tensor], Tensor], module: Any, inputs: Any, pattern: Tensor
-) -> Tensor:
+def _by_query(change: ActivationChange, module: Any, inputs: Any, pattern: Tensor) -> Tensor:
+    """A forward hook that changes a pattern with its queries first, as other parts have theirs."""
     by_query = rearrange(pattern, "batch head query key -> batch query head key")
-    return rearrange(change(by_query), "batch query head key -> batch head query key")
+    changed = change(by_query)
+    return rearrange(changed, "batch query head key -> batch head query key")
 
 
 def read(
     model: HookedModel,
     sequence: TokenSequence,
-    origins: Int[Tensor, " shared"],
+    origins: SharedTokens,
     layers: Sequence[int],
     part: Part,
     starts: Sequence[int] = (),
 ) -> Run:
-    """Run a sequence without patching; ``starts`` are the layers at which patched passes may
-    start.
+    """Run a sequence without patching.
+
+    Args:
+        model: The hooked model.
+        sequence: A sequence that ends in the reference answer.
+        origins: The original tokens that the other run has, too.
+        layers: The layers whose part is recorded.
+        part: What is recorded.
+        starts: The layers at which patched passes may start.
     """
     activations: dict[int, Tensor] = {}
     block_outputs: dict[int, Any] = {}
@@ -131,19 +161,21 @@ def read(
         block_outputs[layer] = out
 
     blocks = blocks_of(model)
+    records = {layer: partial(record, layer) for layer in layers}
     with ExitStack() as stack:
-        records = {layer: partial(record, layer) for layer in layers}
         stack.enter_context(changing(model, part, records))
         for layer in starts:
-            handle = blocks[layer - 1].register_forward_hook(partial(record_block, layer))
-            stack.callback(handle.remove)
+            block_before = blocks[layer - 1]
+            recorder = partial(record_block, layer)
+            stack.enter_context(block_before.register_forward_hook(recorder))
         logits = logits_of(model, sequence)
     return Run(sequence, activations, logits, origins, block_outputs)
 
 
 def answer_places(sequence: TokenSequence) -> Int[Tensor, " answer"]:
     """The positions of the answer."""
-    return sequence.of_segment("answer").nonzero()[:, 0]
+    is_answer = sequence.of_segment("answer")
+    return is_answer.nonzero()[:, 0]
 
 
 def possible_starts(
@@ -153,16 +185,23 @@ def possible_starts(
     layers use more than blocks return.
 
     It is tried on one sequence, as it depends on how the blocks are connected alone.
+
+    Args:
+        model: The hooked model.
+        sequence: Any sequence that ends in an answer.
+        layers: The layers that are to be changed.
     """
     starts = sorted(set(layers) - {0})
     if not starts:
         return []
+
     run = read(model, sequence, sequence.origin, (), "z", starts)
     try:
         for layer in starts:
             with _starting_at(model, layer, run, rows=1):
-                if not torch.equal(logits_of(model, sequence), run.logits):
-                    return []
+                logits = logits_of(model, sequence)
+            if not torch.equal(logits, run.logits):
+                return []
     except Exception:
         # A block misses what an earlier one leaves it, such as shared keys: start at the first.
         return []
@@ -177,9 +216,13 @@ def _starting_at(model: HookedModel, layer: int, run: Run, rows: int) -> Iterato
     with ExitStack() as stack:
         if layer > 0:
             out = _repeated(run.inputs_of[layer], rows)
+
+            def returning_out(*inputs: Any, **options: Any) -> Any:
+                return out
+
             for block in blocks_of(model)[:layer]:
-                returned = attribute_set(block, "forward", lambda *inputs, **options: out)
-                stack.enter_context(returned)
+                replaced = attribute_set(block, "forward", returning_out)
+                stack.enter_context(replaced)
         yield
 
 
@@ -194,27 +237,41 @@ def _repeated(out: Any, rows: int) -> Any:
 
 def logits_of(
     model: HookedModel, sequence: TokenSequence, rows: int = 1, gradients: bool = False
-) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits before each token of the answer, for a number of copies of a sequence."""
+) -> Logits:
+    """Logits before each token of the answer, for a number of copies of a sequence.
+
+    Args:
+        model: The hooked model.
+        sequence: A sequence that ends in the reference answer.
+        rows: The number of copies.
+        gradients: Whether the pass keeps what gradients of activations need.
+    """
     device = device_of(model)
     tokens = sequence.tokens.expand(rows, -1).to(device)
     options: dict[str, Any] = dict(keeping_nothing(model))
-    if (sequence.position_ids != torch.arange(len(sequence))).any():
+
+    # Positions are given only where they are not simply counted from 0.
+    usual_positions = torch.arange(len(sequence))
+    if (sequence.position_ids != usual_positions).any():
         options["position_ids"] = sequence.position_ids.expand(rows, -1).to(device)
         options["attention_mask"] = torch.ones_like(tokens)
+
     places_before = answer_places(sequence).to(device) - 1
 
     def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream, *other_inputs = inputs
-        return (stream[:, places_before.to(stream.device)], *other_inputs)
+        before_answer = stream[:, places_before.to(stream.device)]
+        return (before_answer, *other_inputs)
 
     with ExitStack() as stack:
+        # Logits of all tokens would take the memory of many rows.
         unembed: Any = getattr(model, "unembed", None)
         if unembed is not None:
-            stack.callback(unembed.register_forward_pre_hook(only_before_answer).remove)
+            stack.enter_context(unembed.register_forward_pre_hook(only_before_answer))
         stack.enter_context(torch.set_grad_enabled(gradients))
         stack.enter_context(_without_gradients_of_weights(model))
         logits = model(tokens, return_type="logits", **options)
+
     if logits.shape[1] == tokens.shape[1]:  # not every custom model calls the hook
         logits = logits[:, places_before]
     return logits
@@ -235,20 +292,29 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 
 def patched_logits(
     model: HookedModel, run: Run, changes_by_row: Sequence[Sequence[Change]], part: Part = "z"
-) -> Float[Tensor, "row answer d_vocab"]:
+) -> Logits:
     """Logits of copies of a run, each with its changes to a part.
 
     The pass starts at the first layer that is changed, where the run may start there.
+
+    Args:
+        model: The hooked model.
+        run: The run that is patched.
+        changes_by_row: For each copy, the heads to change, where, and to what.
+        part: What is changed.
     """
     by_layer: dict[int, list[tuple[int, Change]]] = {}
     for row, changes in enumerate(changes_by_row):
         for change in changes:
-            (layer, _), _, _ = change
-            by_layer.setdefault(layer, []).append((row, change))
+            where, _, _ = change
+            layer, _ = where
+            changes_of_layer = by_layer.setdefault(layer, [])
+            changes_of_layer.append((row, change))
 
     def replace_values(changes: list[tuple[int, Change]], z: Tensor) -> Tensor:
         z = z.clone()
-        for row, ((_, head), places, value) in changes:
+        for row, (where, places, value) in changes:
+            _, head = where
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
@@ -256,6 +322,7 @@ def patched_logits(
     first_layer = min(by_layer, default=0)
     if first_layer not in run.inputs_of:
         first_layer = 0
+
     replacements = {layer: partial(replace_values, changes) for layer, changes in by_layer.items()}
     with (
         changing(model, part, replacements),
@@ -270,7 +337,17 @@ def gradients_of(
     layers: Sequence[int],
     metric: Callable[[Tensor], Float[Tensor, " row"]],
 ) -> dict[int, Z]:
-    """The gradient of a metric of the logits with respect to every head's output at every token."""
+    """The gradient of a metric of the logits with respect to every head's output at every token.
+
+    Args:
+        model: The hooked model.
+        sequence: A sequence that ends in the reference answer.
+        layers: The layers of these heads.
+        metric: From logits to one number for each row.
+
+    Returns:
+        By layer, [pos head d_head] in the metric's unit for each unit of the output.
+    """
     outputs: dict[int, Tensor] = {}
 
     def record(layer: int, z: Tensor) -> Tensor:
@@ -280,11 +357,16 @@ def gradients_of(
     def begin_graph(module: Any, inputs: Any, out: Tensor) -> Tensor:
         return out.detach().requires_grad_()
 
-    first_stream = model.hook_dict[f"blocks.{min(layers)}.hook_resid_pre"]
+    # Nothing before the first of the layers needs gradients.
+    first_layer = min(layers)
+    first_stream = model.hook_dict[f"blocks.{first_layer}.hook_resid_pre"]
     records = {layer: partial(record, layer) for layer in layers}
     with ExitStack() as stack:
-        stack.callback(first_stream.register_forward_hook(begin_graph).remove)
+        stack.enter_context(first_stream.register_forward_hook(begin_graph))
         stack.enter_context(changing_z(model, records))
         logits = logits_of(model, sequence, gradients=True)
-    gradients = torch.autograd.grad(metric(logits)[0], [outputs[layer] for layer in layers])
+
+    value = metric(logits)[0]
+    outputs_by_layer = [outputs[layer] for layer in layers]
+    gradients = torch.autograd.grad(value, outputs_by_layer)
     return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}

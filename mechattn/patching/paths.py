@@ -22,7 +22,7 @@ from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import as_long
 from mechattn.patching.effects import Patching
 from mechattn.patching.memory import paths_row_bytes, rows_within
-from mechattn.patching.pairs import Pair, Request, Unpatched, request_of
+from mechattn.patching.pairs import Pair, PromptEffects, Request, Unpatched, request_of
 from mechattn.patching.patched_runs import (
     Run,
     Where,
@@ -43,7 +43,14 @@ Output = Float[Tensor, "shared d_head"]  # of a head, at the original tokens tha
 
 @dataclass(frozen=True)
 class Path:
-    """From a head to a part of another head, or to the logits (None)."""
+    """From a head to a part of another head, or to the logits.
+
+    Args:
+        sender: The head that writes.
+        receiver: The head that reads, by its own keys and values; None for the logits.
+        part: What of the receiver reads; None for the logits.
+        name: Such as "L0H1 → L1H0.k".
+    """
 
     sender: Where
     receiver: Where | None
@@ -101,13 +108,18 @@ def paths(
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[Path]:
-    """The named paths, each checked."""
+    """The named paths, each checked.
+
+    Raises:
+        OptionError: A head doesn't exist, or a receiver comes too early.
+    """
     if not isinstance(between, (list, tuple)) or not between:
         raise OptionError(
             f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]'
         )
     key_heads = kv_heads_of(model)
     counts = {"q": model.cfg.n_heads, "k": key_heads, "v": key_heads}
+
     named = []
     for ends in between:
         path = _path_of(ends)
@@ -124,11 +136,13 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
 
 
 def _path_of(ends: Any) -> Path:
+    """The path between two names, such as "L0H1" and "L1H0.k"."""
     match ends:
         case (str(start), str(end)) if sender := head_named(start):
             name = f"{start} → {end}"
             if end == "logits":
                 return Path(sender, None, None, name)
+
             node, _, part = end.partition(".")
             receiver = head_named(node)
             if receiver is not None and part in ("q", "k", "v"):
@@ -138,19 +152,22 @@ def _path_of(ends: Any) -> Path:
     )
 
 
-def _effects(request: Request, named: Sequence[Path], pair: Pair) -> dict[str, np.ndarray | float]:
+def _effects(request: Request, named: Sequence[Path], pair: Pair) -> PromptEffects:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     model = request.model
     receiving_layers = [path.receiver[0] for path in named if path.receiver]
     starts = possible_starts(model, pair.base, receiving_layers)
+
     layers = attention_layers(model)
     base_run = read(model, pair.base, pair.origins, layers, "z", starts)
     source_run = read(model, pair.source, pair.origins, layers, "z")
     unpatched = Unpatched(pair, base_run.logits, source_run.logits)
 
+    # What each sender puts out, in the order of the paths, as the random steps are drawn in it.
     generator = torch.Generator().manual_seed(pair.seed)
     outputs: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
-    for layer, head in dict.fromkeys(path.sender for path in named):
+    senders = dict.fromkeys(path.sender for path in named)
+    for layer, head in senders:
         z = base_run.z[layer][base_run.places, head]
         source_z = source_run.z[layer][source_run.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
@@ -158,12 +175,13 @@ def _effects(request: Request, named: Sequence[Path], pair: Pair) -> dict[str, n
         outputs["random"][layer, head] = z + as_long(direction, source_z - z)
 
     rows = rows_within(request.memory, paths_row_bytes(model, pair))
-    effects: dict[str, np.ndarray | float] = {"whole": unpatched.whole}
+    effects: PromptEffects = {"whole": unpatched.whole}
     for name, outputs_of_senders in outputs.items():
         batches = []
         for start in range(0, len(named), rows):
             batch = named[start : start + rows]
-            batches.append(_patched(model, batch, base_run, unpatched, outputs_of_senders))
+            patched = _patched(model, batch, base_run, unpatched, outputs_of_senders)
+            batches.append(patched)
         effects[name] = np.concatenate(batches)
     return effects
 
@@ -175,11 +193,20 @@ def _patched(
     unpatched: Unpatched,
     outputs: Mapping[Where, Output],
 ) -> np.ndarray:
-    """The effect of each path: one row of two passes for each."""
-    rows_by_part: dict[Any, dict[int, Where]] = {}  # the receiver in each row
+    """The effect of each path: one row of two passes for each.
+
+    Args:
+        model: The hooked model.
+        named: The paths.
+        base_run: The run that is patched, with every head's output.
+        unpatched: What effects are counted from.
+        outputs: What replaces each sender's output.
+    """
+    receivers_by_part: dict[Any, dict[int, Where]] = {}  # the receiver in each row
     for row, path in enumerate(named):
         if path.receiver is not None:
-            rows_by_part.setdefault(path.part, {})[row] = path.receiver
+            receivers = receivers_by_part.setdefault(path.part, {})
+            receivers[row] = path.receiver
 
     # The first pass: all heads are held except each row's sender, and receivers' parts are
     # recorded.
@@ -201,20 +228,24 @@ def _patched(
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.z}
         stack.enter_context(changing(model, "z", holds))
-        for part, receivers in rows_by_part.items():
+        for part, receivers in receivers_by_part.items():
             layers = {layer for layer, _ in receivers.values()}
             records = {layer: partial(record, part, layer) for layer in layers}
             stack.enter_context(changing(model, part, records))
         logits = logits_of(model, base_run.sequence, len(named))
+
+    # Of paths to the logits, this is the effect; of the others it is replaced below.
     effects = unpatched.effects(logits)
 
     # The second: only the receivers' parts are changed.
     all_places = torch.arange(len(base_run.sequence))
-    for part, receivers in rows_by_part.items():
+    for part, receivers in receivers_by_part.items():
         changes = []
         for row, (layer, head) in receivers.items():
             value = recorded[part, layer][row, :, head]
             changes.append([((layer, head), all_places, value)])
+
         logits = patched_logits(model, base_run, changes, part)
-        effects[list(receivers)] = unpatched.effects(logits)
+        rows = list(receivers)
+        effects[rows] = unpatched.effects(logits)
     return effects

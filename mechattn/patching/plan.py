@@ -31,7 +31,14 @@ _MOST_ROWS = 32  # in a pass: more are no faster
 
 @dataclass(frozen=True)
 class PairRuns:
-    """Both runs of a pair, unpatched; and another prompt's source run, if it is a control."""
+    """Both runs of a pair, unpatched.
+
+    Args:
+        pair: The pair.
+        base: The run that is patched.
+        source: The run from which activations are taken.
+        partner: Another prompt's source run, if it is a control.
+    """
 
     pair: Pair
     base: Run
@@ -46,17 +53,29 @@ class PairRuns:
     def patched_tokens(self, cell: Cell) -> Bool[Tensor, " shared"]:
         """Which of the tokens that both runs have are those of a cell."""
         segments = self.base.sequence.segment[self.base.places]
-        if cell.tokens is None:
+        tokens = cell.tokens
+
+        if tokens is None:
             return segments >= 0
-        if isinstance(cell.tokens, str):
-            return segments == SEGMENTS.index(cell.tokens)
-        return self.pair.origins == cell.tokens
+        if isinstance(tokens, str):
+            return segments == SEGMENTS.index(tokens)
+        return self.pair.origins == tokens
 
     def changes(self, cell: Cell, values: Mapping[Where, Z]) -> list[Change]:
-        """What a cell puts at which positions of the base run."""
+        """What a cell puts at which positions of the base run.
+
+        Args:
+            cell: The patch.
+            values: What replaces each head's output, at the tokens that both runs have.
+        """
         tokens = self.patched_tokens(cell)
         places = self.base.places[tokens]
-        return [(where, places, values[where][tokens]) for where in cell.heads]
+
+        changes = []
+        for where in cell.heads:
+            value = values[where][tokens]
+            changes.append((where, places, value))
+        return changes
 
 
 # From a pair's runs to what replaces each head's output, for the effect and for each control.
@@ -65,8 +84,16 @@ Replacements = Callable[[PairRuns], Mapping[str, Mapping[Where, Z]]]
 
 @dataclass(frozen=True)
 class PatchingPlan:
-    """The cells to patch, and what with. ``starts`` are the layers at which a pass may start,
-    ``partners`` other prompts' pairs by id.
+    """The cells to patch, and what with.
+
+    Args:
+        request: What is asked.
+        target: The heads or layers, and the part of them that is patched.
+        cells: The patches of each prompt.
+        replacements: From a pair's runs to what is put in place of each head's output.
+        starts: The layers at which a pass may start.
+        partners: Other prompts' pairs by id, for the control "other_prompt".
+        controls: The controls to measure.
     """
 
     request: Request
@@ -80,32 +107,45 @@ class PatchingPlan:
     def effects(self, pair: Pair) -> dict[str, Any]:
         """The effect of each cell and its controls [cell], NaN where no token has a partner; the
         whole effect, and the metric of the base run.
+
+        Returns:
+            "effect" and the controls [cell], "whole" and "before", in the units of the metric.
         """
         model = self.request.model
         target = self.target
         base = read(model, pair.base, pair.origins, target.layers, target.part, self.starts)
         source = read(model, pair.source, pair.origins, target.layers, target.part)
         runs = PairRuns(pair, base, source)
+
         partner = self.partners.get(pair.id)
         if partner is not None:
-            other = read(model, partner.source, partner.origins, target.layers, target.part)
-            runs = replace(runs, partner=other)
+            other_source = read(model, partner.source, partner.origins, target.layers, target.part)
+            runs = replace(runs, partner=other_source)
 
         effects: dict[str, Any] = {
             "whole": runs.unpatched.whole,
             "before": runs.unpatched.before,
         }
+
+        # A segment may have no token in this prompt.
+        cells = []
+        for index, cell in enumerate(self.cells):
+            if runs.patched_tokens(cell).any():
+                cells.append(index)
+
+        # All cells with the other run's output first, then all with each control's.
         replacements = self.replacements(runs)
-        cells = [index for index, cell in enumerate(self.cells) if runs.patched_tokens(cell).any()]
         changes = []
         for values in replacements.values():
-            changes += [runs.changes(self.cells[index], values) for index in cells]
+            for index in cells:
+                changes.append(runs.changes(self.cells[index], values))
+
         measured = self._first_order if target.attributed else self._exact
-        by_name = measured(runs, changes).reshape(len(replacements), len(cells))
+        values_by_name = measured(runs, changes).reshape(len(replacements), len(cells))
 
         for name in ("effect", *self.controls):
             effects[name] = np.full(len(self.cells), np.nan)
-        for name, of_cells in zip(replacements, by_name, strict=True):
+        for name, of_cells in zip(replacements, values_by_name, strict=True):
             effects[name][cells] = of_cells
         return effects
 
@@ -113,12 +153,18 @@ class PatchingPlan:
         """The metric of a copy of the base run with each list of changes, minus that of the run."""
         model = self.request.model
         pair = runs.pair
+
         memory = self.request.memory - prompt_bytes(model, self.target, pair)
-        rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pair)))
+        rows = rows_within(memory, row_bytes(model, pair))
+        rows = min(_MOST_ROWS, rows)
 
         # Copies that change the same layers go together, so that their pass can start there.
-        first_layers = [min(layer for (layer, _), _, _ in change) for change in changes]
+        first_layers = []
+        for changes_of_copy in changes:
+            changed_layers = [layer for (layer, _), _, _ in changes_of_copy]
+            first_layers.append(min(changed_layers))
         order = np.argsort(first_layers, kind="stable")
+
         effects = np.empty(len(changes))
         for start in range(0, len(order), rows):
             batch = order[start : start + rows]
@@ -132,10 +178,14 @@ class PatchingPlan:
         model = self.request.model
         measure = runs.unpatched.measure
         gradients = gradients_of(model, runs.pair.base, self.target.layers, measure)
+
         effects = []
-        for [((layer, head), places, value)] in changes:
+        for [(where, places, value)] in changes:
+            layer, head = where
             z = runs.base.z[layer]
             places = places.to(z.device)
             step = value.double() - z[places, head].double()
-            effects.append(float((gradients[layer][places, head].double() * step).sum()))
+            gradient = gradients[layer][places, head].double()
+            effect = (gradient * step).sum()
+            effects.append(float(effect))
         return np.array(effects)

@@ -60,7 +60,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Target:
-    """The sites in a model: (layer, head) pairs, what tells tokens apart, and how they are patched."""
+    """The sites in a model, and how they are patched.
+
+    Args:
+        part: The part of each head or layer.
+        heads: The heads; layers as (layer, 0).
+        by: What distinguishes tokens that are patched by themselves; None for all at once.
+        together: Whether all heads are patched as one set.
+        attributed: Whether effects are estimated to first order.
+    """
 
     part: Part
     heads: tuple[Where, ...]
@@ -76,23 +84,35 @@ class Target:
     def cells(self, tokens: Sequence[Any]) -> list[Cell]:
         """A cell for each head, or for all of them together, at each of these sets of tokens."""
         units = [self.heads] if self.together else [(where,) for where in self.heads]
-        return [Cell(heads, token_set) for heads in units for token_set in tokens]
+
+        cells = []
+        for heads in units:
+            for token_set in tokens:
+                cells.append(Cell(heads, token_set))
+        return cells
 
     def by_dimension(self, effects: xr.Dataset, tokens: Sequence[Any]) -> xr.Dataset:
         """Effects [prompt cell] by layer and head, layer, or set, and by segment or position; NaN
         for heads that were not named.
+
+        Args:
+            effects: Effects by cell, in the order of ``cells(tokens)``.
+            tokens: The sets of tokens that cells were made for.
         """
-        dims = ["layer"]
         if self.together:
             dims = ["set"]
-        elif self.part not in OF_LAYER:
-            dims.append("head")
-        cells = []
+        elif self.part in OF_LAYER:
+            dims = ["layer"]
+        else:
+            dims = ["layer", "head"]
+
+        labels = []
         for cell in self.cells(tokens):
             unit = (self._set_name,) if self.together else cell.heads[0][: len(dims)]
-            cells.append((*unit, cell.tokens) if self.by else unit)
+            labels.append((*unit, cell.tokens) if self.by else unit)
 
-        index = pd.MultiIndex.from_tuples(cells, names=[*dims, self.by] if self.by else dims)
+        names = [*dims, self.by] if self.by else dims
+        index = pd.MultiIndex.from_tuples(labels, names=names)
         coords = xr.Coordinates.from_pandas_multiindex(index, "cell")
         effects = effects.drop_vars("cell").assign_coords(coords).unstack("cell")
         if self.by:  # the order of the text, not of the alphabet
@@ -101,9 +121,12 @@ class Target:
 
     @property
     def _set_name(self) -> str:
+        """The set in words, such as "L0H1 + L1H4", or "12 heads" of many."""
         of_layers = self.part in OF_LAYER
         if len(self.heads) > 8:
-            return f"{len(self.heads)} {'layers' if of_layers else 'heads'}"
+            noun = "layers" if of_layers else "heads"
+            return f"{len(self.heads)} {noun}"
+
         name = "L{}" if of_layers else "L{}H{}"
         return " + ".join(name.format(*where) for where in self.heads)
 
@@ -111,12 +134,22 @@ class Target:
 def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     """The sites that ``at`` names in a model; all heads' z is attributed, everything else is
     patched exactly.
+
+    Args:
+        model: The hooked model.
+        at: As for ``patch``.
+        together: As for ``patch``.
+
+    Raises:
+        OptionError: There is no such part, head or layer.
+        ModelError: A pattern is named, and changing it would have no effect.
     """
     sites = at
     if isinstance(at, str) and at in get_args(Part):
         sites = Sites(at)  # type: ignore[arg-type]
     elif not isinstance(at, Sites):
         sites = Sites("z", at)
+
     check_choice(Part, part=sites.part)
     check_choice((None, "segment", "position"), by=sites.by)
     if not isinstance(together, bool):
@@ -130,11 +163,13 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     else:
         count = kv_heads_of(model) if sites.part in ("k", "v") else model.cfg.n_heads
         heads = _heads(model, where, count)
+
     if sites.part == "pattern" and not _patterns_act(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing "
             'the pattern has no effect; patch "z" or "v"'
         )
+
     attributed = sites.part == "z" and sites.where is None and not together
     return Target(sites.part, tuple(heads), sites.by, together, attributed)
 
@@ -170,6 +205,7 @@ def check_head(model: HookedModel, where: Where, count: int) -> None:
 
 
 def _is_pair_of_numbers(head: Any) -> bool:
+    """Whether this is (layer, head), each as an integer."""
     if not isinstance(head, (tuple, list)) or len(head) != 2:
         return False
     return all(isinstance(number, Integral) for number in head)
@@ -191,6 +227,8 @@ def _patterns_act(model: HookedModel) -> bool:
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TransformerLens warns of the same
+
+        # Once as it is, then with every token attending to itself alone.
         for changes in ({}, {layer: to_oneself}):
             changed = changing(model, "pattern", changes)
             with changed, changing(model, "z", {layer: record}):

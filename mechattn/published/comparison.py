@@ -40,36 +40,52 @@ class Comparison:
     @property
     def summary(self) -> str:
         """How many cells have which word, and how many intervals miss their value by chance."""
-        words = [cell.word for cells in self.cells.values() for cell in cells.values()]
-        counts = Counter(words)
+        counts: Counter[str] = Counter()
+        for cells in self.cells.values():
+            counts.update(cell.word for cell in cells.values())
         counted = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
-        measured = len(words) - counts[NOT_MEASURABLE]
+
+        cell_count = counts.total()
+        measured = cell_count - counts[NOT_MEASURABLE]
+        missing = measured / 20  # one in twenty intervals of 95 %
         return (
-            f"{len(words)} cells, of {len(self.cells)} published statements: {counted}. Of"
-            f" {measured} intervals of 95 %, about {measured / 20:.0f} miss the true value by"
+            f"{cell_count} cells, of {len(self.cells)} published statements: {counted}. Of"
+            f" {measured} intervals of 95 %, about {missing:.0f} miss the true value by"
             " chance."
         )
 
     def place_words(self, statement: Statement) -> str:
-        """Where a statement stands, and how it was read."""
-        read = {"caption": "read off an automatic description", "stated": "stated"}[statement.read]
-        return f"{self.statements.sources[statement.source]}, {statement.where}; {read}"
+        """Where a statement stands, and how it was read.
+
+        Such as "arXiv:2510.01032, section 2; stated".
+        """
+        source = self.statements.sources[statement.source]
+        words = {
+            "caption": "read off an automatic description",
+            "stated": "stated",
+        }
+        return f"{source}, {statement.where}; {words[statement.read]}"
 
     def to_markdown(self) -> str:
         """A table with a row for each statement and a column for each model."""
         models = list(next(iter(self.cells.values())))
         header = ["statement", "published", *models]
-        rows = [header, ["---"] * len(header)]
+        rule = ["---"] * len(header)
+
+        rows = [header, rule]
         for statement in self.statements.statements:
-            quote = f"{statement.title}: “{statement.quote}” ({self.place_words(statement)})"
+            place = self.place_words(statement)
+            quote = f"{statement.title}: “{statement.quote}” ({place})"
             published = f"{statement.published} [{statement.of}]"
             cells = map(str, self.cells[statement.key].values())
             rows.append([quote, published, *cells])
+
         lines = [f"| {' | '.join(row)} |" for row in rows]
         return "\n".join([*lines, "", self.summary])
 
     def to_json(self) -> str:
         """How the numbers were made, and the rows of the table; null where there is no number."""
+        # Pandas writes NaN as null, which json does not.
         rows = json.loads(self.table().to_json(orient="records"))
         content = {"about": self.about, "rows": rows}
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
@@ -78,6 +94,7 @@ class Comparison:
         lines = []
         for statement in self.statements.statements:
             lines.append(f"{statement.title}. Published: {statement.published}")
+
             for model, cell in self.cells[statement.key].items():
                 lines.append(f"  {model}: {cell}")
         return "\n".join([*lines, "", self.summary])

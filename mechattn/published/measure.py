@@ -37,10 +37,21 @@ StatementValues = dict[str, list[float] | str]
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the numbers, beside the statements and the model."""
+    """What decides the numbers, beside the statements and the model.
+
+    Args:
+        prompts: The prompts whose attention is measured.
+        problems: The problems to be answered; none to leave answers out.
+        draws: The number of draws of untrained weights.
+        new_tokens: The length of an answer, in tokens, at most.
+        seed: The seed of conditions, answers and untrained weights.
+        dtype: The numbers in which the model is run, such as "float32".
+        device: Where it is run; by default TransformerLens's choice.
+        folder: Where runs are stored.
+    """
 
     prompts: Sequence[Prompt]
-    problems: Sequence[Prompt]  # to be answered
+    problems: Sequence[Prompt]
     draws: int
     new_tokens: int
     seed: int
@@ -51,7 +62,14 @@ class Settings:
 
 @dataclass
 class ModelRuns:
-    """All runs of one model; the model is loaded when the first run is not stored yet."""
+    """All runs of one model; the model is loaded when the first run is not stored yet.
+
+    Args:
+        name: The model, as ``load_model`` takes it.
+        file_name: What the names of its files begin with.
+        statements: The statements to measure.
+        settings: What else decides the numbers.
+    """
 
     name: str
     file_name: str
@@ -72,6 +90,7 @@ class ModelRuns:
         short_name = provenance.name_of(self.name).casefold()
         family = architecture_named(self.name).partition("For")[0]
         published = self.statements.arms
+
         of_model = [arm for arm in published if arm.model.casefold() == short_name]
         of_family = [arm for arm in published if arm.family == family]
         for arm in of_model + of_family:
@@ -83,13 +102,16 @@ class ModelRuns:
         measured = self.all_values()
         untrained = [self.all_values(draw) for draw in range(self.settings.draws)]
         cells = self._answer_cells()
+
         for statement in self.statements.statements:
             if statement.run == ANSWERS:
                 continue
+
             values = measured[statement.key]
             if isinstance(values, str):
                 cells[statement.key] = Cell(NOT_MEASURABLE, note=values)
                 continue
+
             means = []
             for values_of_draw in untrained:
                 draw = values_of_draw[statement.key]
@@ -103,12 +125,21 @@ class ModelRuns:
         values: StatementValues = {}
         for run_name in RUNS:
             values |= self.values(run_name, draw)
-        self.drawn = None
+
+        self.drawn = None  # frees the untrained model of this draw
         return values
 
     def values(self, run_name: str, draw: int | None = None) -> StatementValues:
         """The values of one run, from its file if it is stored; of untrained weights with a
-        draw."""
+        draw.
+
+        Args:
+            run_name: The run, one of ``RUNS``.
+            draw: The number of a draw of untrained weights; None for the model's own.
+
+        Raises:
+            MechattnError: The first run is refused, so that there is nothing to compare.
+        """
         path = self._place(run_name, draw)
         is_drawn = run_name == DRAWN_RUN and draw is None
         if path.exists() and (self.result_place.exists() or not is_drawn):
@@ -132,6 +163,7 @@ class ModelRuns:
                 values[statement.key] = value_of(result, statement.values, statement).tolist()
             except NotMeasurable as error:
                 values[statement.key] = str(error)
+
         text = json.dumps(values, indent=1)
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
         return values
@@ -142,11 +174,13 @@ class ModelRuns:
         return self._place(DRAWN_RUN).with_suffix(".zarr")
 
     def _answer_cells(self) -> dict[str, Cell]:
+        """The cells of the statements about accuracy, from answers that the model generates."""
         statements = self._of_run(ANSWERS)
         problems = self.settings.problems
         if not problems:
             unanswered = Cell(NOT_MEASURABLE, note="no problem was answered (problems, --problems)")
             return {statement.key: unanswered for statement in statements}
+
         say(f"{self.name}: answers to {len(problems)} problems")
         evaluation = evaluate(
             self.model,
@@ -156,6 +190,7 @@ class ModelRuns:
             seed=self.settings.seed,
             new_tokens=self.settings.new_tokens,
         )
+
         cells = {}
         for statement in statements:
             if statement.condition in evaluation.conditions:
@@ -165,23 +200,28 @@ class ModelRuns:
         return cells
 
     def _without_arm(self) -> str:
+        """Why a model has no condition "arm"."""
         families = ", ".join(arm.family for arm in self.statements.arms)
         architecture = architecture_named(self.name)
         return f"ARM is published for the families {families}, and this model is {architecture}"
 
     def _of_run(self, run_name: str) -> list[Statement]:
-        return [each for each in self.statements.statements if each.run == run_name]
+        """The statements that are measured in a run."""
+        return [statement for statement in self.statements.statements if statement.run == run_name]
 
     def _result(self, run_name: str, draw: int | None) -> Result:
+        """Run the model, or a draw of untrained weights on fewer prompts."""
         planned = RUNS[run_name]
         model = self.model
         prompts = self.settings.prompts
+
         if draw is not None:
             if self.drawn is None:
                 seed = FIRST_DRAW * (1 + self.settings.seed) + draw
                 self.drawn = random_weights(self.model, seed=seed)
             model = self.drawn
             prompts = prompts[:UNTRAINED_PROMPTS]
+
         layers = None
         if planned.first_layers is not None:
             layers = range(min(planned.first_layers, model.cfg.n_layers))
@@ -208,6 +248,7 @@ class ModelRuns:
             self.settings.dtype,
             provenance.versions(),
         ]
+        digest = provenance.digest(decides)[:8]
         trained = "" if draw is None else f"-untrained-{draw}"
-        name = f"{self.file_name}-{run_name}{trained}-{provenance.digest(decides)[:8]}.json"
+        name = f"{self.file_name}-{run_name}{trained}-{digest}.json"
         return self.settings.folder / name

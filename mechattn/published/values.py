@@ -3,6 +3,10 @@ prompt.
 
 A value whose unit is "change" is a log-ratio; it is written in percent once its mean and interval
 are taken.
+
+Each function of ``FUNCTIONS`` takes a result and what the statement asks of it: quantities, layers,
+a condition and the one that it is compared with. It returns a value for each prompt [prompt], and
+raises ``NotMeasurable`` where the model or the prompts have no such value.
 """
 
 from __future__ import annotations
@@ -45,7 +49,10 @@ class Asked(Section):
 
 def change(result: Result, asked: Asked) -> PerPrompt:
     """Log-ratio of what the question has under two conditions; mean over heads, then over
-    layers."""
+    layers.
+
+    ``mean over layers of log(mean under condition / mean under to)``
+    """
     after = of_segment(result, asked, asked.condition)
     before = of_segment(result, asked, asked.to)
     return log_ratio(after, before).mean(1)
@@ -54,10 +61,13 @@ def change(result: Result, asked: Asked) -> PerPrompt:
 def layers_falling(result: Result, asked: Asked) -> PerPrompt:
     """Share of all measured layers in which the question has less than under the other
     condition."""
-    every_layer = asked.in_layers(measured_layers(result, asked.quantities[0]))
+    layers = measured_layers(result, asked.quantities[0])
+    every_layer = asked.in_layers(layers)
     after = of_segment(result, every_layer, asked.condition)
     before = of_segment(result, every_layer, asked.to)
-    return (after < before).mean(1)
+
+    is_falling = after < before
+    return is_falling.mean(1)
 
 
 def inserted_beside_question(result: Result, asked: Asked) -> PerPrompt:
@@ -77,9 +87,11 @@ def affine_share(result: Result, asked: Asked) -> PerPrompt:
 
     The four parts are ``⟨part, change⟩ / ‖change‖²`` and add up to 1. Mean over heads and layers.
     """
-    parts = [selected(result, name, asked, asked.condition) for name in asked.quantities]
-    rest = sum(parts[1:], parts[0]).sel(segment="question")
-    return (1 - abs(rest)).mean(("layer", "head")).values
+    first, *further = [selected(result, name, asked, asked.condition) for name in asked.quantities]
+    rest = sum(further, first).sel(segment="question")
+
+    share = 1 - abs(rest)
+    return share.mean(("layer", "head")).values
 
 
 def change_at_peaks(result: Result, asked: Asked) -> PerPrompt:
@@ -90,10 +102,15 @@ def change_at_peaks(result: Result, asked: Asked) -> PerPrompt:
     """
     changes = []
     for after, before in both_curves(result, asked):
-        count = max(1, round(PEAKS * after.shape[1]))
-        peaks = np.argsort(-after * before, axis=1, kind="stable")[:, :count]
+        _, token_count = after.shape
+        count = max(1, round(PEAKS * token_count))
+
+        order = np.argsort(-after * before, axis=1, kind="stable")
+        peaks = order[:, :count]
+
         log_changes = log_ratio(after, before)
-        changes.append(np.take_along_axis(log_changes, peaks, axis=1).mean())
+        at_peaks = np.take_along_axis(log_changes, peaks, axis=1)
+        changes.append(at_peaks.mean())
     return np.array(changes)
 
 
@@ -101,7 +118,8 @@ def peak_moved(result: Result, asked: Asked) -> PerPrompt:
     """Share of a layer's heads whose most attended token of the question is another one."""
     moved = []
     for after, before in both_curves(result, asked):
-        moved.append((after.argmax(1) != before.argmax(1)).mean())
+        is_moved = after.argmax(1) != before.argmax(1)
+        moved.append(is_moved.mean())
     return np.array(moved)
 
 
@@ -110,9 +128,13 @@ def band_width(result: Result, asked: Asked) -> PerPrompt:
     the question."""
     distances = []
     for curves in zip(*both_curves(result, asked), strict=True):
+        # Questions differ in length; a mean needs the same places of each.
         shortest = min(curve.shape[1] for curve in curves)
         aligned = np.stack([curve[:, :shortest] for curve in curves])
-        distances.append(abs(aligned - aligned.mean(0)).mean((1, 2)))
+
+        from_mean = abs(aligned - aligned.mean(0))
+        distances.append(from_mean.mean((1, 2)))
+
     after, before = distances
     return log_ratio(after, before)
 
@@ -128,11 +150,16 @@ def evenness_apart(result: Result, asked: Asked) -> PerPrompt:
     for condition in (asked.condition, asked.to):
         received = selected(result, f"{asked.quantities[0]}_per_prompt", asked, condition)
         inserted = places(result, condition, "inserted")
+
         shares = received.isel(layer=0).transpose("prompt", "head", "key").values
         shares = np.where(inserted[:, None], shares, 0.0)
         shares = shares / shares.sum(2, keepdims=True)
-        entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(2)
-        evenness[condition] = np.exp(entropy).mean(1) / inserted.sum(1)
+
+        # 0 · log 0 counts as 0.
+        logs = np.log(np.where(shares > 0, shares, 1.0))
+        entropy = -(shares * logs).sum(2)
+        even_tokens = np.exp(entropy).mean(1)
+        evenness[condition] = even_tokens / inserted.sum(1)
     return evenness[asked.condition] - evenness[asked.to]
 
 
@@ -141,11 +168,16 @@ def change_of_large(result: Result, asked: Asked) -> PerPrompt:
     exceed."""
     after = of_segment(result, asked, asked.condition)[:, 0]
     before = of_segment(result, asked, asked.to)[:, 0]
-    left = dataset_with(result, asked.quantities[0]).bin.values.astype(np.float64)  # from −∞
+    mean_before = before.mean(0)
+
+    # The edges of the histogram's bins, from −∞ to ∞.
+    left = dataset_with(result, asked.quantities[0]).bin.values.astype(np.float64)
     right = np.append(left[1:], np.inf)
-    for bound in sorted({abs(edge) for edge in left[1:]}):
+    bounds = sorted({abs(edge) for edge in left[1:]})
+
+    for bound in bounds:
         beyond = (left >= bound) | (right <= -bound)
-        if before.mean(0)[beyond].sum() <= LARGE:
+        if mean_before[beyond].sum() <= LARGE:
             return log_ratio(after[:, beyond].sum(1), before[:, beyond].sum(1))
     raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
 
@@ -169,11 +201,15 @@ def updates_at_first(result: Result, asked: Asked) -> PerPrompt:
     if not layers:
         raise NotMeasurable(f"the model has no layer {FROM_LAYER}")
     later = asked.in_layers(layers)
-    target, size = (
-        selected(result, f"{name}_per_prompt", later, asked.condition).isel(key=slice(1, None))
-        for name in asked.quantities
-    )
-    at_first = size.where(target == 0).mean(("head", "key"))
+
+    by_token = []
+    for name in asked.quantities:
+        values = selected(result, f"{name}_per_prompt", later, asked.condition)
+        by_token.append(values.isel(key=slice(1, None)))
+    target, size = by_token
+
+    is_first = target == 0
+    at_first = size.where(is_first).mean(("head", "key"))
     ratio = at_first / size.mean(("head", "key"))
     if ratio.isnull().any():
         raise NotMeasurable("in some layer no head looks at the first token most of all")
@@ -207,19 +243,31 @@ UNITS = {
 def value_of(result: Result, function: str, asked: Asked) -> PerPrompt:
     """One number a prompt; less that of other layers, where there are some to subtract.
 
+    Args:
+        result: The result of the run that the statement names.
+        function: The name of a function in ``FUNCTIONS``.
+        asked: What the value is about.
+
     Raises:
         NotMeasurable: The model, or these prompts, do not have it.
     """
-    values = FUNCTIONS[function](result, asked)
+    measure = FUNCTIONS[function]
+    values = measure(result, asked)
     if asked.less_layers:
-        values = values - FUNCTIONS[function](result, asked.in_layers(asked.less_layers))
+        in_other_layers = asked.in_layers(asked.less_layers)
+        values = values - measure(result, in_other_layers)
+
     if not np.isfinite(values).all():
         raise NotMeasurable("it is undefined in some prompt")
     return values
 
 
 def dataset_with(result: Result, name: str) -> xr.Dataset:
-    """The dataset of a result that holds a quantity."""
+    """The dataset of a result that holds a quantity.
+
+    Raises:
+        NotMeasurable: None does.
+    """
     for dataset in result.datasets.values():
         if name in dataset or f"{name}_per_prompt" in dataset:
             return dataset
@@ -232,11 +280,15 @@ def measured_layers(result: Result, name: str) -> list[int]:
 
 
 def selected(result: Result, name: str, asked: Asked, condition: str) -> xr.DataArray:
-    """A quantity under a condition in the layers that are asked for, in float64."""
+    """A quantity under a condition in the layers that are asked for, in float64.
+
+    Raises:
+        NotMeasurable: The result lacks the quantity, a layer or the condition.
+    """
     dataset = dataset_with(result, name)
-    missing = [layer for layer in asked.layers if layer not in dataset.layer.values]
-    if missing:
-        raise NotMeasurable(f"the model has no layer {missing[0]}")
+    for layer in asked.layers:
+        if layer not in dataset.layer.values:
+            raise NotMeasurable(f"the model has no layer {layer}")
     if condition not in result.conditions:
         raise NotMeasurable(f"the model cannot be run under {condition!r}")
     return dataset[name].sel(condition=condition, layer=asked.layers).astype(np.float64)
@@ -245,7 +297,14 @@ def selected(result: Result, name: str, asked: Asked, condition: str) -> xr.Data
 def of_segment(
     result: Result, asked: Asked, condition: str, segment: str = "question"
 ) -> Float[np.ndarray, "prompt layer *rest"]:
-    """The quantity of a segment, mean over heads."""
+    """The quantity of a segment, mean over heads.
+
+    Args:
+        result: The result of a run.
+        asked: Which quantity, and in which layers.
+        condition: The condition.
+        segment: The segment, where the quantity is measured by segment.
+    """
     values = selected(result, asked.quantities[0], asked, condition)
     if "segment" in values.dims:
         values = values.sel(segment=segment)
@@ -259,17 +318,25 @@ def both_curves(result: Result, asked: Asked) -> list[tuple[np.ndarray, np.ndarr
     each prompt.
 
     Without the last eight original tokens, which hardly any token follows.
+
+    Raises:
+        NotMeasurable: Some prompt has too few tokens.
     """
     name = f"{asked.quantities[0]}_by_origin_per_prompt"
-    after, before = (
-        selected(result, name, asked, condition).isel(layer=0).transpose("prompt", "head", ...)
-        for condition in (asked.condition, asked.to)
-    )
+    received = []
+    for condition in (asked.condition, asked.to):
+        values = selected(result, name, asked, condition).isel(layer=0)
+        received.append(values.transpose("prompt", "head", ...))
+    after, before = received
+
     question = places(result, BASELINE, "question")
-    lengths = (result["sequences"].origin.sel(condition=BASELINE).values >= 0).sum(1)
+    origins = result["sequences"].origin.sel(condition=BASELINE).values
+    lengths = (origins >= 0).sum(1)
+
     curves = []
     for prompt, length in enumerate(lengths):
-        keys = np.flatnonzero(question[prompt, : max(0, length - QUERIES_AFTER)])
+        last = max(0, length - QUERIES_AFTER)
+        keys = np.flatnonzero(question[prompt, :last])
         if not len(keys):
             raise NotMeasurable(f"prompt {prompt} has too few tokens")
         curves.append((after.values[prompt][:, keys], before.values[prompt][:, keys]))
