@@ -233,7 +233,7 @@ def _options_model(build: Callable) -> type[BaseModel]:
                 default = ...  # pydantic's mark of a required field
             options[name] = (hints[name], default)
 
-    # A field that repr leaves out is not for users.
+    # A field that repr leaves out is filled in before a run.
     if is_dataclass(build):
         for field in fields(build):
             if not field.repr:

@@ -91,10 +91,10 @@ def report(
     results = [load_result(place, memory=memory) for place in places]
     for result in results:
         measured_layers = result.provenance["measured_layers"]
-        head_count = int(result.provenance["model"]["heads"])
         if layer is not None and layer not in measured_layers:
             raise OptionError(f"layer {layer} was not measured; the result has {measured_layers}")
         if heads is not None:
+            head_count = int(result.provenance["model"]["heads"])
             check_heads(heads, head_count)
 
     missing: list[str] = []

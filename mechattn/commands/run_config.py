@@ -308,13 +308,14 @@ def evaluate_from_config(
         check_writable(place)
 
     prompts = prompts_by_model(config)
+    dtype = dtype_named(config.dtype)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
     loads_weights = is_loaded or options["server"] is None
     evaluations = {}
     for name, place in places.items():
-        model, tokenizer = _model_and_tokenizer(config, name, loads_weights)
+        model, tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
         conditions = made_conditions(config.conditions, tokenizer)
         options["out"] = place
         evaluations[name] = evaluate(
@@ -329,14 +330,13 @@ def evaluate_from_config(
 
 
 def _model_and_tokenizer(
-    config: Config, name: str, loads_weights: bool
+    config: Config, name: str, dtype: torch.dtype | None, loads_weights: bool
 ) -> tuple[str | HookedModel, Callable[[], Any]]:
     """A model to evaluate, by its name where its weights are not needed, and its tokenizer on
     request."""
     if not loads_weights:
         return name, partial(tokenizer_named, name)
 
-    dtype = dtype_named(config.dtype)
     model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
     return model, partial(getattr, model, "tokenizer")
 
