@@ -28,7 +28,7 @@ from mechattn.jobs.job import Job
 from mechattn.jobs.resumable_run import WHOLE, Shard, compute, parse_shard, shard_place
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import dtype_named, load_model
+from mechattn.model.load import Dtype, dtype_named, load_model
 from mechattn.pages.lead_figures import Shown
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
@@ -330,7 +330,7 @@ def evaluate_from_config(
 
 
 def _model_and_tokenizer(
-    config: Config, name: str, dtype: torch.dtype | None, loads_weights: bool
+    config: Config, name: str, dtype: Dtype, loads_weights: bool
 ) -> tuple[str | HookedModel, Callable[[], Any]]:
     """A model to evaluate, by its name where its weights are not needed, and its tokenizer on
     request."""

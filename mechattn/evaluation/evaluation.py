@@ -432,5 +432,5 @@ def _intervals(
 
 
 def _hash(name: str) -> bytes:
-    """A key that sorts names in an order that is none of theirs, and the same everywhere."""
+    """A key that sorts names in an arbitrary order, the same on every machine."""
     return hashlib.sha256(name.encode("utf-8", "replace")).digest()

@@ -157,7 +157,7 @@ class GeneratingRows:
         """Whether rows can be exchanged: all layers cache keys and values, and nothing else."""
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-        # The type itself: a subclass may hold a state that rows share.
+        # The type itself, as a subclass may keep something else as well.
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
         return all(type(layer) in kinds for layer in self.cache.layers)
 
