@@ -49,7 +49,7 @@ def made_conditions(
     Raises:
         OptionError: A name, kind or option is not allowed.
     """
-    counts = {}
+    counts: dict[str, int] = {}
     if tokenizer:
         counts = _counts(sections, tokenizer)
 

@@ -81,7 +81,7 @@ def evaluate(
         temperature: 0 takes the likeliest token; by default 0 for one sample and 1 for several.
 
     Returns:
-        All answers with their grades and provenance, problem by problem under each condition.
+        All answers with their grades and their provenance, condition by condition.
 
     Raises:
         MechattnError: An argument cannot be used; raised before the first token is generated.

@@ -122,14 +122,8 @@ def received_attention(
             largest = "distances from uniform attention"
         choice = f"with the largest {largest} in the other half of the prompts"
 
-    baseline_words = "baseline" if is_alone else f"without {condition}"
-    rows = [[_Line("received_by_origin", BASELINE, baseline_words, WITHOUT)]]
-    if not is_alone:
-        rows[0].append(_Line("received_by_origin", condition, f"with {condition}", WITH))
-        rows.append([_Line("received", condition, f"with {condition}", WITH)])
-
     titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
-    figure = _by_position(panels, titles, rows, null_kind)
+    figure = _by_position(panels, titles, _lines_by_row(condition), null_kind)
     span = inserted_span(result, condition)
     _shade(figure, span, 2, "all")
 
@@ -156,6 +150,17 @@ def received_attention(
         sentences.append(_in_words(result, condition, number, layer_heads, prompts, null_kind))
 
     return says(figure, *sentences)
+
+
+def _lines_by_row(condition: str) -> list[list[_Line]]:
+    """Above, the original tokens without and with the inserted ones; below, the whole sequence."""
+    if condition == BASELINE:
+        return [[_Line("received_by_origin", BASELINE, "baseline", WITHOUT)]]
+
+    without = _Line("received_by_origin", BASELINE, f"without {condition}", WITHOUT)
+    aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
+    whole_sequence = _Line("received", condition, f"with {condition}", WITH)
+    return [[without, aligned], [whole_sequence]]
 
 
 def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]:
