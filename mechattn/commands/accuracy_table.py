@@ -27,8 +27,9 @@ def accuracy_table(evaluation: Evaluation) -> str:
     lines = []
     for caution in evaluation.cautions:
         lines += [f"**{caution}**", ""]
-    lines += [_row(HEADER), "|---" * len(HEADER) + "|"]
 
+    lines.append(_row(HEADER))
+    lines.append("|---" * len(HEADER) + "|")
     for row in accuracies.to_dict("records"):
         cells = [
             row["condition"],
@@ -42,7 +43,9 @@ def accuracy_table(evaluation: Evaluation) -> str:
             if "only_first" in change:
                 tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
             cells += _change_cells(change)
-        lines.append(_row([*cells, row["unread"], row["unfinished"]]))
+
+        cells += [row["unread"], row["unfinished"]]
+        lines.append(_row(cells))
 
     first = accuracies.iloc[0]
     lines += [
@@ -60,9 +63,15 @@ def _change_cells(change: Any) -> list[str]:
     changed = ""
     if "only_first" in change:
         changed = f"{change['only_first']}, {change['only_second']}"
-    p = f"{change['p']:.2g}"
-    return [f"{difference} {interval}", p, changed, f"{100 * change['detectable']:.1f}"]
+
+    return [
+        f"{difference} {interval}",
+        f"{change['p']:.2g}",
+        changed,
+        f"{100 * change['detectable']:.1f}",
+    ]
 
 
 def _row(cells: Any) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"

@@ -56,6 +56,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     """
     dtype = dtype_named(config.dtype)
     check_device(config.device)
+
     (inserted,) = made_conditions(config.conditions).values()
     assert isinstance(inserted, MeaninglessTokens)
     places, prompts = prepared(config, force, chooses_heads=True)
@@ -66,15 +67,18 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
         count = len(prompts[name])
         say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
         hooked = load_model(name, dtype=dtype, device=config.device)
-        measured.append(_measure(hooked, prompts[name], inserted, config.seed, place))
+        model = _measure(hooked, prompts[name], inserted, config.seed, place)
+        measured.append(model)
 
     models = [ShownModel(model.result, model.maps, lines.named_head) for model in measured]
     sections = []
     for model in measured:
         sections += lead_sections(model.result, lines)
     sections += [prompt_section(model.result) for model in measured]
+
     title = f"What {_inserted_words(measured[:1])} do to attention"
-    about = About(title, _subtitle(config, measured, prompts), command)
+    subtitle = _subtitle(config, measured, prompts)
+    about = About(title, subtitle, command)
     return write_page(Path(str(config.output.page)), about, models, sections, force)
 
 
@@ -92,6 +96,7 @@ def _measure(
             f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of "
             f"{inserted.text!r}; {fitted.count} are inserted"
         )
+
     name = _condition_name(fitted)
     control = RandomSentence(count=fitted.count, place=fitted.place)
     conditions: dict[str, Condition] = {name: fitted, "sentence": control}
@@ -100,19 +105,25 @@ def _measure(
     result.save(place)
 
     shortest = min(prompts, key=lambda prompt: len(prompt.question))
-    few_tokens = replace(inserted, count=min(FEW_TOKENS, inserted.count)).fitted(hooked)
+    few_count = min(FEW_TOKENS, inserted.count)
+    few_tokens = replace(inserted, count=few_count).fitted(hooked)
     maps = run(hooked, shortest, {name: few_tokens}, [AttentionMap()], seed=seed)
     return _Measured(result, maps, fitted)
 
 
 def _condition_name(inserted: MeaninglessTokens) -> str:
-    return "slash" if inserted.text == "/" else "meaningless"
+    """The name of the inserted tokens in figures."""
+    if inserted.text == "/":
+        return "slash"
+    return "meaningless"
 
 
 def _inserted_words(measured: Sequence[_Measured]) -> str:
     """The inserted tokens in words: "55 “/”"; "55 or 56 “/”" where tokenizers differ."""
     counts = sorted({model.inserted.count for model in measured})
-    return f"{' or '.join(map(str, counts))} “{plain(measured[0].inserted.text)}”"
+    count_words = " or ".join(map(str, counts))
+    text = plain(measured[0].inserted.text)
+    return f"{count_words} “{text}”"
 
 
 def _subtitle(
@@ -123,8 +134,10 @@ def _subtitle(
     first_prompts = [model_prompts[0] for model_prompts in prompts.values()]
     templates = dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts)
     system = first_prompts[0].system
-    system_words = f"after “{plain(system)}”" if system else "without a system prompt"
-    count = len(next(iter(prompts.values())))
+    system_words = "without a system prompt"
+    if system:
+        system_words = f"after “{plain(system)}”"
+    count, *_ = map(len, prompts.values())
     return (
         f"{_inserted_words(measured)} ({_condition_name(inserted)}), or as many tokens of random "
         f"sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "

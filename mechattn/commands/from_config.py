@@ -36,14 +36,31 @@ INTERVENTIONS = {kind.__name__: kind for kind in (ARM, AttentionKnockout, HeadAb
 def made_conditions(
     sections: Mapping[str, Condition], tokenizer: Callable[[], Any] | None = None
 ) -> dict[str, kinds.Condition]:
-    """Build the conditions of a file; a sweep gives several, named after their values."""
-    counts = _counts(sections, tokenizer) if tokenizer else {}
+    """Build the conditions of a file; a sweep gives several, named after their values.
+
+    Args:
+        sections: The sections by the names of the conditions.
+        tokenizer: Gives the tokenizer that decides how many tokens a text without ``count`` has;
+            without it each has the default number, which is enough for a check.
+
+    Returns:
+        The conditions by name, such as "slash" or "slash, count=5".
+
+    Raises:
+        OptionError: A name, kind or option is not allowed.
+    """
+    counts: dict[str, int] = {}
+    if tokenizer:
+        counts = _counts(sections, tokenizer)
+
     conditions: dict[str, kinds.Condition] = {}
     for name, section in sections.items():
         kinds.check_name(name)
         variants = _variants(section, counts.get(name), f"conditions.{name}")
         for values, condition in variants.items():
-            conditions[f"{name}, {values}" if values else name] = condition
+            variant_name = f"{name}, {values}" if values else name
+            conditions[variant_name] = condition
+
     return conditions
 
 
@@ -56,57 +73,87 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
         name: section for name, section in sections.items() if "count" not in section.options
     }
     default = kinds.MeaninglessTokens()
+
     counts: dict[str, int] = {}
     for name, section in without_count.items():
         text = section.options.get("text", default.text)
         separator = section.options.get("separator", default.separator)
         own_line = section.options.get("own_line") is True
+
+        # An option of another type is refused where its condition is built.
         if section.kind != "MeaninglessTokens" or not text:
             continue
         if isinstance(text, str) and isinstance(separator, str):
             counts[name] = fillers.nearest_count(
-                tokenizer(), text, separator, default.count, own_line
+                tokenizer(),
+                text,
+                separator,
+                default.count,
+                own_line,
             )
+
     if counts:
         first_count = next(iter(counts.values()))
         for name, section in without_count.items():
-            if "count" in _options_model(CONDITIONS[section.kind]).model_fields:
+            options_model = _options_model(CONDITIONS[section.kind])
+            if "count" in options_model.model_fields:
                 counts.setdefault(name, first_count)
+
     return counts
 
 
 def _variants(section: Condition, count: int | None, where: str) -> dict[str, kinds.Condition]:
     """The conditions of one section by swept values; a single one named "" without a sweep."""
-    options = section.options if count is None else {"count": count, **section.options}
+    options = section.options
+    if count is not None:
+        options = {"count": count, **options}
+
     swept = {key: value for key, value in options.items() if isinstance(value, list)}
     if "count" in swept:
         swept["count"] = [number for number in swept["count"] if number != 0]  # 0: the baseline
     for key, values in swept.items():
         if not values:
             raise OptionError(f"{where}.{key} = []: give at least one value")
-    for combination in product(*swept.values()):  # each of them is checked, and one is varied below
-        values_of_one = options | dict(zip(swept, combination, strict=True))
+
+    # Each combination is checked, and the last one is varied below.
+    other_keys = list(Condition.model_fields)
+    for combination in product(*swept.values()):
+        swept_values = dict(zip(swept, combination, strict=True))
         condition = _built(
-            CONDITIONS, section.kind, values_of_one, where, list(Condition.model_fields)
+            CONDITIONS,
+            section.kind,
+            options | swept_values,
+            where,
+            other_keys,
         )
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
+
     if section.masked:
         condition = condition.masked()
     if section.unshifted:
         condition = condition.unshifted()
     if section.intervention:
-        kind = section.intervention.kind
         intervention = _built(
-            INTERVENTIONS, kind, section.intervention.options, f"{where}.intervention"
+            INTERVENTIONS,
+            section.intervention.kind,
+            section.intervention.options,
+            f"{where}.intervention",
         )
         condition = condition.under(intervention)
-    return sweep(condition, **swept) if swept else {"": condition}
+
+    if swept:
+        return sweep(condition, **swept)
+    return {"": condition}
 
 
 def made_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
-    """Build the analyses of a file."""
+    """Build the analyses of a file.
+
+    Raises:
+        OptionError: A kind or an option is not allowed.
+    """
     return [
         _built(ANALYSES, section.kind, section.options, f"analyses[{index}]")
         for index, section in enumerate(sections)
@@ -120,10 +167,19 @@ def _built(
     where: str,
     other_keys: Sequence[str] = (),
 ) -> Any:
-    """A condition, analysis or intervention of a kind with these options."""
+    """A condition, analysis or intervention of a kind with these options.
+
+    Args:
+        classes: The classes by kind.
+        kind: The kind that the file gives.
+        options: Its options.
+        where: The section of the file, such as "conditions.slash", which errors name.
+        other_keys: Further keys of the section, which an error may suggest.
+    """
     build = known_kind(classes, kind, where)
     checked = checked_options(build, options, where, other_keys)
-    return build(**{name: checked[name] for name in options})
+    given_options = {name: checked[name] for name in options}
+    return build(**given_options)
 
 
 def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
@@ -139,15 +195,27 @@ def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
 def checked_options(
     build: Callable, options: Mapping[str, Any], where: str, other_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """All options of a class or figure, with defaults, after checking names and types."""
+    """All options of a class or figure, with defaults, after checking names and types.
+
+    Args:
+        build: The class or figure.
+        options: The options that the file gives.
+        where: The section of the file, which errors name.
+        other_keys: Further keys of the section, which an error may suggest.
+
+    Raises:
+        OptionError: There is no such option, or a value has another type.
+    """
     model = _options_model(build)
     for name in options:
         if name not in model.model_fields:
             words = no_such_key(name, [*model.model_fields, *other_keys])
             raise OptionError(f"{where}.{name}: {words}")
+
+    # Through JSON, where strict pydantic still accepts a list for a tuple.
+    options_text = json.dumps(options, default=str)
     try:
-        # Through JSON, where strict pydantic still accepts a list for a tuple.
-        return dict(model.model_validate_json(json.dumps(options, default=str)))
+        return dict(model.model_validate_json(options_text))
     except ValidationError as error:
         raise OptionError(all_words(error, model, f"{where}.")) from None
 
@@ -160,11 +228,16 @@ def _options_model(build: Callable) -> type[BaseModel]:
     options = {}
     for name, parameter in signature(build).parameters.items():
         if name not in ("self", "result", "results"):
-            default = ... if parameter.default is parameter.empty else parameter.default
+            default = parameter.default
+            if default is parameter.empty:
+                default = ...  # pydantic's mark of a required field
             options[name] = (hints[name], default)
+
+    # A field that repr leaves out is filled in before a run.
     if is_dataclass(build):
         for field in fields(build):
             if not field.repr:
                 options.pop(field.name, None)
+
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)
     return create_model(build.__name__, __config__=config, **options)  # type: ignore[call-overload]

@@ -69,7 +69,24 @@ def report(
     top: int = 3,
     memory: str = MEMORY,
 ) -> list[str]:
-    """Write a page of stored results with all figures; return what could not be shown, and why."""
+    """Write a page of stored results with all figures.
+
+    Args:
+        places: The stored results.
+        out: The page.
+        layer: The layer of the figures; by default the first that was measured.
+        heads: The heads of the lines; by default they are chosen by the data.
+        command: The command line, which the page repeats.
+        force: Whether a page that mechattn did not write is replaced.
+        top: The number of heads to choose.
+        memory: What a result that is larger than memory may take of it.
+
+    Returns:
+        What could not be shown, and why.
+
+    Raises:
+        OptionError: A layer was not measured, or there is no such head.
+    """
     check_page_place(out, force)
     results = [load_result(place, memory=memory) for place in places]
     for result in results:
@@ -77,11 +94,13 @@ def report(
         if layer is not None and layer not in measured_layers:
             raise OptionError(f"layer {layer} was not measured; the result has {measured_layers}")
         if heads is not None:
-            check_heads(heads, int(result.provenance["model"]["heads"]))
+            head_count = int(result.provenance["model"]["heads"])
+            check_heads(heads, head_count)
 
     missing: list[str] = []
     figures = figures_of(results[0], layer)
-    results_page(results, out, figures, command, missing, force, Shown(layer, heads, top))
+    lines = Shown(layer, heads, top)
+    results_page(results, out, figures, command, missing, force, lines)
     return missing
 
 
@@ -96,21 +115,24 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
         if figure.draw.__name__ in LEADING:
             continue
         for dataset, options in figure.shown(result, layer):
-            rank = len(analysis_names)
+            rank = len(analysis_names)  # an analysis of the user's own comes last
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)
             figures.append((rank, figure.compares, figure.draw, options))
 
+    # By analysis, and within it levels before changes.
     figures.sort(key=lambda figure: figure[:2])
     return [(draw, options) for _, _, draw, options in figures]
 
 
 def summary(result: Result) -> str:
     """A text summary of a stored result: verdicts, quantities with their sizes, and provenance."""
-    lines = [repr(result), "", *verdict_sentences(ShownModel(result)), ""]
+    verdicts = verdict_sentences(ShownModel(result))
+    lines = [repr(result), "", *verdicts, ""]
     for name, dataset in result.datasets.items():
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
+
         for quantity in sorted(map(str, dataset)):
             # Variances and counts are stored over prompts in addition to each mean.
             if not quantity.endswith(("_variance", "_n")):
@@ -137,8 +159,16 @@ def export_csv(
 ) -> tuple[Path, list[str]]:
     """Write a CSV row per result, quantity, condition, layer and head.
 
+    Args:
+        places: The stored results.
+        out: The file.
+        memory: What a result that is larger than memory may take of it.
+
     Returns:
         The file, and what has no row and why.
+
+    Raises:
+        OptionError: The file has another extension, or exists and is not such a table.
     """
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
@@ -153,7 +183,9 @@ def export_csv(
     for place in places:
         result = load_result(place, memory=memory)
         table, without_rows = heads_table(result)
-        tables.append(table.assign(result=str(place), model=result.provenance["model"]["name"]))
+        model_name = result.provenance["model"]["name"]
+        tables.append(table.assign(result=str(place), model=model_name))
+
         prefix = f"{place}: " if len(places) > 1 else ""
         missing += [f"{prefix}{words}" for words in without_rows]
 
@@ -166,12 +198,26 @@ def _is_export(path: Path) -> bool:
     """Whether a file begins as our tables do; a pipe or device is not opened."""
     if not path.is_file():
         return False
+
+    header = ",".join(COLUMNS)
     with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().strip() == ",".join(COLUMNS)
+        return file.readline().strip() == header
 
 
 def export_netcdf(places: Sequence[str | Path], out: Path) -> Path:
-    """Write all arrays and the provenance of a result to one NetCDF file, a group an analysis."""
+    """Write all arrays and the provenance of a result to one NetCDF file, a group an analysis.
+
+    Args:
+        places: The stored result, which must be one.
+        out: The file.
+
+    Returns:
+        The file.
+
+    Raises:
+        OptionError: There are several results, the file has another extension or exists, or
+            h5netcdf is not installed.
+    """
     if len(places) > 1:
         raise OptionError(
             f"a NetCDF file holds one result, and {len(places)} are given; export each to its own "
@@ -182,6 +228,7 @@ def export_netcdf(places: Sequence[str | Path], out: Path) -> Path:
     check_writable(out)
     if out.exists():
         raise OptionError(f"{out} exists; choose another name, or delete it")
+
     try:
         import h5netcdf  # noqa: F401
     except ImportError:
@@ -203,8 +250,10 @@ def _with_texts_of_hdf5(dataset: xr.Dataset) -> xr.Dataset:
     data_vars: dict[Any, Any] = {}
     for name, variable in dataset.variables.items():
         if variable.dtype.kind in TEXT:
+            texts = variable.values.astype(object)
             target = coords if name in dataset.coords else data_vars
-            target[name] = (variable.dims, variable.values.astype(object), variable.attrs)
+            target[name] = (variable.dims, texts, variable.attrs)
+
     return dataset.assign_coords(coords).assign(data_vars)
 
 
@@ -221,10 +270,12 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
         segment = segment_of(variable, "question")
         units = variable.attrs.get("units", "")
         baseline = kept(result, quantity, BASELINE, "question")
+
         for condition in result.conditions:
             in_memory = baseline
             if condition != BASELINE:
                 in_memory = kept(result, quantity, condition, "question")
+
             try:
                 rows = _rows(in_memory, baseline, quantity, condition)
             except MemoryOptionError:
@@ -237,17 +288,24 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     if not tables:
         reason = missing[0] if missing else "the run measured no numbers per head"
         raise OptionError(f"there is nothing to export: {reason}")
+
     table = pd.concat(tables, ignore_index=True)
     return table.reindex(columns=list(COLUMNS)), missing
 
 
 def _rows(result: Result, baseline: Result, quantity: str, condition: str) -> pd.DataFrame:
     """A quantity's rows in one condition: each head's value, and its change from the baseline."""
-    table = result.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
-    unit = table.attrs["unit"]
-    level = table.attrs["level"]
-    table = table.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
-    table = table.assign(quantity=quantity, condition=condition, n_of=unit, level=level)
+    keys = ["layer", "head"]
+    table = result.heads(quantity, None, condition=condition)
+    table = table.sort_values(keys)
+
+    names = {quantity: "value", "low": "value_low", "high": "value_high"}
+    table = table.rename(columns=names).assign(
+        quantity=quantity,
+        condition=condition,
+        n_of=table.attrs["unit"],
+        level=table.attrs["level"],
+    )
     if condition == BASELINE:
         return table
 
@@ -255,8 +313,9 @@ def _rows(result: Result, baseline: Result, quantity: str, condition: str) -> pd
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
         contrast = Contrast(result, condition, quantity=quantity, other=baseline)
         changes = contrast.table(columns="all")
-    keys = ["layer", "head"]
+
     present = {"segment", *table.columns} - set(keys)
     columns = [name for name in COLUMNS if name in changes and name not in present]
-    changes = changes.rename(columns={"reference": "baseline"})[["baseline", *columns]]
+    changes = changes.rename(columns={"reference": "baseline"})
+    changes = changes[["baseline", *columns]]
     return table.merge(changes, on=keys, how="left")

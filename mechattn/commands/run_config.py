@@ -28,7 +28,7 @@ from mechattn.jobs.job import Job
 from mechattn.jobs.resumable_run import WHOLE, Shard, compute, parse_shard, shard_place
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import dtype_named, load_model
+from mechattn.model.load import Dtype, dtype_named, load_model
 from mechattn.pages.lead_figures import Shown
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
@@ -62,9 +62,23 @@ def run_from_config(
     system: str | None = None,
     template: TemplateWord | None = None,
 ) -> list[Path | str]:
-    """Run a config file, or one part of its chunks; return what was written.
+    """Run a config file, or one part of its chunks.
 
-    ``system`` and ``template`` replace what the file says of its prompts.
+    Args:
+        path: The TOML file.
+        words: The words of the command line, which the page repeats.
+        shard: Which part, such as "3/16"; all by default.
+        executor: Where chunks are computed, in place of what the file says.
+        address: The address of a cluster, likewise.
+        workers: The number of workers in it, likewise.
+        values: How single prompts' values are stored, likewise.
+        fresh: Whether stored results and chunks are ignored.
+        force: Whether a page that mechattn did not write is replaced.
+        system: The text before each question, likewise.
+        template: The template of the prompts, likewise.
+
+    Returns:
+        What was written: results, then the page.
     """
     config = with_prompt_options(read_config(path), system, template)
     if values is not None:
@@ -72,11 +86,14 @@ def run_from_config(
     command = command_of(words, config.paths) if words else ""
     number_and_count = parse_shard(shard)
     chosen_executor = executor_named(
-        executor or config.executor, address or config.address, workers or config.workers
+        executor or config.executor,
+        address or config.address,
+        workers or config.workers,
     )
 
     figures = _page_figures(config)
     places, prompts = prepared(config, force, shard=number_and_count, used=not fresh)
+
     written: list[Path | str] = []
     results = []
     for model, place in places.items():
@@ -85,16 +102,23 @@ def run_from_config(
         results.append(result)
         if is_new:
             result_path = shard_place(place, number_and_count)
-            written.append(result_path if "://" in str(result_path) else Path(result_path))
+            is_remote = "://" in str(result_path)
+            written.append(result_path if is_remote else Path(result_path))
 
     if config.output.page and number_and_count == WHOLE:
         if config.figures is None:
             figures = figures[1:]  # those of the first condition lead the page in any case
         drawings = [(FIGURES[figure.kind], figure.options) for figure in figures]
         page = results_page(
-            results, config.output.page, drawings, command, force=force, shown=lead_lines(config)
+            results,
+            config.output.page,
+            drawings,
+            command,
+            force=force,
+            shown=lead_lines(config),
         )
         written.append(page)
+
     return written
 
 
@@ -122,22 +146,32 @@ def prepared(
         shard: The number of a shard, and how many there are.
         used: Whether a result that is stored there may be used, so that nothing is written.
         chooses_heads: Whether heads are chosen by the data, beyond those of the config's figures.
+
+    Returns:
+        The place of each model's result, and the prompts of each, by the model's name.
+
+    Raises:
+        MechattnError: The config names no place, a place cannot be written to, a layer or head does
+            not exist, or there are too few prompts for a page.
     """
     if not config.output.result:
         raise OptionError(
             'the config names no place for the result: add a section [output] with result = "…"'
         )
+
     figures = _page_figures(config)
     places = _places(config, config.output.result)
     if config.output.page is not None:
         check_page_place(config.output.page, force)
     for place in places.values():
-        check_result_place(shard_place(place, shard), used=used)
+        stored_at = shard_place(place, shard)
+        check_result_place(stored_at, used=used)
     for model in config.models:
         check_in_model(model, config.layers, figures)
 
     prompts = prompts_by_model(config)
-    count = len(prompts[config.models[0]])
+    first_model = config.models[0]
+    count = len(prompts[first_model])  # every model has the same
     needed = FEWEST
     reason = "it shows intervals"
     if chooses_heads or any(map(_chooses_heads, figures)):
@@ -165,6 +199,7 @@ def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
     for model in config.models:
         template = template_of(model, word)
         by_model[model] = [replace(prompt, template=template) for prompt in prompts]
+
     return by_model
 
 
@@ -176,7 +211,9 @@ def template_of(model: str, word: TemplateWord) -> Template:
     """
     if word in ("plain", "joined"):
         return word
-    if getattr(tokenizer_named(model), "chat_template", None):
+
+    tokenizer = tokenizer_named(model)
+    if getattr(tokenizer, "chat_template", None):
         return "chat"
     if word == "chat":
         raise OptionError(
@@ -192,6 +229,7 @@ def with_prompt_options(
     """A config whose prompts have another text before the question, or another template."""
     options = {"system": system, "template": template}
     given_options = {name: value for name, value in options.items() if value is not None}
+
     prompts = config.prompts.model_copy(update=given_options)
     return config.model_copy(update={"prompts": prompts})
 
@@ -203,11 +241,14 @@ def _job(
     keep: Literal["prompts", "moments"] = "moments"
     if any(map(_chooses_heads, figures)):
         keep = "prompts"  # heads are chosen on some of them and shown on others
+
+    conditions = made_conditions(config.conditions, partial(tokenizer_named, model))
+    analyses = made_analyses(config.analyses)
     return Job(
         model,
         prompts,
-        made_conditions(config.conditions, partial(tokenizer_named, model)),
-        made_analyses(config.analyses),
+        conditions,
+        analyses,
         RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
         dtype=config.dtype,
         device=config.device,
@@ -231,14 +272,26 @@ def evaluate_from_config(
 ) -> tuple[dict[str, Evaluation], list[Path]]:
     """Run the section [evaluation] of a config file.
 
+    Args:
+        path: The TOML file.
+        server: The address of a server that generates, in place of what the file says.
+        served_model: The name of its model, likewise.
+        server_key: The environment variable with its key, likewise.
+        system: The text before each question, likewise.
+        template: The template of the prompts, likewise.
+
     Returns:
         Each model's evaluation, and what was written.
+
+    Raises:
+        OptionError: There is no such section, or one server for several models.
     """
     config = with_prompt_options(read_config(path), system, template)
     if config.evaluation is None:
         raise OptionError(
             f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
         )
+
     options = config.evaluation.model_dump()
     section = options["server"] or {}
     is_loaded = section.pop("weights", False)
@@ -249,6 +302,7 @@ def evaluate_from_config(
             "each separately"
         )
 
+    # Every place is checked before the first model is loaded.
     places = {model: Path(place) for model, place in _places(config, options["out"]).items()}
     for place in places.values():
         check_writable(place)
@@ -257,27 +311,49 @@ def evaluate_from_config(
     dtype = dtype_named(config.dtype)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+
+    loads_weights = is_loaded or options["server"] is None
     evaluations = {}
     for name, place in places.items():
-        model: str | HookedModel = name
-        tokenizer: Callable[[], Any] = partial(tokenizer_named, name)
-        if is_loaded or options["server"] is None:
-            model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
-            tokenizer = partial(getattr, model, "tokenizer")
+        model, tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
         conditions = made_conditions(config.conditions, tokenizer)
         options["out"] = place
-        evaluations[name] = evaluate(model, prompts[name], conditions, seed=config.seed, **options)
+        evaluations[name] = evaluate(
+            model,
+            prompts[name],
+            conditions,
+            seed=config.seed,
+            **options,
+        )
+
     return evaluations, list(places.values())
+
+
+def _model_and_tokenizer(
+    config: Config, name: str, dtype: Dtype, loads_weights: bool
+) -> tuple[str | HookedModel, Callable[[], Any]]:
+    """A model to evaluate, by its name where its weights are not needed, and its tokenizer on
+    request."""
+    if not loads_weights:
+        return name, partial(tokenizer_named, name)
+
+    model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
+    return model, partial(getattr, model, "tokenizer")
 
 
 def _server(
     section: Mapping[str, Any], address: str | None, model: str | None, key: str | None
 ) -> Server | None:
-    """The server of a config, or what the command line says in its place; None if there is none."""
+    """The server of a config, or what the command line says in its place; None if there is none.
+
+    Raises:
+        OptionError: The command line names its model or key, and nothing names its address.
+    """
     options = dict(section)
     for name, value in (("address", address), ("model", model), ("key", key)):
         if value is not None:
             options[name] = value
+
     if not options:
         return None
     if "address" not in options:
@@ -297,12 +373,14 @@ def _page_figures(config: Config) -> list[Figure]:
 
     layer = output.layer
     if layer is None:
-        layer = config.layers[0] if config.layers else 0
+        measured_layers = config.layers or [0]
+        layer = measured_layers[0]
     section: dict[str, Any] = {"kind": "received_attention", "layer": layer}
     if output.heads is None:
         section["top"] = output.top
     else:
         section["heads"] = output.heads
+
     conditions = list(made_conditions(config.conditions)) or [BASELINE]
     return [Figure.model_validate(section | {"condition": name}) for name in conditions]
 
@@ -312,10 +390,12 @@ def check_in_model(name: str, layers: Sequence[int] | None, figures: Sequence[Fi
     size = layers_and_heads(name)
     if size is None:
         return
+
     layer_count, head_count = size
     layers_to_check = list(layers or [])
     for figure in figures:
         layers_to_check += _layers_of(figure)
+
     for layer in layers_to_check:
         if not 0 <= layer < layer_count:
             raise OptionError(
@@ -330,8 +410,10 @@ def check_in_model(name: str, layers: Sequence[int] | None, figures: Sequence[Fi
 def _check_figures_of_model(
     figures: Sequence[Figure], model: HookedModel, layers: list[int]
 ) -> None:
+    """Check, now that the model is loaded, that its figures' layers and heads are measured."""
+    head_count = model.cfg.n_heads
     for figure in figures:
-        _check_layers_and_heads(figure, layers, model.cfg.n_heads)
+        _check_layers_and_heads(figure, layers, head_count)
 
 
 def _check_layers_and_heads(figure: Figure, layers: list[int], head_count: int) -> None:
@@ -341,9 +423,12 @@ def _check_layers_and_heads(figure: Figure, layers: list[int], head_count: int) 
             raise OptionError(
                 f"{figure.kind} shows layer = {layer}, which is not among those measured, {layers}"
             )
+
     heads = shown_options(figure).get("heads")
+    if isinstance(heads, int):
+        heads = [heads]
     if heads is not None:
-        check_heads([heads] if isinstance(heads, int) else heads, head_count)
+        check_heads(heads, head_count)
 
 
 def _layers_of(figure: Figure) -> list[int]:
@@ -351,18 +436,26 @@ def _layers_of(figure: Figure) -> list[int]:
     layer = shown_options(figure).get("layer")
     if layer is None:
         return []
-    return layer if isinstance(layer, list) else [layer]
+    if isinstance(layer, list):
+        return layer
+    return [layer]
 
 
 def _chooses_heads(figure: Figure) -> bool:
     """Whether the heads of a figure are chosen by the data."""
     if figure.options.get("top") is not None:
         return True
+
+    # This one chooses a head for each model, where none is listed.
     return figure.kind == "received_by_model" and figure.options.get("heads") is None
 
 
 def read_config(path: str | Path) -> Config:
-    """Read a TOML file."""
+    """Read a TOML file, with its conditions, analyses and figures checked.
+
+    Raises:
+        OptionError: Something in it is unknown or does not fit; the message names the file.
+    """
     config = read_sections(path)
     try:
         made_conditions(config.conditions)
@@ -396,12 +489,14 @@ def _check_figures(config: Config) -> None:
     for index, figure in enumerate(config.figures or []):
         where = f"figures[{index}]"
         options = shown_options(figure, where)
-        for name in (options.get("condition"), *(options.get("conditions") or [])):
+        shown_conditions = [options.get("condition"), *(options.get("conditions") or [])]
+        for name in shown_conditions:
             if name and name not in (*conditions, BASELINE):
                 raise OptionError(
                     f"{where}: there is no condition {name!r}; the conditions are "
                     f"{', '.join(conditions)}"
                 )
+
         needed = _analyses_for(figure, options, where)
         if not analyses.intersection(needed):
             raise OptionError(

@@ -34,7 +34,13 @@ _MAY_DIFFER = (
 
 @dataclass(frozen=True)
 class Kept:
-    """The answers so far, and where they come from; also in a file if one is given."""
+    """The answers so far, and where they come from; also in a file if one is given.
+
+    Args:
+        answers: The answers by prompt, condition and sample.
+        path: The file; None without one.
+        about: Their provenance.
+    """
 
     answers: dict[Key, GradedAnswer]
     path: Path | None
@@ -65,10 +71,21 @@ class Kept:
 
 @contextmanager
 def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
-    """The answers already in a run's file, locked for this process; nothing without a file."""
+    """The answers already in a run's file, locked for this process; nothing without a file.
+
+    Args:
+        path: The file, or None.
+        about: The provenance of this run, which must be that of the file.
+
+    Raises:
+        OptionError: The file holds answers of another run.
+        OutputError: Another process has the lock, or the file cannot be read or written.
+    """
     if path is None:
         yield Kept({}, None, dict(about))
         return
+
+    # Through links, so that two names of one file have one lock.
     real_path = Path(os.path.realpath(path))
     lock_path = real_path.with_name(f".{real_path.name}.mechattn-lock")
     try:
@@ -107,18 +124,22 @@ def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
     if not path.exists() or not path.stat().st_size:
         Evaluation((), about).save(path)
         return Kept({}, path, dict(about))
+
     stored, answers = _read(path)
-    _check_same_run(path, stored, json.loads(json.dumps(about)))
+    about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
+    _check_same_run(path, stored, about_as_stored)
 
     extended = dict(stored)
     for name in ("conditions", "groups"):
         if name in stored or name in about:
             extended[name] = {**stored.get(name, {}), **about.get(name, {})}
+
     for name in ("prompts", "rope_factors"):
         if name in about:
             extended[name] = about[name]
     if "samples" in stored and "samples" in about:
         extended["samples"] = max(stored["samples"], about["samples"])
+
     # Written at once, also without a last line that was cut off.
     Evaluation(tuple(answers.values()), extended).save(path)
     return Kept(answers, path, extended)
@@ -131,10 +152,12 @@ def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, A
         for name, value in about.items()
         if name not in _MAY_DIFFER and stored.get(name) != value
     ]
+
     conditions = stored.get("conditions", {})
     for name, identity in about.get("conditions", {}).items():
         if conditions.get(name, identity) != identity:
             differing.append(f"the condition {name!r}")
+
     if differing:
         raise OptionError(
             f"{path} holds answers of another run ({differing[0]} differs); choose another file, or"
@@ -143,10 +166,16 @@ def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, A
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
+    """The provenance and the answers of a file.
+
+    Raises:
+        OutputError: It is not an evaluation, or one of its lines is not an answer.
+    """
     try:
         content = path.read_bytes()
         lines = content.rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
+
         by_name = [about.get("conditions", {}), about.get("groups", {})]
         if not all(isinstance(section, dict) for section in by_name):
             raise ValueError("its provenance, conditions or groups are not by name")
@@ -167,11 +196,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
             is_cut_off = number == len(lines) and not content.endswith(b"\n")
             if is_cut_off:  # a run was killed while it wrote this line
                 break
+
             mistake = error.errors()[0]
             reason = mistake["msg"]
             if mistake["loc"]:
                 reason = f"its {mistake['loc'][0]} is {mistake['input']!r:.40} ({reason})"
             raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
+
         answers[answer.prompt, answer.condition, answer.sample] = answer
 
     return about, answers

@@ -80,6 +80,9 @@ def evaluate(
         samples: The number of answers to each question.
         temperature: 0 takes the likeliest token; by default 0 for one sample and 1 for several.
 
+    Returns:
+        All answers with their grades and their provenance, condition by condition.
+
     Raises:
         MechattnError: An argument cannot be used; raised before the first token is generated.
         ServerError: The server cannot be reached or used, is not the model, or fails; its earlier
@@ -88,7 +91,14 @@ def evaluate(
     """
     if server is not None and not isinstance(server, Server):
         server = Server(server)
-    reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
+
+    # A server needs only the tokenizer here; weights are used where they are loaded already.
+    reader: Any
+    if server is None:
+        reader = load_model(as_hooked(model))
+    else:
+        reader = unloaded(model)
+
     prompts = as_prompts(prompts)
     named = request_checks.with_baseline(conditions)
     sampling = generate.checked_sampling(new_tokens, samples, temperature, seed)
@@ -97,11 +107,18 @@ def evaluate(
     native = None
     if server is None:
         native = generate.native_of(reader)
+
     sequences = request_checks.made_sequences(named, prompts, reader, seed)
     requested = _requested(prompts, sequences, sampling.samples)
     rope_factors = _checked_rope_factors(
-        reader, native, prompts, sequences, sampling.new_tokens, requested
+        reader,
+        native,
+        prompts,
+        sequences,
+        sampling.new_tokens,
+        requested,
     )
+
     about = _about(reader, server, prompts)
     about |= asdict(sampling)
     about["conditions"] = {name: identity(condition) for name, condition in named.items()}
@@ -112,18 +129,24 @@ def evaluate(
     with kept(out, about) as file:
         _check_kept(file, requested)
         todo = [key for key in requested if key not in file.answers]
+
         with _interruption_told(file, requested):
             if server is None:
                 answers = _generated(reader, native, requested, todo, batch, rope_factors, sampling)
             else:
                 answers = served_answers(server, reader, requested, todo, sampling, batch, file)
+
             with closing(answers):  # so that after an error nothing more is asked for
                 for key, answer, text in answers:
-                    file.add(_graded(requested[key], answer, text, grader))
+                    graded = _graded(requested[key], answer, text, grader)
+                    file.add(graded)
 
     if "probe" in file.about:
         about["probe"] = file.about["probe"]
-    ordered = sorted(requested, key=lambda key: list(named).index(key[1]))
+
+    # By condition, and within each in the order of the prompts.
+    names = list(named)
+    ordered = sorted(requested, key=lambda key: names.index(key[1]))
     return Evaluation(tuple(file.answers[key] for key in ordered), about)
 
 
@@ -171,10 +194,10 @@ def baseline_noise(
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     if batch == other_batch:
         raise OptionError(f"batch={batch} in both runs shows no noise; choose another value")
+
     other_dtype = "float32"
     if dtype == "float32":
         other_dtype = "bfloat16"
-
     twin = load_model(
         copy.deepcopy(generate.native_of(model)),
         tokenizer=model.tokenizer,
@@ -192,11 +215,13 @@ def baseline_noise(
         f"{other_dtype}, batch {batch}": answered(twin, batch),
     }
 
+    first_right = first.right(BASELINE)
     rows = []
     for name, repetition in repetitions.items():
         right = repetition.right(BASELINE)
         comparison = repetition.compare(BASELINE, other=first)
         figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
+
         pairs = zip(repetition.answers, first.answers, strict=True)
         changed_texts = [answer.text != first_answer.text for answer, first_answer in pairs]
         rows.append(
@@ -204,7 +229,7 @@ def baseline_noise(
                 "repetition": name,
                 "accuracy": float(right.mean()),
                 **figures,
-                "flipped": float((right != first.right(BASELINE)).mean()),
+                "flipped": float((right != first_right).mean()),
                 "texts": float(np.mean(changed_texts)),
             }
         )
@@ -222,6 +247,7 @@ def _requested(
             for sample in range(samples):
                 request = Request(prompt.id, sequence, sample, name, str(prompt.solution))
                 requested[prompt.id, name, sample] = request
+
     return requested
 
 
@@ -232,11 +258,13 @@ def _check_kept(file: Kept, requested: Mapping[Key, Request]) -> None:
         answer = file.answers.get(key)
         if answer is None:
             continue
+
         different = None
         if answer.read != read_digest(request.sequence):
             different = "the tokens"
         elif answer.solution != request.solution:
             different = "the solution"
+
         if different is not None:
             raise OptionError(
                 f"{file.path} holds answers of another run ({different} of prompt {request.prompt}"
@@ -259,6 +287,7 @@ def _interruption_told(file: Kept, requested: Mapping[Key, Request]) -> Iterator
             "stopped; no answer is kept, since no file was given: with out=… each one is stored"
             " when it ends"
         )
+
         if file.path is not None:
             count = sum(key in file.answers for key in requested)
             message = (
@@ -278,12 +307,18 @@ def _generated(
     sampling: Sampling,
 ) -> Generator[tuple[Key, Answer, str], None, None]:
     """Each answer with its text, as soon as it ends."""
-    end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
+    generation_config = getattr(native, "generation_config", None)
+    end = end_tokens(generation_config, model.tokenizer)
+
     # LongRoPE has other factors beyond a length, and chooses them for a whole batch.
     keys_by_factors: dict[str, list[Key]] = {}
-    for key in sorted(todo, key=lambda key: len(requested[key].sequence)):
-        keys_by_factors.setdefault(rope_factors.get(key[0], ""), []).append(key)
-    with AnswerBar(len(todo), len(requested) - len(todo)) as bar:
+    shortest_first = sorted(todo, key=lambda key: len(requested[key].sequence))
+    for key in shortest_first:
+        factors = rope_factors.get(key[0], "")
+        keys_by_factors.setdefault(factors, []).append(key)
+
+    kept_count = len(requested) - len(todo)
+    with AnswerBar(len(todo), kept_count) as bar:
         for keys in keys_by_factors.values():
             generation = Generation(
                 native,
@@ -303,6 +338,7 @@ def _generated(
 
 
 def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
+    """An answer with its grade, as it is stored."""
     grade = graders.grade(text, request.solution, grader, finished=answer.finished)
     return GradedAnswer(
         prompt=request.prompt,
@@ -320,6 +356,7 @@ def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> Grad
 
 
 def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
+    """Refuse prompts without a solution that the grader can read, or with an answer already."""
     graders.check_grader(grader)
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
@@ -359,6 +396,7 @@ def _checked_rope_factors(
     """
     for by_condition in sequences:
         request_checks.check_is_unchanged(by_condition[BASELINE])
+
     hooked = model
     if isinstance(model, UnloadedModel):
         check_servable(sequences)
@@ -366,18 +404,22 @@ def _checked_rope_factors(
     if hooked is not None:
         for prompt, by_condition in zip(prompts, sequences, strict=True):
             request_checks.check_side(prompt, by_condition, hooked, new_tokens)
-    check_room(requested.values(), new_tokens, model.cfg.n_ctx, str(model.cfg.model_name))
+
+    model_name = str(model.cfg.model_name)
+    check_room(requested.values(), new_tokens, model.cfg.n_ctx, model_name)
     if isinstance(model, UnloadedModel):
         return {}
 
     for by_condition in sequences:
         for name, sequence in by_condition.items():
             generate.refuse_what_cannot_generate(native, sequence, name)
+
     ids = [prompt.id for prompt in prompts]
     sequences_by_name = [dict(by_condition) for by_condition in sequences]
     request_checks.check_variants(model, sequences_by_name)
     request_checks.check_interventions(model, ids, sequences_by_name)
-    return dict(zip(ids, request_checks.sides_of(model, sequences), strict=False))
+    factors = request_checks.sides_of(model, sequences)
+    return dict(zip(ids, factors, strict=False))
 
 
 def _about(model: Any, server: Server | None, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -40,9 +40,12 @@ class Evaluation:
     provenance: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        right = ", ".join(
-            f"{name} {100 * self.right(name).mean():.1f} %" for name in self.conditions
-        )
+        shares = []
+        for name in self.conditions:
+            accuracy = 100 * self.right(name).mean()
+            shares.append(f"{name} {accuracy:.1f} %")
+        right = ", ".join(shares)
+
         problems = len({answer.prompt for answer in self.answers})
         line = (
             f"Evaluation({problems} problems × {len(self.conditions)} conditions; right: {right})"
@@ -69,7 +72,8 @@ class Evaluation:
     @property
     def samples(self) -> int:
         """The number of answers to each question."""
-        return max(a.sample for a in self.answers) + 1
+        last_sample = max(answer.sample for answer in self.answers)
+        return last_sample + 1
 
     def right(self, condition: str) -> np.ndarray:
         """Whether each answer is right [problem, sample], in the order of the prompts.
@@ -80,6 +84,7 @@ class Evaluation:
         if condition not in self.conditions:
             have = ", ".join(map(repr, self.conditions))
             raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
+
         right = {(answer.prompt, answer.sample): answer.right for answer in self._under(condition)}
         keys = [(prompt, sample) for prompt in self._problems() for sample in range(self.samples)]
         missing = [key for key in keys if key not in right]
@@ -90,7 +95,8 @@ class Evaluation:
                 " conditions"
             )
 
-        return np.array([right[key] for key in keys]).reshape(-1, self.samples)
+        in_order = np.array([right[key] for key in keys])
+        return in_order.reshape(-1, self.samples)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval; for several samples, a score interval
@@ -101,15 +107,24 @@ class Evaluation:
         ``unit="prompt"`` uses single problems. The score interval doesn't shrink to a point where
         all are right. ``table.attrs["unit"]`` names the unit of n.
 
-        Columns: condition, accuracy, low, high, n (problems), unread (answers without a final
-            answer), unfinished
-        (answers that hit the limit), tokens (mean length). ``table.attrs["cautions"]`` says what to
-        know before reading it.
+        Args:
+            level: The level of the intervals.
+            unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single
+                problems.
+
+        Returns:
+            A row a condition: condition, accuracy, low, high, n (problems), unread (answers without
+            a final answer), unfinished (answers that hit the limit), tokens (mean length).
+            ``table.attrs["cautions"]`` says what to know before reading it.
+
+        Raises:
+            OptionError: Some answers are missing, or there are too few groups.
         """
         units = self._units(unit)
         names = self.conditions
         shares = [({"condition": name}, self.right(name).mean(1)) for name in names]
-        table = _intervals(shares, units, level).rename(columns={"estimate": "accuracy"})
+        table = _intervals(shares, units, level)
+        table = table.rename(columns={"estimate": "accuracy"})
 
         answers = [self._under(name) for name in names]
         table["n"] = units.n
@@ -142,6 +157,11 @@ class Evaluation:
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single
                 problems.
 
+        Returns:
+            "difference", from -1 to 1, with "low" and "high" at 95 %; "p"; "n"; "detectable", the
+            smallest difference that would be found with 80 % power; and with one answer per problem
+            "only_first" and "only_second", the problems that only one of the two has right.
+
         Raises:
             OptionError: There is no such condition, the problems differ, or there are too few
                 groups.
@@ -173,6 +193,7 @@ class Evaluation:
         if is_single_answer:
             figures["only_first"] = int((first & ~second).sum())
             figures["only_second"] = int((~first & second).sum())
+
         figures["n"] = test.n
         figures["detectable"] = deviation(differences) * detectable_size(len(differences))
         return figures
@@ -200,7 +221,10 @@ class Evaluation:
             {"condition": name, "to": to, **self.compare(name, to, unit=unit)} for name in names
         ]
         table = pd.DataFrame(rows)
-        table.insert(table.columns.get_loc("p") + 1, "q", false_discovery(table.p.to_numpy()))
+
+        q = false_discovery(table.p.to_numpy())
+        after_p = table.columns.get_loc("p") + 1
+        table.insert(after_p, "q", q)
         return table
 
     def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
@@ -235,6 +259,8 @@ class Evaluation:
         choosing_places, reported_places = units.halves()
         choosing = self._restricted_to([problems[place] for place in choosing_places])
         reported = self._restricted_to([problems[place] for place in reported_places])
+
+        # Of equally good ones the first by name, whatever the order of the run.
         chosen = max(sorted(names), key=lambda name: choosing.right(name).mean())
         return {
             "condition": chosen,
@@ -250,7 +276,13 @@ class Evaluation:
         """The probability that one of k answers is right, by condition and k, with an interval over
         problems.
 
-        ``unit`` as for :meth:`accuracy`.
+        Args:
+            k: One number of answers, or several.
+            level: The level of the intervals.
+            unit: As for :meth:`accuracy`.
+
+        Returns:
+            A row a condition and k: condition, k, estimate, low, high.
 
         Raises:
             OptionError: k is larger than the number of samples.
@@ -258,6 +290,7 @@ class Evaluation:
         counts: list[Any] = [k] if np.ndim(k) == 0 else list(k)  # type: ignore[arg-type]
         for count in counts:
             check_counts(k=count)
+
         shares = []
         for name in self.conditions:
             right_counts = self.right(name).sum(1)
@@ -308,6 +341,14 @@ class Evaluation:
 
         All conditions of such a run read the same answer, so differences are due to attention and
         not to the text.
+
+        Args:
+            prompts: The prompts.
+            condition: The condition under which the answers were generated.
+            sample: Which of several answers, from 0.
+
+        Raises:
+            OptionError: A prompt has no answer under this condition.
         """
         answers = {
             answer.prompt: answer
@@ -317,10 +358,12 @@ class Evaluation:
         missing = [prompt.id for prompt in prompts if prompt.id not in answers]
         if missing:
             raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; omit it")
+
         answered = []
         for prompt in prompts:
             answer = answers[prompt.id]
             answered.append(replace(prompt, answer=answer.text, answer_tokens=answer.tokens))
+
         return answered
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -340,7 +383,8 @@ class Evaluation:
             raise OutputError(
                 f"{path} exists and is not an evaluation; give another name, or move the file"
             )
-        text = as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)])
+        first_line = {"provenance": self.provenance}
+        text = as_lines([first_line, *map(asdict, self.answers)])
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
 
     def _units(self, unit: Unit) -> Units:
@@ -350,6 +394,8 @@ class Evaluation:
         groups = self.provenance.get("groups", {})
         if unit == "prompt" or not groups:
             return Units(len(problems))
+
+        # A problem without a group is one of its own.
         units = Units.grouped([groups.get(problem, problem) for problem in problems])
         if units.inflation <= _NEGLIGIBLE:
             return Units(len(problems))
@@ -364,6 +410,7 @@ class Evaluation:
         return Evaluation(tuple(answers), self.provenance)
 
     def _under(self, condition: str) -> list[GradedAnswer]:
+        """The answers under a condition."""
         return [answer for answer in self.answers if answer.condition == condition]
 
     def _problems(self) -> dict[str, str]:
@@ -380,8 +427,10 @@ def _intervals(
         interval = share_interval(units.means(values), level)
         ends = {name: float(value) for name, value in interval._asdict().items()}
         rows.append({**labels, **ends})
+
     return pd.DataFrame(rows)
 
 
 def _hash(name: str) -> bytes:
+    """A key that sorts names in an arbitrary order, the same on every machine."""
     return hashlib.sha256(name.encode("utf-8", "replace")).digest()

@@ -62,7 +62,8 @@ def follows(
             if problem not in (prompt, sources[prompt]) and answer is not None
         ]
         if unrelated:
-            by_chance.append(np.mean([answers[prompt] == answer for answer in unrelated]))
+            is_equal = [answers[prompt] == answer for answer in unrelated]
+            by_chance.append(np.mean(is_equal))
 
     units = evaluation._restricted_to(distinct)._units(unit)
     share = share_interval(units.means(np.array(followed, float)), level)
@@ -80,6 +81,7 @@ def follows(
 
 def _answers_under(evaluation: Evaluation, condition: str) -> dict[str, str | None]:
     """The final answer to each problem under a condition; an error where one is missing."""
-    evaluation.right(condition)
+    evaluation.right(condition)  # refuses where one is missing
+
     answers = {a.prompt: a.answer for a in evaluation.answers if a.condition == condition}
     return {prompt: answers[prompt] for prompt in evaluation._problems()}

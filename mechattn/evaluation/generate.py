@@ -45,7 +45,17 @@ def checked_sampling(
     new_tokens: int, samples: int, temperature: float | None, seed: int
 ) -> Sampling:
     """How answers are sampled, checked; the default temperature depends on the number of
-    samples."""
+    samples.
+
+    Args:
+        new_tokens: The longest answer, in tokens.
+        samples: The number of answers to each question.
+        temperature: 0 takes the likeliest token; by default 0 for one sample and 1 for several.
+        seed: The seed of the draws.
+
+    Raises:
+        OptionError: A number is not allowed, or several answers would be the same.
+    """
     check_counts(new_tokens=new_tokens, samples=samples)
     if samples > MOST:
         raise OptionError(f"samples={samples}: give at most {MOST:,} answers to a question")
@@ -98,7 +108,11 @@ class Answer:
 
 
 def native_of(model: HookedModel) -> Any:
-    """The model without hooks."""
+    """The model without hooks, which shares the parameters.
+
+    Raises:
+        ModelError: There is none, or it has no key-value cache.
+    """
     facts = facts_of(model)
     if facts is None or facts.native is None:
         reason = "it has not gone through load_model"
@@ -126,11 +140,24 @@ def answers(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[Answer]:
-    """Generate one answer for each sequence, all at the same time."""
+    """Generate one answer for each sequence, all at the same time.
+
+    Args:
+        model: The model without hooks.
+        requests: What is asked for.
+        new_tokens: The longest answer, in tokens.
+        end: The tokens that end an answer.
+        temperature: 0 takes the likeliest token.
+        seed: The seed of the draws.
+
+    Returns:
+        The answers in the order of the requests.
+    """
     generation = Generation(model, requests, len(requests), new_tokens, end, temperature, seed)
     answers_by_number: dict[int, Answer] = {}
     while generation.is_open:
         answers_by_number |= generation.advance()
+
     return [answers_by_number[number] for number in range(len(requests))]
 
 
@@ -178,10 +205,13 @@ class Generation:
         self.rows.drop_ended()
         if self.rows.count and not self.rows.can_change:
             return  # the rest of the batch has to end first
+
         free = self.rows_at_once - self.rows.count
-        numbers = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+        count = min(free, len(self.waiting))
+        numbers = [self.waiting.popleft() for _ in range(count)]
         if not numbers:
             return
+
         requests = [self.requests[number] for number in numbers]
         prompts = PaddedPrompts([request.sequence for request in requests], self.rows.device)
         cache = self.rows.new_cache()
@@ -201,6 +231,7 @@ class Generation:
         """Choose the next token of each row."""
         tokens = self.chosen(rows, logits)
         logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
         written = 0
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.is_ended:
@@ -209,6 +240,7 @@ class Generation:
             row.logprobs.append(logprob)
             row.is_ended = token in self.end or len(row.tokens) == self.new_tokens
             written += 1
+
         if self.count_tokens is not None:
             self.count_tokens(written)
 
@@ -218,11 +250,15 @@ class Generation:
         """The likeliest tokens, or those at a keyed random point of the distribution."""
         if self.temperature == 0:
             return logits.argmax(-1)
+
+        # Keyed by prompt, sample and position, so that batches do not change the draws.
         keys = []
         for row in rows:
             request = self.requests[row.number]
             position = torch.tensor([[len(row.sequence) + len(row.tokens)]], device=logits.device)
             keys.append(token_keys(self.seed, [request.prompt], position, request.sample, "answer"))
+
+        # A uniform point below the last cumulative probability, which rounding may leave below 1.
         cumulative = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
         point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
         last_token = logits.shape[-1] - 1
@@ -241,16 +277,19 @@ class Generation:
                 logprobs = torch.tensor(row.logprobs, dtype=torch.float64)
                 answers_by_number[row.number] = until_end(row.tokens, logprobs, self.end)
                 row.is_handed_over = True
+
         return answers_by_number
 
 
 @alone
 @torch.no_grad()
 def _advanced(model: Any, generation: Generation) -> dict[int, Answer]:
+    """Generate until at least one answer has ended, alone on the model; see ``advance``."""
     generation.read_next_prompts()
     ended = generation.ended()
-    if ended:
+    if ended:  # with its first token
         return ended
+
     rows = generation.rows
     requests = [generation.requests[row.number] for row in rows.rows]
     with acting_on_answers(model, requests, rows):
@@ -258,11 +297,18 @@ def _advanced(model: Any, generation: Generation) -> dict[int, Answer]:
             logits = rows.read_last_tokens(generation.only_last_logits)
             generation.write(rows.rows, logits)
             ended = generation.ended()
+
     return ended
 
 
 def until_end(tokens: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
-    """The answer up to the first end token."""
+    """The answer up to the first end token, whose log-probability counts too.
+
+    Args:
+        tokens: The generated tokens.
+        logprobs: The log-probability of each, in nats.
+        end: The tokens that end an answer.
+    """
     for place, token in enumerate(tokens):
         if token in end:
             return Answer(tuple(tokens[:place]), True, float(logprobs[: place + 1].mean()))
@@ -320,6 +366,7 @@ def _acting(
     for row, request in enumerate(requests):
         identities = tuple(id(intervention) for intervention in request.sequence.interventions)
         rows_of.setdefault(identities, []).append(row)
+
     with ExitStack() as stack:
         for row_list in rows_of.values():
             rows = torch.tensor(row_list, device=device)
@@ -333,6 +380,7 @@ def refuse_what_cannot_generate(model: Any, sequence: TokenSequence, name: str) 
     """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
     if sequence.edge_mask is None:
         return
+
     if sequence.edge_mask.layers is not None:
         raise OptionError(
             f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"

@@ -25,34 +25,38 @@ class PaddedPrompts:
 
     def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
         def padded(rows: list[Tensor], value: int) -> Tensor:
-            return pad_sequence(rows, True, value, padding_side="left").to(device)
+            batch = pad_sequence(rows, True, value, padding_side="left")
+            return batch.to(device)
 
         self.longest = max(len(sequence) for sequence in sequences)
+
         # Which positions are tokens, and not padding.
-        self.real: Bool[Tensor, "row pos"] = padded(
-            [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences], False
-        )
+        all_real = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
+        self.real: Bool[Tensor, "row pos"] = padded(all_real, False)
+
         self.tokens: Int[Tensor, "row pos"] = padded([s.tokens for s in sequences], 0)
         self.position_ids: Int[Tensor, "row pos"] = padded([s.position_ids for s in sequences], 0)
         self.segments: Int[Tensor, "row pos"] = padded([s.segment for s in sequences], PADDING)
+
         # The index in the baseline sequence; negative for inserted tokens and padding.
-        self.origin: Int[Tensor, "row pos"] = padded(
-            [_origin(sequence) for sequence in sequences], -1 - self.longest
-        )
+        origins = [_origin(sequence) for sequence in sequences]
+        self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
 
         # Edges that are cut: these queries don't see these keys.
         self.blind_queries: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
         self.unseen_keys: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
+        # Of these keys, those that no generated token sees either.
         self.hidden_from_answers: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
         self.has_cut_edges = False
         for row, sequence in enumerate(sequences):
             edge_mask = sequence.edge_mask
-            if edge_mask is not None:
-                start = self.longest - len(sequence)
-                self.blind_queries[row, start:] = edge_mask.queries
-                self.unseen_keys[row, start:] = edge_mask.keys
-                self.hidden_from_answers[row, start:] = edge_mask.keys & edge_mask.later
-                self.has_cut_edges = True
+            if edge_mask is None:
+                continue
+            start = self.longest - len(sequence)
+            self.blind_queries[row, start:] = edge_mask.queries
+            self.unseen_keys[row, start:] = edge_mask.keys
+            self.hidden_from_answers[row, start:] = edge_mask.keys & edge_mask.later
+            self.has_cut_edges = True
 
         # Position ids with gaps need a mask: without one, transformers takes them for several
         # sequences that are packed into one row.
@@ -61,13 +65,22 @@ class PaddedPrompts:
 
     @property
     def mask(self) -> Tensor | None:
-        """Which keys are tokens, None if all are; with cut edges, which query sees which key."""
+        """Which keys are tokens [row pos], None if all are; with cut edges, which query sees which
+        key [row 1 query key].
+        """
         if not self.has_cut_edges:
-            return self.real.long() if self.needs_mask else None
+            if self.needs_mask:
+                return self.real.long()
+            return None
+
         positions = torch.arange(self.longest, device=self.real.device)
         is_self = positions[:, None] == positions
-        visible = (positions[:, None] >= positions) & self.real[:, None]
-        visible &= ~(self.blind_queries[:, :, None] & self.unseen_keys[:, None])
+        is_causal = positions[:, None] >= positions
+        is_cut = self.blind_queries[:, :, None] & self.unseen_keys[:, None]
+        visible = is_causal & self.real[:, None]
+        visible &= ~is_cut
+
+        # A query without any key would have NaN as its attention: each sees itself.
         return (visible | is_self)[:, None]
 
     @property
@@ -83,7 +96,8 @@ class PaddedPrompts:
 def _origin(sequence: TokenSequence) -> Int[Tensor, " pos"]:
     """The index of each token in the baseline sequence; another negative number for each
     inserted."""
-    return torch.where(sequence.inserted, -1 - torch.arange(len(sequence)), sequence.origin)
+    negative = -1 - torch.arange(len(sequence))
+    return torch.where(sequence.inserted, negative, sequence.origin)
 
 
 @dataclass
@@ -100,7 +114,8 @@ class GeneratingRow:
     last_position_id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.last_origin = int(_origin(self.sequence).max())
+        origin = _origin(self.sequence)
+        self.last_origin = int(origin.max())
         self.last_position_id = int(self.sequence.position_ids[-1])
 
     @property
@@ -142,6 +157,7 @@ class GeneratingRows:
         """Whether rows can be exchanged: all layers cache keys and values, and nothing else."""
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+        # The type itself, as a subclass may keep something else as well.
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
         return all(type(layer) in kinds for layer in self.cache.layers)
 
@@ -149,7 +165,8 @@ class GeneratingRows:
     def origin(self) -> Int[Tensor, "row 1"]:
         """The index of each row's last token, counted on from those of the baseline sequence."""
         indices = [row.last_origin + len(row.tokens) for row in self.rows]
-        return torch.tensor(indices, device=self.device)[:, None]
+        origin = torch.tensor(indices, device=self.device)
+        return origin[:, None]
 
     def new_cache(self) -> Any:
         """An empty cache."""
@@ -158,7 +175,13 @@ class GeneratingRows:
         return DynamicCache(config=self.model.config)
 
     def add(self, rows: Sequence[GeneratingRow], prompts: PaddedPrompts, cache: Any) -> None:
-        """Add rows whose prompts have been read."""
+        """Add rows whose prompts have been read.
+
+        Args:
+            rows: The rows.
+            prompts: Their prompts, in the same order.
+            cache: The keys and values of these prompts.
+        """
         if not self.rows:
             self.rows = list(rows)
             self.cache = cache
@@ -168,6 +191,7 @@ class GeneratingRows:
             self.needs_mask = prompts.needs_mask
             return
 
+        # The shorter ones get padding in front of them.
         length = max(self.real.shape[1], prompts.longest)
         for layer, new_layer in zip(self.cache.layers, cache.layers, strict=True):
             if layer.is_initialized:
@@ -205,6 +229,9 @@ class GeneratingRows:
         """Read the token that each row has written last; the logits of the next.
 
         A row that has ended and could not be taken out reads its last token again.
+
+        Args:
+            options: Further arguments of the model.
         """
         last_tokens = [row.tokens[-1] for row in self.rows]
         position_ids = [row.last_position_id + len(row.tokens) for row in self.rows]
@@ -212,6 +239,7 @@ class GeneratingRows:
         # The token itself is seen by all later ones.
         self.real = pad(self.real, (0, 1), value=True)
         self.hidden = pad(self.hidden, (0, 1), value=False)
+
         mask = None
         if self.hides_keys:
             mask = (self.real & ~self.hidden)[:, None, None]
@@ -234,6 +262,8 @@ def _set_length(layer: Any, length: int) -> int:
     """Note how many tokens a layer's cache has from now on; how many of them it holds."""
     if not layer.is_sliding:
         return length
+
+    # A window holds the keys of its width less one: the next token brings its own.
     layer.cumulative_length = length
     return min(length, layer.sliding_window - 1)
 
@@ -241,9 +271,13 @@ def _set_length(layer: Any, length: int) -> int:
 def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:
     """The last positions of masks [row pos], or of keys or values [row head pos d_head]; zeros
     before them where there are fewer."""
+    # torch's pad takes the last axis first, and cuts off where a number is negative.
     if values.ndim == 2:
-        return pad(values, (length - values.shape[1], 0))
-    return pad(values, (0, 0, length - values.shape[2], 0))
+        added = length - values.shape[1]
+        return pad(values, (added, 0))
+
+    added = length - values.shape[2]
+    return pad(values, (0, 0, added, 0))
 
 
 def _joined(

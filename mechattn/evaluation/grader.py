@@ -115,9 +115,11 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
     expected = _reference_number(solution)
     if grader == "number" and expected is None:
         raise OptionError(f'the reference {solution!r} does not end in a number; use grader="math"')
+
     answer = final_answer(text, finished)
     if answer is None:
         return Grade(None, False)
+
     value = number_in(answer)
     if grader != "math" and expected is not None:
         if value is not None:
@@ -140,14 +142,18 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     boxes = list(_BOX.finditer(text))
     if boxes:
         return _braced(text[boxes[-1].end() :]) or None
+
     hashes = _HASHES.search(text)
     if hashes:
         return hashes[1].strip()
+
+    # Of several statements the last one with a number, if any has one.
     stated = [_stated(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
     answers = [answer for answer in stated if answer]
     if answers:
         with_numbers = [answer for answer in answers if re.search(r"\d", answer)]
         return (with_numbers or answers)[-1]
+
     sides = _EQUALS.split(text)
     if len(sides) == 1:
         return None
@@ -161,9 +167,11 @@ def number_in(answer: str) -> Fraction | None:
     start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
     if start is None:
         return None
+
     before = answer[: start.start()].rstrip()
     if _BEGINS_EARLIER.search(before):
         return None
+
     value, rest = _number_at(answer[start.start() :])
     if value is None or _GOES_ON.match(rest):
         return None
@@ -179,6 +187,7 @@ def _reference_number(solution: str) -> Fraction | None:
         return None
     if _marked(solution):
         answer = _EQUALS.split(answer)[-1]
+
     value, rest = _number_at(_without_dressing(answer))
     if rest.strip() not in ("", ".", "%", "\\%"):
         return None
@@ -193,6 +202,7 @@ def _reference_answer(solution: str) -> str | None:
 
 
 def _marked(text: str) -> bool:
+    """Whether a text says with a mark where its answer is."""
     return any(mark.search(text) for mark in (_BOX, _HASHES, _PHRASE))
 
 
@@ -232,20 +242,25 @@ def _number_at(text: str) -> tuple[Fraction | None, str]:
     match = _PLAIN.match(rest)
     if match is None or not match[0].strip():
         return None, text
+
     value = _plain_value(match)
     rest = rest[match.end() :]
+
     power = _POWER.match(rest)
     if value is not None and power is not None:
         value = _with_power(value, power)
         rest = rest[power.end() :]
+
     scale = _SCALE.match(rest)
     if value is not None and scale is not None:
         value *= _SCALES[scale[1].lower()]
         rest = rest[scale.end() :]
+
     if _UNIT.match(rest.lstrip()):
         rest = _UNIT.sub("", rest, count=1)
     if value is None:
         return None, text
+
     if sign[0] in ("-", "−"):
         value = -value
     return value, rest
@@ -256,11 +271,11 @@ def _plain_value(match: re.Match[str]) -> Fraction | None:
     whole = Fraction((match["whole"] or "0").replace(",", ""))
     value = whole + Fraction(f"0{match['decimals'] or '.0'}")
     top = match["mixed_top"] or match[6] or match[7]
-    bottom = (match["mixed_bottom"] or match["bottom"] or match[8] or match[9] or "1").replace(
-        ",", ""
-    )
+    digits = match["mixed_bottom"] or match["bottom"] or match[8] or match[9] or "1"
+    bottom = digits.replace(",", "")
     if not Fraction(bottom):
         return None
+
     if top:
         return value + Fraction(top) / Fraction(bottom)
     return value / Fraction(bottom)
@@ -277,10 +292,13 @@ def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
 
 
 def _compared_as_expressions(answer: str, reference: str) -> Grade:
+    """The grade of an answer that is an expression: equal as a text, or for math-verify."""
     parse, verify = _math_verify()
+
     plain_answer = _normalised(answer)
     if plain_answer and plain_answer == _normalised(reference):
         return Grade(answer, True)
+
     expected = parse(_in_latex(reference))
     value = parse(_in_latex(answer))
     if not value:
@@ -289,6 +307,7 @@ def _compared_as_expressions(answer: str, reference: str) -> Grade:
 
 
 def _in_latex(expression: str) -> str:
+    """An expression as math-verify reads it."""
     bare = _BARE_ROOT.sub(r"\1{\2}", _MARKDOWN.sub("", expression))
     return f"${bare}$"
 
@@ -300,6 +319,7 @@ def _normalised(expression: str) -> str:
 
 
 def _math_verify() -> tuple[Any, Any]:
+    """The functions ``parse`` and ``verify`` of math-verify, which is an extra of mechattn."""
     try:
         from math_verify import parse, verify
     except ImportError:

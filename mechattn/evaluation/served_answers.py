@@ -43,17 +43,30 @@ def served_answers(
 
     What is found out about the server is noted in the file of the run.
 
+    Args:
+        server: The server.
+        model: The model here, of which only the tokenizer is needed.
+        requested: Everything that is asked for in the run.
+        todo: What of it is not answered yet.
+        sampling: How answers are sampled.
+        at_once: The number of requests at a time.
+        file: The answers so far.
+
     Raises:
         ServerError: It is not, or no longer, the model.
     """
     if not todo:
         return
+
+    # Samples of a question read the same tokens.
     requests = {key[:2]: request for key, request in requested.items()}
     longest = max(len(request.sequence) for request in requests.values())
     tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
     with connected(server, model, at_once, tokens) as connection:
         check_room(requested.values(), sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
+
+        # What cannot be sent as text is left out.
         sent = _sent(connection, requests)
         requests = {question: requests[question] for question in sent}
         todo = [key for key in todo if key[:2] in sent]
@@ -61,9 +74,11 @@ def served_answers(
         before = file.about.get("probe", {})
         probe = server_probe.begun(connection, requests, sent, sampling, before)
         file.note("probe", probe.about)
+
         with AnswerBar(len(todo), len(file.answers)) as bar:
             for start in range(0, len(todo), _EVERY):
                 keys = todo[start : start + _EVERY]
+
                 asked = ((key, _sampled(sent[key[:2]], key, sampling)) for key in keys)
                 for key, completion in connection.completions(asked):
                     answer, text = _answer(completion, model)
@@ -100,9 +115,13 @@ def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
     is_stopped = completion.finish_reason == "stop"
     reported = [logprob for logprob in completion.logprobs or () if logprob is not None]
     logprobs = torch.tensor(reported or [torch.nan], dtype=torch.float64)
+
+    # A server that reports no ids has left the end token out of its text.
     if completion.ids is None:
         tokens = model.tokenizer(completion.text, add_special_tokens=False)["input_ids"]
-        return Answer(tuple(tokens), is_stopped, float(logprobs.mean())), completion.text
+        answer = Answer(tuple(tokens), is_stopped, float(logprobs.mean()))
+        return answer, completion.text
+
     answer = until_end(completion.ids, logprobs, model.end)
     text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
     return replace(answer, finished=answer.finished or is_stopped), text
@@ -123,6 +142,8 @@ def _sent(
     for question, request in requests.items():
         ids = request.sequence.tokens.tolist()
         with_ids[question] = CompletionRequest(ids, len(ids), new_tokens=1)
+
+    # One token is asked for, to see whether ids are taken.
     try:
         connection.completion(next(iter(with_ids.values())))
         return with_ids
@@ -132,7 +153,8 @@ def _sent(
 
     with_texts = {}
     for question, with_id in with_ids.items():
-        text = text_of(connection.reader.tokenizer, requests[question].sequence.tokens.tolist())
+        ids = requests[question].sequence.tokens.tolist()
+        text = text_of(connection.reader.tokenizer, ids)
         if text is not None:
             with_texts[question] = replace(with_id, prompt=text)
 
@@ -150,6 +172,7 @@ def _sent(
             f"{message}. Omit them, or serve the model with an engine that takes token ids, such as"
             " vLLM or SGLang"
         )
+
     warn(f"{message}. These problems are left out under every condition")
     left_out = {prompt for prompt, _ in refused}
     return {
@@ -180,7 +203,17 @@ def check_servable(sequences: Sequence[Mapping[str, TokenSequence]]) -> None:
 
 
 def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:
-    """Refuse prompts that are too long with their answers."""
+    """Refuse prompts that are too long with their answers.
+
+    Args:
+        requests: What is asked for.
+        new_tokens: The longest answer, in tokens.
+        longest: How many tokens are taken in all.
+        who: What takes them, such as "the server".
+
+    Raises:
+        PromptTooLong: A prompt and its answer may be longer.
+    """
     for request in requests:
         length = len(request.sequence)
         if length + new_tokens > longest:

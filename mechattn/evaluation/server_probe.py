@@ -57,11 +57,13 @@ def check_tokenizer(connection: Connection) -> None:
     reader = connection.reader
     texts_ids = reader.tokenizer(_TEXTS, add_special_tokens=False)["input_ids"]
     local_counts = [len(ids) for ids in texts_ids]
+
     requests = [(text, CompletionRequest(text, None, 1)) for text in _TEXTS]
     completions = dict(connection.completions(requests))
     counts = [completions[text].read for text in _TEXTS]
     if not connection.server.verify or None in counts:
         return
+
     added = [(count or 0) - local for count, local in zip(counts, local_counts, strict=True)]
     if min(added) < 0 or max(added) > _MOST_ADDED:
         name = reader.cfg.model_name
@@ -93,6 +95,8 @@ class Reference:
         text = text.rstrip("�")  # which is half a character
         if text == self.text.rstrip("�"):
             return True
+
+        # The first token that differs is forgiven where another one was about as likely.
         equal_steps = sum(text.startswith(step) for step in self.steps)
         return equal_steps > 0 and self.gaps[equal_steps - 1] < _TIE
 
@@ -101,7 +105,12 @@ class Reference:
 class Probe:
     """Questions to a server, the answers with which its own are compared, and the figures.
 
-    ``least`` is the share of its answers that must be alike.
+    Args:
+        connection: The connection to the server.
+        requests: The questions as the server gets them.
+        references: The answers with which its own are compared.
+        least: The share of its answers that must be alike.
+        about: What is recorded of the probe.
     """
 
     connection: Connection
@@ -116,7 +125,11 @@ class Probe:
 
     def compared(self, completions: Mapping[Question, Completion]) -> str | None:
         """Compare answers with the references, and record the figures; why the server is refused,
-        if so: fewer answers are alike, or log-probabilities are too far apart."""
+        if so: fewer answers are alike, or log-probabilities are too far apart.
+
+        Args:
+            completions: The server's answer to each question.
+        """
         count = len(completions)
         alike = 0
         differences = []
@@ -169,7 +182,9 @@ def begun(
     is_resumed = bool(questions)
     if not is_resumed:
         drawn = random.Random(sampling.seed)
-        questions = drawn.sample([*requests], min(ANSWERS, len(requests)))
+        count = min(ANSWERS, len(requests))
+        questions = drawn.sample([*requests], count)
+
     longest = max(len(requests[question].sequence) for question in questions)
     new_tokens = min(TOKENS, connection.longest - longest)
     asked = {
@@ -177,6 +192,8 @@ def begun(
         for question in questions
     }
     completions = dict(connection.completions(asked.items()))
+
+    # What a run is resumed with: later probes have the same questions.
     texts = [[*question, completions[question].text] for question in questions]
     about = {
         "model": name_of(connection.model),
@@ -190,12 +207,10 @@ def begun(
     native = _native(connection.reader)
     if native is None:
         least = ITSELF
-        references = {
-            question: Reference(
-                first_texts.get(question, completion.text), completion.prompt_logprobs
-            )
-            for question, completion in completions.items()
-        }
+        references = {}
+        for question, completion in completions.items():
+            first_text = first_texts.get(question, completion.text)
+            references[question] = Reference(first_text, completion.prompt_logprobs)
         _warn_of_other_weights(connection)
     else:
         least = ALIKE
@@ -205,8 +220,8 @@ def begun(
         local_requests = {question: requests[question] for question in questions}
         references = _local_references(native, connection.reader, local_requests, new_tokens)
 
+    # Without a local model, the first answers of a run have nothing to be compared with.
     probe = Probe(connection, asked, references, least, about)
-
     if native is not None or is_resumed:
         reason = probe.compared(completions)
         if reason is not None:
@@ -279,12 +294,24 @@ def _local_references(
 @alone
 @torch.no_grad()
 def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) -> Reference:
-    """The local model's answer, with its log-probabilities in one pass."""
+    """The local model's answer, with its log-probabilities in one pass.
+
+    Args:
+        native: The model without hooks.
+        tokenizer: Its tokenizer.
+        prompt: The token ids of the prompt.
+        answer: Those of its answer, which it has generated greedily.
+    """
     tokens = torch.tensor([prompt + answer], device=device_of(native))
-    logprobs = native(input_ids=tokens).logits[0].double().log_softmax(-1)
+    logits = native(input_ids=tokens).logits[0]
+    logprobs = logits.double().log_softmax(-1)
     of_tokens = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+
+    # From the prompt's last token on, which predicts the answer's first.
     split = len(prompt) - 1
     gaps = -logprobs[split:].topk(2).values.diff()[:, 0]
+
     starts = [answer[:length] for length in range(len(answer) + 1)]
-    steps = [step.rstrip("�") for step in tokenizer.batch_decode(starts, skip_special_tokens=True)]
+    texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
+    steps = [text.rstrip("�") for text in texts]
     return Reference(steps[-1], of_tokens[:split].tolist(), steps, gaps.tolist())

@@ -77,6 +77,10 @@ class WhileAnswering:
             to: The segment of the keys.
             level: The level of the intervals.
 
+        Returns:
+            A row a condition; all attention as shares from 0 to 1, ``right_tokens`` and
+            ``wrong_tokens`` the mean lengths of answers.
+
         Raises:
             OptionError: There is no such segment.
         """
@@ -86,6 +90,7 @@ class WhileAnswering:
             row: dict[str, Any] = {"condition": name}
             for kind in ("right", "wrong"):
                 row |= self._of_kind(kind, answers, level)
+
             for column, values in self._matched(answers, level).items():
                 row[column] = values[0]
             rows.append(row)
@@ -97,6 +102,15 @@ class WhileAnswering:
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
         """Right minus wrong over pairs of answers of similar length, for each head; ``q_beyond`` is
         over all heads.
+
+        Args:
+            condition: The condition.
+            to: The segment of the keys.
+            level: The level of the intervals.
+
+        Returns:
+            A row a head, the smallest q first: layer, head, the columns of :meth:`table` on pairs,
+            and ``q_beyond``.
 
         Raises:
             OptionError: There is no such condition or segment, or there are too few pairs.
@@ -129,9 +143,11 @@ class WhileAnswering:
         places = np.flatnonzero(is_of_kind & answers.flow.notnull())
         chosen = answers.isel(prompt=places)
         values = self._units(places).means(chosen.flow.values)
+
         names = [kind, *(f"{kind}_{end}" for end in ("low", "high", "uniform", "tokens"))]
         figures: dict[str, Any] = dict.fromkeys(names, np.nan)
         figures[f"{kind}_n"] = len(places)
+
         if len(places):
             figures[kind] = float(values.mean())
             figures[f"{kind}_uniform"] = float(chosen.uniform.mean())
@@ -149,14 +165,20 @@ class WhileAnswering:
         count = answers.sizes["prompt"]
         flow = answers.flow.values.reshape(count, -1)
         uniform = answers.uniform.values.reshape(count, -1)
+
         right = answers.right.values
         is_measured = ~np.isnan(flow).any(1)
         pairs = matched_pairs(
-            answers.tokens.values, right & is_measured, ~right & is_measured, self.units.of
+            answers.tokens.values,
+            right & is_measured,
+            ~right & is_measured,
+            self.units.of,
         )
         right_places = pairs[:, 0]
         wrong_places = pairs[:, 1]
         pair_counts = np.full(flow.shape[1], len(pairs))
+
+        # Both answers of a pair are from one group, so that the right one's is the pair's.
         units = self._units(right_places)
         if units.n < FEWEST:
             missing = np.full(flow.shape[1], np.nan)
@@ -200,18 +222,31 @@ class WhileAnswering:
 def matched_pairs(
     tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many and as similar
-    as possible."""
+    """Pairs of a right and a wrong answer of about the same length: as many and as similar as
+    possible.
+
+    Args:
+        tokens: The length of each answer, in tokens [answer].
+        right: Which answers are right and measured [answer].
+        wrong: Which are wrong and measured [answer].
+        groups: The group of each; both answers of a pair are from one. None without groups.
+
+    Returns:
+        The indices of the right and the wrong answer of each pair [pair 2].
+    """
     right_places = np.flatnonzero(right)
     wrong_places = np.flatnonzero(wrong)
     if not len(right_places) or not len(wrong_places):
         return np.zeros((0, 2), dtype=int)
+
     right_tokens = tokens[right_places][:, None]
     wrong_tokens = tokens[wrong_places]
     distance = np.abs(right_tokens - wrong_tokens)
-    allowed = distance <= np.maximum(_CALIPER * np.maximum(right_tokens, wrong_tokens), 2)
+    longer = np.maximum(right_tokens, wrong_tokens)
+    allowed = distance <= np.maximum(_CALIPER * longer, 2)
     if groups is not None:
         allowed &= groups[right_places][:, None] == groups[wrong_places]
+
     forbidden = 1.0 + distance.max() * min(distance.shape)  # more than all allowed pairs together
     rows, columns = linear_sum_assignment(np.where(allowed, distance, forbidden))
     is_pair = allowed[rows, columns]
@@ -246,6 +281,9 @@ def while_answering(
         predicting: Measure the queries that predict the answer's tokens.
         layers: The layers, from 0; all by default.
         seed: The seed of the conditions' draws: that of the evaluation.
+
+    Returns:
+        The attention of each answer by condition, layer, head and segment, and uniform attention.
 
     Raises:
         OptionError: A condition or a prompt was not evaluated.

@@ -54,6 +54,9 @@ def activation_histogram(
         results: One result per model, with ``MlpActivations``.
         conditions: The conditions other than the baseline; all by default.
         layer: The layer, from 0.
+
+    Raises:
+        OptionError: There is no such layer or condition, or no condition besides the baseline.
     """
     results, names = _checked(results, conditions, layer)
     names = [BASELINE, *names]
@@ -61,6 +64,7 @@ def activation_histogram(
     sentences = []
     for column, result in enumerate(results, 1):
         _histogram_lines(figure, result, names, layer, column)
+
         threshold = _near_zero_threshold(result, layer)
         for x in (-threshold, threshold):
             draw.rule(figure, x=x, dash="dot", column=column)
@@ -72,9 +76,11 @@ def activation_histogram(
             phrases.append(f"{name} {mean}")
         sentences.append(model_sentence(result, phrases))
 
+    # "10⁻³" at each power of ten.
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
+
     note = f"layer {layer}, question tokens; {_n(results)}"
     note += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
     draw.title(figure, "activations of the MLP", note, 480, top=150)
@@ -85,17 +91,21 @@ def _histogram_lines(
     figure: go.Figure, result: Result, names: Sequence[str], layer: int, column: int
 ) -> None:
     """The share of activations in each bin as a line of steps with its band, by condition."""
-    histogram = result[NAME].histogram.sel(layer=layer).isel(bin=slice(1, -1))
+    histogram = result[NAME].histogram.sel(layer=layer)
+    histogram = histogram.isel(bin=slice(1, -1))  # the outermost bins have no end
     bins = histogram.bin.values
     step_ends = np.repeat(bins, 2)[1:]
+
     for name, colour in draw.of_conditions(names):
         shares = histogram.sel(condition=name).transpose("prompt", "bin")
         interval = mean_over_prompts(result, shares)
+
         # A logarithmic axis has no place for the zeros of a band.
         least = np.nanmin(draw.positive(interval.high)) / 10
         low = np.repeat(interval.low.clip(least), 2)[:-1]
         high = np.repeat(interval.high.clip(least), 2)[:-1]
         draw.ribbon(figure, step_ends, low, high, colour, column=column, alpha=0.15)
+
         figure.add_scatter(
             x=bins,
             y=draw.positive(interval.estimate),
@@ -110,8 +120,9 @@ def _histogram_lines(
 def _near_zero_threshold(result: Result, layer: int) -> float:
     """Below which an activation of a layer counts as near zero."""
     thresholds = result.provenance["analyses"][NAME]["thresholds"]
-    # A stored result has the numbers of layers as text.
-    return float(thresholds[layer if layer in thresholds else str(layer)])
+    if layer in thresholds:
+        return float(thresholds[layer])
+    return float(thresholds[str(layer)])  # a stored result has the numbers of layers as text
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -129,6 +140,10 @@ def activation_metrics(
         conditions: The conditions; all except the baseline by default.
         layer: The layer, from 0.
         segment: The segment of the tokens.
+
+    Raises:
+        OptionError: There is no such layer, condition or segment, or no condition besides the
+            baseline.
     """
     results, names = _checked(results, conditions, layer)
     figure = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05)
@@ -140,11 +155,14 @@ def activation_metrics(
             for name in names:
                 contrast = Contrast(result, name, quantity=metric, segment=segment)
                 changes[name], _ = contrast.overall(layer)
-            percents = 100 * np.array(list(changes.values()))
+
+            percents = 100 * np.array(list(changes.values()))  # [condition, estimate and ends]
             series.append((model_caption(result), percents.T))
+
             if metric == "near_zero":
                 phrases = [f"{name} {percent_words(change)}" for name, change in changes.items()]
                 sentences.append(model_sentence(result, phrases))
+
         draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINTS)
         draw.rule(figure, y=0, column=column)
 
@@ -168,6 +186,9 @@ def near_zero_by_class(
         results: One result per model, with ``MlpActivations``.
         conditions: The conditions other than the baseline; all by default.
         layer: The layer, from 0.
+
+    Raises:
+        OptionError: There is no such layer or condition, or no condition besides the baseline.
     """
     results, names = _checked(results, conditions, layer)
     names = [BASELINE, *names]
@@ -175,29 +196,36 @@ def near_zero_by_class(
     sentences = []
     for column, result in enumerate(results, 1):
         shares = result[NAME].near_zero_by_token_class.sel(layer=layer)
+
+        # A class that fewer prompts have has no interval.
         prompts_with = shares.notnull().all("condition").sum("prompt")
-        shares = shares.isel(token_class=(prompts_with >= FEWEST).values)
+        has_interval = prompts_with >= FEWEST
+        shares = shares.isel(token_class=has_interval.values)
         classes = shares.token_class.values
 
         intervals = {}
         for name in names:
             of_condition = shares.sel(condition=name).transpose("prompt", "token_class")
             intervals[name] = mean_over_prompts(result, of_condition)
+
         apart = 0.8 / len(names)
         series = intervals.items()
         draw.side_by_side(figure, classes, series, COLOURS, column=column, apart=apart, **_POINTS)
 
-        labels = []
-        phrases = []
         counts = shares.sel(condition=BASELINE).notnull().sum("prompt").values
-        for number, (token_class, count) in enumerate(zip(classes, counts, strict=True)):
-            labels.append(f"{token_class}<br>n = {count}")
+        labels = [
+            f"{token_class}<br>n = {count}"
+            for token_class, count in zip(classes, counts, strict=True)
+        ]
+        figure.update_xaxes(ticktext=labels, row=1, col=column)
+
+        phrases = []
+        for number, token_class in enumerate(classes):
             words = []
             for name, interval in intervals.items():
                 of_class = Interval(*(end[number] for end in interval))
                 words.append(f"{name} {number_words(of_class)}")
             phrases.append(f"{token_class}: {', '.join(words)}")
-        figure.update_xaxes(ticktext=labels, row=1, col=column)
         sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
@@ -220,6 +248,9 @@ def agreement(
         condition: The condition to compare the others with, such as "slash".
         conditions: The others; all by default.
         layer: The layer, from 0.
+
+    Raises:
+        OptionError: There is no such layer or condition, or no condition to compare with.
     """
     results, names = _checked(results, conditions, layer)
     controls = [name for name in names if name != condition]
@@ -236,6 +267,7 @@ def agreement(
         of_layer = table[table.layer == layer]
         cosines = of_layer[["cosine", "cosine_low", "cosine_high"]].to_numpy()
         series.append((model_caption(result), cosines.T))
+
         phrases = [
             f"{name} {number_words(Interval(*ends))}"
             for name, ends in zip(controls, cosines, strict=True)
@@ -245,6 +277,7 @@ def agreement(
     draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINTS)
     draw.rule(figure, y=0)
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
+
     note = (
         f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t"
         " intervals"
@@ -255,7 +288,10 @@ def agreement(
 
 def _panels(results: Sequence[Result], **options: Any) -> go.Figure:
     """One panel per model, side by side."""
-    captions = [model_caption(result).replace(" (", "<br>(") for result in results]
+    captions = []
+    for result in results:
+        name_above_size = model_caption(result).replace(" (", "<br>(")
+        captions.append(name_above_size)
     return draw.panels(captions, horizontal_spacing=0.06, **options)
 
 
@@ -266,7 +302,8 @@ def _checked(
     have.
     """
     result_list = several(results)
-    names = [name for name in conditions or result_list[0].conditions if name != BASELINE]
+    candidates = conditions or result_list[0].conditions
+    names = [name for name in candidates if name != BASELINE]
     if not names:
         why = "this figure shows changes from the baseline, but there is no other condition"
         raise OptionError(f"{why}; run at least one")
@@ -284,5 +321,6 @@ def _n(results: Sequence[Result]) -> str:
     words = {count_words(result) for result in results}
     if len(words) == 1:
         return f"n = {words.pop()}"
+
     counts = sorted({result["sequences"].sizes["prompt"] for result in results})
     return f"n = {', '.join(map(str, counts))} prompts"

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.change_figures import changes
+from mechattn.render.change_figures import changes, swept_conditions
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import model_caption, quantity_words, says
@@ -47,7 +47,9 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     figure = draw.panels()
     if over:
         x, names = _swept_options(names, over)
-        figure.update_xaxes(title_text="inserted tokens" if over == "count" else over)
+        option_words = "inserted tokens" if over == "count" else over
+        figure.update_xaxes(title_text=option_words)
+
     rows_of_model = {
         model: table.set_index("condition").reindex(names) for model, table in tables.items()
     }
@@ -68,8 +70,10 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
         draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
         for rows, colour in zip(rows_of_model.values(), cycle(COLOURS)):
             draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
+
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    note = f"n = {_n(list(tables.values()))}; bars: 95 % intervals"
+    count = _n(list(tables.values()))
+    note = f"n = {count}; bars: 95 % intervals"
     draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
     return figure
 
@@ -80,16 +84,18 @@ def _swept_options(names: Sequence[str], over: str) -> tuple[list[Any], list[str
 
     Over the number of tokens, the baseline is at 0.
     """
-    swept = [name for name in names if f"{over}=" in name]
-    if not swept:
-        raise OptionError(f"no condition is named {over}=…; evaluate with conditions=ma.sweep(…)")
-    values: list[Any] = [name.split(f"{over}=")[1].split(",")[0] for name in swept]
+    conditions = swept_conditions(names, over)
+    swept_names = [condition.name for condition in conditions]
+    values: list[Any] = [condition.value for condition in conditions]
+
     is_numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
     if is_numeric:
         values = [float(value) for value in values]
     if over != "count":
-        return values, swept
-    return [0.0 if is_numeric else BASELINE, *values], [BASELINE, *swept]
+        return values, swept_names
+
+    baseline_place = 0.0 if is_numeric else BASELINE
+    return [baseline_place, *values], [BASELINE, *swept_names]
 
 
 @declare("evaluation")
@@ -111,6 +117,7 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
         for name in names:
             rows = table[table.condition == name].set_index("k").reindex(counts)
             series.append((name, _percents(rows, "estimate")))
+
         draw.side_by_side(
             figure,
             [str(count) for count in counts],
@@ -121,9 +128,11 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
             mode="lines+markers",
             hovertemplate="k = %{customdata}: %{y:.1f} %",
         )
+
     figure.update_xaxes(title_text="answers to each question (k)")
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title_text="probability of a right answer (%)", col=1)
+
     heading = " and ".join(tables)
     if model:
         heading = f"{model}: {heading}"
@@ -143,10 +152,15 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     Args:
         measured: The result of ``ma.while_answering``.
         to: The segment of the keys.
+
+    Raises:
+        OptionError: There is no such segment, or no condition has answers that attend to it.
     """
-    table = measured.table(to).dropna(subset=["right", "wrong"], how="all").reset_index(drop=True)
+    table = measured.table(to)
+    table = table.dropna(subset=["right", "wrong"], how="all").reset_index(drop=True)
     if table.empty:
         raise OptionError(f"no condition has a {to} segment, or no answer was written")
+
     titles = [f"attention to the {to} (%)", "right minus wrong,<br>beyond uniform (points)"]
     figure = draw.panels(titles, shared_yaxes=True, column_widths=[0.6, 0.4])
     places = np.arange(len(table))
@@ -181,10 +195,12 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
             row=1,
             col=1,
         )
+
+    differences = [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")]
     draw.points(
         figure,
         places,
-        [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")],
+        differences,
         "pairs",
         WITHOUT,
         column=2,
@@ -197,10 +213,12 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         ),
     )
     draw.rule(figure, x=0, colour="#444", column=2)
+
     labels = [
         f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()
     ]
     figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
+
     note = (
         "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform"
         " attention"
@@ -250,31 +268,41 @@ def dose_curves(
         name = sorted(evaluated ^ measured)[0]
         done = "run" if name in measured else "evaluated"
         raise OptionError(f"{name!r} was {done} but not the other; give both")
+
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
     figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
     upper = accuracy({"right answers": answers}, over)
     lower = changes(result, None, quantity, segment, layer, over=over)
+
     figure.add_traces(upper.data, rows=1, cols=1)
     figure.add_traces(lower.data, rows=2, cols=1)
     draw.rule(figure, y=0, row=2, column=1)
     figure.update_xaxes(title_text=lower.layout.xaxis.title.text, row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
+
     note = "bars: 95 %, over problems above, over prompts below"
     nulls = [str(trace.name).partition(",")[0] for trace in lower.data if trace.line.dash == "dot"]
     if nulls:
         note += f"; dotted: {nulls[0]}"
+
     heading = f"{model_caption(result)}: answers and attention by {over}"
     draw.title(figure, heading, note, 640, top=150)
     return says(figure, said_by(lower))
 
 
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    """The conditions of all tables, in the order in which they appear."""
     if not tables:
         raise OptionError("there are no tables to show; give {model: evaluation.accuracy()}")
-    return list(dict.fromkeys(name for table in tables.values() for name in table.condition))
+
+    names: dict[str, None] = {}
+    for table in tables.values():
+        names |= dict.fromkeys(table.condition)
+    return list(names)
 
 
 def _percents(rows: pd.DataFrame, estimate: str = "accuracy") -> list[pd.Series]:
+    """An estimate with the ends of its interval, in percent."""
     return [100 * rows[column] for column in (estimate, "low", "high")]
 
 

@@ -107,9 +107,11 @@ def received_attention(
     is_alone = condition == BASELINE
     null_kind = _null_kind([result], [condition], null)
     layers = _layers(result[NAME], layer)
+
     listed, top = listed_or_chosen(heads, top)
     if top is None:
-        Selection(None, None, None if by == "difference" else by)  # refuses what compare refuses
+        ranking = None if by == "difference" else by
+        Selection(None, None, ranking)  # refuses what compare refuses
         panels = _listed_panels(result, layers, listed)
         choice = "chosen by hand"
     else:
@@ -120,14 +122,8 @@ def received_attention(
             largest = "distances from uniform attention"
         choice = f"with the largest {largest} in the other half of the prompts"
 
-    baseline_words = "baseline" if is_alone else f"without {condition}"
-    rows = [[_Line("received_by_origin", BASELINE, baseline_words, WITHOUT)]]
-    if not is_alone:
-        rows[0].append(_Line("received_by_origin", condition, f"with {condition}", WITH))
-        rows.append([_Line("received", condition, f"with {condition}", WITH)])
-
     titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
-    figure = _by_position(panels, titles, rows, null_kind)
+    figure = _by_position(panels, titles, _lines_by_row(condition), null_kind)
     span = inserted_span(result, condition)
     _shade(figure, span, 2, "all")
 
@@ -145,7 +141,9 @@ def received_attention(
     if len(panels) > 1:
         small_print.append("each panel has its own vertical scale")
     heading = f"{model_caption(result)}: received attention"
-    draw.title(figure, heading, "; ".join(small_print), 400 if is_alone else 640, 125)
+    height = 400 if is_alone else 640
+    draw.title(figure, heading, "; ".join(small_print), height, 125)
+
     sentences = []
     for number in dict.fromkeys(panel.layer for panel in panels):
         layer_heads = [panel.head for panel in panels if panel.layer == number]
@@ -154,13 +152,28 @@ def received_attention(
     return says(figure, *sentences)
 
 
+def _lines_by_row(condition: str) -> list[list[_Line]]:
+    """Above, the original tokens without and with the inserted ones; below, the whole sequence."""
+    if condition == BASELINE:
+        return [[_Line("received_by_origin", BASELINE, "baseline", WITHOUT)]]
+
+    without = _Line("received_by_origin", BASELINE, f"without {condition}", WITHOUT)
+    aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
+    whole_sequence = _Line("received", condition, f"with {condition}", WITH)
+    return [[without, aligned], [whole_sequence]]
+
+
 def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]:
     """The layers of a figure, all of which were measured; None is for heads of any."""
     if layer is None:
         return [None]
-    layers = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
+
+    layers: list[Any] = [layer]
+    if isinstance(layer, (list, tuple, range, np.ndarray)):
+        layers = list(layer)
     if not layers:
         raise OptionError("layer=[] is empty; give at least one layer, or None for heads of any")
+
     for number in layers:
         check_layer(number, dataset)
     return layers
@@ -178,7 +191,7 @@ def _listed_panels(
         for head in heads:
             head_layer = layer
             if layer is None:
-                head_layer, head = head_named(head) or (None, head)
+                head_layer, head = head_named(head) or (None, head)  # "L1H2" is (1, 2)
             if head_layer is None:
                 raise OptionError(
                     f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
@@ -199,9 +212,11 @@ def _chosen_panels(
     units = units_of(result, result[NAME].sizes["prompt"])
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     choosing, prompts = units.halves()
+
     panels = []
     for layer in layers:
-        for head_layer, head in choose_heads(result, layer, top, condition, choosing, by):
+        chosen = choose_heads(result, layer, top, condition, choosing, by)
+        for head_layer, head in chosen:
             panels.append(_Panel(result, head_layer, head, prompts))
     return panels
 
@@ -232,7 +247,8 @@ def common_null(contrasts: Sequence[Contrast]) -> Null:
     """The null of all comparisons of a figure: dilution where all have it, else uniform
     attention.
     """
-    if {contrast.null_used for contrast in contrasts} == {"dilution"}:
+    null_kinds = {contrast.null_used for contrast in contrasts}
+    if null_kinds == {"dilution"}:
         return "dilution"
     return "uniform"
 
@@ -251,6 +267,7 @@ def _in_words(
     head_words = f"head {heads[0]}"
     if len(heads) > 1:
         head_words = f"heads {', '.join(map(str, heads))} (mean)"
+
     start = f"Attention received by the question's tokens in layer {layer} {head_words}"
     if condition != BASELINE:
         change = change_words(result, condition, layer, heads, prompts, null_kind)
@@ -267,9 +284,12 @@ def _in_words(
 
 def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     """The first and last inserted position, if these are the same in all prompts."""
-    inserted = result["sequences"].origin.sel(condition=condition).values == -1
-    if not inserted.any() or (inserted != inserted[0]).any():
+    origin = result["sequences"].origin.sel(condition=condition)
+    inserted = origin.values == -1  # [prompt, pos]
+    differ = (inserted != inserted[0]).any()
+    if not inserted.any() or differ:
         return None
+
     positions = np.flatnonzero(inserted[0])
     return int(positions[0]), int(positions[-1])
 
@@ -313,8 +333,10 @@ def received_by_model(
     """
     results = several(results)
     head_of_model: list[int | None] = [None] * len(results)
-    if heads is not None:
-        head_of_model = [heads] * len(results) if isinstance(heads, int) else list(heads)
+    if isinstance(heads, int):
+        head_of_model = [heads] * len(results)
+    elif heads is not None:
+        head_of_model = list(heads)
     if len(head_of_model) != len(results):
         raise OptionError(
             f"heads={heads} for {len(results)} models: give one head per model, or one for all"
@@ -344,18 +366,23 @@ def received_by_model(
     ]
     figure = _by_position(panels, titles, [lines], null_kind)
     for column, result in enumerate(results, 1):
-        for span in {inserted_span(result, name) for name in conditions}:
+        spans = {inserted_span(result, name) for name in conditions}
+        for span in spans:
             _shade(figure, span, 1, column)
 
-    counts = ", ".join(sorted({str(len(panel.prompts)) for panel in panels}))
+    counts = sorted({str(len(panel.prompts)) for panel in panels})
     bands = f"bands: pointwise 95 % intervals{band_words(results[0])}"
-    small_print = [f"mean over {counts} prompts, {bands}", DOTTED_WORDS[null_kind]]
+    small_print = [
+        f"mean over {', '.join(counts)} prompts, {bands}",
+        DOTTED_WORDS[null_kind],
+    ]
     if figure.layout.shapes:
         small_print.append("shaded: the inserted tokens")
     if heads is None:
         small_print.append("the head with the largest change in the other half of the prompts")
     heading = f"{' and '.join(conditions)}: received attention"
     draw.title(figure, heading, "; ".join(small_print), 450, 150)
+
     sentences = ["Change of the attention received by the question's tokens."]
     for panel, title in zip(panels, titles, strict=True):
         place = title.replace("<br>", ", ")
@@ -374,10 +401,14 @@ def _by_position(
     null_kind: Null,
 ) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and their null."""
-    below = [""] * len(panels) * (len(rows) - 1)
+    untitled = len(panels) * (len(rows) - 1)  # the panels below the first row
     figure = draw.panels(
-        [*titles, *below], len(rows), vertical_spacing=0.16, horizontal_spacing=0.06
+        [*titles, *([""] * untitled)],
+        len(rows),
+        vertical_spacing=0.16,
+        horizontal_spacing=0.06,
     )
+
     for column, panel in enumerate(panels, 1):
         for row, lines in enumerate(rows, 1):
             means_of_lines = _lines_of_panel(figure, panel, lines, null_kind, column, row)
@@ -401,7 +432,11 @@ def _lines_of_panel(
     column: int,
     row: int,
 ) -> list[Positions]:
-    """Draw the lines of one panel with their bands, and what the null would give."""
+    """Draw the lines of one panel with their bands, and what the null would give.
+
+    Returns:
+        The means of each line by position.
+    """
     means_of_lines = []
     nulls = []
     for line in lines:
@@ -423,6 +458,7 @@ def _lines_of_panel(
             hovertemplate="%{y:.4f} (n = %{customdata[0]})",
         )
         means_of_lines.append(means)
+
         null_values = _null_values(panel, line, null_kind)
         if null_values is not None:
             label = f"{null_kind}, {line.label}"
@@ -454,10 +490,16 @@ def _null_values(panel: _Panel, line: _Line, null_kind: Null) -> np.ndarray | No
     if null_kind == "uniform":
         cell = {"condition": line.condition, "layer": panel.layer}
         return uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
+
     if line.condition == BASELINE:
         return None
     return dilution_at_positions(
-        panel.result, line.quantity, line.condition, panel.layer, panel.head, panel.prompts
+        panel.result,
+        line.quantity,
+        line.condition,
+        panel.layer,
+        panel.head,
+        panel.prompts,
     )
 
 
@@ -484,12 +526,15 @@ def _cut_first_token(
     """
     top = 0.0
     for means in means_of_lines:
+        # Too few prompts at a position give a mean without an interval.
         upper = np.where(np.isfinite(means.high), means.high, means.mean)
-        top = max(top, 1.08 * upper[means.at > 0].max(initial=0.0))
+        largest = upper[means.at > 0].max(initial=0.0)
+        top = max(top, 1.08 * largest)
 
     if top <= 0:
         return
     figure.update_yaxes(range=[0, top], row=row, col=column)
+
     beyond = []
     for means, line in zip(means_of_lines, lines, strict=True):
         for value in means.mean[means.at == 0]:
@@ -497,10 +542,11 @@ def _cut_first_token(
                 beyond.append(f"{value:.2g} {line.label}")
 
     if beyond:
+        text_lines = ["↑ first token:", *beyond]
         figure.add_annotation(
             x=0,
             y=top,
-            text="<br>".join(["↑ first token:", *beyond]),
+            text="<br>".join(text_lines),
             align="left",
             xanchor="left",
             yanchor="top",

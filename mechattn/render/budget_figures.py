@@ -94,14 +94,18 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     dataset = result[NAME]
     names = result.conditions[1:] if conditions is None else list(conditions)
     shown = [result.condition(name) for name in names]
+
     titles = ["without (baseline)", *(f"with {name}" for name in shown)]
     if shown:
         titles += ["mean over layers", *(f"question to itself, {name}" for name in shown)]
-    figure = draw.panels(titles, 2 if shown else 1, vertical_spacing=0.24, horizontal_spacing=0.055)
+    rows = 2 if shown else 1
+    figure = draw.panels(titles, rows, vertical_spacing=0.24, horizontal_spacing=0.055)
+
     for column, condition in enumerate([BASELINE, *shown], 1):
         _stack(figure, result, condition, column)
     if shown:
-        _changes_by_payer(figure, {name: budget_table(result, name) for name in shown})
+        tables = {name: budget_table(result, name) for name in shown}
+        _changes_by_payer(figure, tables)
     for column, condition in enumerate(shown, 2):
         _causes(figure, result, condition, column)
 
@@ -111,6 +115,7 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     if shown:
         figure.update_xaxes(title_text="", row=2, col=1)
         figure.update_yaxes(title_text="change (points)", row=2, col=1)
+
         # The panels of causes have one range, so that conditions can be compared.
         first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
         for column in range(3, len(shown) + 2):
@@ -121,7 +126,9 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     if one_cause:
         note += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    draw.title(figure, heading, note, 660 if shown else 380, 104)
+    height = 660 if shown else 380
+    draw.title(figure, heading, note, height, 104)
+
     lower = dict(orientation="h", x=0, y=0.46, yanchor="bottom", xanchor="left")
     figure.update_layout(barmode="relative", bargap=0.06, legend_traceorder="normal", legend2=lower)
     return says(figure, *(budget_words(result, name) for name in shown))
@@ -232,6 +239,13 @@ def budget_rows(
 ) -> tuple[list[str], list[list[str]]]:
     """The columns and rows of the budget as a table of words: a row a condition and payer, a column
     a cause.
+
+    Args:
+        result: A result with the budget.
+        conditions: The conditions; all but the baseline by default.
+
+    Returns:
+        The names of the columns, and the cells of each row, in points of 100.
     """
     shown = result.conditions[1:] if conditions is None else list(conditions)
     words = _cause_words(result)
@@ -239,6 +253,7 @@ def budget_rows(
     causes = [cause for cause in CAUSES if cause in known]
     columns = ["condition", "payer", "without", "with", "change (points of 100)"]
     columns += [f"by {words[cause]}" for cause in causes]
+
     rows = []
     for condition in shown:
         for _, payer in budget_table(result, condition).iterrows():
@@ -267,6 +282,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
     table = budget_table(result, condition).set_index("payer")
     question = table.loc["question"]
     takes = "inserted" in table.index and table.change["inserted"] > 0
+
     # The question's own change has a sentence of its own beside what the inserted tokens take.
     left_out = ("inserted", "question") if takes else ("inserted",)
     changes = [
@@ -275,6 +291,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
         if payer not in left_out
     ]
     words = {"condition": condition, "changes": ", ".join(changes)}
+
     if takes:
         layer = busiest_layer(result, condition)
         of_layer = budget_table(result, condition, layer).set_index("payer")
@@ -307,9 +324,12 @@ def own_attention_words(result: Result, condition: str) -> str:
     all layers, and in the layer where it is largest."""
     layers = result[NAME].layer.values
     changes = result[NAME].change.sel(condition=condition, segment="question")
-    layer = layers[np.abs(changes.mean(("prompt", "head")).values).argmax()]
+    layer_changes = changes.mean(("prompt", "head")).values
+    layer = layers[np.abs(layer_changes).argmax()]
+
     change = budget_table(result, condition).set_index("payer").loc["question"]
     of_layer = budget_table(result, condition, layer).set_index("payer").loc["question"]
+
     amount = "about as much to itself as"
     if np.isnan(change.change_low):  # fewer than three prompts
         amount = "to itself, compared with"
@@ -327,4 +347,5 @@ def own_attention_words(result: Result, condition: str) -> str:
 def _points(row: pd.Series, name: str, signed: bool = True) -> str:
     """A number of points with its interval, which fewer than three prompts lack."""
     interval = Interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
-    return number_words(interval, "+.1f" if signed else ".1f")
+    form = "+.1f" if signed else ".1f"
+    return number_words(interval, form)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -66,6 +66,10 @@ def change_map(
         to: The condition to compare with, such as a random sentence of as many tokens.
         null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where
             that is not known.
+
+    Raises:
+        OptionError: There is no such condition, quantity, segment or null, or the quantity has
+            several numbers per head.
     """
     condition = result.condition(condition)
     contrast = Contrast(result, condition, to, quantity, segment, null=null)
@@ -74,12 +78,19 @@ def change_map(
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
 
     # Versus the baseline, a null of no change would be no other map.
-    is_beyond = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
+    has_null = bool(table.null.notna().any())
+    is_beyond = has_null and table.attrs["null"] != "no difference"
     if to != BASELINE:
         is_beyond = is_beyond and bool((table.null.abs() > ROUNDING).any())
+
     null_name = NULL_NAMES[contrast.null_used]
-    column = "beyond" if is_beyond else "difference"
-    number_name = f"relative to {null_name}" if is_beyond else "change"
+    column = "difference"
+    number_name = "change"
+    beyond = ""
+    if is_beyond:
+        column = "beyond"
+        number_name = f"relative to {null_name}"
+        beyond = f" beyond {null_name}"
     columns = {
         "shown": column,
         "change": "difference",
@@ -91,14 +102,16 @@ def change_map(
     hover = f"{number_name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     quantity_name = quantity_words(quantity, segment)
-    beyond = f" beyond {null_name}" if is_beyond else ""
     bar_words = f"change of {quantity_name}{beyond} ({table.scale.iloc[0]})"
     figure = draw.head_map(table, columns, number_name, bar_words, hover)
 
-    versus = "" if to == BASELINE else f" relative to “{to}”"
+    versus = ""
+    if to != BASELINE:
+        versus = f" relative to “{to}”"
     heading = f"{model_caption(result)}: {quantity_name}, change{versus}"
     if is_beyond:
         heading += f", {number_name}" if versus else f" {number_name}"
+
     small_print = _map_small_print(result, condition, table, column, versus)
     draw.title(figure, heading, small_print, draw.map_height(table), top=110)
     return says(figure, _map_words(table, column, null_name, versus))
@@ -124,7 +137,6 @@ def _map_small_print(
         f"n = {count}",
         against,
     ]
-
     if about["smallest_q"] >= 0.05:
         phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_q']:.2g})")
     if about["left_out"]:
@@ -142,7 +154,8 @@ def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) ->
     """The number of significant heads, and the head furthest from the null (without it: most
     changed).
     """
-    furthest = table.iloc[int(np.nanargmax(table[column].abs()))]
+    furthest_row = int(np.nanargmax(table[column].abs()))
+    furthest = table.iloc[furthest_row]
     is_ratio = table.scale.iloc[0] == "log-ratio"
     if is_ratio:
         names = ["change", "change_low", "change_high", "change_null"]
@@ -163,12 +176,17 @@ def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) ->
 
     count = _significant(table, column)
     if column == "difference":
-        null = "" if versus else f"; {table.attrs['null']}"
+        null = ""
+        if not versus:
+            null = f"; {table.attrs['null']}"
         return (
             f"{count} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."
         )
 
-    times = f" ({np.exp(furthest.beyond):.2f} × {null_name})" if is_ratio else ""
+    times = ""
+    if is_ratio:
+        ratio = np.exp(furthest.beyond)
+        times = f" ({ratio:.2f} × {null_name})"
     return (
         f"{count} differ from {null_name} at q < 0.05. The largest difference is in {head}, "
         f"under {null_name} {null_change}{times}{picked}."
@@ -212,7 +230,9 @@ def changes(
     """
     names = list(conditions or [name for name in result.conditions[1:] if name != to])
     names = names or [result.condition()]
-    lines = _swept(names, over) if over else {"": {name: name for name in names}}
+    lines = {"": {name: name for name in names}}
+    if over:
+        lines = _swept_lines(names, over)
     if null is None:
         drawn = [name for line in lines.values() for name in line.values()]
         null = common_null([Contrast(result, name, to, quantity, segment) for name in drawn])
@@ -236,15 +256,21 @@ def changes(
                 x = [0, *x]
                 ends = np.column_stack([np.zeros(3), ends])
                 nulls = [0.0, *nulls]
+
+        measured_name = "measured"
+        if over:
+            measured_name = line_words or quantity
         draw.points(
             figure,
             x,
             ends,
-            line_words or (quantity if over else "measured"),
+            measured_name,
             colour,
             mode=mode,
             hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
         )
+
+        # A null that is not known for all of a line is not drawn.
         if len(nulls) == len(x):
             null_name = NULL_NAMES[contrasts[0].null_used]
             if line_words and len(lines) > 1:
@@ -263,18 +289,23 @@ def changes(
     quantity_name = quantity_words(quantity, segment)
     if to != BASELINE:
         quantity_name += f" relative to “{to}”"
-    heads = "mean over layers and heads"
-    if layer is not None:
-        heads = f"mean over the heads of layer {layer}"
-    bars = "bars: 95 % t intervals of the log-ratio of each prompt's mean"
     heading = f"{model_caption(result)}: change of {quantity_name}"
     if over:
         heading += f", by {over}"
+    heads = "mean over layers and heads"
+    if layer is not None:
+        heads = f"mean over the heads of layer {layer}"
+
     draw.rule(figure, y=0)
+    bars = "bars: 95 % t intervals of the log-ratio of each prompt's mean"
     note = f"{heads}; n = {count_words(result)}; {bars}"
     draw.title(figure, heading, note, 440)
+
+    option_words = over or None
+    if over == "count":
+        option_words = "inserted tokens"
     figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
-    figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
+    figure.update_xaxes(title_text=option_words)
     return says(figure, *sentences)
 
 
@@ -293,29 +324,61 @@ def _overall(
             nulls.append(100 * float(null_change.estimate))
         words = beside_null(change, null_change, contrast.null_used)
         phrases.append(f"{contrast.condition}: {words}")
-    return 100 * np.array(changes, dtype=np.float64).T, nulls, phrases
+
+    percents = 100 * np.array(changes, dtype=np.float64)
+    return percents.T, nulls, phrases
 
 
-def _swept(names: Sequence[str], option: str) -> dict[str, dict[str, str]]:
+def _swept_lines(names: Sequence[str], option: str) -> dict[str, dict[str, str]]:
     """The conditions of a sweep by the value of the option, for each combination of the others."""
     lines: dict[str, dict[str, str]] = {}
+    for condition in swept_conditions(names, option):
+        line = lines.setdefault(condition.without_option, {})
+        line[condition.value] = condition.name
+    return lines
+
+
+class SweptCondition(NamedTuple):
+    """A condition of a sweep.
+
+    Args:
+        name: Its name, such as "slash, count=5, place=start".
+        value: The value of the option in it, such as "5".
+        without_option: The rest of the name, such as "slash, place=start".
+    """
+
+    name: str
+    value: str
+    without_option: str
+
+
+def swept_conditions(names: Sequence[str], option: str) -> list[SweptCondition]:
+    """The conditions that are named after a swept option, in their order.
+
+    Args:
+        names: Names of conditions, as ``ma.sweep`` gives them.
+        option: The option, such as "count".
+
+    Raises:
+        OptionError: No condition is named after the option.
+    """
+    conditions = []
     for name in names:
         rest = []
         value = None
-        for part in name.split(", "):
-            if part.startswith(f"{option}="):
-                value = part.removeprefix(f"{option}=")
+        for phrase in name.split(", "):
+            if phrase.startswith(f"{option}="):
+                value = phrase.removeprefix(f"{option}=")
             else:
-                rest.append(part)
+                rest.append(phrase)
         if value is not None:
-            lines.setdefault(", ".join(rest), {})[value] = name
+            conditions.append(SweptCondition(name, value, ", ".join(rest)))
 
-    if not lines:
+    if not conditions:
         raise OptionError(
-            f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)"
+            f"no condition is named {option}=…; run or evaluate with conditions=ma.sweep(…)"
         )
-
-    return lines
+    return conditions
 
 
 @declare(NAME, compares=True)
@@ -347,7 +410,10 @@ def verdicts(
     names = [result.condition(condition) for result in results]
     pairs = list(zip(results, names, strict=True))
     if null is None:
-        null = common_null([Contrast(result, name, segment=segment) for result, name in pairs])
+        contrasts = [Contrast(result, name, segment=segment) for result, name in pairs]
+        null = common_null(contrasts)
+
+    # Estimate, low and high end of each row, in percent.
     verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]
     change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
     null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
@@ -355,9 +421,10 @@ def verdicts(
     figure = draw.panels()
     rows = np.arange(len(verdict_list))
     _verdict_marks(figure, rows, change, null_change[:, 0], NULLS[null])
+
+    # Numbers stand above or below what they say, clear of the rule at 0.
     low = min(0, change.min(), null_change.min())
     high = max(0, change.max(), null_change.max())
-    # Numbers stand above or below what they say, clear of the rule at 0.
     near_zero = 0.2 * (high - low)
     _number_notes(figure, change[:, 0], near_zero, 17)
     _number_notes(figure, null_change[:, 0], near_zero, -17)
@@ -365,18 +432,13 @@ def verdicts(
     heading = f"Change of {quantity_words('received', segment)}"
     if len(set(names)) == 1:
         heading += f" with “{names[0]}”"
-    counts = " or ".join(dict.fromkeys(count_words(result) for result in results))
-    note = f"mean over all layers and heads; {counts}"
+    counts = dict.fromkeys(count_words(result) for result in results)
+    note = f"mean over all layers and heads; {' or '.join(counts)}"
     height = 200 + 64 * len(verdict_list)
     draw.title(figure, heading, note, height, top=120)
-    # Room for the words at the outermost points.
-    left = (0.22 if low else 0.06) * (high - low)
-    right = (0.22 if high else 0.06) * (high - low)
-    axis_words = "change of attention<br>received (%)"
-    figure.update_xaxes(nticks=5, title_text=axis_words, range=[low - left, high + right])
+
     row_words = _rows(results, names)
-    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
-    figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(verdict_list) - 0.5, -0.8])
+    _verdict_axes(figure, row_words, low, high)
 
     sentences = []
     for words, verdict in zip(row_words, verdict_list, strict=True):
@@ -384,6 +446,25 @@ def verdicts(
         sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
 
     return says(figure, *sentences)
+
+
+def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
+    """The rows in words, and room for the numbers at the outermost points."""
+    left = 0.22 if low else 0.06
+    right = 0.22 if high else 0.06
+    width = high - low
+    figure.update_xaxes(
+        nticks=5,
+        title_text="change of attention<br>received (%)",
+        range=[low - left * width, high + right * width],
+    )
+
+    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
+    figure.update_yaxes(
+        tickvals=list(range(len(labels))),
+        ticktext=labels,
+        range=[len(labels) - 0.5, -0.8],
+    )
 
 
 def _verdict_marks(

@@ -151,6 +151,7 @@ def points(
         style: As for plotly's scatter.
     """
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
+
     bars = dict(
         type="data",
         array=high - middle,
@@ -333,6 +334,8 @@ def head_map(
     y = cells.layer.values
     coloured = cells[columns[first_label]].values
     q = cells[columns["q"]].values
+
+    # Both colours end at the same distance from 0, which is in the middle.
     largest = float(np.nanmax(abs(coloured))) or 1.0
     bar_title = "<br>".join(wrap(unit, 24, break_on_hyphens=False))
     figure = panels()
@@ -428,6 +431,8 @@ def take_heading(figure: go.Figure) -> str:
     heading, _, note = layout.title.text.partition("<br><sup>")
     room = _HEADING_LINE * len(heading.split("<br>"))
     height = layout.height - room
+
+    # A legend under the title keeps its distance from the top, of a lower figure.
     if layout.legend.yref == "container":
         layout.legend.y = 1 - ((1 - layout.legend.y) * layout.height - room) / height
     margin = {"t": layout.margin.t - room}
@@ -443,8 +448,10 @@ def by_layer_slider(figure: go.Figure, titles: Mapping[int, str], height: int) -
         is_visible = [trace == number for trace in range(len(titles))]
         args = [{"visible": is_visible}, {"title.text": layer_title}]
         slider_steps.append(dict(method="update", label=str(layer), args=args))
+
     for number, trace in enumerate(figure.data):
         trace.visible = number == 0
+
     slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
     first_title = next(iter(titles.values()))
     figure.update_layout(LAYOUT, height=height, title_text=first_title, sliders=[slider])

@@ -49,7 +49,8 @@ class Declared:
     @property
     def draws_results(self) -> bool:
         """Whether it draws results, and not an evaluation or patching."""
-        return next(iter(inspect.signature(self.draw).parameters)) in ("result", "results")
+        first_argument, *_ = inspect.signature(self.draw).parameters
+        return first_argument in ("result", "results")
 
     def shown(self, result: Result, layer: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The datasets and options with which a report shows it; none if the result lacks what it
@@ -58,7 +59,12 @@ class Declared:
         condition = result.shown_condition()
         if self.compares and condition == BASELINE:
             return
-        values = {"condition": condition, "conditions": result.conditions[1:], "layer": layer}
+
+        values = {
+            "condition": condition,
+            "conditions": result.conditions[1:],
+            "layer": layer,
+        }
         selected = {}
         for name, default in self.takes.items():
             # A figure whose condition or layer is None by default chooses for each result.
@@ -74,7 +80,10 @@ class Declared:
         """The dataset of a result that it shows with these options, if the result has it."""
         if self.needs:
             analysis = self.analysis(options)
-            return analysis if analysis in result.datasets else None
+            if analysis in result.datasets:
+                return analysis
+            return None
+
         names = {options["quantity"], f"{options['quantity']}_by_segment"}
         for dataset_name, dataset in result.datasets.items():
             if names & set(dataset):
@@ -99,6 +108,14 @@ def figure(
 ) -> Callable[[Draw], Draw]:
     """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its
     names are escaped.
+
+    Args:
+        needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
+        compares: Whether it needs a condition other than the baseline.
+        report: With which options a report shows it, besides layer and condition.
+
+    Returns:
+        A decorator for the function that draws it.
     """
 
     def declared(draw: Draw) -> Draw:
@@ -118,7 +135,8 @@ def _one_legend_entry_each(figure: go.Figure) -> None:
     """Name each group in the legend once, however many panels show it."""
     named_groups = set()
     for trace in figure.data:
-        if trace.legendgroup and trace.showlegend is None:
+        is_undecided = trace.showlegend is None
+        if trace.legendgroup and is_undecided:
             trace.showlegend = trace.legendgroup not in named_groups
             named_groups.add(trace.legendgroup)
 
@@ -131,6 +149,7 @@ def with_plain_names(figure: go.Figure) -> go.Figure:
         for name, value in element.to_plotly_json().items():
             if name not in _NOT_DRAWN:
                 element[name] = _escaped(value)
+
     return figure
 
 
@@ -159,7 +178,18 @@ def several(results: Sequence[Result] | Result) -> list[Result]:
 def listed_or_chosen(
     heads: Sequence[int | str] | int | str | None, top: int | None
 ) -> tuple[list[int | str], int | None]:
-    """The named heads, or the number of heads to choose."""
+    """The named heads, or the number of heads to choose.
+
+    Args:
+        heads: Heads by number or name, one or several; None if they are chosen.
+        top: How many are chosen; None if they are listed.
+
+    Returns:
+        The listed heads and None, or an empty list and the number to choose.
+
+    Raises:
+        OptionError: Both are given, or neither.
+    """
     if (heads is None) == (top is None):
         raise OptionError(
             f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
@@ -168,7 +198,9 @@ def listed_or_chosen(
     if heads is None:
         check_counts(top=top)
         return [], top
-    return [heads] if isinstance(heads, (int, str)) else list(heads), None
+
+    listed = [heads] if isinstance(heads, (int, str)) else list(heads)
+    return listed, None
 
 
 def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None) -> list[int]:
@@ -178,7 +210,8 @@ def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None
     numbers = []
     for head in heads:
         head_layer, number = head_named(head) or (layer, head)
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+        is_whole_number = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+        if not is_whole_number:
             raise OptionError(
                 f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"
                 ' ["L1H2"]'

@@ -26,23 +26,36 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     Raises:
         OptionError: It draws no series of numbers, as a circuit's.
     """
-    tables = [_trace_table(figure, trace) for trace in figure.data if _is_series(trace)]
+    traces = [trace for trace in figure.data if _is_series(trace)]
+    tables = [_trace_table(figure, trace) for trace in traces]
     if not tables:
         raise OptionError(
             "this figure draws no series of numbers; circuit.table() has the edges of a circuit"
         )
 
-    table = pd.concat(tables, ignore_index=True).reindex(columns=TABLE_COLUMNS)
+    table = pd.concat(tables, ignore_index=True)
+    table = table.reindex(columns=TABLE_COLUMNS)
     table = table.dropna(axis=1, how="all")
-    return table.map(lambda cell: plain(cell) if isinstance(cell, str) else cell)
+    return table.map(_without_markup)
+
+
+def _without_markup(cell: Any) -> Any:
+    """A cell of the table, whose words may have had tags for plotly."""
+    if isinstance(cell, str):
+        return plain(cell)
+    return cell
 
 
 def _is_series(trace: Any) -> bool:
     """Whether a trace has numbers of its own: it isn't a band, an entry of the legend alone, or
     what fades a map."""
-    if trace.name in (None, "faded") or getattr(trace, "fill", None) == "toself":
+    is_band = getattr(trace, "fill", None) == "toself"
+    if trace.name in (None, "faded") or is_band:
         return False
-    return pd.notna(np.atleast_1d(trace.x)).any()
+
+    # An entry of the legend alone is drawn at x = [None].
+    places = np.atleast_1d(trace.x)
+    return pd.notna(places).any()
 
 
 def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
@@ -60,19 +73,20 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
 
     if trace.type == "heatmap":
         x, y = np.meshgrid(x, y)
-        columns |= {
-            "x": x.ravel(),
-            "y": y.ravel(),
-            "z_is": trace.colorbar.title.text,
-            "z": np.asarray(trace.z, dtype=np.float64).ravel(),
-        }
+        z = np.asarray(trace.z, dtype=np.float64)
+        columns["x"] = x.ravel()
+        columns["y"] = y.ravel()
+        columns["z_is"] = trace.colorbar.title.text
+        columns["z"] = z.ravel()
         return pd.DataFrame(columns)
 
-    columns |= {"x": _in_words(x, x_axis), "y": _in_words(y, y_axis)}
-    for numbers, bars in (
-        (x, getattr(trace, "error_x", None)),
-        (y, getattr(trace, "error_y", None)),
-    ):
+    columns["x"] = _in_words(x, x_axis)
+    columns["y"] = _in_words(y, y_axis)
+
+    # A trace has bars along one axis at most.
+    x_bars = getattr(trace, "error_x", None)
+    y_bars = getattr(trace, "error_y", None)
+    for numbers, bars in ((x, x_bars), (y, y_bars)):
         if bars is not None and bars.array is not None:
             columns["low"] = numbers - bars.arrayminus
             columns["high"] = numbers + bars.array
@@ -96,6 +110,8 @@ def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
     """The words over a panel; a figure of one panel has none."""
     left, right = x_axis.domain or (1, 0)
     _, top = y_axis.domain or (0, 1)
+
+    # plotly keeps titles of panels as notes on the whole figure, each above the middle of its panel.
     for note in figure.select_annotations(dict(xref="paper", yref="paper")):
         if left < note.x < right and np.isclose(note.y, top):
             return note.text
@@ -105,7 +121,10 @@ def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
 def _in_words(numbers: np.ndarray, axis: Any) -> np.ndarray:
     """Places on an axis as the words beside it, where it has a word at each number from 0."""
     words = np.array(axis.ticktext or [], dtype=object)
+    last = len(words) - 1
     if not len(words) or list(axis.tickvals) != list(range(len(words))):
         return numbers
-    indices = np.rint(numbers.astype(np.float64)).astype(int)
-    return words[indices.clip(0, len(words) - 1)]
+
+    # Series beside each other stand a little to the left or right of their word.
+    nearest = np.rint(numbers.astype(np.float64)).astype(int)
+    return words[nearest.clip(0, last)]

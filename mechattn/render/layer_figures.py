@@ -68,6 +68,7 @@ def heads_by_layer(
     shown = _Shown.of(result, quantity, segment, conditions)
     if "head" not in shown.variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
+
     figure = draw.panels(shown.names, shared_yaxes=True, horizontal_spacing=0.04)
     for column, (name, colour) in enumerate(draw.of_conditions(shown.names), 1):
         _strips(figure, result, shown.variable.sel(condition=name), name, colour, column)
@@ -106,9 +107,11 @@ def by_layer(
     variable = shown.variable
     names = [name for name in shown.names if _has_values(result, variable.sel(condition=name))]
     shown = replace(shown, names=names)
+
     blocks = [""]
     if "block" in variable.dims:
         blocks = [str(block) for block in variable.block.values]
+
     figure = draw.panels(blocks, horizontal_spacing=0.08)
     for column, block in enumerate(blocks, 1):
         of_panel = variable.sel(block=block) if block else variable
@@ -147,7 +150,9 @@ def scale_by_layer(
     condition = result.condition(condition)
     dataset = result[_AFFINE].sel(condition=condition, segment=segment)
     layers = dataset.layer.values
-    figure = draw.panels(["attention left to the original keys (λ)", "what λ · output + Σσ misses"])
+
+    titles = ["attention left to the original keys (λ)", "what λ · output + Σσ misses"]
+    figure = draw.panels(titles)
     scale = dataset.scale.transpose("prompt", "layer", "head")
     head_means = np.sort(mean_over_prompts(result, scale).estimate, axis=1)
     faint_line = dict(width=0.7, color=faint(WITH, 0.45))
@@ -217,9 +222,9 @@ class _Shown:
             raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
         for name in names:
             check_condition(result, name)
-        return cls(
-            result, quantity, segment, names, *values_by_layer(result, quantity, segment, names)
-        )
+
+        variable, null, null_kind = values_by_layer(result, quantity, segment, names)
+        return cls(result, quantity, segment, names, variable, null, null_kind)
 
     def null_of(self, condition: str) -> xr.DataArray | None:
         """The null of a condition, where it is another line: the baseline is its own dilution."""
@@ -232,6 +237,7 @@ class _Shown:
         phrases = [note]
         if "segment" in self.variable.coords:
             phrases.insert(0, f"{self.segment} tokens")
+
         why = self.variable.attrs.get("no_null")
         if self.null is not None:
             phrases.append(f"dotted: {NULLS[self.null_kind]}")
@@ -273,6 +279,7 @@ def _with_axes(figure: go.Figure, shown: _Shown) -> go.Figure:
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
     axis_words = f"{_words(shown.quantity)}<br>({units})"
     figure.update_yaxes(title_text=axis_words, col=1)
+
     phrases = []
     for condition in shown.names:
         mean = mean_words(shown.result, variable.sel(condition=condition))

@@ -51,48 +51,45 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         circuit: The result of ``circuit``.
         size: As for ``Circuit.kept``.
         q: As for ``Circuit.kept``.
+
+    Returns:
+        The figure; on hover each edge has its score with its interval, its q and the score of a
+        random direction.
     """
     table = circuit.table(size, q)
     heads = int(circuit.about["heads"])
+
     # An edge to keys or values that heads share is drawn to each of these heads that writes.
     drawn = {*table.writer, "logits"}
     read_by = {
         reader: [node for node in circuit.graph.read_by(reader) if node in drawn]
         for reader in table.reader
     }
-    nodes = sorted({*table.writer, *chain.from_iterable(read_by.values())})
+    readers = chain.from_iterable(read_by.values())
+    nodes = sorted({*table.writer, *readers})
+
     matches = [_OF_LAYER.match(node) for node in nodes]
     layers = sorted({int(match[1]) for match in matches if match})
     places = {node: _place(node, heads, layers) for node in nodes}
 
     figure = draw.panels()
-    for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
-        line = dict(color=colour, width=4)
-        name = f"the other output {verb} the metric"
-        figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=name)
+    _legend_of_edges(figure)
 
     largest = table.effect.abs().max()
     for row in table[::-1].itertuples():  # the largest on top
         for node in read_by[row.reader]:
             _arc(figure, row, places[row.writer], places[node], largest)
 
-    x, y = zip(*places.values(), strict=True)
-    figure.add_scatter(
-        x=x,
-        y=y,
-        mode="markers+text",
-        text=[_BESIDE_THE_AXES.sub("", node) for node in nodes],
-        hovertext=nodes,
-        hoverinfo="text",
-        textfont=dict(size=10),
-        showlegend=False,
-        marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
-    )
+    # After the edges, so that a node covers their ends.
+    _nodes(figure, places)
 
     carried = _faithfulness_words(circuit, size, q)
     ticks = ["embedding", *map(str, layers), "logits"]
     figure.update_xaxes(
-        title_text="head", tickvals=list(range(heads)), showgrid=False, zeroline=False
+        title_text="head",
+        tickvals=list(range(heads)),
+        showgrid=False,
+        zeroline=False,
     )
     figure.update_yaxes(
         title_text="layer",
@@ -103,12 +100,43 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
 
     edges = int(circuit.graph.exists.sum())
     note = "{metric}; {kept} of {edges} edges, {method}; ranked on {ranked_on}. {carried}".format(
-        **circuit.about, kept=len(table), edges=edges, carried=carried
+        **circuit.about,
+        kept=len(table),
+        edges=edges,
+        carried=carried,
     )
     heading = f"{circuit.about['model']}: circuit"
     height = 200 + 80 * len(ticks)
     draw.title(figure, heading, note, height, top=110)
     return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
+
+
+def _legend_of_edges(figure: go.Figure) -> None:
+    """An entry of the legend for each colour of edges, which have none of their own."""
+    for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
+        figure.add_scatter(
+            x=[None],
+            y=[None],
+            mode="lines",
+            line=dict(color=colour, width=4),
+            name=f"the other output {verb} the metric",
+        )
+
+
+def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
+    """A circle for each node, with what the axes do not say of its name."""
+    x, y = zip(*places.values(), strict=True)
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="markers+text",
+        text=[_BESIDE_THE_AXES.sub("", node) for node in places],
+        hovertext=list(places),
+        hoverinfo="text",
+        textfont=dict(size=10),
+        showlegend=False,
+        marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
+    )
 
 
 def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> str:
@@ -117,13 +145,16 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
     measured = circuit.curve[circuit.curve.edges == edges]
     if q is not None or measured.empty:
         return f"What they carry was not measured; circuit(…, sizes=[{edges}]) measures a size."
+
     faithful = measured.iloc[0]
     interval = "(without an interval, as that of the whole effect holds 0)"
     if np.isfinite(faithful.low):
         interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
+
+    random_share = round(faithful.random, 2) + 0.0  # not "-0%"
     return (
         f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval} of"
-        f" the effect, as many random ones {round(faithful.random, 2) + 0.0:.0%}."
+        f" the effect, as many random ones {random_share:.0%}."
     )
 
 
@@ -134,32 +165,44 @@ def _arc(
     end: tuple[float, float],
     largest: float,
 ) -> None:
-    """An edge, which enters a head where its queries, keys or values are."""
+    """Draw an edge, which enters a head where its queries, keys or values are.
+
+    Args:
+        figure: The figure that gets it.
+        edge: A row of the circuit's table.
+        start: Where the writer is, across and up.
+        end: Where the reader is.
+        largest: The largest score of the circuit, whose edge is the widest.
+    """
     _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
     x1 += _ASIDE.get(reader_input, 0.0)
+
+    # Half a sine to the side, so that edges over several layers do not hide each other.
     way = np.linspace(0, 1, _POINTS)
     side = 1 if x1 >= x0 else -1
     width = 0.35 * side * min(1.0, (y1 - y0) / 2)
     bend = width * np.sin(np.pi * way)
-    q = edge.q_beyond_random if np.isnan(edge.q_effect) else edge.q_effect
+
+    q = edge.q_effect
+    if np.isnan(q):
+        q = edge.q_beyond_random
     hover = (
         f"{edge.writer} → {edge.reader}<br>"
         f"{edge.effect:+.3g} [{edge.effect_low:+.3g}, {edge.effect_high:+.3g}]<br>"
         f"q = {q:.2g}<br>random direction {edge.random:+.3g}"
     )
-    line = dict(
-        color=WITH if edge.effect > 0 else WITHOUT,
-        width=max(1.0, _WIDEST * abs(edge.effect) / largest),
-    )
+
+    colour = WITH if edge.effect > 0 else WITHOUT
+    relative_size = abs(edge.effect) / largest
     figure.add_scatter(
         x=x0 + (x1 - x0) * way + bend,
         y=y0 + (y1 - y0) * way,
         mode="lines",
         hovertext=hover,
         hoverinfo="text",
-        line=line,
+        line=dict(color=colour, width=max(1.0, _WIDEST * relative_size)),
         opacity=0.75,
         showlegend=False,
     )
@@ -169,8 +212,11 @@ def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     """Where a node is drawn; layers count upwards, the MLPs are on the right."""
     match = _OF_LAYER.match(name)
     if match is None:  # the embedding below, or the logits above
-        row = len(layers) if name == "logits" else -1
+        row = -1
+        if name == "logits":
+            row = len(layers)
         return (heads - 1) / 2, row
+
     row = layers.index(int(match[1]))
     if match[2]:
         return float(match[2]), row
@@ -200,13 +246,19 @@ def patching_map(patching: Patching) -> go.Figure:
     table = patching.table()
     has_share = bool(table.share.notna().all())
     q_column = f"q_{table.attrs['tested']}"
-    columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q_column}
+    columns = {
+        "effect": "effect",
+        "low": "effect_low",
+        "high": "effect_high",
+        "q": q_column,
+    }
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
     for column, form in _HOVERED.items():
         if column in table and (has_share or column != "share"):
-            hover += form.replace("NUMBER", f"customdata[{len(columns) - 1}]")
+            place = len(columns) - 1  # the first column is the colour
+            hover += form.replace("NUMBER", f"customdata[{place}]")
             columns[column] = column
 
     figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
@@ -216,16 +268,17 @@ def patching_map(patching: Patching) -> go.Figure:
 
     largest_row = int(np.nanargmax(table.effect.abs()))
     largest = table.iloc[largest_row]
-    cell = table[patching.labels].to_dict("records")[largest_row]
+    cells = table[patching.labels].to_dict("records")
     ends = [np.asarray(largest[end]) for end in ("effect", "effect_low", "effect_high")]
     effect = number_words(Interval(*ends))
     if has_share:
         effect += f", {largest.share:.0%} of the whole effect"
+
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
         f"{significant} of {len(table)} {across}s at q < 0.05."
-        f" Largest: {_cell_words(cell)},"
+        f" Largest: {_cell_words(cells[largest_row])},"
         f" {effect}; it was selected as the largest, so its interval is too optimistic"
         ' (table(select="half") avoids this).',
     )
@@ -250,66 +303,106 @@ def patching_effects(
         OptionError: There are too few prompts, or an option is not allowed.
     """
     table = patching.table(top, select).iloc[::-1]
-    labels = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
+    cells = table[patching.labels].to_dict("records")
+    labels = [_cell_words(cell) for cell in cells]
     rows = np.arange(len(table))
+
     # q_effect is NaN where no effect is below 0.
     q = table.filter(regex="^q_").max(axis=1)
-    differs = (q < 0.05) & (table.effect_low * table.effect_high > 0)
-    compared = "from 0 and from each control" if patching.controls else "from 0"
+    has_interval_without_0 = table.effect_low * table.effect_high > 0
+    differs = (q < 0.05) & has_interval_without_0
+    compared = "from 0"
+    if patching.controls:
+        compared = "from 0 and from each control"
+
     figure = draw.panels()
-    for words, mask, fill in (
-        (f"effect: differs {compared} (q < 0.05)", differs, WITH),
-        ("effect: does not", ~differs, "white"),
-    ):
-        draw.points(
-            figure,
-            rows[mask],
-            table.loc[mask, ["effect", "effect_low", "effect_high"]].values.T,
-            words,
-            WITH,
-            sideways=True,
-            marker=dict(color=fill, line=dict(color=WITH, width=1.6), size=8),
-            customdata=q[mask],
-            hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}",
-        )
-
-    drawn_values = table[["effect_low", "effect_high"]].values.ravel()
-    low = drawn_values.min(initial=0.0)
-    high = drawn_values.max(initial=0.0)
-    lower = rows - 0.36
-    if "random" in table:
-        low = min(low, table.random.min())
-        high = max(high, table.random.max())
-        figure.add_scatter(
-            x=table.random,
-            y=lower,
-            name="random direction of the same norm",
-            mode="markers",
-            marker=_CONTROL_MARK | dict(symbol="x-thin-open", color=GREY),
-        )
-
-    if "other_prompt" in table and table.other_prompt.notna().any():
-        reach = 0.5 * (high - low)
-        clipped = table.other_prompt.clip(low - reach, high + reach)
-        _other_prompts(figure, table.other_prompt, clipped, lower)
-        low = min(low, clipped.min())
-        high = max(high, clipped.max())
-
+    _effect_points(figure, table, differs, q, compared)
+    low, high = _control_points(figure, table, rows - 0.36)
     draw.rule(figure, x=0)
 
     note = _run_words(patching, f"q over {table.attrs['family']}; bars: 95 % intervals; ")
     heading = f"{patching.about['model']}: patching effects"
     height = 190 + 30 * len(table)
     draw.title(figure, heading, note, height, top=120)
+
     room = 0.05 * (high - low)
-    figure.update_xaxes(title_text=_effect_on(patching), range=[low - room, high + room])
-    figure.update_yaxes(
-        tickvals=rows, ticktext=labels, zeroline=False, range=[-0.8, len(table) - 0.4]
+    figure.update_xaxes(
+        title_text=_effect_on(patching),
+        range=[low - room, high + room],
     )
+    figure.update_yaxes(
+        tickvals=rows,
+        ticktext=labels,
+        zeroline=False,
+        range=[-0.8, len(table) - 0.4],
+    )
+
     sentence = f"{int(differs.sum())} of {len(table)} rows differ {compared} (q < 0.05)"
     if table.attrs["skewed"]:
         sentence += f"; {table.attrs['skewed']}"
     return says(figure, f"{sentence}.")
+
+
+def _effect_points(
+    figure: go.Figure, table: pd.DataFrame, differs: pd.Series, q: pd.Series, compared: str
+) -> None:
+    """The effects with their intervals, a row each; those that differ are filled."""
+    rows = np.arange(len(table))
+    for words, mask, fill in (
+        (f"effect: differs {compared} (q < 0.05)", differs, WITH),
+        ("effect: does not", ~differs, "white"),
+    ):
+        estimates = table.loc[mask, ["effect", "effect_low", "effect_high"]]
+        outline = dict(color=WITH, width=1.6)
+        draw.points(
+            figure,
+            rows[mask],
+            estimates.values.T,
+            words,
+            WITH,
+            sideways=True,
+            marker=dict(color=fill, line=outline, size=8),
+            customdata=q[mask],
+            hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}",
+        )
+
+
+def _control_points(
+    figure: go.Figure, table: pd.DataFrame, places: np.ndarray
+) -> tuple[float, float]:
+    """The controls of each row, where they were measured.
+
+    Args:
+        figure: The figure that gets them.
+        table: The effects, a row each.
+        places: Where the controls of each row stand.
+
+    Returns:
+        The least and the largest number that is drawn, effects included.
+    """
+    drawn_values = table[["effect_low", "effect_high"]].values.ravel()
+    low = drawn_values.min(initial=0.0)
+    high = drawn_values.max(initial=0.0)
+    if "random" in table:
+        low = min(low, table.random.min())
+        high = max(high, table.random.max())
+        figure.add_scatter(
+            x=table.random,
+            y=places,
+            name="random direction of the same norm",
+            mode="markers",
+            marker=_CONTROL_MARK | dict(symbol="x-thin-open", color=GREY),
+        )
+
+    if "other_prompt" in table and table.other_prompt.notna().any():
+        # Another prompt may do a hundred times as much, beside which no effect could be seen.
+        reach = 0.5 * (high - low)
+        clipped = table.other_prompt.clip(low - reach, high + reach)
+        _other_prompts(figure, table.other_prompt, clipped, places)
+        low = min(low, clipped.min())
+        high = max(high, clipped.max())
+
+    return low, high
 
 
 def _other_prompts(
@@ -320,7 +413,9 @@ def _other_prompts(
     is_right = effects > clipped
     numbers = effects.map(lambda effect: in_digits(effect, ".3g"))
     symbol = np.select(
-        [is_left, is_right], ["triangle-left-open", "triangle-right-open"], "diamond-open"
+        [is_left, is_right],
+        ["triangle-left-open", "triangle-right-open"],
+        "diamond-open",
     )
     figure.add_scatter(
         x=clipped,
@@ -343,8 +438,13 @@ def _cell_words(cell: dict[str, Any]) -> str:
     if "layer" in labels:
         layer = labels.pop("layer")
         head = labels.pop("head", None)
-        words.append(f"layer {layer}" if head is None else head_name(layer, head))
-    return ", ".join([*words, *map(str, labels.values())])
+        layer_words = f"layer {layer}"
+        if head is not None:
+            layer_words = head_name(layer, head)
+        words.append(layer_words)
+
+    words += map(str, labels.values())
+    return ", ".join(words)
 
 
 def _run_words(patching: Patching, details: str = "") -> str:

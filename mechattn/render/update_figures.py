@@ -57,8 +57,12 @@ def update_histogram(
     check_choice(Quantity, quantity=quantity)
     updates = _updates(result, condition, reading)
     counts = summed(result, updates[f"{quantity}_counts"])
-    bins = counts[f"{quantity}_bin"].values
+    bin_axis = f"{quantity}_bin"
+    bins = counts[bin_axis].values
     heads = counts.sizes["head"]
+
+    # Bins without an end on the axis are left out: of magnitudes both outermost ones, of
+    # orientations the first.
     is_magnitude = quantity == "magnitude"
     if is_magnitude:
         inner = slice(1, -1)
@@ -69,13 +73,14 @@ def update_histogram(
         x = _middles(bins)[inner]
         uniform = 0.0
 
-    totals = counts.sum(f"{quantity}_bin")
-    shares = counts.isel({f"{quantity}_bin": inner}) / totals.where(totals > 0)
+    totals = counts.sum(bin_axis)
+    shares = counts.isel({bin_axis: inner}) / totals.where(totals > 0)
+    range_words = _ranges(bins)[inner]
     figure = _heatmaps(
         shares.transpose("layer", "head", ...),
         x,
         counts["head"].values,
-        np.broadcast_to(_ranges(bins)[inner], (heads, len(x))),
+        np.broadcast_to(range_words, (heads, len(x))),
         "% of<br>tokens",
         f", head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %",
     )
@@ -108,11 +113,15 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     counts = summed(result, updates["joint_counts"])
     magnitudes = counts.magnitude_bin.values
     orientations = counts.orientation_bin.values
+    magnitude_words = _ranges(magnitudes)[1:-1]
+    orientation_words = _ranges(orientations)[1:]
     cell_words = [
-        [f"magnitude {size}, orientation {turn}" for size in _ranges(magnitudes)[1:-1]]
-        for turn in _ranges(orientations)[1:]
+        [f"magnitude {size}, orientation {turn}" for size in magnitude_words]
+        for turn in orientation_words
     ]
-    shares = counts / counts.sum(["magnitude_bin", "orientation_bin"]).clip(1)
+
+    totals = counts.sum(["magnitude_bin", "orientation_bin"])
+    shares = counts / totals.clip(1)
     shares = shares.isel(magnitude_bin=slice(1, -1), orientation_bin=slice(1, None))
     figure = _heatmaps(
         shares.transpose("layer", "orientation_bin", "magnitude_bin"),
@@ -123,7 +132,8 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         ": %{customdata}: %{z:.2f} %",
     )
 
-    uniform = np.log10(1 / int(result.provenance["model"]["heads"]))
+    head_count = int(result.provenance["model"]["heads"])
+    uniform = np.log10(1 / head_count)
     draw.rule(figure, **_RULE, y=0)
     draw.rule(figure, **_RULE, x=uniform)
     figure.update_xaxes(title_text=_AXIS["magnitude"], **draw.reach(figure, "x", uniform, True))
@@ -139,7 +149,16 @@ def _heatmaps(
     bar_title: str,
     hover: str,
 ) -> go.Figure:
-    """A map of shares [layer, y, x] for each layer; an empty bin is a gap."""
+    """A map for each layer, of which a slider shows one; an empty bin is a gap.
+
+    Args:
+        shares: Shares of updates [layer, y, x], from 0 to 1.
+        x: The middles of the bins across.
+        y: The middles of the bins upwards, or the heads.
+        cell_words: Each bin in words [y, x].
+        bar_title: The title of the colours.
+        hover: What is said of a cell after its layer, as a template of plotly's.
+    """
     figure = draw.panels()
     for layer, of_layer in zip(shares.layer.values, shares.values, strict=True):
         figure.add_heatmap(
@@ -185,7 +204,10 @@ def update_by_position(
     texts = None
     if prompts == 1:
         first = result["sequences"].first_prompt_text.sel(condition=condition).values
-        texts = [html.escape(str(text)).replace("\n", "⏎") for text in first]
+        texts = []
+        for text in first:
+            escaped = html.escape(str(text))
+            texts.append(escaped.replace("\n", "⏎"))
 
     heads = updates.sizes["head"]
     bar = dict(title="head", **draw.steps(heads))
@@ -238,13 +260,16 @@ def _middles(edges: np.ndarray) -> np.ndarray:
     """The middle of each bin, on a log scale for magnitudes; the outermost bins are as wide as
     their neighbours.
     """
-    is_log = edges[0] == 0
+    is_log = edges[0] == 0  # the bins of magnitudes; those of orientations begin at -inf
     starts = edges[1:]
     if is_log:
         starts = np.log10(starts)
+
     half = (starts[1] - starts[0]) / 2
     middles = np.concatenate([starts[:1] - half, starts + half])
-    return 10**middles if is_log else middles
+    if is_log:
+        return 10**middles
+    return middles
 
 
 def _ranges(edges: np.ndarray) -> np.ndarray:
@@ -266,14 +291,13 @@ def _by_layer(
         small_print.append("only the part from the strongest target")
     if f"magnitude{BEFORE_NORM}" in updates:
         small_print.append("after the norm that follows attention")
+
+    heading = f"{model_caption(result)}: {subject}"
+    note = "; ".join(small_print)
     titles = {
-        layer: (
-            f"{model_caption(result)}: {subject}<br>"
-            f"<sup>layer {layer}; {'; '.join(small_print)}</sup>"
-        )
+        layer: f"{heading}<br><sup>layer {layer}; {note}</sup>"
         for layer in updates.layer.values.tolist()
     }
-
     draw.by_layer_slider(figure, titles, height)
 
     question = updates.sel(segment="question")

@@ -48,6 +48,7 @@ def model_caption(result: Result) -> str:
     parameters = f"{size / 1e6:.1f} M parameters"
     if size >= 1e9:
         parameters = f"{size / 1e9:.1f} B parameters"
+
     details = [parameters]
     if str(model["name"]).startswith("toy:"):
         details.insert(0, "toy")
@@ -65,6 +66,7 @@ def numbered(names: Sequence[str]) -> list[str]:
             number = names[: index + 1].count(name)
             name = f"{name}, result {number}"
         numbered_names.append(name)
+
     return numbered_names
 
 
@@ -86,7 +88,8 @@ def said(figure: go.Figure) -> str:
 
 def in_digits(value: float | np.ndarray, form: str) -> str:
     """A number with a minus sign, which is longer than a hyphen."""
-    return f"{float(value) + 0.0:{form}}".replace("-", "−")
+    number = float(value) + 0.0  # not "-0"
+    return f"{number:{form}}".replace("-", "−")
 
 
 def percent(change: float | np.ndarray) -> str:
@@ -139,9 +142,18 @@ def change_words(
 ) -> str:
     """The relative change of what the question receives, with its interval, and that of its null;
     "" without one.
+
+    Args:
+        result: A result with received attention.
+        condition: The condition.
+        layer: The layer, from 0.
+        heads: The heads whose mean it is.
+        prompts: The indices of the prompts.
+        null: As for :class:`mechattn.Contrast`.
     """
     if condition == BASELINE:
         return ""
+
     drawn = _restricted(result, prompt=prompts, head=list(heads))
     try:
         contrast = Contrast(drawn, condition, null=null)
@@ -187,6 +199,7 @@ def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
         raise
     except OptionError:  # too few prompts, or every head is chosen
         return ""
+
     shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
     by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
     return (
@@ -226,6 +239,7 @@ def verdict_words(
     verdict = result.verdict(condition, segment, margin=margin)
     if to is None:
         return stated(result, condition, verdict, segment, None)
+
     apart = result.verdict(condition, segment, to=to).change
     other = (to, result.verdict(to, segment), apart)
     return stated(result, condition, verdict, segment, other)
@@ -240,6 +254,14 @@ def stated(
 ) -> str:
     """The sentences of a verdict; beside that of another condition, and the relative difference
     between both.
+
+    Args:
+        result: A result with received attention.
+        condition: The condition of the verdict.
+        verdict: The verdict.
+        segment: The segment that it is about.
+        other: Another condition, its verdict, and the change from it to ``condition``; None for
+            none.
     """
     sizes = result["received_attention"].sizes
     layers = _count_of("layer", sizes["layer"])
@@ -304,6 +326,7 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     layers = result["received_attention"].layer.values.tolist()
     if len(layers) < 2:
         return ""
+
     units = units_of(result, result["sequences"].sizes["prompt"])
     choosing = telling = np.arange(units.prompts)
     choice = f"the largest of {len(layers)}, on the prompts that made it so"
@@ -320,6 +343,7 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
 
     contrast = Contrast(_restricted(result, prompt=telling), condition, segment=segment)
     change, _ = contrast.overall(layer)
+
     unsure = ""
     if change.low <= 0 <= change.high:
         unsure = ", which cannot be distinguished from 0"
@@ -337,7 +361,10 @@ def heads_words(verdict: Verdict) -> str:
     if not verdict.findable:
         few = f"{verdict.n} {verdict.unit.partition(' ')[0]}"
         return f"With {few} no head could be shown to change (q < 0.05)"
-    margin = LARGER_THAN["log-ratio"] if verdict.margin is None else verdict.margin
+
+    margin = verdict.margin
+    if margin is None:
+        margin = LARGER_THAN["log-ratio"]
     by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
     heads = _count_of("head", verdict.falls.size)
     falling, rising = heads_that_change(verdict)
