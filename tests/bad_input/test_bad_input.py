@@ -480,7 +480,7 @@ def test_config_files(tmp_path, change, message):
     [
         (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
         (lambda: ma.MeaninglessTokens(count=5.5), "count=5.5: give a whole number"),
-        (lambda: ma.MeaninglessTokens(""), 'text="": give the text'),
+        (lambda: ma.MeaninglessTokens(""), "text='': give the text"),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
         (
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),

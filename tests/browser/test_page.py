@@ -118,6 +118,26 @@ def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(
     assert "MeaninglessTokens(text='/'" in figure.locator(".actions table").inner_text()
 
 
+def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
+    view = ma.pattern(toy, STRANGE, 0, [0])
+    view.save(tmp_path / "view.html")
+    page = opened(tmp_path / "view.html")
+    assert page.title() == "Attention"
+    assert "L0H0" in page.locator(".view").inner_text()
+    result = ma.run(toy, [STRANGE + f" {i}" for i in range(4)], {"slash": ma.MeaninglessTokens()})
+    page = opened(result_page(result, tmp_path / "index.html", 0, [0]))
+    assert page.title().startswith("mechattn")
+    assert page.locator("b").count() == 0
+    ma.render.received_text(result_of_one(toy), 0).save(tmp_path / "text.html")
+    page = opened(tmp_path / "text.html")
+    assert page.title() == "Attention"
+    assert page.locator("b").count() == 0
+
+
+def result_of_one(toy):
+    return ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens()})
+
+
 def test_light_dark_and_a_phone(opened, place):
     page = opened(place, 390, 844, "dark")
     unfold(page)

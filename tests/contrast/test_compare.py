@@ -342,6 +342,10 @@ def test_what_it_refuses(result, options, message):
         result.compare(**options, columns="all")
 
 
+def test_different_lengths_can_be_compared_on_purpose(result):
+    assert len(result.compare("slash", to="long", matched=False, columns="all")) == 32
+
+
 def test_few_prompts_are_refused():
     with pytest.raises(OptionError, match="2 prompts"):
         made_up(np.ones((2, 2, 1, 3))).compare("other", quantity="quantity", columns="all")

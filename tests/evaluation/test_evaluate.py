@@ -124,6 +124,13 @@ def with_token(sequence, token):
     )
 
 
+def test_hooked_and_plain_logits_agree(toy, problems):
+    tokens = ma.Baseline().apply(problems[0], toy).tokens[None]
+    with torch.no_grad():
+        hooked, plain = toy(tokens), toy._mechattn.native(tokens).logits
+    torch.testing.assert_close(hooked, plain, atol=2e-4, rtol=1e-4)
+
+
 def test_grades_and_accuracy(evaluation, problems):
     table = evaluation.accuracy().set_index("condition")
     for name in ("baseline", "slash", "arm"):

@@ -37,7 +37,7 @@ def test_a_verification_report_is_a_table(toy):
     page = html_of(ma.verify_model(toy))
     assert "toy:llama" in page
     assert "passed" in page
-    assert {"logits", "mask", "heads"} <= set(re.findall(r"<td[^>]*>([^<]*)</td>", page))
+    assert {"logits", "kernel", "heads"} <= set(re.findall(r"<td[^>]*>([^<]*)</td>", page))
 
 
 def test_a_condition_shows_its_options():

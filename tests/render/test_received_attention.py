@@ -128,6 +128,17 @@ def test_bands_are_t_intervals(slash_result):
     np.testing.assert_allclose(drawn[::-1], interval, rtol=1e-5)
 
 
+def test_keys_of_few_prompts_are_hidden(slash_result):
+    dataset = slash_result["received_attention"]
+    longest = int(
+        dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).astype(bool).sum()
+    )
+    shown = lines(ma.render.received_attention(slash_result, layer=0, heads=[0]))[0].x
+    n = dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).values
+    assert len(shown) < longest
+    assert n[list(shown)].min() >= 10
+
+
 def test_the_inserted_span_is_shaded_where_it_is(slash_result):
     figure = ma.render.received_attention(slash_result, layer=0, heads=[0])
     origin = slash_result["sequences"].origin.sel(condition="slash").isel(prompt=0).values

@@ -183,19 +183,27 @@ class Report:
     def _lines_on_mended(self) -> list[str]:
         return [f"mended: {fault}" for fault in self.mended]
 
+    @property
+    def _table(self) -> list[list[str]]:
+        """The names of the columns, then a row for each check; without columns that are empty."""
+        columns = zip(COLUMNS, *self._rows, strict=True)
+        filled = [column for column in columns if any(column[1:])]
+        return [list(row) for row in zip(*filled, strict=True)]
+
     def _repr_html_(self) -> str:
         caption = "; ".join([self._head, *self._lines_on_mended])
-        no_figures = [""] * 5
+        columns, *rows = self._table
+        no_figures = [""] * (len(columns) - 3)
         remedies = [
             [check.name, "what to do", *no_figures, check.remedy]
             for check in self.checks
             if check.remedy
         ]
-        return table([*self._rows, *remedies], caption, COLUMNS)
+        return table([*rows, *remedies], caption, columns)
 
     def __str__(self) -> str:
-        rows = [list(COLUMNS), *self._rows]
-        aligned_columns = len(COLUMNS) - 1  # all but the last, which is long
+        rows = self._table
+        aligned_columns = len(rows[0]) - 1  # all but the last, which is long
         widths = [max(len(row[column]) for row in rows) for column in range(aligned_columns)]
         lines = [self._head, *self._lines_on_mended]
         for row in rows:
