@@ -210,8 +210,7 @@ def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None
     numbers = []
     for head in heads:
         head_layer, number = head_named(head) or (layer, head)
-        is_whole_number = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-        if not is_whole_number:
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
             raise OptionError(
                 f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"
                 ' ["L1H2"]'

@@ -314,7 +314,9 @@ def view_script(script: Script = "circuitsvis") -> str:
 
         text = plotly.offline.get_plotlyjs()
     else:
-        built = files("circuitsvis") / "dist" / "cdn" / "iife.js"
+        import circuitsvis
+
+        built = files(circuitsvis) / "dist" / "cdn" / "iife.js"
         text = built.read_text(encoding="utf-8")
     return text.replace("</script", "<\\/script")
 
