@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional.attention import EdgeMask
-from mechattn.interventions.intervention import Acting, CurrentTarget, digest, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, on, tensors_digest
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
 from mechattn.prompts.token_sequences import TokenSequence
 
@@ -35,7 +35,7 @@ class HeadMeans:
 
     def __repr__(self) -> str:
         layers = sorted(self.by_layer)
-        short_hash = digest(self.by_layer[layer] for layer in layers)
+        short_hash = tensors_digest(self.by_layer[layer] for layer in layers)
         return f"HeadMeans(of {self.prompts} prompts, layers {layers}, digest={short_hash})"
 
 

@@ -34,7 +34,7 @@ CurrentTarget = Callable[[], Target]  # of the forward pass that is running
 Acting = AbstractContextManager[None]
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
+def tensors_digest(tensors: Iterable[Tensor]) -> str:
     """A short hash of some tensors, for the recorded description of an intervention."""
     sha256 = hashlib.sha256()
     for tensor in tensors:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
-from mechattn.interventions.intervention import Acting, CurrentTarget, as_layers, digest, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, as_layers, on, tensors_digest
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
@@ -156,7 +156,7 @@ class AffineAttention:
                     tensors += [affine.scale, affine.shift]
         return (
             f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, "
-            f"digest={digest(tensors)})"
+            f"digest={tensors_digest(tensors)})"
         )
 
     on = on
@@ -214,7 +214,7 @@ class KeysValues:
         for by_layer in self.of.values():
             for by_part in by_layer.values():
                 tensors += list(by_part.values())
-        return f"KeysValues({self.segment!r}, {self.description}, digest={digest(tensors)})"
+        return f"KeysValues({self.segment!r}, {self.description}, digest={tensors_digest(tensors)})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from mechattn.model.hooked import holding
 from mechattn.patching.edges import EdgePair, EdgeRuns
 from mechattn.patching.graph import EdgeSet, Graph, Written, read_edges, showing_edges
-from mechattn.patching.pairs import Request
+from mechattn.patching.pairs import PatchingRequest
 
 Ablation = Literal["counterpart", "mean", "resample"]
 # Effects of circuits, by the order that ranks edges and by the number of edges that are kept.
@@ -37,8 +37,8 @@ class Carried:
         generator: Draws the prompts of "resample".
     """
 
-    ranking: Request
-    reporting: Request
+    ranking: PatchingRequest
+    reporting: PatchingRequest
     graph: Graph
     sizes: Sequence[int]
     ablation: Ablation
@@ -73,7 +73,7 @@ class Carried:
         by_order = np.reshape(effects, (prompt_count, len(orders), len(self.sizes)))
         return self.reporting.units.means(by_order)
 
-    def _edge_pairs(self, request: Request) -> list[EdgePair]:
+    def _edge_pairs(self, request: PatchingRequest) -> list[EdgePair]:
         """The pairs of a half, with the graph whose edges are measured."""
         return [EdgePair(request.model, self.graph, pair, request.memory) for pair in request.pairs]
 

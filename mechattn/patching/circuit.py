@@ -23,7 +23,7 @@ from mechattn.patching.edges import edges
 from mechattn.patching.effects import DIRECTIONS, Patching
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.memory import check_edges_fit
-from mechattn.patching.pairs import Request, request_of
+from mechattn.patching.pairs import PatchingRequest, request_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
@@ -319,7 +319,7 @@ def circuit(
     return Circuit(scores, graph, curve, about, carried)
 
 
-def _halves(request: Request) -> tuple[Request, Request]:
+def _halves(request: PatchingRequest) -> tuple[PatchingRequest, PatchingRequest]:
     """The same of the half of the prompts that ranks, and of the half that reports."""
     request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
 

@@ -14,7 +14,7 @@ from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_window
 from mechattn.patching.pairs import Pair
-from mechattn.patching.patched_runs import Part, Run, Where
+from mechattn.patching.patched_runs import Part, RecordedRun, Where
 
 Output = Float[Tensor, "original d_head"]  # of a head, at the base run's original tokens
 Probabilities = Float[Tensor, "original key"]  # of a head's pattern at these tokens
@@ -59,7 +59,7 @@ def random_steps(
     part: Part,
     seed: int,
     prompt_id: str,
-    base: Run,
+    base: RecordedRun,
     values: Mapping[Where, Output],
 ) -> dict[Where, Output]:
     """Each head's own output and a random step, as long as that to its value; of patterns, the
@@ -124,7 +124,7 @@ def _shuffled(
     return shuffled.scatter(-1, order, probabilities)
 
 
-def aligned(base: Run, source: Run, where: Where, part: Part = "z") -> Output:
+def aligned(base: RecordedRun, source: RecordedRun, where: Where, part: Part = "z") -> Output:
     """A head's output in another run at the base run's original tokens; from the end, after a
     shared beginning.
 

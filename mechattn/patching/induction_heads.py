@@ -19,11 +19,11 @@ from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Logits, answer_logprob
 from mechattn.patching.effects import Patching
-from mechattn.patching.pairs import Pair, Request
+from mechattn.patching.pairs import Pair, PatchingRequest
 from mechattn.patching.patched_runs import Where, read
 from mechattn.patching.plan import PatchingPlan
 from mechattn.patching.refusals import check_gradients
-from mechattn.patching.sites import Target, target_in
+from mechattn.patching.sites import PatchTarget, target_in
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import repeated_random
 from mechattn.prompts.prompt import Prompt
@@ -160,7 +160,7 @@ def induction_heads(
     target = target_in(model, "all", False)
     other_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
     means = _mean_outputs(model, target, other_prompts)
-    request = Request(model, prompts, Baseline(), "logprob", "noising", budget, seed)
+    request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
     cells = target.cells([None])
     plan = PatchingPlan(request, target, cells, lambda runs: {"effect": means})
     estimate = replace(plan, target=replace(target, attributed=True))
@@ -197,7 +197,7 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
 
 
 def _mean_outputs(
-    model: HookedModel, target: Target, prompts: Sequence[Prompt]
+    model: HookedModel, target: PatchTarget, prompts: Sequence[Prompt]
 ) -> dict[Where, Float[Tensor, "pos d_head"]]:
     """Each head's output at each position, averaged over prompts that are equally long."""
     totals: dict[int, Any] = dict.fromkeys(target.layers, 0.0)

@@ -6,7 +6,7 @@ from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel
 from mechattn.patching.graph import Graph
 from mechattn.patching.pairs import Pair
-from mechattn.patching.sites import Target
+from mechattn.patching.sites import PatchTarget
 
 _BYTES = 4  # of a number; half precision is counted as if it were whole
 _OF_SUMS = 8  # gradients and scores are summed in float64
@@ -47,7 +47,7 @@ def _of_mlp(model: HookedModel) -> int:
     return 4 * width
 
 
-def prompt_bytes(model: HookedModel, target: Target, pair: Pair) -> int:
+def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
     """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, and as
     much to replace them.
 

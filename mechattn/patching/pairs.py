@@ -111,7 +111,7 @@ class Unpatched:
 
 
 @dataclass(frozen=True)
-class Request:
+class PatchingRequest:
     """What ``patch``, ``edges``, ``paths`` and ``circuit`` are all asked."""
 
     model: HookedModel
@@ -197,7 +197,7 @@ def request_of(
     direction: Direction,
     memory: str,
     seed: int,
-) -> Request:
+) -> PatchingRequest:
     """The request with its model loaded, and with "logit_diff" as the metric where every prompt has
     another answer."""
     budget = memory_bytes(memory)
@@ -205,4 +205,4 @@ def request_of(
     prompts = as_prompts(prompts)
     metric = chosen_metric(metric, prompts)
     metric_words(metric)  # refuses what is no metric
-    return Request(load_model(model), prompts, condition, metric, direction, budget, seed)
+    return PatchingRequest(load_model(model), prompts, condition, metric, direction, budget, seed)

@@ -48,11 +48,11 @@ from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import aligned, partners_of, random_steps
 from mechattn.patching.effects import CHECKED, CONTROLS, Control, Patching, checked_sample
-from mechattn.patching.pairs import Pair, Request, request_of
+from mechattn.patching.pairs import Pair, PatchingRequest, request_of
 from mechattn.patching.patched_runs import Part, Where, Z, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan
 from mechattn.patching.refusals import Direction, check_gradients
-from mechattn.patching.sites import Sites, Target, target_in
+from mechattn.patching.sites import PatchTarget, Sites, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
@@ -179,7 +179,7 @@ def _check_controls(controls: Any) -> None:
         )
 
 
-def _tokens(target: Target, pairs: Sequence[Pair]) -> list[Any]:
+def _tokens(target: PatchTarget, pairs: Sequence[Pair]) -> list[Any]:
     """The segments that every prompt has, or the positions at which some prompt's versions may
     differ; None for all original tokens at once."""
     if target.by is None:
@@ -216,7 +216,7 @@ def _first_difference(pair: Pair) -> int:
 
 
 def _replacements(
-    request: Request, target: Target, controls: Sequence[str], runs: PairRuns
+    request: PatchingRequest, target: PatchTarget, controls: Sequence[str], runs: PairRuns
 ) -> dict[str, dict[Where, Z]]:
     """What is put in place of each head's output, for the effect and each control."""
     part = target.part

@@ -37,7 +37,7 @@ Change = tuple[Where, Int[Tensor, " place"], Float[Tensor, "place d_head"]]
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run of a sequence that ends in the reference answer: a part by layer, and the logits
     before the answer.
 
@@ -139,7 +139,7 @@ def read(
     layers: Sequence[int],
     part: Part,
     starts: Sequence[int] = (),
-) -> Run:
+) -> RecordedRun:
     """Run a sequence without patching.
 
     Args:
@@ -169,7 +169,7 @@ def read(
             recorder = partial(record_block, layer)
             stack.enter_context(block_before.register_forward_hook(recorder))
         logits = logits_of(model, sequence)
-    return Run(sequence, activations, logits, origins, block_outputs)
+    return RecordedRun(sequence, activations, logits, origins, block_outputs)
 
 
 def answer_places(sequence: TokenSequence) -> Int[Tensor, " answer"]:
@@ -209,7 +209,7 @@ def possible_starts(
 
 
 @contextmanager
-def _starting_at(model: HookedModel, layer: int, run: Run, rows: int) -> Iterator[None]:
+def _starting_at(model: HookedModel, layer: int, run: RecordedRun, rows: int) -> Iterator[None]:
     """Let passes with copies of a run compute nothing before a layer: each block before it returns
     what the last of them returned.
     """
@@ -291,7 +291,10 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 
 
 def patched_logits(
-    model: HookedModel, run: Run, changes_by_row: Sequence[Sequence[Change]], part: Part = "z"
+    model: HookedModel,
+    run: RecordedRun,
+    changes_by_row: Sequence[Sequence[Change]],
+    part: Part = "z",
 ) -> Logits:
     """Logits of copies of a run, each with its changes to a part.
 

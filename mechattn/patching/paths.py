@@ -22,9 +22,9 @@ from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import as_long
 from mechattn.patching.effects import Patching
 from mechattn.patching.memory import paths_row_bytes, rows_within
-from mechattn.patching.pairs import Pair, PromptEffects, Request, Unpatched, request_of
+from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched, request_of
 from mechattn.patching.patched_runs import (
-    Run,
+    RecordedRun,
     Where,
     changing,
     logits_of,
@@ -152,7 +152,7 @@ def _path_of(ends: Any) -> Path:
     )
 
 
-def _effects(request: Request, named: Sequence[Path], pair: Pair) -> PromptEffects:
+def _effects(request: PatchingRequest, named: Sequence[Path], pair: Pair) -> PromptEffects:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     model = request.model
     receiving_layers = [path.receiver[0] for path in named if path.receiver]
@@ -189,7 +189,7 @@ def _effects(request: Request, named: Sequence[Path], pair: Pair) -> PromptEffec
 def _patched(
     model: HookedModel,
     named: Sequence[Path],
-    base_run: Run,
+    base_run: RecordedRun,
     unpatched: Unpatched,
     outputs: Mapping[Where, Output],
 ) -> np.ndarray:

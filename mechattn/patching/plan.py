@@ -14,17 +14,17 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.patching.memory import prompt_bytes, row_bytes, rows_within
-from mechattn.patching.pairs import Pair, Request, Unpatched
+from mechattn.patching.pairs import Pair, PatchingRequest, Unpatched
 from mechattn.patching.patched_runs import (
     Change,
-    Run,
+    RecordedRun,
     Where,
     Z,
     gradients_of,
     patched_logits,
     read,
 )
-from mechattn.patching.sites import Cell, Target
+from mechattn.patching.sites import PatchCell, PatchTarget
 
 _MOST_ROWS = 32  # in a pass: more are no faster
 
@@ -41,16 +41,16 @@ class PairRuns:
     """
 
     pair: Pair
-    base: Run
-    source: Run
-    partner: Run | None = None
+    base: RecordedRun
+    source: RecordedRun
+    partner: RecordedRun | None = None
 
     @cached_property
     def unpatched(self) -> Unpatched:
         """What effects are counted from."""
         return Unpatched(self.pair, self.base.logits, self.source.logits)
 
-    def patched_tokens(self, cell: Cell) -> Bool[Tensor, " shared"]:
+    def patched_tokens(self, cell: PatchCell) -> Bool[Tensor, " shared"]:
         """Which of the tokens that both runs have are those of a cell."""
         segments = self.base.sequence.segment[self.base.places]
         tokens = cell.tokens
@@ -61,7 +61,7 @@ class PairRuns:
             return segments == SEGMENTS.index(tokens)
         return self.pair.origins == tokens
 
-    def changes(self, cell: Cell, values: Mapping[Where, Z]) -> list[Change]:
+    def changes(self, cell: PatchCell, values: Mapping[Where, Z]) -> list[Change]:
         """What a cell puts at which positions of the base run.
 
         Args:
@@ -96,9 +96,9 @@ class PatchingPlan:
         controls: The controls to measure.
     """
 
-    request: Request
-    target: Target
-    cells: Sequence[Cell]
+    request: PatchingRequest
+    target: PatchTarget
+    cells: Sequence[PatchCell]
     replacements: Replacements
     starts: Sequence[int] = ()
     partners: Mapping[str, Pair] = field(default_factory=dict)

@@ -44,7 +44,7 @@ class Sites:
 
 
 @dataclass(frozen=True)
-class Cell:
+class PatchCell:
     """One patch of a prompt: which heads (or layers, as head 0), and which of their tokens: a
     segment's, the one at a position, or all original ones (None).
     """
@@ -59,7 +59,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Target:
+class PatchTarget:
     """The sites in a model, and how they are patched.
 
     Args:
@@ -81,14 +81,14 @@ class Target:
         """The layers that are changed."""
         return sorted({layer for layer, _ in self.heads})
 
-    def cells(self, tokens: Sequence[Any]) -> list[Cell]:
+    def cells(self, tokens: Sequence[Any]) -> list[PatchCell]:
         """A cell for each head, or for all of them together, at each of these sets of tokens."""
         units = [self.heads] if self.together else [(where,) for where in self.heads]
 
         cells = []
         for heads in units:
             for token_set in tokens:
-                cells.append(Cell(heads, token_set))
+                cells.append(PatchCell(heads, token_set))
         return cells
 
     def by_dimension(self, effects: xr.Dataset, tokens: Sequence[Any]) -> xr.Dataset:
@@ -131,7 +131,7 @@ class Target:
         return " + ".join(name.format(*where) for where in self.heads)
 
 
-def target_in(model: HookedModel, at: Any, together: bool) -> Target:
+def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
     """The sites that ``at`` names in a model; all heads' z is attributed, everything else is
     patched exactly.
 
@@ -171,7 +171,7 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
         )
 
     attributed = sites.part == "z" and sites.where is None and not together
-    return Target(sites.part, tuple(heads), sites.by, together, attributed)
+    return PatchTarget(sites.part, tuple(heads), sites.by, together, attributed)
 
 
 def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:

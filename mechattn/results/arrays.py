@@ -106,7 +106,7 @@ def _as_slice(index: int | slice) -> slice:
     return index if isinstance(index, slice) else slice(index, index + 1)
 
 
-def digest(datasets: Mapping[str, xr.Dataset]) -> str:
+def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
     """A hash of every array with its name, dimensions and attributes; equal numbers have equal
     hashes."""
     content = hashlib.blake2b(digest_size=16)

@@ -146,9 +146,9 @@ class Result(Questions):
         Equal runs, stored or not, have the same digest. With another CPU or number of threads, the
         last digits differ.
         """
-        from mechattn.results.arrays import digest
+        from mechattn.results.arrays import datasets_digest
 
-        return digest(self.datasets)
+        return datasets_digest(self.datasets)
 
     def to_dataframe(self, name: str | None = None, quantity: str | None = None) -> pd.DataFrame:
         """Return a tidy table with one row per prompt, condition, layer, head and so on.

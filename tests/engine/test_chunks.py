@@ -14,7 +14,7 @@ from mechattn.jobs import job as jobs
 from mechattn.jobs.executors import Local
 from mechattn.jobs.job import Worker
 from mechattn.jobs.resumable_run import chunks_folder, parse_shard, shard_place
-from mechattn.results.arrays import digest
+from mechattn.results.arrays import datasets_digest
 from mechattn.store.objects import Place
 from mechattn.store.writing import merge_stored
 from tests.conftest import run_part
@@ -91,7 +91,7 @@ def stopped(job, path, after=2, error=None):
 
 
 def numbers(result):
-    return digest(result.datasets)
+    return datasets_digest(result.datasets)
 
 
 def kept_chunks(path):

@@ -12,7 +12,7 @@ from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, m
 from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.errors import MechattnError
 from mechattn.jobs.resumable_run import parse_shard
-from mechattn.results.arrays import digest
+from mechattn.results.arrays import datasets_digest
 from mechattn.results.result import memory_bytes
 from mechattn.toml_sections import Config
 
@@ -236,7 +236,7 @@ def test_stored_results(small, tmp_path):
             target.write_bytes(data.draw(damaged(files[target])))
         loaded = refused_or(ma.load_result, path)
         target.write_bytes(files[target])
-        assert loaded is None or digest(loaded.datasets) == digest(small.datasets)
+        assert loaded is None or datasets_digest(loaded.datasets) == datasets_digest(small.datasets)
 
     each()
-    assert digest(ma.load_result(path).datasets) == digest(small.datasets)
+    assert datasets_digest(ma.load_result(path).datasets) == datasets_digest(small.datasets)

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.model import weights
-from mechattn.results.arrays import digest
+from mechattn.results.arrays import datasets_digest
 from mechattn.store.objects import SCHEMA, Place
 
 PLACES = ["result.zarr", "memory://tests/result.zarr"]
@@ -28,7 +28,7 @@ def place_in(tmp_path, name):
 
 def assert_same(loaded, result):
     assert loaded.provenance == json.loads(json.dumps(result.provenance))
-    assert digest(loaded.datasets) == digest(result.datasets)
+    assert datasets_digest(loaded.datasets) == datasets_digest(result.datasets)
     for name, dataset in result.datasets.items():
         assert loaded[name].attrs == dataset.attrs
         for variable, expected in dataset.variables.items():
