@@ -213,16 +213,25 @@ class AttentionBudget(AnalysisBase):
     ) -> Float[Tensor, "batch head segment cause"]:
         """The change by cause; NaN if no queries and keys were shown."""
         if "moved" not in sums:
+            # The engine showed no queries and keys.
             return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
-        is_longer = baseline != torch.arange(len(baseline), device=baseline.device)
-        is_longer = is_longer[:, None, None]
-        moved = torch.where(is_longer & (sums["is_unchanged"] > 0), attention, sums["moved"])
-        mass = moved - sums["moved_original"]
-        distance = (sums["moved_original"] - attention[baseline]) * is_longer
-        unknown = sums["knows_distance"] == 0
-        distance_shown = distance.masked_fill(unknown, torch.nan)
-        hidden_states = torch.where(unknown, change - mass, (attention - moved) * is_longer)
-        return torch.stack([distance_shown, mass, hidden_states], -1)
+        rows = torch.arange(len(baseline), device=baseline.device)
+        is_longer = (baseline != rows)[:, None, None]  # not a baseline itself
+        knows_distance = sums["knows_distance"] > 0
+        # Layer 0 reads embeddings, which do not change: rounding must not appear as a change.
+        has_same_inputs = is_longer & (sums["is_unchanged"] > 0)
+
+        # From the baseline's attention to the condition's, one cause at a time.
+        at_new_positions = sums["moved_original"]
+        with_inserted_keys = torch.where(has_same_inputs, attention, sums["moved"])
+        distance = (at_new_positions - attention[baseline]) * is_longer
+        mass = with_inserted_keys - at_new_positions
+        hidden_states = (attention - with_inserted_keys) * is_longer
+
+        # Where positions cannot be moved, distance belongs to the hidden states.
+        hidden_states = torch.where(knows_distance, hidden_states, change - mass)
+        distance = distance.masked_fill(~knows_distance, torch.nan)
+        return torch.stack([distance, mass, hidden_states], -1)
 
 
 # Shared by the layers and blocks of a batch.

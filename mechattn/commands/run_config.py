@@ -69,13 +69,13 @@ def run_from_config(
         words: The words of the command line, which the page repeats.
         shard: Which part, such as "3/16"; all by default.
         executor: Where chunks are computed, in place of what the file says.
-        address: The address of a cluster, likewise.
-        workers: The number of workers in it, likewise.
-        values: How single prompts' values are stored, likewise.
+        address: The address of a cluster, in place of the file's.
+        workers: The number of workers in it, in place of the file's.
+        values: How single prompts' values are stored, in place of what the file says.
         fresh: Whether stored results and chunks are ignored.
         force: Whether a page that mechattn did not write is replaced.
-        system: The text before each question, likewise.
-        template: The template of the prompts, likewise.
+        system: The text before each question, in place of the file's.
+        template: The template of the prompts, in place of the file's.
 
     Returns:
         What was written: results, then the page.
@@ -106,9 +106,11 @@ def run_from_config(
             written.append(result_path if is_remote else Path(result_path))
 
     if config.output.page and number_and_count == WHOLE:
+        further_figures = figures
         if config.figures is None:
-            figures = figures[1:]  # those of the first condition lead the page in any case
-        drawings = [(FIGURES[figure.kind], figure.options) for figure in figures]
+            # By default there is a figure for each condition, and that of the first leads the page.
+            further_figures = figures[1:]
+        drawings = [(FIGURES[figure.kind], figure.options) for figure in further_figures]
         page = results_page(
             results,
             config.output.page,
@@ -446,8 +448,8 @@ def _chooses_heads(figure: Figure) -> bool:
     if figure.options.get("top") is not None:
         return True
 
-    # This one chooses a head for each model, where none is listed.
-    return figure.kind == "received_by_model" and figure.options.get("heads") is None
+    lists_heads = figure.options.get("heads") is not None
+    return DECLARED[figure.kind].chooses_heads and not lists_heads
 
 
 def read_config(path: str | Path) -> Config:

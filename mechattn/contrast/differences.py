@@ -46,6 +46,7 @@ class Differences:
         null: The null, in words.
         cells: Which cells have a difference in every prompt [*cells].
         scale: The scale of the differences.
+        predicts_no_change: Whether the null is that nothing changes.
     """
 
     ours: xr.DataArray
@@ -55,6 +56,7 @@ class Differences:
     null: str
     cells: np.ndarray
     scale: Scale
+    predicts_no_change: bool
 
     @property
     def left_out(self) -> list[str]:
@@ -106,12 +108,14 @@ def differences(contrast: Question, labels: Labels) -> Differences:
 
     expected = None
     null_words = NO_NULL
+    predicts_no_change = False
     if null is not None and their_null is not None:
         expected = _expected(null.values, their_null.values, scale)
         null_words = NULLS[contrast.null_used]
     elif _inserts_alike(contrast):
         expected = np.zeros(ours.shape)
         null_words = "no difference"
+        predicts_no_change = True
 
     # A cell counts if every prompt has its values in both conditions and under both nulls.
     cells = np.ones(ours.shape[1:], dtype=bool)
@@ -124,7 +128,9 @@ def differences(contrast: Question, labels: Labels) -> Differences:
             cells &= least > 0
         else:
             cells &= ~np.isnan(least)
-    return Differences(ours, theirs, difference, expected, null_words, cells, scale)
+    return Differences(
+        ours, theirs, difference, expected, null_words, cells, scale, predicts_no_change
+    )
 
 
 def layers_of(contrast: Question, resamples: int = 0) -> Blocks:

@@ -50,15 +50,8 @@ _COLUMN_NAMES = {
 }
 CHANGE = ["change", "change_low", "change_high", "change_null"]
 _TESTS = ["q_beyond", "q_difference", "n"]
-LOGS = [
-    "difference",
-    "difference_low",
-    "difference_high",
-    "null",
-    "beyond",
-    "beyond_low",
-    "beyond_high",
-]
+_EFFECT = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
+LOGS = [*_EFFECT, "beyond", "beyond_low", "beyond_high"]
 _OF_OPTIONS = ["q_same", "q_random"]  # columns that margin=… and random=… add
 
 Columns = Literal["main", "all"]
@@ -106,27 +99,31 @@ class Selection:
             return 2 * FEWEST
         return 2 * FEWEST_TO_SELECT
 
-    def scores(self, statistics: Paired) -> np.ndarray:
-        """What ranks the cells of one half; −inf for those that are not selected.
+    def sizes(self, statistics: Paired) -> np.ndarray:
+        """How far each cell is from 0, in what ranks it.
+
+        Args:
+            statistics: The statistics of the selecting half, of all cells.
+        """
+        has_null = not np.isnan(statistics.beyond).all()
+        if self.by == "beyond" and has_null:
+            return abs(statistics.beyond)
+        return abs(statistics.difference)
+
+    def selected(self, statistics: Paired) -> np.ndarray:
+        """Which cells the selecting half selects.
 
         Args:
             statistics: The statistics of the selecting half, of all cells.
         """
         if self.top is None:
-            is_significant = statistics.q_difference < 0.05
-            return np.where(is_significant, 0.0, -np.inf)
+            return statistics.q_difference < 0.05
 
-        effect = statistics.difference
-        has_null = not np.isnan(statistics.beyond).all()
-        if self.by == "beyond" and has_null:
-            effect = statistics.beyond
-        sizes = abs(effect)
+        sizes = self.sizes(statistics)
         largest_first = np.argsort(-sizes, kind="stable")
-        largest = largest_first[: self.top]
-
-        scores = np.full(sizes.shape, -np.inf)
-        scores[largest] = sizes[largest]
-        return scores
+        is_selected = np.zeros(sizes.shape, dtype=bool)
+        is_selected[largest_first[: self.top]] = True
+        return is_selected & ~np.isnan(sizes)
 
 
 def table(
@@ -153,15 +150,15 @@ def table(
     # Cells are selected on one half of the units, and reported on the other.
     reported_units = np.arange(units.n)
     masks = None
-    scores = None
+    sizes = None
     if selection.select:
         selecting_units, reported_units = halves_of(units.n)
-        selecting = _gone_through(contrast, blocks, units, selecting_units, bootstrap_ends=False)
-        scores = selection.scores(selecting.statistics)
-        is_selected = scores > -np.inf
+        selecting = _cell_statistics(contrast, blocks, units, selecting_units, bootstrap_ends=False)
+        is_selected = selection.selected(selecting.statistics)
+        sizes = selection.sizes(selecting.statistics)
         masks = _selected(selecting.masks, is_selected)
 
-    cells = _gone_through(contrast, blocks, units, reported_units, masks, bootstrap_ends)
+    cells = _cell_statistics(contrast, blocks, units, reported_units, masks, bootstrap_ends)
     count = sum(mask.size for mask in cells.masks)
     check_cells(contrast, cells.any_block.scale, count, cells.left_out)
 
@@ -175,9 +172,8 @@ def table(
     if random is not None:
         is_reported = np.concatenate(cells.masks)
         heads = with_random(heads, random, contrast, units, reported_units, is_reported)
-    if scores is not None and selection.top is not None:
-        selected_scores = scores[is_selected]
-        order = np.argsort(-selected_scores, kind="stable")
+    if sizes is not None and selection.top is not None:
+        order = np.argsort(-sizes[is_selected], kind="stable")
         heads = heads.iloc[order].reset_index(drop=True)
     return by_head(heads)
 
@@ -186,7 +182,7 @@ def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
     """The columns of a table that a paper prints: the change with its interval and its null, q and
     n.
     """
-    effect = LOGS[:4]
+    effect = _EFFECT
     if "change" in heads:
         effect = CHANGE
     labels = heads.columns[: heads.columns.get_loc(effect[0])]
@@ -212,7 +208,7 @@ class _Cells:
     bags: Bags | None
 
 
-def _gone_through(
+def _cell_statistics(
     contrast: Question,
     blocks: Blocks,
     units: Units,
@@ -244,20 +240,20 @@ def _gone_through(
         if masks is not None:
             mask = masks[number]
 
-        def of_units(values: np.ndarray, mask: np.ndarray = mask) -> np.ndarray:
+        def of_units(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
             """The values [unit, cell] of the mask's cells."""
             counted_units = units.means(values)[unit_indices]
             return counted_units[:, mask]
 
         expected = None
         if block.expected is not None:
-            expected = of_units(block.expected)
+            expected = of_units(block.expected, mask)
         rounding = block.rounding(units, unit_indices)[mask]
-        stream.add(of_units(block.difference.values), expected, rounding)
+        stream.add(of_units(block.difference.values, mask), expected, rounding)
 
         columns = cell_labels(block, mask)
-        columns["value"] = of_units(block.ours.values).mean(0)
-        columns["reference"] = of_units(block.theirs.values).mean(0)
+        columns["value"] = of_units(block.ours.values, mask).mean(0)
+        columns["reference"] = of_units(block.theirs.values, mask).mean(0)
         rows.append(pd.DataFrame(columns))
         used_masks.append(mask)
         left_out += block.left_out
@@ -301,7 +297,7 @@ def _columns(cells: _Cells) -> pd.DataFrame:
     labels = list(cells.means.columns.drop(["value", "reference"]))
     order = [*labels, *LOGS, *_TESTS]
     if cells.any_block.scale == "log-ratio":
-        log_ratios = heads[LOGS[:4]].to_numpy()  # in the order of CHANGE
+        log_ratios = heads[_EFFECT].to_numpy()  # in the order of CHANGE
         heads[CHANGE] = np.expm1(log_ratios)
         order = [*labels, *CHANGE, *_TESTS, *LOGS]
     order.extend(heads.columns.drop(order))
@@ -343,6 +339,7 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         "seed": contrast.seed,
         "models": ", ".join(sorted(models)),
         "null": cells.any_block.null,
+        "predicts_no_change": cells.any_block.predicts_no_change,
         "tested": tested,
         "left_out": cells.left_out,
         "family": f"{tests} tests: {dims}",

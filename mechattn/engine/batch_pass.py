@@ -64,6 +64,7 @@ def measure_batch(
                 stack.enter_context(intervention.acting(model, partial(_constant, target)))
 
             if read_first(intervention for intervention, _ in interventions):
+                # Without windows no layer is measured: interventions read this pass.
                 forward(model, placed, {}, receiver.see, pending.last_layer)
 
             stack.enter_context(watching_mlps)

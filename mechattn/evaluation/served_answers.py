@@ -25,9 +25,9 @@ from mechattn.evaluation.server_probe import Question
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.prompts.token_sequences import TokenSequence
 
-_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
-_EVERY = 256  # answers, after which a server is probed again
-_AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+_MOST_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
+_PROBED_AFTER = 256  # answers, after which a server is probed again
+_EVERY_CHARACTER = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 
 def served_answers(
@@ -59,7 +59,7 @@ def served_answers(
         return
 
     # Samples of a question read the same tokens.
-    requests = {key[:2]: request for key, request in requested.items()}
+    requests = {question_of(key): request for key, request in requested.items()}
     longest = max(len(request.sequence) for request in requests.values())
     tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
     with connected(server, model, at_once, tokens) as connection:
@@ -69,17 +69,17 @@ def served_answers(
         # What cannot be sent as text is left out.
         sent = _sent(connection, requests)
         requests = {question: requests[question] for question in sent}
-        todo = [key for key in todo if key[:2] in sent]
+        todo = [key for key in todo if question_of(key) in sent]
 
         before = file.about.get("probe", {})
         probe = server_probe.begun(connection, requests, sent, sampling, before)
         file.note("probe", probe.about)
 
         with AnswerBar(len(todo), len(file.answers)) as bar:
-            for start in range(0, len(todo), _EVERY):
-                keys = todo[start : start + _EVERY]
+            for start in range(0, len(todo), _PROBED_AFTER):
+                keys = todo[start : start + _PROBED_AFTER]
 
-                asked = ((key, _sampled(sent[key[:2]], key, sampling)) for key in keys)
+                asked = ((key, _sampled(sent[question_of(key)], key, sampling)) for key in keys)
                 for key, completion in connection.completions(asked):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
@@ -96,6 +96,12 @@ def served_answers(
                     )
 
         file.note("probe", probe.about)
+
+
+def question_of(key: Key) -> Question:
+    """The prompt and the condition of an answer."""
+    prompt, condition, _ = key
+    return prompt, condition
 
 
 def _sampled(request: CompletionRequest, key: Key, sampling: Sampling) -> CompletionRequest:
@@ -167,7 +173,7 @@ def _sent(
         f"the server takes only text, and the text of prompt {prompt} with the condition {name!r}"
         f" would be read as other tokens, as would {len(refused)} of {len(with_ids)} in all"
     )
-    if len(refused) > _LEFT_OUT * len(with_ids):
+    if len(refused) > _MOST_LEFT_OUT * len(with_ids):
         raise PromptError(
             f"{message}. Omit them, or serve the model with an engine that takes token ids, such as"
             " vLLM or SGLang"
@@ -183,7 +189,7 @@ def _sent(
 def text_of(tokenizer: Any, ids: list[int]) -> str | None:
     """The text from which a tokenizer makes exactly these ids, including its BOS token, if any."""
     for start in (0, 1):  # without the first token, which the tokenizer may add
-        text = str(tokenizer.decode(ids[start:], **_AS_IT_IS))
+        text = str(tokenizer.decode(ids[start:], **_EVERY_CHARACTER))
         if tokenizer(text)["input_ids"] == ids:
             return text
     return None

@@ -350,20 +350,22 @@ class _BlockKernel:
         window = self.attention.window
         edge_mask = self.attention.edge_mask
         rows = queries.stop - queries.start
+        window_hides_keys = window is not None and queries.stop > window
 
-        # All other keys are before the block: no mask needed.
-        first_own_key = queries.start - keys.start
-        scores[..., first_own_key:] += self.future[:rows, :rows]
-        if edge_mask is None and (not window or queries.stop <= window):
+        # Only the block's own keys, the last ones here, can come after one of its queries.
+        own_keys = slice(queries.start - keys.start, None)
+        scores[..., own_keys] += self.future[:rows, :rows]
+        if edge_mask is None and not window_hides_keys:
             return
 
         positions = torch.arange(queries.start, queries.stop, device=scores.device)
-        if window and queries.stop > window:
-            # Only so many keys at the start may be outside the window of a later query.
-            last_early_key = min(keys.start + rows, keys.stop)
-            early_keys = torch.arange(keys.start, last_early_key, device=scores.device)
-            outside = early_keys <= positions[:, None] - window
-            scores[..., : len(early_keys)].masked_fill_(outside, _MASKED)
+        if window is not None and window_hides_keys:
+            # ``keys`` starts at or after the first query's window. Each later query's window starts
+            # one key later, so only the first ``rows`` keys can be outside one.
+            stop = min(keys.start + rows, keys.stop)
+            early_keys = torch.arange(keys.start, stop, device=scores.device)
+            is_outside = early_keys <= positions[:, None] - window
+            scores[..., : len(early_keys)].masked_fill_(is_outside, _MASKED)
 
         if edge_mask is not None:
             positions_of_batch = positions.expand(len(scores), -1)

@@ -295,7 +295,10 @@ class KVPatch:
         """Exchange keys and values of these tokens, and keep their own outputs as in the first
         pass.
         """
-        first_outputs: dict[int, Tensor] = {}  # of each layer at these tokens, before W_O
+        # ``reads_first`` makes the engine read each batch twice. Within a layer the hooks of keys
+        # and values fire before that of z, which stores the first pass's output: a layer without
+        # a stored output is in its first pass.
+        first_outputs: dict[int, Tensor] = {}  # by layer, at these tokens, before W_O
 
         def in_segment(tensor: Float[Tensor, "batch pos ..."]) -> Bool[Tensor, "batch pos"]:
             """The tokens to act on; none while an answer is generated."""
@@ -315,17 +318,20 @@ class KVPatch:
             is_first_pass = layer not in first_outputs
             if is_first_pass or not mask.any():
                 return own
+            # masked_scatter fills row by row, so the prompts must be in the order of the rows.
             sources = [self.from_.source_of(prompt) for prompt in target().prompts]
             recorded = torch.cat([self.from_.of[source][layer][part] for source in sources])
             return own.masked_scatter(mask[..., None], recorded.to(own))
 
         def keep(layer: int, z: Z) -> Tensor:
-            """In both passes, the first pass's outputs at these tokens."""
+            """Store the first pass's outputs at these tokens, and restore them in the second."""
             mask = in_segment(z)
             if not mask.any():
                 return z
-            outputs = first_outputs.setdefault(layer, z[mask])
-            return z.masked_scatter(mask[..., None, None], outputs)
+            if layer not in first_outputs:
+                first_outputs[layer] = z[mask]
+                return z
+            return z.masked_scatter(mask[..., None, None], first_outputs[layer])
 
         exchanges = {layer: partial(exchange, layer) for layer in self.which}
         later_layers = range(min(self.which), len(blocks_of(model)))

@@ -54,7 +54,11 @@ def instrument(data: Sequence[dict[str, Any]]) -> str:
 
 
 def check_memory(result: Result) -> None:
-    """Check whether a page fits in memory before anything is read."""
+    """Check whether a page fits in memory before anything is read.
+
+    Raises:
+        MemoryOptionError: A layer of a quantity does not.
+    """
     for name in head_quantities(result):
         layer_blocks(result, name, "question", RESAMPLES)
 
@@ -209,6 +213,7 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
         **columns,
         "scale": scale,
         "against": table.attrs["null"],
+        "predictsNoChange": table.attrs["predicts_no_change"],
         "null_name": NULL_NAMES[contrast.null_used],
         "margin": LARGER_THAN[scale],
         "n": int(table.n.iloc[0]),

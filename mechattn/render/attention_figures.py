@@ -302,7 +302,7 @@ def _shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: in
     figure.add_vrect(*ends, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below")
 
 
-@declare(NAME, compares=True)
+@declare(NAME, compares=True, chooses_heads=True)
 def received_by_model(
     results: Sequence[Result] | Result,
     layer: int = 0,

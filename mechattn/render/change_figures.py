@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -77,11 +77,12 @@ def change_map(
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
 
-    # Versus the baseline, a null of no change would be no other map.
+    # What is beyond a null of no change is the change itself.
     has_null = bool(table.null.notna().any())
-    is_beyond = has_null and table.attrs["null"] != "no difference"
-    if to != BASELINE:
-        is_beyond = is_beyond and bool((table.null.abs() > ROUNDING).any())
+    is_beyond = has_null and not table.attrs["predicts_no_change"]
+    if is_beyond and to != BASELINE:
+        # Another condition may have the same null, which then cancels.
+        is_beyond = bool((table.null.abs() > ROUNDING).any())
 
     null_name = NULL_NAMES[contrast.null_used]
     column = "difference"
@@ -128,7 +129,7 @@ def _map_small_print(
     against = about["null"]
     if column == "beyond":
         against = f"against {against}"
-    elif table.null.notna().any():
+    elif table.null.notna().any() and not about["predicts_no_change"]:
         against += " predicts no difference"
 
     phrases = [
@@ -230,41 +231,35 @@ def changes(
     """
     names = list(conditions or [name for name in result.conditions[1:] if name != to])
     names = names or [result.condition()]
-    lines = {"": {name: name for name in names}}
-    if over:
-        lines = _swept_lines(names, over)
+    lines = _lines_of(names, over, quantity)
     if null is None:
-        drawn = [name for line in lines.values() for name in line.values()]
+        drawn = [name for line in lines for name in line.conditions]
         null = common_null([Contrast(result, name, to, quantity, segment) for name in drawn])
 
     figure = draw.panels()
     mode = "lines+markers" if over else "markers"
     sentences = []
-    for (line_words, line), colour in zip(lines.items(), cycle((WITH, *OTHERS))):
+    for line, colour in zip(lines, cycle((WITH, *OTHERS))):
         contrasts = [
-            Contrast(result, name, to, quantity, segment, null=null) for name in line.values()
+            Contrast(result, name, to, quantity, segment, null=null) for name in line.conditions
         ]
         ends, nulls, phrases = _overall(contrasts, layer)
-        if over:  # of a sweep the last
-            phrases = phrases[-1:]
+        if over:
+            phrases = phrases[-1:]  # the last value speaks for its line
         sentences.append(f"{'; '.join(phrases)}.")
 
-        x: list[Any] = list(line)
-        if over and all(value.lstrip("-").isdigit() for value in line):
-            x = [int(value) for value in line]
-            if to == BASELINE:  # nothing inserted, so nothing changed
-                x = [0, *x]
-                ends = np.column_stack([np.zeros(3), ends])
-                nulls = [0.0, *nulls]
+        x = line.x
+        if over == "count" and to == BASELINE:
+            # Where nothing is inserted, nothing changes.
+            x = [0, *x]
+            ends = np.column_stack([np.zeros(3), ends])
+            nulls = [0.0, *nulls]
 
-        measured_name = "measured"
-        if over:
-            measured_name = line_words or quantity
         draw.points(
             figure,
             x,
             ends,
-            measured_name,
+            line.name,
             colour,
             mode=mode,
             hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
@@ -272,9 +267,7 @@ def changes(
 
         # A null that is not known for all of a line is not drawn.
         if len(nulls) == len(x):
-            null_name = NULL_NAMES[contrasts[0].null_used]
-            if line_words and len(lines) > 1:
-                null_name += f", {line_words}"
+            null_name = NULL_NAMES[contrasts[0].null_used] + line.null_suffix
             draw.dotted(
                 figure,
                 x,
@@ -327,6 +320,36 @@ def _overall(
 
     percents = 100 * np.array(changes, dtype=np.float64)
     return percents.T, nulls, phrases
+
+
+class _Line(NamedTuple):
+    """The conditions of one line of a sweep; without a sweep, all conditions."""
+
+    name: str  # in the legend
+    null_suffix: str  # tells the nulls of several lines apart
+    conditions: Sequence[str]
+    x: Sequence[str | int]  # a value for each condition
+
+
+def _lines_of(names: Sequence[str], over: str, quantity: str) -> list[_Line]:
+    """The lines of a figure of changes, each from left to right."""
+    if not over:
+        distinct_names = list(dict.fromkeys(names))
+        return [_Line("measured", "", distinct_names, distinct_names)]
+
+    swept = _swept_lines(names, over)
+    lines = []
+    for other_options, condition_by_value in swept.items():
+        x: list[str | int] = list(condition_by_value)
+        if all(value.lstrip("-").isdigit() for value in condition_by_value):
+            x = [int(value) for value in condition_by_value]
+
+        null_suffix = ""
+        if other_options and len(swept) > 1:
+            null_suffix = f", {other_options}"
+        conditions = list(condition_by_value.values())
+        lines.append(_Line(other_options or quantity, null_suffix, conditions, x))
+    return lines
 
 
 def _swept_lines(names: Sequence[str], option: str) -> dict[str, dict[str, str]]:

@@ -33,12 +33,14 @@ class Declared:
         needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
         compares: Whether it needs a condition other than the baseline.
         report: With which options a report shows it, besides layer and condition.
+        chooses_heads: Whether the data choose its heads where none are listed.
     """
 
     draw: Callable
     needs: str | Mapping[str, str]
     compares: bool
     report: Sequence[Mapping[str, Any]]
+    chooses_heads: bool
 
     @property
     def takes(self) -> Mapping[str, Any]:
@@ -105,6 +107,7 @@ def figure(
     *,
     compares: bool = False,
     report: Sequence[Mapping[str, Any]] = (),
+    chooses_heads: bool = False,
 ) -> Callable[[Draw], Draw]:
     """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its
     names are escaped.
@@ -113,6 +116,7 @@ def figure(
         needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
         compares: Whether it needs a condition other than the baseline.
         report: With which options a report shows it, besides layer and condition.
+        chooses_heads: Whether the data choose its heads where none are listed.
 
     Returns:
         A decorator for the function that draws it.
@@ -125,7 +129,7 @@ def figure(
             _one_legend_entry_each(figure)
             return with_plain_names(figure)
 
-        FIGURES[draw.__name__] = Declared(drawn, needs, compares, tuple(report))
+        FIGURES[draw.__name__] = Declared(drawn, needs, compares, tuple(report), chooses_heads)
         return cast(Draw, drawn)
 
     return declared

@@ -56,10 +56,15 @@ def merge_results(results: Sequence[Result]) -> Result:
     if len(results) == 1:
         return results[0]
 
-    results = sorted(results, key=lambda result: _places_and_ids(result)[0])
-    places_and_ids = [pair for result in results for pair in _places_and_ids(result)]
+    results = sorted(results, key=lambda result: _places_and_ids(result)[0])  # by first prompt
     provenance = reduce(_merged_entries, map(_plain_provenance, results))
-    reduce(_merged_entries, map(_described, results))
+    description = _described(results[0])
+    for other in results[1:]:
+        _check_equal(description, _described(other))
+
+    places_and_ids = []
+    for result in results:
+        places_and_ids.extend(_places_and_ids(result))
 
     ids = pd.Index([prompt_id for _, prompt_id in places_and_ids])
     if ids.has_duplicates:
@@ -70,7 +75,8 @@ def merge_results(results: Sequence[Result]) -> Result:
         )
 
     # Of each prompt of the whole run, its index when the results are put one after the other.
-    order = np.array(sorted(range(len(places_and_ids)), key=places_and_ids.__getitem__))
+    indices = range(len(places_and_ids))
+    order = np.array(sorted(indices, key=lambda index: places_and_ids[index]))
     datasets = {}
     for name in results[0]:
         datasets[name] = _merged([result[name] for result in results], order)
@@ -84,7 +90,7 @@ def check_same_run(result: Result, other: Result) -> None:
         OptionError: They don't belong together; the message says what differs.
     """
     _merged_entries(_plain_provenance(result), _plain_provenance(other))
-    _merged_entries(_described(result), _described(other))
+    _check_equal(_described(result), _described(other))
 
 
 def is_part(part: Result, whole: Result) -> bool:
@@ -124,6 +130,25 @@ def _described(result: Result) -> dict[str, Any]:
                 entries[str(dim)] = dataset[dim].values.tolist()
         described[name] = entries
     return described
+
+
+def _check_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str = "") -> None:
+    """Refuse descriptions that differ."""
+    for name in dict.fromkeys([*ours, *theirs]):
+        path = f"{where}{name}"
+        our_value = ours.get(name)
+        their_value = theirs.get(name)
+        if isinstance(our_value, dict) and isinstance(their_value, dict):
+            _check_equal(our_value, their_value, f"{path}.")
+        elif our_value != their_value:
+            raise _unlike(path, our_value, their_value)
+
+
+def _unlike(path: str, ours: object, theirs: object) -> OptionError:
+    """The error for results that differ in an entry."""
+    return OptionError(
+        f"these results don't belong together: {path} is {ours!r} in one and {theirs!r} in another"
+    )
 
 
 def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
@@ -212,10 +237,7 @@ def _merged_entries(
             merged[name] = _merged_entries(our_value, their_value, f"{path}.")
         else:
             if our_value != their_value:
-                raise OptionError(
-                    f"these results don't belong together: {path} is {our_value!r} in one and"
-                    f" {their_value!r} in another"
-                )
+                raise _unlike(path, our_value, their_value)
             merged[name] = our_value
 
     return merged

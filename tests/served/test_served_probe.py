@@ -65,7 +65,7 @@ def test_a_model_that_is_exchanged_is_found(
     toy, prompts, engine, changed_engine, kind, tmp_path, monkeypatch
 ):
     """After 5 of 8 answers; those since the last probe are dropped, and the same call goes on."""
-    monkeypatch.setattr(served_answers, "_EVERY", 3)
+    monkeypatch.setattr(served_answers, "_PROBED_AFTER", 3)
     model = {"model": toy, "name": "toy:llama"}[kind]
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine)) as server:

@@ -107,24 +107,28 @@ def _neighbours(
     device = device_of(model)
     length = tokens.shape[1]
     boundary = boundary_of(model)
-    limit = _positions_of(model)
+    most_positions = _positions_of(model)
     if boundary is not None and length <= boundary.at:
-        limit = min(limit, boundary.at)
-    longer = max(min(length + length // 2, limit), length)
+        most_positions = min(most_positions, boundary.at)
+    longer_length = min(length + length // 2, most_positions)
+    longer_length = max(longer_length, length)
 
-    row = tokens.repeat(1, 2)[:, :longer]
-    batch = torch.cat([row, row.flip(1)]).to(device)
-    real = torch.ones(2, longer, dtype=torch.long, device=device)
-    real[0, length:] = 0
-    options: dict[str, Any] = {"attention_mask": real, **hooks.keeping_nothing(model)}
+    # Row 0: the probe, padded by its own first tokens, which the mask hides.
+    # Row 1: the same tokens backwards, so that a leak between rows would show.
+    probe_row = tokens.repeat(1, 2)[:, :longer_length]
+    batch = torch.cat([probe_row, probe_row.flip(1)]).to(device)
+    attention_mask = torch.ones(2, longer_length, dtype=torch.long, device=device)
+    attention_mask[0, length:] = 0
+    options: dict[str, Any] = {"attention_mask": attention_mask, **hooks.keeping_nothing(model)}
 
-    detail = f"logits of the probe padded beside a row of {longer} tokens"
+    detail = f"logits of the probe padded beside a row of {longer_length} tokens"
     module: Any = original_of(model) or model
     if "position_ids" in inspect.signature(module.forward).parameters:
-        first = limit - longer  # of the longer row's positions
-        starts = torch.tensor([[0], [first]], device=device)
-        options["position_ids"] = torch.arange(longer, device=device) + starts
-        detail += f" at positions {first:,} to {limit - 1:,}"
+        # The other row gets the last positions that the model has.
+        far_start = most_positions - longer_length
+        row_starts = torch.tensor([[0], [far_start]], device=device)
+        options["position_ids"] = torch.arange(longer_length, device=device) + row_starts
+        detail += f" at positions {far_start:,} to {most_positions - 1:,}"
 
     detail += " against those alone"
     if boundary is not None:
