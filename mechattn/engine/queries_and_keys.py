@@ -107,13 +107,13 @@ def measure(
         The statistics by name, NaN at padding:
 
         - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see k;
-          NaN at a key that no counted query sees.
+            NaN at a key that no counted query sees.
         - "entropy" [batch head query], in nats; "largest", the largest probability of each query,
-          and "target", the position of its key.
+            and "target", the position of its key.
         - "mass" [batch head query segment]: attention to all keys of each of the ``segments``, in
-          their order.
+            their order.
         - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the kernel that
-          ran.
+            ran.
 
         For the null, uniform attention, call ``measure(torch.zeros_like(q), k, …)``.
 
