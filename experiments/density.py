@@ -178,7 +178,7 @@ def main() -> int:
     print(report("mechattn", package))
     if "--check" in sys.argv:
         sentences = passed_limits(package)
-        print("\n".join(sentences))
+        print("\n".join(sentences) or "within the limits of pyproject.toml")
         return int(bool(sentences))
 
     rooms = sorted({path.relative_to(PACKAGE).parts[0] for path in paths})

@@ -30,7 +30,7 @@ _WORDS = {
     "first_mass": "attention to the first token",
     "previous_mass": "attention to the token before",
     "duplicate_mass": "attention to earlier occurrences of the same token",
-    "induction_mass": "attention to the tokens after them",
+    "induction_mass": "attention to the tokens after earlier occurrences of the same token",
     "inserted_mass": "attention to the inserted tokens",
     "span_mass": "attention to all inserted tokens",
     "block_magnitude": "magnitude of the block's update",
