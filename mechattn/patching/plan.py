@@ -13,6 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
+from mechattn.model.several_devices import device_of
 from mechattn.patching.memory import prompt_bytes, row_bytes, rows_within
 from mechattn.patching.pairs import Pair, PatchingRequest, Unpatched
 from mechattn.patching.patched_runs import (
@@ -27,6 +28,7 @@ from mechattn.patching.patched_runs import (
 from mechattn.patching.sites import PatchCell, PatchTarget
 
 _MOST_ROWS = 32  # in a pass: more are no faster
+_MOST_ROWS_ON_CPU = 4
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,11 @@ class PatchingPlan:
 
         memory = self.request.memory - prompt_bytes(model, self.target, pair)
         rows = rows_within(memory, row_bytes(model, pair))
-        rows = min(_MOST_ROWS, rows)
+        # On a CPU each row costs its layers, so that few rows which start late are cheaper than many.
+        is_on_cpu = device_of(model).type == "cpu"
+        rows = min(_MOST_ROWS_ON_CPU if is_on_cpu else _MOST_ROWS, rows)
 
-        # Copies that change the same layers go together, so that their pass can start there.
+        # Copies that change neighbouring layers go together, so that their pass can start there.
         first_layers = []
         for changes_of_copy in changes:
             changed_layers = [layer for (layer, _), _, _ in changes_of_copy]

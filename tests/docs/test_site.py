@@ -179,9 +179,9 @@ def test_tutorials_were_run_and_drew_their_figures(opened):
 def test_the_gallery_draws_every_figure(opened):
     page = opened("gallery.html")
     page.wait_for_function(
-        "document.querySelectorAll('.js-plotly-plot .main-svg').length >= 31", timeout=60_000
+        "document.querySelectorAll('.js-plotly-plot .main-svg').length >= 29", timeout=60_000
     )
-    assert page.locator(".js-plotly-plot").count() == 31
+    assert page.locator(".js-plotly-plot").count() == 29
     assert page.locator("iframe").count() == 7
     assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 1300
