@@ -48,8 +48,10 @@ def test_the_layers_before_are_not_computed_again(prompts):
     unpatched = 2 + 2 + 1 + 1
     assert rows[0] == rows[1] == unpatched
     of_head = 2 + 3  # rows: the longer prompt has no other prompt as its control
-    assert rows[2] == unpatched + 3 * of_head + 1  # and one that shows that one may start here
-    assert rows[3] == unpatched + 3 * of_head + 2
+    assert rows[3] == unpatched + 3 * of_head + 2  # and two that show that one may start here
+    # Four copies of each prompt go together, in the order of layers: only the first pass has one
+    # that changes layer 2.
+    assert rows[2] == unpatched + 2 * 4 + 1
 
 
 @pytest.mark.parametrize("missing", ["nothing is added", "an error"])
