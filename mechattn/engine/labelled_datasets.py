@@ -233,33 +233,3 @@ def _dims_of(variable: str, quantity: Quantity) -> tuple[str, ...]:
     if variable.endswith(BY_ORIGIN):
         key = "original_key"
     return tuple(key if dim == "key" else dim for dim in quantity.dims)
-
-
-def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
-    """The variables that :class:`Collector` makes for an analysis and that its dataset lacks.
-
-    Args:
-        dataset: A dataset, as from a store.
-        analysis: The analysis of which it should hold the values.
-
-    Returns:
-        Names of variables that are not there, have other dimensions, or are not numbers.
-    """
-    # The dimensions of each variable.
-    expected: dict[str, tuple[str, ...]] = {}
-    for name, quantity in analysis.quantities.items():
-        if "key" not in quantity.dims:
-            expected[name] = (*_OUTER, *quantity.dims)
-            continue
-
-        # By position there are moments alone; the values of each prompt are kept on request.
-        for variable in (name, name + BY_ORIGIN):
-            dims = ("condition", "layer", *_dims_of(variable, quantity))
-            expected |= {variable + suffix: dims for suffix in MOMENTS}
-
-    missing = []
-    for name, dims in expected.items():
-        array = dataset.get(name)
-        if array is None or array.dtype.kind not in "fi" or array.dims != dims:
-            missing.append(name)
-    return missing
