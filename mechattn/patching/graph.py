@@ -248,7 +248,7 @@ def run_edges(
         for hook_name, function in hooks.items():
             hook = model.hook_dict[hook_name]
             stack.enter_context(hook.register_forward_hook(function))
-        return logits_of(model, sequence, rows, gradients)
+        return logits_of(model, [sequence] * rows, gradients)
 
 
 _HOOKS = {

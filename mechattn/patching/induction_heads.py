@@ -19,7 +19,7 @@ from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Logits, answer_logprob
 from mechattn.patching.effects import Patching
-from mechattn.patching.pairs import Pair, PatchingRequest
+from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
 from mechattn.patching.patched_runs import Where, read
 from mechattn.patching.plan import PatchingPlan
 from mechattn.patching.refusals import check_gradients
@@ -165,11 +165,14 @@ def induction_heads(
     plan = PatchingPlan(request, target, cells, lambda runs: {"effect": means})
     estimate = replace(plan, target=replace(target, attributed=True))
 
-    def effects_of(pair: Pair) -> dict[str, Any]:
-        return plan.effects(pair) | {"attributed": estimate.effects(pair)["effect"]}
+    def effects_of(batch: Sequence[Pair]) -> list[PromptEffects]:
+        effects = []
+        for ablated, attributed in zip(plan.effects(batch), estimate.effects(batch), strict=True):
+            effects.append(ablated | {"attributed": attributed["effect"]})
+        return effects
 
-    needed = request.patched(
-        [_pair(model, prompt, span) for prompt in prompts],
+    needed = request.patched_in_batches(
+        plan.batches([_pair(model, prompt, span) for prompt in prompts]),
         effects_of,
         {"cell": range(len(cells))},
         "ablated",
@@ -203,7 +206,7 @@ def _mean_outputs(
     totals: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        run_of_prompt = read(model, sequence, sequence.origin, target.layers, "z")
+        [run_of_prompt] = read(model, [(sequence, sequence.origin)], target.layers, "z")
         for layer, z in run_of_prompt.z.items():
             totals[layer] = totals[layer] + z / len(prompts)
     return {(layer, head): totals[layer][:, head] for layer, head in target.heads}

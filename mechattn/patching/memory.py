@@ -48,8 +48,8 @@ def _of_mlp(model: HookedModel) -> int:
 
 
 def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
-    """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, and as
-    much to replace them.
+    """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, as much to
+    replace them, and the streams at which passes start or the gradients.
 
     Args:
         model: The hooked model.
@@ -60,12 +60,12 @@ def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
         Bytes.
     """
     cfg = model.cfg
-    length = len(pair.base)
+    length = pair.length
     layer_count = len(target.layers)
 
     width_of_head = length if target.part == "pattern" else cfg.d_head
     width = max(cfg.d_model, cfg.n_heads * width_of_head)
-    return _BYTES * int(6 * length * layer_count * width)
+    return _BYTES * int(7 * length * layer_count * width)
 
 
 def paths_row_bytes(model: HookedModel, pair: Pair) -> int:

@@ -161,20 +161,43 @@ class PatchingRequest:
         method: str,
         **about: Any,
     ) -> Patching:
+        """The effects of each pair, patched one by one."""
+        batches = [[pair] for pair in pairs]
+
+        def effects_of_batch(batch: Sequence[Pair]) -> list[PromptEffects]:
+            return [effects_of(pair) for pair in batch]
+
+        return self.patched_in_batches(batches, effects_of_batch, axes, method, **about)
+
+    def patched_in_batches(
+        self,
+        batches: Sequence[Sequence[Pair]],
+        effects_of: Callable[[Sequence[Pair]], Sequence[PromptEffects]],
+        axes: Mapping[str, Sequence[Any]],
+        method: str,
+        **about: Any,
+    ) -> Patching:
         """The effects of each pair [*axes] and its whole effect, by prompt, with what was patched
         as data."""
-        by_prompt = []
+        total = len(self.prompts)
+        by_id: dict[str, PromptEffects] = {}
         start = perf_counter()
-        for pair in tqdm(pairs, desc="patching", unit="prompt", delay=2):
-            by_prompt.append(effects_of(pair))
-            minutes = (perf_counter() - start) / 60 * len(pairs)
-            if len(by_prompt) == 1 and minutes > 1:
-                warn(f"about {minutes:.0f} min for {len(pairs)} prompts; {_SHORTER}")
+        with tqdm(total=total, desc="patching", unit="prompt", delay=2) as progress:
+            for batch in batches:
+                is_first = not by_id
+                for pair, effects in zip(batch, effects_of(batch), strict=True):
+                    by_id[pair.id] = effects
+                progress.update(len(batch))
 
-        coords = {"prompt": [pair.id for pair in pairs], **axes}
+                minutes = (perf_counter() - start) / 60 * total / len(by_id)
+                if is_first and minutes > 1:
+                    warn(f"about {minutes:.0f} min for {total} prompts; {_SHORTER}")
+
+        ids = [prompt.id for prompt in self.prompts]
+        coords = {"prompt": ids, **axes}
         variables = {}
-        for name in by_prompt[0]:
-            values = np.stack([effects[name] for effects in by_prompt])
+        for name in by_id[ids[0]]:
+            values = np.stack([by_id[id][name] for id in ids])
             variables[name] = (tuple(coords)[: values.ndim], values)
         record = {
             "model": provenance.name_of(str(self.model.cfg.model_name)),

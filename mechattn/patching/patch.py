@@ -152,7 +152,7 @@ def patch(
 
     axes = {"cell": range(len(cells))}
     about = {"part": target.part, "heads": list(target.heads)}
-    patching = request.patched(pairs, plan.effects, axes, method, **about)
+    patching = request.patched_in_batches(plan.batches(pairs), plan.effects, axes, method, **about)
     effects = target.by_dimension(patching.effects.drop_vars("before"), tokens)
     patching = replace(patching, effects=effects)
     if not target.attributed:
@@ -167,7 +167,10 @@ def patch(
         partners={},
         controls=(),
     )
-    exact = [exact_plan.effects(pair)["effect"] for pair in pairs[:CHECKED]]
+    exact = []
+    for pair in pairs[:CHECKED]:
+        [effects_of_pair] = exact_plan.effects([pair])
+        exact.append(effects_of_pair["effect"])
     return patching.compared(exact, sample)
 
 

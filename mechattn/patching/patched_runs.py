@@ -30,6 +30,8 @@ Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
 # A number for each original token that both runs have, such as its position.
 SharedTokens = Int[Tensor, " shared"]
+# A sequence's length, and the positions of its answer.
+Shape = tuple[int, ...]
 # From a part of a layer [batch pos head d_head] to what replaces it.
 ActivationChange = Callable[[Tensor], Tensor]
 # A head, positions, and what to put there.
@@ -134,18 +136,17 @@ def _by_query(change: ActivationChange, module: Any, inputs: Any, pattern: Tenso
 
 def read(
     model: HookedModel,
-    sequence: TokenSequence,
-    origins: SharedTokens,
+    sequences: Sequence[tuple[TokenSequence, SharedTokens]],
     layers: Sequence[int],
     part: Part,
     starts: Sequence[int] = (),
-) -> RecordedRun:
-    """Run a sequence without patching.
+) -> list[RecordedRun]:
+    """Run sequences without patching, those of one shape in one pass.
 
     Args:
         model: The hooked model.
-        sequence: A sequence that ends in the reference answer.
-        origins: The original tokens that the other run has, too.
+        sequences: Sequences that end in the reference answer, each with the original tokens that
+            the other run has, too.
         layers: The layers whose part is recorded.
         part: What is recorded.
         starts: The layers at which patched passes may start.
@@ -154,22 +155,43 @@ def read(
     block_outputs: dict[int, Any] = {}
 
     def record(layer: int, z: Tensor) -> Tensor:
-        activations[layer] = z[0].detach()
+        activations[layer] = z.detach()
         return z
 
     def record_block(layer: int, module: Any, inputs: Any, out: Any) -> None:
         block_outputs[layer] = out
 
+    indices_by_shape: dict[Shape, list[int]] = {}
+    for index, (sequence, _) in enumerate(sequences):
+        indices = indices_by_shape.setdefault(shape_of(sequence), [])
+        indices.append(index)
+
     blocks = blocks_of(model)
     records = {layer: partial(record, layer) for layer in layers}
+    runs: dict[int, RecordedRun] = {}
     with ExitStack() as stack:
         stack.enter_context(changing(model, part, records))
         for layer in starts:
             block_before = blocks[layer - 1]
             recorder = partial(record_block, layer)
             stack.enter_context(block_before.register_forward_hook(recorder))
-        logits = logits_of(model, sequence)
-    return RecordedRun(sequence, activations, logits, origins, block_outputs)
+
+        for indices in indices_by_shape.values():
+            logits = logits_of(model, [sequences[index][0] for index in indices])
+            for row, index in enumerate(indices):
+                sequence, origins = sequences[index]
+                z_by_layer = {layer: z[row] for layer, z in activations.items()}
+                inputs_of = {layer: _row(out, row) for layer, out in block_outputs.items()}
+                runs[index] = RecordedRun(sequence, z_by_layer, logits[[row]], origins, inputs_of)
+    return [runs[index] for index in range(len(sequences))]
+
+
+def shape_of(sequence: TokenSequence) -> Shape:
+    """What sequences have in common that can be rows of one pass: their length, and the positions
+    of the answer.
+    """
+    places = answer_places(sequence)
+    return (len(sequence), *places.tolist())
 
 
 def answer_places(sequence: TokenSequence) -> Int[Tensor, " answer"]:
@@ -184,7 +206,7 @@ def possible_starts(
     """These layers, if passes that start there give the same bits as whole ones; none where later
     layers use more than blocks return.
 
-    It is tried on one sequence, as it depends on how the blocks are connected alone.
+    It is tried on two copies of one sequence, as it depends on how the blocks are connected alone.
 
     Args:
         model: The hooked model.
@@ -195,12 +217,15 @@ def possible_starts(
     if not starts:
         return []
 
-    run = read(model, sequence, sequence.origin, (), "z", starts)
+    copies = [sequence, sequence]
+    with_origins = [(copy, copy.origin) for copy in copies]
+    runs = read(model, with_origins, (), "z", starts)
+    unpatched = torch.cat([run.logits for run in runs])
     try:
         for layer in starts:
-            with _starting_at(model, layer, run, rows=1):
-                logits = logits_of(model, sequence)
-            if not torch.equal(logits, run.logits):
+            with _starting_at(model, layer, runs):
+                logits = logits_of(model, copies)
+            if not torch.equal(logits, unpatched):
                 return []
     except Exception:
         # A block misses what an earlier one leaves it, such as shared keys: start at the first.
@@ -209,13 +234,13 @@ def possible_starts(
 
 
 @contextmanager
-def _starting_at(model: HookedModel, layer: int, run: RecordedRun, rows: int) -> Iterator[None]:
-    """Let passes with copies of a run compute nothing before a layer: each block before it returns
-    what the last of them returned.
+def _starting_at(model: HookedModel, layer: int, runs: Sequence[RecordedRun]) -> Iterator[None]:
+    """Let passes with these runs as rows compute nothing before a layer: each block before it
+    returns what the last of them returned.
     """
     with ExitStack() as stack:
         if layer > 0:
-            out = _repeated(run.inputs_of[layer], rows)
+            out = _joined([run.inputs_of[layer] for run in runs])
 
             def returning_out(*inputs: Any, **options: Any) -> Any:
                 return out
@@ -226,37 +251,47 @@ def _starting_at(model: HookedModel, layer: int, run: RecordedRun, rows: int) ->
         yield
 
 
-def _repeated(out: Any, rows: int) -> Any:
-    """What a block returned for one row, for several."""
+def _row(out: Any, row: int) -> Any:
+    """What a block returned for one row of a pass, still as a batch."""
     if isinstance(out, tuple):
-        return tuple(_repeated(member, rows) for member in out)
+        return tuple(_row(member, row) for member in out)
     if isinstance(out, Tensor):
-        return out.repeat_interleave(rows, 0)
+        return out[row : row + 1]
     return out
 
 
+def _joined(rows: Sequence[Any]) -> Any:
+    """What a block would return for a batch of these rows."""
+    first = rows[0]
+    if isinstance(first, tuple):
+        return tuple(_joined(members) for members in zip(*rows, strict=True))
+    if isinstance(first, Tensor):
+        return torch.cat(rows)
+    return first
+
+
 def logits_of(
-    model: HookedModel, sequence: TokenSequence, rows: int = 1, gradients: bool = False
+    model: HookedModel, sequences: Sequence[TokenSequence], gradients: bool = False
 ) -> Logits:
-    """Logits before each token of the answer, for a number of copies of a sequence.
+    """Logits before each token of the answer, of sequences of one shape as rows of one pass.
 
     Args:
         model: The hooked model.
-        sequence: A sequence that ends in the reference answer.
-        rows: The number of copies.
+        sequences: Sequences that end in the reference answer.
         gradients: Whether the pass keeps what gradients of activations need.
     """
     device = device_of(model)
-    tokens = sequence.tokens.expand(rows, -1).to(device)
+    tokens = torch.stack([sequence.tokens for sequence in sequences]).to(device)
+    position_ids = torch.stack([sequence.position_ids for sequence in sequences])
     options: dict[str, Any] = dict(keeping_nothing(model))
 
     # Positions are given only where they are not simply counted from 0.
-    usual_positions = torch.arange(len(sequence))
-    if (sequence.position_ids != usual_positions).any():
-        options["position_ids"] = sequence.position_ids.expand(rows, -1).to(device)
+    usual_positions = torch.arange(tokens.shape[1])
+    if (position_ids != usual_positions).any():
+        options["position_ids"] = position_ids.to(device)
         options["attention_mask"] = torch.ones_like(tokens)
 
-    places_before = answer_places(sequence).to(device) - 1
+    places_before = answer_places(sequences[0]).to(device) - 1
 
     def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream, *other_inputs = inputs
@@ -292,18 +327,18 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 
 def patched_logits(
     model: HookedModel,
-    run: RecordedRun,
+    runs: Sequence[RecordedRun],
     changes_by_row: Sequence[Sequence[Change]],
     part: Part = "z",
 ) -> Logits:
-    """Logits of copies of a run, each with its changes to a part.
+    """Logits of runs of one shape, each with its changes to a part.
 
-    The pass starts at the first layer that is changed, where the run may start there.
+    The pass starts at the first layer that is changed, where the runs may start there.
 
     Args:
         model: The hooked model.
-        run: The run that is patched.
-        changes_by_row: For each copy, the heads to change, where, and to what.
+        runs: The run that is patched in each row; one may be in several.
+        changes_by_row: For each row, the heads to change, where, and to what.
         part: What is changed.
     """
     by_layer: dict[int, list[tuple[int, Change]]] = {}
@@ -321,17 +356,16 @@ def patched_logits(
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
-    rows = len(changes_by_row)
     first_layer = min(by_layer, default=0)
-    if first_layer not in run.inputs_of:
+    if first_layer not in runs[0].inputs_of:
         first_layer = 0
 
     replacements = {layer: partial(replace_values, changes) for layer, changes in by_layer.items()}
     with (
         changing(model, part, replacements),
-        _starting_at(model, first_layer, run, rows),
+        _starting_at(model, first_layer, runs),
     ):
-        return logits_of(model, run.sequence, rows)
+        return logits_of(model, [run.sequence for run in runs])
 
 
 def gradients_of(
@@ -367,7 +401,7 @@ def gradients_of(
     with ExitStack() as stack:
         stack.enter_context(first_stream.register_forward_hook(begin_graph))
         stack.enter_context(changing_z(model, records))
-        logits = logits_of(model, sequence, gradients=True)
+        logits = logits_of(model, [sequence], gradients=True)
 
     value = metric(logits)[0]
     outputs_by_layer = [outputs[layer] for layer in layers]

@@ -159,8 +159,8 @@ def _effects(request: PatchingRequest, named: Sequence[Path], pair: Pair) -> Pro
     starts = possible_starts(model, pair.base, receiving_layers)
 
     layers = attention_layers(model)
-    base_run = read(model, pair.base, pair.origins, layers, "z", starts)
-    source_run = read(model, pair.source, pair.origins, layers, "z")
+    [base_run] = read(model, [(pair.base, pair.origins)], layers, "z", starts)
+    [source_run] = read(model, [(pair.source, pair.origins)], layers, "z")
     unpatched = Unpatched(pair, base_run.logits, source_run.logits)
 
     # What each sender puts out, in the order of the paths, as the random steps are drawn in it.
@@ -232,7 +232,7 @@ def _patched(
             layers = {layer for layer, _ in receivers.values()}
             records = {layer: partial(record, part, layer) for layer in layers}
             stack.enter_context(changing(model, part, records))
-        logits = logits_of(model, base_run.sequence, len(named))
+        logits = logits_of(model, [base_run.sequence] * len(named))
 
     # Of paths to the logits, this is the effect; of the others it is replaced below.
     effects = unpatched.effects(logits)
@@ -245,7 +245,7 @@ def _patched(
             value = recorded[part, layer][row, :, head]
             changes.append([((layer, head), all_places, value)])
 
-        logits = patched_logits(model, base_run, changes, part)
+        logits = patched_logits(model, [base_run] * len(changes), changes, part)
         rows = list(receivers)
         effects[rows] = unpatched.effects(logits)
     return effects

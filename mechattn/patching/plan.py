@@ -1,4 +1,4 @@
-"""Patches the cells of a pair: reads its runs, and gives as many patched copies to a pass as memory
+"""Patches the cells of pairs: reads their runs, and gives as many patched copies to a pass as memory
 lets, from the first layer that they change."""
 
 from __future__ import annotations
@@ -6,46 +6,53 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.model.several_devices import device_of
 from mechattn.patching.memory import prompt_bytes, row_bytes, rows_within
-from mechattn.patching.pairs import Pair, PatchingRequest, Unpatched
+from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched
 from mechattn.patching.patched_runs import (
     Change,
     RecordedRun,
+    Shape,
     Where,
     Z,
     gradients_of,
     patched_logits,
     read,
+    shape_of,
 )
 from mechattn.patching.sites import PatchCell, PatchTarget
 
+_MOST_PAIRS = 8  # that are read together: their copies fill a pass for each layer
 _MOST_ROWS = 32  # in a pass: more are no faster
-_MOST_ROWS_ON_CPU = 4
+# With fewer rows than these, reading the weights takes longer than computing with them: then copies
+# that change a later layer join the pass, though it starts too early for them.
+_ENOUGH_ROWS_ON_CPU = 4
 
 
 @dataclass(frozen=True)
 class PairRuns:
-    """Both runs of a pair, unpatched.
+    """Both runs of a pair, unpatched, and what else its copies need.
 
     Args:
         pair: The pair.
         base: The run that is patched.
         source: The run from which activations are taken.
         partner: Another prompt's source run, if it is a control.
+        gradients: Of the metric with respect to each head's output in the base run, by layer, if
+            effects are attributed.
     """
 
     pair: Pair
     base: RecordedRun
     source: RecordedRun
     partner: RecordedRun | None = None
+    gradients: Mapping[int, Z] = field(default_factory=dict)
 
     @cached_property
     def unpatched(self) -> Unpatched:
@@ -63,19 +70,35 @@ class PairRuns:
             return segments == SEGMENTS.index(tokens)
         return self.pair.origins == tokens
 
-    def changes(self, cell: PatchCell, values: Mapping[Where, Z]) -> list[Change]:
-        """What a cell puts at which positions of the base run.
 
-        Args:
-            cell: The patch.
-            values: What replaces each head's output, at the tokens that both runs have.
-        """
-        tokens = self.patched_tokens(cell)
-        places = self.base.places[tokens]
+@dataclass(frozen=True)
+class PatchedCopy:
+    """A copy of a base run with one cell patched.
+
+    Args:
+        runs: The runs of its pair.
+        cell: The heads and tokens that are patched.
+        values: What replaces each head's output, at the tokens that both runs have.
+    """
+
+    runs: PairRuns
+    cell: PatchCell
+    values: Mapping[Where, Z]
+
+    @property
+    def first_layer(self) -> int:
+        """The first layer that is changed."""
+        return min(layer for layer, _ in self.cell.heads)
+
+    @property
+    def changes(self) -> list[Change]:
+        """What is put at which positions of the base run."""
+        tokens = self.runs.patched_tokens(self.cell)
+        places = self.runs.base.places[tokens]
 
         changes = []
-        for where in cell.heads:
-            value = values[where][tokens]
+        for where in self.cell.heads:
+            value = self.values[where][tokens]
             changes.append((where, places, value))
         return changes
 
@@ -106,90 +129,138 @@ class PatchingPlan:
     partners: Mapping[str, Pair] = field(default_factory=dict)
     controls: Sequence[str] = ()
 
-    def effects(self, pair: Pair) -> dict[str, Any]:
+    def batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
+        """Pairs whose base runs have one shape, as many together as memory lets."""
+        by_shape: dict[Shape, list[Pair]] = {}
+        for pair in pairs:
+            of_shape = by_shape.setdefault(shape_of(pair.base), [])
+            of_shape.append(pair)
+
+        batches = []
+        for of_shape in by_shape.values():
+            longest = max(of_shape, key=lambda pair: pair.length)
+            size = min(_MOST_PAIRS, rows_within(self.request.memory, self._bytes(longest)))
+            for start in range(0, len(of_shape), size):
+                batches.append(of_shape[start : start + size])
+        return batches
+
+    def _bytes(self, pair: Pair) -> int:
+        """What a pair takes with one of its copies."""
+        model = self.request.model
+        return prompt_bytes(model, self.target, pair) + row_bytes(model, pair)
+
+    def effects(self, pairs: Sequence[Pair]) -> list[PromptEffects]:
         """The effect of each cell and its controls [cell], NaN where no token has a partner; the
         whole effect, and the metric of the base run.
 
+        Args:
+            pairs: Pairs whose base runs have one shape.
+
         Returns:
-            "effect" and the controls [cell], "whole" and "before", in the units of the metric.
+            For each pair "effect" and the controls [cell], "whole" and "before", in the units of
+            the metric.
         """
+        effects_by_pair = []
+        copies = []
+        destinations = []
+        for runs in self._read(pairs):
+            effects: PromptEffects = {
+                "whole": runs.unpatched.whole,
+                "before": runs.unpatched.before,
+            }
+            effects_by_pair.append(effects)
+
+            replacements = self.replacements(runs)
+            for name in ("effect", *self.controls):
+                of_cells = np.full(len(self.cells), np.nan)
+                effects[name] = of_cells
+                if name not in replacements:  # no other prompt is long enough
+                    continue
+
+                for index, cell in enumerate(self.cells):
+                    # A segment may have no token in this prompt.
+                    if runs.patched_tokens(cell).any():
+                        copies.append(PatchedCopy(runs, cell, replacements[name]))
+                        destinations.append((of_cells, index))
+
+        measured = _first_order(copies) if self.target.attributed else self._exact(pairs, copies)
+        for (of_cells, index), effect in zip(destinations, measured, strict=True):
+            of_cells[index] = effect
+        return effects_by_pair
+
+    def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
+        """The unpatched runs of each pair, those of one shape in one pass."""
         model = self.request.model
-        target = self.target
-        base = read(model, pair.base, pair.origins, target.layers, target.part, self.starts)
-        source = read(model, pair.source, pair.origins, target.layers, target.part)
-        runs = PairRuns(pair, base, source)
+        layers = self.target.layers
+        part = self.target.part
+        base_sequences = [(pair.base, pair.origins) for pair in pairs]
+        source_sequences = [(pair.source, pair.origins) for pair in pairs]
+        bases = read(model, base_sequences, layers, part, self.starts)
+        sources = read(model, source_sequences, layers, part)
 
-        partner = self.partners.get(pair.id)
-        if partner is not None:
-            other_source = read(model, partner.source, partner.origins, target.layers, target.part)
-            runs = replace(runs, partner=other_source)
+        partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
+        partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
+        partner_runs = read(model, partner_sequences, layers, part)
+        partner_run_of = dict(zip(partners, partner_runs, strict=True))
 
-        effects: dict[str, Any] = {
-            "whole": runs.unpatched.whole,
-            "before": runs.unpatched.before,
-        }
+        all_runs = []
+        for pair, base, source in zip(pairs, bases, sources, strict=True):
+            runs = PairRuns(pair, base, source, partner_run_of.get(pair.id))
+            if self.target.attributed:
+                gradients = gradients_of(model, pair.base, layers, runs.unpatched.measure)
+                runs = replace(runs, gradients=gradients)
+            all_runs.append(runs)
+        return all_runs
 
-        # A segment may have no token in this prompt.
-        cells = []
-        for index, cell in enumerate(self.cells):
-            if runs.patched_tokens(cell).any():
-                cells.append(index)
+    def _exact(
+        self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]
+    ) -> Float[np.ndarray, " copy"]:
+        """The metric of each copy, minus that of its base run."""
+        model = self.request.model
+        of_prompts = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
+        memory = self.request.memory - of_prompts
+        rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pairs[0])))
 
-        # All cells with the other run's output first, then all with each control's.
-        replacements = self.replacements(runs)
-        changes = []
-        for values in replacements.values():
-            for index in cells:
-                changes.append(runs.changes(self.cells[index], values))
+        effects = np.empty(len(copies))
+        for indices in self._passes(copies, rows):
+            runs = [copies[index].runs for index in indices]
+            base_runs = [runs_of_row.base for runs_of_row in runs]
+            changes = [copies[index].changes for index in indices]
+            logits = patched_logits(model, base_runs, changes, self.target.part)
 
-        measured = self._first_order if target.attributed else self._exact
-        values_by_name = measured(runs, changes).reshape(len(replacements), len(cells))
-
-        for name in ("effect", *self.controls):
-            effects[name] = np.full(len(self.cells), np.nan)
-        for name, of_cells in zip(replacements, values_by_name, strict=True):
-            effects[name][cells] = of_cells
+            for row, index in enumerate(indices):
+                [effect] = runs[row].unpatched.effects(logits[[row]])
+                effects[index] = effect
         return effects
 
-    def _exact(self, runs: PairRuns, changes: Sequence[list[Change]]) -> np.ndarray:
-        """The metric of a copy of the base run with each list of changes, minus that of the run."""
-        model = self.request.model
-        pair = runs.pair
+    def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[int]]:
+        """The numbers of the copies of each pass, in the order of the first layers that they change,
+        as a pass starts at the first of all."""
+        is_on_cpu = device_of(self.request.model).type == "cpu"
+        enough = _ENOUGH_ROWS_ON_CPU if is_on_cpu else most
+        first_layers = [copy.first_layer for copy in copies]
 
-        memory = self.request.memory - prompt_bytes(model, self.target, pair)
-        rows = rows_within(memory, row_bytes(model, pair))
-        # On a CPU each row costs its layers, so that few rows which start late are cheaper than many.
-        is_on_cpu = device_of(model).type == "cpu"
-        rows = min(_MOST_ROWS_ON_CPU if is_on_cpu else _MOST_ROWS, rows)
+        passes: list[list[int]] = []
+        for index in np.argsort(first_layers, kind="stable").tolist():
+            current = passes[-1] if passes else []
+            is_full = len(current) == most
+            is_later = bool(current) and first_layers[index] > first_layers[current[0]]
+            if not current or is_full or (is_later and len(current) >= enough):
+                passes.append([index])
+            else:
+                current.append(index)
+        return passes
 
-        # Copies that change neighbouring layers go together, so that their pass can start there.
-        first_layers = []
-        for changes_of_copy in changes:
-            changed_layers = [layer for (layer, _), _, _ in changes_of_copy]
-            first_layers.append(min(changed_layers))
-        order = np.argsort(first_layers, kind="stable")
 
-        effects = np.empty(len(changes))
-        for start in range(0, len(order), rows):
-            batch = order[start : start + rows]
-            changes_by_row = [changes[index] for index in batch]
-            logits = patched_logits(model, runs.base, changes_by_row, self.target.part)
-            effects[batch] = runs.unpatched.effects(logits)
-        return effects
-
-    def _first_order(self, runs: PairRuns, changes: Sequence[list[Change]]) -> np.ndarray:
-        """The first-order effect of changing single heads: ``Σ gradient · (value − z)``."""
-        model = self.request.model
-        measure = runs.unpatched.measure
-        gradients = gradients_of(model, runs.pair.base, self.target.layers, measure)
-
-        effects = []
-        for [(where, places, value)] in changes:
-            layer, head = where
-            z = runs.base.z[layer]
-            places = places.to(z.device)
-            step = value.double() - z[places, head].double()
-            gradient = gradients[layer][places, head].double()
-            effect = (gradient * step).sum()
-            effects.append(float(effect))
-        return np.array(effects)
+def _first_order(copies: Sequence[PatchedCopy]) -> Float[np.ndarray, " copy"]:
+    """The first-order effect of changing single heads: ``Σ gradient · (value − z)``."""
+    effects = []
+    for copy in copies:
+        [((layer, head), places, value)] = copy.changes
+        z = copy.runs.base.z[layer]
+        places = places.to(z.device)
+        step = value.double() - z[places, head].double()
+        gradient = copy.runs.gradients[layer][places, head].double()
+        effect = (gradient * step).sum()
+        effects.append(float(effect))
+    return np.array(effects)

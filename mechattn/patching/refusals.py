@@ -86,7 +86,8 @@ def warn_of_junctions(
         return
 
     prompt = prompts[suspicious[0]]
-    likeliest = int(logits_of(model, baselines[suspicious[0]])[0, 0].argmax())
+    logits = logits_of(model, [baselines[suspicious[0]]])
+    likeliest = int(logits[0, 0].argmax())
     separator = ""
     advice = f"write answer={' ' + prompt.answer!r}"
     if prompt.template == "plain":

@@ -403,7 +403,7 @@ def runs_of(model, prompt, part):
     sequences = [
         (condition.apply(prompt, model, 0), origins) for condition in (SLASH, ma.Baseline())
     ]
-    return [read(model, *sequence, [0, 1], part) for sequence in sequences]
+    return read(model, sequences, [0, 1], part)
 
 
 def test_the_random_control_is_a_step_of_equal_norm(toy):
@@ -475,14 +475,14 @@ def test_another_prompt_is_aligned_from_the_end_after_a_shared_beginning(toy):
     shared = int((short.tokens != long.tokens[: len(short)]).nonzero()[0])
     assert 0 < shared < len(short) < len(long)
     base = SLASH.apply(some[0], toy, 0)
-    base_run = read(toy, base, short.origin, [1], "z")
-    long_run = read(toy, long, long.origin, [1], "z")
+    [base_run, long_run] = read(toy, [(base, short.origin), (long, long.origin)], [1], "z")
     value = controls.aligned(base_run, long_run, (1, 2))
     from_the_end = len(long) - (len(short) - shared)
     assert torch.equal(value[:shared], long_run.z[1][:shared, 2])
     assert torch.equal(value[shared:], long_run.z[1][from_the_end:, 2])
 
-    patterns = [read(toy, each, each.origin, [1], "pattern") for each in (short, long)]
+    unpatched = [(sequence, sequence.origin) for sequence in (short, long)]
+    patterns = read(toy, unpatched, [1], "pattern")
     rows = controls.aligned(*patterns, (1, 2), "pattern")
     assert rows.shape == (len(short), len(short))
     assert rows[-1, -1] == patterns[1].z[1][-1, 2, -1]
@@ -657,7 +657,7 @@ def test_logits_are_computed_before_the_answer_alone(name, shared):
     try:
         with torch.no_grad():
             every = model(pair.base.tokens[None], return_type="logits")
-        got = logits_of(model, pair.base)
+        got = logits_of(model, [pair.base])
     finally:
         hook.remove()
     places = pair.base.of_segment("answer").nonzero()[:, 0] - 1

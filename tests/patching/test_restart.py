@@ -43,15 +43,36 @@ def test_the_layers_before_are_not_computed_again(prompts):
 
         block.mlp.register_forward_hook(counted)
     ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)], direction="denoising")
-    # Both runs of both prompts, another prompt's for the shorter one, and the pass with whose logits
-    # those are compared that start later.
-    unpatched = 2 + 2 + 1 + 1
+    # Both runs of both prompts, another prompt's for the shorter one, and the two copies with whose
+    # logits those are compared that start later.
+    unpatched = 2 + 2 + 1 + 2
     assert rows[0] == rows[1] == unpatched
     of_head = 2 + 3  # rows: the longer prompt has no other prompt as its control
-    assert rows[3] == unpatched + 3 * of_head + 2  # and two that show that one may start here
+    assert rows[3] == unpatched + 3 * of_head + 4  # and copies that show that one may start here
     # Four copies of each prompt go together, in the order of layers: only the first pass has one
     # that changes layer 2.
-    assert rows[2] == unpatched + 2 * 4 + 1
+    assert rows[2] == unpatched + 2 * 4 + 2
+
+
+def test_prompts_of_one_length_share_their_passes():
+    """Each pass reads all weights, which takes longer than computing with few rows."""
+    model = ma.load_model("toy:llama", verify=False)
+    questions = [f"Anna has {number} shells and" for number in (3, 7, 9)]
+    prompts = [ma.Prompt(question, answer=" 5", template="joined") for question in questions]
+    rows = []
+    model.blocks[3].mlp.register_forward_hook(lambda module, given, out: rows.append(len(out)))
+    together = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], controls=())
+    # Three passes show that one may start later; then both versions, and a pass for each head.
+    assert rows == [2, 2, 2, 3, 3, 3, 3]
+
+    alone = [
+        ma.patch(model, [prompt], SLASH, at=[(2, 1), (3, 0)], controls=()) for prompt in prompts
+    ]
+    effects = xr.concat([patching.effects for patching in alone], "prompt")
+    assert abs(effects.effect).min() > 1e-5
+    xr.testing.assert_allclose(
+        together.effects, effects.assign_coords(prompt=together.effects.prompt), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("missing", ["nothing is added", "an error"])
