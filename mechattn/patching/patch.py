@@ -42,6 +42,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.model.hooked import alone
@@ -170,7 +172,7 @@ def patch(
     exact = []
     for pair in pairs[:CHECKED]:
         [effects_of_pair] = exact_plan.effects([pair])
-        exact.append(effects_of_pair["effect"])
+        exact.append(np.asarray(effects_of_pair["effect"]))
     return patching.compared(exact, sample)
 
 

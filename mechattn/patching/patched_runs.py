@@ -266,7 +266,7 @@ def _joined(rows: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_joined(members) for members in zip(*rows, strict=True))
     if isinstance(first, Tensor):
-        return torch.cat(rows)
+        return torch.cat([*rows])
     return first
 
 
