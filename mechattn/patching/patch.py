@@ -54,7 +54,7 @@ from mechattn.patching.pairs import Pair, PatchingRequest, request_of
 from mechattn.patching.patched_runs import Part, Where, Z, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan
 from mechattn.patching.refusals import Direction, check_gradients
-from mechattn.patching.sites import PatchTarget, Sites, target_in
+from mechattn.patching.sites import CellTokens, PatchTarget, Sites, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
@@ -148,7 +148,7 @@ def patch(
     method = "attributed (first order)"
     if not target.attributed:
         shortest = min((pair.base for pair in pairs), key=len)
-        layers = [min(layer for layer, _ in cell.heads) for cell in cells]
+        layers = [cell.first_layer for cell in cells]
         plan = replace(plan, starts=possible_starts(request.model, shortest, layers))
         method = "patched"
 
@@ -184,14 +184,14 @@ def _check_controls(controls: Any) -> None:
         )
 
 
-def _tokens(target: PatchTarget, pairs: Sequence[Pair]) -> list[Any]:
+def _tokens(target: PatchTarget, pairs: Sequence[Pair]) -> Sequence[CellTokens]:
     """The segments that every prompt has, or the positions at which some prompt's versions may
     differ; None for all original tokens at once."""
     if target.by is None:
         return [None]
     baselines = [pair.baseline for pair in pairs]
     if target.by == "segment":
-        in_all = []
+        in_all: list[CellTokens] = []
         for segment in SEGMENTS:
             if all(baseline.of_segment(segment).any() for baseline in baselines):
                 in_all.append(segment)

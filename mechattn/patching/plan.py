@@ -86,11 +86,6 @@ class PatchedCopy:
     values: Mapping[Where, Z]
 
     @property
-    def first_layer(self) -> int:
-        """The first layer that is changed."""
-        return min(layer for layer, _ in self.cell.heads)
-
-    @property
     def changes(self) -> list[Change]:
         """What is put at which positions of the base run."""
         tokens = self.runs.patched_tokens(self.cell)
@@ -238,7 +233,7 @@ class PatchingPlan:
         as a pass starts at the first of all."""
         is_on_cpu = device_of(self.request.model).type == "cpu"
         enough = _ENOUGH_ROWS_ON_CPU if is_on_cpu else most
-        first_layers = [copy.first_layer for copy in copies]
+        first_layers = [copy.cell.first_layer for copy in copies]
 
         passes: list[list[int]] = []
         for index in np.argsort(first_layers, kind="stable").tolist():

@@ -43,14 +43,16 @@ class Sites:
     by: Literal["segment", "position"] | None = None
 
 
+# A segment's, the one at a position, or all original ones (None).
+CellTokens = str | int | None
+
+
 @dataclass(frozen=True)
 class PatchCell:
-    """One patch of a prompt: which heads (or layers, as head 0), and which of their tokens: a
-    segment's, the one at a position, or all original ones (None).
-    """
+    """One patch of a prompt: which heads (or layers, as head 0), and which of their tokens."""
 
     heads: tuple[Where, ...]
-    tokens: str | int | None
+    tokens: CellTokens
 
     @property
     def first_layer(self) -> int:
@@ -81,7 +83,7 @@ class PatchTarget:
         """The layers that are changed."""
         return sorted({layer for layer, _ in self.heads})
 
-    def cells(self, tokens: Sequence[Any]) -> list[PatchCell]:
+    def cells(self, tokens: Sequence[CellTokens]) -> list[PatchCell]:
         """A cell for each head, or for all of them together, at each of these sets of tokens."""
         units = [self.heads] if self.together else [(where,) for where in self.heads]
 
@@ -91,7 +93,7 @@ class PatchTarget:
                 cells.append(PatchCell(heads, token_set))
         return cells
 
-    def by_dimension(self, effects: xr.Dataset, tokens: Sequence[Any]) -> xr.Dataset:
+    def by_dimension(self, effects: xr.Dataset, tokens: Sequence[CellTokens]) -> xr.Dataset:
         """Effects [prompt cell] by layer and head, layer, or set, and by segment or position; NaN
         for heads that were not named.
 
