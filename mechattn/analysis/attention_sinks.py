@@ -139,7 +139,7 @@ class AttentionSinks(AnalysisBase):
     gap: int = 4
     inactive_below: float = 0.1
     massive: tuple[float, float] = (100.0, 1000.0)
-    factors: Any = field(default=None, repr=False, compare=False)
+    factors: Any = field(default=None, repr=False, compare=False)  # of W_O, by layer
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
