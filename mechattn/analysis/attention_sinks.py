@@ -144,8 +144,6 @@ class AttentionSinks(AnalysisBase):
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
             raise OptionError(f"threshold={self.threshold!r}: give a number between 0 and 1")
-        if not 0 < self.inactive_below < float("inf"):
-            raise OptionError(f"inactive_below={self.inactive_below!r}: give a number above 0")
         if len(self.massive) != 2:
             raise OptionError(
                 f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median"

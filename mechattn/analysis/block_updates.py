@@ -21,12 +21,12 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    means_by_segment,
     means_of,
     of_each,
 )
 from mechattn.errors import ModelError
 from mechattn.functional.head_outputs import orientation
+from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.token_sequences import Batch
 
@@ -145,7 +145,13 @@ class BlockUpdates(AnalysisBase):
             "block_norm": norm,
             "stream_norm": stream,
         }
-        return means_by_segment(per_token, batch, each=_DIRECTIONS if self.per_query else ())
+
+        values = {name: segment_mean(value, batch.members()) for name, value in per_token.items()}
+        if self.per_query:
+            padding = ~batch.real[:, None]
+            for name in _DIRECTIONS:
+                values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
+        return values
 
 
 def _added(before: Stream, out: Stream, after: Stream) -> Stream:

@@ -77,18 +77,23 @@ def _captured_hooks(
     model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
 ) -> list[str]:
     """The hooks within a block that analyses read; each layer must have them."""
+    capturing = [
+        analysis for analysis in analyses if isinstance(analysis, protocols.CaptureAnalysis)
+    ]
+    if not capturing:
+        return []
+
+    hook_names = set(model.hook_dict)  # listing them takes a while
     captures: list[str] = []
-    for analysis in analyses:
-        if isinstance(analysis, protocols.CaptureAnalysis):
-            hook_names = set(model.hook_dict)
-            for name in analysis.captures:
-                for layer in layers:
-                    if f"blocks.{layer}.{name}" not in hook_names:
-                        raise OptionError(
-                            f"{analysis.name} captures {name!r}, which layer {layer} of"
-                            f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
-                        )
-                captures.append(name)
+    for analysis in capturing:
+        for name in analysis.captures:
+            captures.append(name)
+            for layer in layers:
+                if f"blocks.{layer}.{name}" not in hook_names:
+                    raise OptionError(
+                        f"{analysis.name} captures {name!r}, which layer {layer} of"
+                        f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
+                    )
     return captures
 
 

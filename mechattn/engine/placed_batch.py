@@ -100,13 +100,10 @@ class PlacedBatch:
             An intervention once for all rows of its condition, with these rows as its target.
         """
         batch = self.placed
-
-        # The rows of each condition's first intervention, of its second, and so on.
-        rows: dict[tuple[str, int], list[int]] = {}
-        for row, of_row in enumerate(batch.interventions):
-            _, condition = batch.rows[row]
-            for order in range(len(of_row)):
-                rows.setdefault((condition, order), []).append(row)
+        rows_of: dict[str, list[int]] = {}  # of the conditions that intervene
+        for row, (_, condition) in enumerate(batch.rows):
+            if batch.interventions[row]:
+                rows_of.setdefault(condition, []).append(row)
 
         # An original token by its place in the baseline, an inserted one by −1 − its place in the
         # sequence.
@@ -114,16 +111,13 @@ class PlacedBatch:
         positions = torch.where(batch.origin >= 0, batch.origin, -1 - places)
 
         with_targets = []
-        for (_, order), of_condition in rows.items():
-            # The rows of a condition have the same interventions.
-            first_row = of_condition[0]
-            intervention = batch.interventions[first_row][order]
-
-            index = torch.tensor(of_condition, device=batch.tokens.device)
-            ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in of_condition)
+        for rows in rows_of.values():
+            index = torch.tensor(rows, device=batch.tokens.device)
+            ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in rows)
             target = Target(index, ids, positions[index], batch.segment[index])
-            with_targets.append((intervention, target))
-
+            # The rows of a condition have the same interventions.
+            for intervention in batch.interventions[rows[0]]:
+                with_targets.append((intervention, target))
         return with_targets
 
 
