@@ -153,13 +153,12 @@ def measure(
         statistics["output"] = output
 
     # [batch head pos], and mass and output with one more axis.
-    is_padding = ~is_real[:, None]
-    return {
-        name: statistic.masked_fill(
-            is_padding if statistic.ndim == 3 else is_padding[..., None], torch.nan
-        )
-        for name, statistic in statistics.items()
-    }
+    for name, statistic in statistics.items():
+        is_padding = ~is_real[:, None]
+        if statistic.ndim == 4:
+            is_padding = is_padding[..., None]
+        statistics[name] = statistic.masked_fill(is_padding, torch.nan)
+    return statistics
 
 
 def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, Tensor]:
