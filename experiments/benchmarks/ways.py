@@ -13,7 +13,7 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.received_attention import ReceivedAttention
-from mechattn.engine.batch_pass import measure_batch
+from mechattn.engine.batches import measure_batch
 from mechattn.engine.engines import forward_fused, forward_in_blocks, forward_through_hooks
 from mechattn.functional import focus, received
 from mechattn.functional.attention import Rows, mix

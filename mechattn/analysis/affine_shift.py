@@ -26,7 +26,6 @@ from mechattn.prompts.token_sequences import Batch
 _UNDEFINED = -1.0  # stands for an undefined ratio, as sums must be finite
 _LEAST = 1e-3  # of the output
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
-_PARTS_OF_CHANGE = [f"by_{part}" for part in _PARTS]
 _DIMS = ("head", "segment")
 _NO_NULL = "it depends on the values"
 _OF_QUERIES = {
@@ -104,7 +103,7 @@ class AffineShift(AnalysisBase):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
         names = ["scale", "question_ratio", "total_variation", "output", "shift", "residual"]
-        names += ["change", *_PARTS_OF_CHANGE]
+        names += ["change", *(f"by_{part}" for part in _PARTS)]
         return zeros(batch, heads, *names)
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:

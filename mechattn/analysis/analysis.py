@@ -3,18 +3,18 @@ reduces it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError
 from mechattn.functional.attention import AnyRows
 from mechattn.functional.fused import Fused
-from mechattn.functional.received import segment_mean, visible_keys
+from mechattn.functional.received import segment_means, visible_keys
 from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
@@ -27,7 +27,6 @@ Window = int | None  # the largest number of keys that a query of a layer sees; 
 Coords = Mapping[str, Sequence[object]]  # labels of an analysis's own dimensions
 Layers = Sequence[int]
 Prompts = Sequence[Prompt]
-_UNDEFINED = " is undefined"  # with the name of a number: where it is
 
 
 @dataclass(frozen=True)
@@ -295,6 +294,20 @@ def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> 
     return dict(zip(names, together.unbind(), strict=True))
 
 
+def means_by_segment(of_members: Values, batch: Batch, each: Iterable[str] = ()) -> Values:
+    """Means over the queries (or tokens) of each segment, those with NaN left out.
+
+    Args:
+        of_members: Quantities of each query, all [batch head pos].
+        batch: The sequences.
+        each: The quantities of which each query's own value is kept too, as ``…_at``.
+    """
+    values = segment_means(of_members, batch.members())
+    for name in each:
+        values[f"{name}_at"] = of_members[name].masked_fill(~batch.real[:, None], torch.nan)
+    return values
+
+
 @runtime_checkable
 class RowAnalysis(Analysis, Protocol):
     """An analysis of the attention rows of every sequence in a batch."""
@@ -349,6 +362,17 @@ class FinalAnalysis(Analysis, Protocol):
         """Use the residual stream after the last layer; called for the sums of every layer."""
 
 
+# By what an analysis receives: each follows at least one of these.
+PROTOCOLS: Mapping[str, Any] = {
+    "rows": RowAnalysis,
+    "pairs": PairAnalysis,
+    "mlps": ActivationAnalysis,
+    "hooks": CaptureAnalysis,
+    "final": FinalAnalysis,
+}
+OF_ROWS = (RowAnalysis, PairAnalysis)  # what uniform attention is a null for
+
+
 @runtime_checkable
 class Calibrates(Protocol):
     """An analysis that inspects the model before the run: to set a threshold, prepare weights, or
@@ -370,89 +394,3 @@ def seen_keys(
         return seen
     unseen = batch.edge_mask.unseen(queries.expand(count, -1), slice(0, length))
     return seen & ~unseen
-
-
-class QueryAnalysis(AnalysisBase):
-    """Base class for numbers computed from each query's row of attention; a subclass defines
-    ``of_queries``.
-
-    The null is added automatically: the same numbers for a head that attends uniformly to the keys
-    it can see.
-
-    ``name`` is the name of the dataset. ``numbers`` gives (units, description) for each number; its
-    mean over queries is kept per head and segment, and with ``each_query = True`` also the number
-    of each query, as ``…_at``.
-    """
-
-    name: ClassVar[str]
-    numbers: ClassVar[Mapping[str, tuple[str, str]]]
-    each_query: ClassVar[bool] = False
-
-    def of_queries(self, rows: AttentionRows) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
-        """Return each number [batch head query] for a block of queries; ``rows.pattern`` is [batch
-        head query key].
-
-        A number that is undefined for some queries comes with a mask of those for which it is
-        defined, as a pair of tensors of this shape; the others do not count in its means.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define of_queries(rows)")
-
-    @property
-    def quantities(self) -> Quantities:
-        """Means over the queries of each segment."""
-        numbers = {
-            name: Quantity(("head", "segment"), units, description)
-            for name, (units, description) in self.numbers.items()
-        }
-        if not self.each_query:
-            return means_of(numbers)
-        return means_of(numbers) | of_each(numbers)
-
-    def start(self, batch: Batch, heads: int) -> Sums:
-        """Zeros, and nothing undefined."""
-        sums = zeros(batch, heads, *self.numbers)
-        for name in self.numbers:
-            sums[name + _UNDEFINED] = torch.zeros_like(sums[name], dtype=torch.bool)
-        return sums
-
-    def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Store the numbers of these queries."""
-        numbers = self.of_queries(rows)
-        if set(numbers) != set(self.numbers):
-            raise OptionError(
-                f"{self.name}: of_queries gives {list(numbers)}, and numbers declares"
-                f" {list(self.numbers)}"
-            )
-
-        for name, number in numbers.items():
-            is_defined = None
-            if isinstance(number, tuple):
-                number, is_defined = number
-                self._check_shape(name, is_defined, rows)
-            self._check_shape(name, number, rows)
-            if is_defined is not None:
-                undefined = ~is_defined.bool()
-                sums[name + _UNDEFINED][..., rows.queries] = undefined
-                number = number.masked_fill(undefined, 0)
-            sums[name][..., rows.queries] = number.to(sums[name].dtype)
-
-    def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
-        """Refuse a number that would be spread over all queries, heads or prompts."""
-        expected = list(rows.pattern.shape[:3])
-        shape = list(getattr(number, "shape", ()))
-        if shape != expected:
-            raise OptionError(
-                f"{self.name}: of_queries gives {name!r} with the shape {shape}, not"
-                f" [batch, head, query] = {expected}: reduce rows.pattern over its keys"
-            )
-
-    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over the queries of each segment for which a number is defined."""
-        padding = ~batch.real[:, None]
-        values = {}
-        for name in self.numbers:
-            of_queries = sums[name].masked_fill(sums[name + _UNDEFINED] | padding, torch.nan)
-            values[name] = segment_mean(of_queries, batch.members())
-            if self.each_query:
-                values[f"{name}_at"] = of_queries
-        return values

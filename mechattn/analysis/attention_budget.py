@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -127,9 +127,10 @@ class AttentionBudget(AnalysisBase):
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the masses of these queries; with a layer's first block, also what would be without
         some causes."""
-        question = _question_span(rows.batch)
+        shared = _shared(rows.batch)
+        question = shared.question
         if question.start < rows.queries.stop and rows.queries.start < question.stop:
-            members = _members(rows.batch)[..., rows.keys]
+            members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
         if "moved" not in sums and isinstance(rows.attention, Attention) and not rows.null:
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
@@ -137,7 +138,8 @@ class AttentionBudget(AnalysisBase):
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
         """The question's attention had the hidden states not changed, with and without the inserted
         keys."""
-        longer = _longer_rows(batch)
+        shared = _shared(batch)
+        longer = shared.longer
         shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
         moved = torch.zeros(shape, device=attention.q.device)
         moved_original = torch.zeros_like(moved)
@@ -145,11 +147,11 @@ class AttentionBudget(AnalysisBase):
 
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
-            queries = _question_span_of_longer(batch)
+            queries = shared.question_of_longer
             before = fn.before_hidden_states(
                 attention,
                 longer,
-                _baseline_rows(batch)[longer],
+                shared.baseline[longer],
                 batch.origin[longer],
                 rotation,
                 _turns(batch, rotation),
@@ -158,8 +160,8 @@ class AttentionBudget(AnalysisBase):
 
             if layer == 0:  # whose hidden states are embeddings
                 is_unchanged += fn.is_unchanged(before, attention.of(longer))
-            masses = fn.segment_masses(before, _members(batch)[longer], queries)
-            weights = _question_weights(batch)[longer, :, queries]
+            masses = fn.segment_masses(before, shared.members[longer], queries)
+            weights = shared.question_weights[longer, :, queries]
 
             with_all_keys = fn.mean_over_queries(masses, weights)
             with_original_keys = fn.mean_among_original(
@@ -179,9 +181,10 @@ class AttentionBudget(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the question's queries, and their differences from the baseline of the same
         prompt."""
-        baseline = _baseline_rows(batch)
-        queries = _question_span(batch)
-        weights = _question_weights(batch)[..., queries]
+        shared = _shared(batch)
+        baseline = shared.baseline
+        queries = shared.question
+        weights = shared.question_weights[..., queries]
         masses = sums["masses"]
         attention = fn.mean_over_queries(masses[..., queries], weights)
         change = attention - attention[baseline]
@@ -198,7 +201,7 @@ class AttentionBudget(AnalysisBase):
             "dilution": dilution,
             "rerouting": change - dilution,
         }
-        absent = ~_payers(batch)[:, None]
+        absent = ~shared.payers[:, None]
         values = {name: value.masked_fill(absent, torch.nan) for name, value in measured.items()}
         by_cause = self._by_cause(sums, attention, change, baseline)
         values["by_cause"] = by_cause.masked_fill(absent[..., None], torch.nan)
@@ -234,23 +237,58 @@ class AttentionBudget(AnalysisBase):
         return torch.stack([distance, mass, hidden_states], -1)
 
 
-# Shared by the layers and blocks of a batch.
-@lru_cache(maxsize=4)
-def _members(batch: Batch) -> Float[Tensor, "batch segment pos"]:
-    """1 where a position belongs to a segment."""
-    return batch.members().float()
+class _Shared:
+    """What the layers and blocks of a batch have in common, each computed when it is first needed."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    @cached_property
+    def members(self) -> Float[Tensor, "batch segment pos"]:
+        """1 where a position belongs to a segment."""
+        return self.batch.members().float()
+
+    @cached_property
+    def question(self) -> slice:
+        """The positions from the first where any row has a question token to the last."""
+        return _span(self.batch.of_segment("question"))
+
+    @cached_property
+    def question_of_longer(self) -> slice:
+        """The same for the rows that are not a baseline."""
+        return _span(self.batch.of_segment("question")[self.longer])
+
+    @cached_property
+    def question_weights(self) -> Float[Tensor, "batch 1 pos"]:
+        """The weight of each query in a mean over the question's queries."""
+        asks = self.batch.of_segment("question").float()[:, None]
+        return asks / asks.sum(-1, keepdim=True).clamp(min=1)
+
+    @cached_property
+    def baseline(self) -> RowIndex:
+        """The row of each sequence's baseline, found without waiting for a GPU, unlike in
+        ``pairs_of``."""
+        rows = self.batch.rows
+        row_of_prompt = {
+            prompt: row for row, (prompt, condition) in enumerate(rows) if condition == BASELINE
+        }
+        baseline = [row_of_prompt[prompt] for prompt, _ in rows]
+        return torch.tensor(baseline, device=self.batch.tokens.device)
+
+    @cached_property
+    def longer(self) -> RowIndex:
+        """The rows that are not a baseline."""
+        rows = [row for row, (_, name) in enumerate(self.batch.rows) if name != BASELINE]
+        return torch.tensor(rows, dtype=torch.long, device=self.batch.tokens.device)
+
+    @cached_property
+    def payers(self) -> Bool[Tensor, "batch segment"]:
+        """The segments that have tokens in some condition of a prompt."""
+        same_prompt = (self.baseline[:, None] == self.baseline).float()
+        return same_prompt @ self.batch.members().any(-1).float() > 0
 
 
-@lru_cache(maxsize=4)
-def _question_span(batch: Batch) -> slice:
-    """The positions from the first where any row has a question token to the last."""
-    return _span(batch.of_segment("question"))
-
-
-@lru_cache(maxsize=4)
-def _question_span_of_longer(batch: Batch) -> slice:
-    """The same for the rows that are not a baseline."""
-    return _span(batch.of_segment("question")[_longer_rows(batch)])
+_shared = lru_cache(maxsize=4)(_Shared)
 
 
 def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
@@ -259,50 +297,15 @@ def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
     return slice(int(places[0]), int(places[-1]) + 1)
 
 
-@lru_cache(maxsize=4)
-def _question_weights(batch: Batch) -> Float[Tensor, "batch 1 pos"]:
-    """The weight of each query in a mean over the question's queries."""
-    asks = batch.of_segment("question").float()[:, None]
-    return asks / asks.sum(-1, keepdim=True).clamp(min=1)
-
-
-@lru_cache(maxsize=4)
-def _baseline_rows(batch: Batch) -> RowIndex:
-    """The row of each sequence's baseline."""
-    row_of_prompt = {}
-    for row, (prompt, condition) in enumerate(batch.rows):
-        if condition == BASELINE:
-            row_of_prompt[prompt] = row
-    rows = [row_of_prompt[prompt] for prompt, _ in batch.rows]
-    return torch.tensor(
-        rows, device=batch.tokens.device
-    )  # no card is waited for, unlike in pairs_of
-
-
-@lru_cache(maxsize=4)
-def _longer_rows(batch: Batch) -> RowIndex:
-    """The rows that are not a baseline."""
-    rows = [row for row, (_, condition) in enumerate(batch.rows) if condition != BASELINE]
-    return torch.tensor(rows, dtype=torch.long, device=batch.tokens.device)
-
-
-@lru_cache(maxsize=4)
-def _payers(batch: Batch) -> Bool[Tensor, "batch segment"]:
-    """The segments that have tokens in some condition of a prompt."""
-    baseline = _baseline_rows(batch)
-    same_prompt = (baseline[:, None] == baseline).float()
-    return same_prompt @ batch.members().any(-1).float() > 0
-
-
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # a model may have several rotations
 def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
     """How far the original tokens of each row that is not a baseline are rotated from their place
     in the baseline."""
-    longer = _longer_rows(batch)
-    baseline = _baseline_rows(batch)[longer]
+    longer = _shared(batch).longer
     position_ids = batch.position_ids
     if position_ids is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         position_ids = positions.expand_as(batch.tokens)
-    old = position_ids[baseline].gather(1, batch.origin[longer].clamp(min=0))
+    of_baseline = position_ids[_shared(batch).baseline[longer]]
+    old = of_baseline.gather(1, batch.origin[longer].clamp(min=0))
     return rotation.turns(old, position_ids[longer], torch.float32)

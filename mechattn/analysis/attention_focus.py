@@ -17,13 +17,14 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    means_by_segment,
     means_of,
     of_each,
     zeros,
 )
 from mechattn.functional import focus as fn
 from mechattn.functional.budget import masses_of_rows
-from mechattn.functional.received import segment_means, self_attention, visible_counts
+from mechattn.functional.received import self_attention, visible_counts
 from mechattn.prompts.token_sequences import Batch, inserted_span
 
 _NO_LARGEST = "uniform attention has no largest key"
@@ -173,9 +174,8 @@ class AttentionFocus(AnalysisBase):
             without_repeat = _without_repeat(batch, after)[:, None]
             of_queries[name] = of_queries[name].masked_fill(without_repeat, torch.nan)
 
-        values = segment_means(of_queries, batch.members())
+        values = means_by_segment(of_queries, batch, each=of_queries if self.per_query else ())
         if self.per_query:
-            values |= {f"{name}_at": number for name, number in of_queries.items()}
             values["target_at"] = target.masked_fill(uncounted, torch.nan)
         return values
 

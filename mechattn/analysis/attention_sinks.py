@@ -139,13 +139,11 @@ class AttentionSinks(AnalysisBase):
     gap: int = 4
     inactive_below: float = 0.1
     massive: tuple[float, float] = (100.0, 1000.0)
-    factors: Any = field(default=None, repr=False, compare=False)
+    factors: Any = field(default=None, repr=False, compare=False)  # of W_O, by layer
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
             raise OptionError(f"threshold={self.threshold!r}: give a number between 0 and 1")
-        if not 0 < self.inactive_below < float("inf"):
-            raise OptionError(f"inactive_below={self.inactive_below!r}: give a number above 0")
         if len(self.massive) != 2:
             raise OptionError(
                 f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median"

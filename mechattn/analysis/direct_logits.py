@@ -24,6 +24,7 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    means_by_segment,
     means_of,
     of_each,
     seen_keys,
@@ -33,7 +34,6 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.head_outputs import update_product
-from mechattn.functional.received import segment_mean
 from mechattn.model.head_parts import output_weights, split_heads, wide
 from mechattn.model.hooked import HookedModel, limit_of
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
@@ -49,10 +49,11 @@ _ABOUT = "direct contribution to the logit of the next token"
 class _Logits(AnalysisBase):
     """What the logits of whole heads and those of segments have in common."""
 
-    weights: Any = field(default=None, repr=False, compare=False)
+    weights: Any = field(default=None, repr=False, compare=False)  # W_O by layer
     reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
-    # Of each layer, the FrozenNorm after its attention.
-    norms: Any = field(default=None, repr=False, compare=False)
+    norms: Any = field(
+        default=None, repr=False, compare=False
+    )  # of each layer, the FrozenNorm after its attention
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Any:
         """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the
@@ -122,11 +123,9 @@ class DirectLogits(_Logits):
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments; the last token has no next token."""
         is_last = ~_has_next(batch)[:, None]
-        per_token = (sums["product"] / sums["scale"]).masked_fill(is_last, torch.nan)
-        values = {"next_token_logit": segment_mean(per_token, batch.members())}
-        if self.per_query:
-            values["next_token_logit_at"] = per_token
-        return values
+        logit = (sums["product"] / sums["scale"]).masked_fill(is_last, torch.nan)
+        per_token = {"next_token_logit": logit}
+        return means_by_segment(per_token, batch, each=per_token if self.per_query else ())
 
 
 def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:

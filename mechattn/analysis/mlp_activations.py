@@ -126,8 +126,7 @@ class MlpActivations(AnalysisBase):
     calibration: tuple[Prompt, ...] | None = None
     edges: tuple[float, ...] = _EDGES
     thresholds: Mapping[int, float] | None = field(default=None, repr=False)
-    # Int[Tensor, " d_vocab"], once calibrated.
-    classes: Any = field(default=None, repr=False, compare=False)
+    classes: Any = field(default=None, repr=False, compare=False)  # of each token of the vocabulary
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)

@@ -19,6 +19,7 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    means_by_segment,
     means_of,
     of_each,
     seen_keys,
@@ -26,7 +27,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.errors import check_counts
 from mechattn.functional.attention import BLOCK
-from mechattn.functional.received import segment_mean, visible_counts
+from mechattn.functional.received import visible_counts
 from mechattn.functional.scores import centred, ranked_target
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import K, Q, scores_of
@@ -60,7 +61,9 @@ class ScoreDecomposition(AnalysisBase):
     name = "score_decomposition"
     rank: int = 0
     per_query: bool = False
-    scores: Any = field(default=None, repr=False, compare=False)
+    scores: Any = field(
+        default=None, repr=False, compare=False
+    )  # how each layer computes its scores
 
     def __post_init__(self) -> None:
         check_counts(0, rank=self.rank)
@@ -139,18 +142,13 @@ class ScoreDecomposition(AnalysisBase):
         """Means over the queries of each segment; a query must see one key more than the rank."""
         seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         uncounted = ~(batch.real & (seen > self.rank + 1))[:, None]
-        padding = ~batch.real[:, None]
-        members = batch.members()
 
         parts = {part: sums[part].masked_fill(uncounted, torch.nan) for part in PARTS}
         total = sum(value.abs() for value in parts.values())
-        values = {}
-        for part, value in parts.items():
-            values[part] = segment_mean(value, members)
-            values[f"{part}_share"] = segment_mean(value.abs() / total, members)
-            if self.per_query:
-                values[f"{part}_at"] = value
+        shares = {f"{part}_share": value.abs() / total for part, value in parts.items()}
+        values = means_by_segment(parts | shares, batch, each=PARTS if self.per_query else ())
 
+        padding = ~batch.real[:, None]
         for name in ("bias_of_key", "alibi_of_key"):
             values[name] = sums[name].masked_fill(padding, torch.nan)
         if self.per_query:

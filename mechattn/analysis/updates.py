@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
@@ -24,6 +23,7 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    means_by_segment,
     means_of,
     of_each,
 )
@@ -31,7 +31,6 @@ from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import constant, for_each_head
 from mechattn.functional.focus import top_two
-from mechattn.functional.received import segment_means
 from mechattn.model.head_parts import output_factor_of, output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
@@ -215,7 +214,7 @@ class _Updates(AnalysisBase):
             norm = sums["norm" + BEFORE_NORM]
             before = _per_token(norm, sums["product" + BEFORE_NORM], stream)
             means |= {name + BEFORE_NORM: value for name, value in before.items()}
-        values = segment_means(means, batch.members())
+        values = means_by_segment(means, batch, each=_DIRECTIONS if self.per_query else ())
 
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
@@ -228,11 +227,6 @@ class _Updates(AnalysisBase):
         values["joint_counts"] = fn.counts_in_pairs_of_bins(
             magnitude, orientation, (sizes, cosines), original
         )
-
-        if self.per_query:
-            padding = ~batch.real[:, None]
-            for name in _DIRECTIONS:
-                values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
         return {self.prefix + name: value for name, value in values.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -10,14 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis import analysis as protocols
-from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.analysis import OF_ROWS, Analysis
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.attention import (
-    EdgeMask,
-    Pattern,
-    PatternRows,
-    Rows,
-)
+from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
@@ -25,13 +20,12 @@ from mechattn.model.several_devices import device_of
 from mechattn.model.verify.streaming_checks import check_fused, check_streaming
 from mechattn.prompts.token_sequences import Batch
 
-OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)
 Engine = Literal["auto", "streaming", "fused", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
 def chosen_forward(
-    model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()
+    model: HookedModel, engine: Engine, analyses: Sequence[Analysis], layers: Sequence[int]
 ) -> tuple[Forward, str]:
     """The engine for this model, and the reason; streaming is compared with the hooks once per
     model before use.
@@ -40,22 +34,19 @@ def chosen_forward(
         model: The model.
         engine: The engine that the user asked for, or "auto".
         analyses: The analyses of the run, which may need rows or hooks.
+        layers: The layers that they measure.
 
     Returns:
         A function that runs a batch and shows its attention, and a sentence for the result.
 
     Raises:
-        OptionError: An analysis needs what the chosen engine does not give.
+        OptionError: An analysis needs what the chosen engine does not give, or captures a hook that
+            a layer does not have.
         ModelError: The chosen engine does not give the model's own numbers.
     """
+    captures = _captured_hooks(model, analyses, layers)
     if engine == "hooks":
         return forward_through_hooks, "asked for"
-
-    analyses = list(analyses)
-    captures: list[str] = []
-    for analysis in analyses:
-        if isinstance(analysis, protocols.CaptureAnalysis):
-            captures += analysis.captures
 
     # Some hooks, such as hook_pattern, never fire while attention is streamed.
     hidden = [name for name in captures if not fires_while_streamed(name)]
@@ -80,6 +71,30 @@ def chosen_forward(
             )
         return forward_through_hooks, f"not streamed: {check.detail}"
     return _fused_or_in_blocks(model, facts, engine, analyses)
+
+
+def _captured_hooks(
+    model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
+) -> list[str]:
+    """The hooks within a block that analyses read; each layer must have them."""
+    capturing = [
+        analysis for analysis in analyses if isinstance(analysis, protocols.CaptureAnalysis)
+    ]
+    if not capturing:
+        return []
+
+    hook_names = set(model.hook_dict)  # listing them takes a while
+    captures: list[str] = []
+    for analysis in capturing:
+        for name in analysis.captures:
+            captures.append(name)
+            for layer in layers:
+                if f"blocks.{layer}.{name}" not in hook_names:
+                    raise OptionError(
+                        f"{analysis.name} captures {name!r}, which layer {layer} of"
+                        f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
+                    )
+    return captures
 
 
 def _fused_or_in_blocks(

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Keep = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
-MOMENTS = ("", "_variance", "_n")
 _OUTER = ("prompt", "condition", "layer")  # the dimensions of every quantity, before its own
 Variables = dict[str, tuple[tuple[str, ...], np.ndarray, dict[str, str]]]
 
@@ -135,15 +134,14 @@ class Collector:
         import xarray as xr
 
         variables: Variables = {}
-        with_moments = {variable for variable, *_ in self._moments}
-
+        collected = {*self._values, *(variable for variable, *_ in self._moments)}
         for name, quantity in self.quantities.items():
+            if name not in collected:
+                continue
             if "key" in quantity.dims:
-                if name in self._values or name in with_moments:
-                    variables |= self._position_variables(name, quantity)
-                    variables |= self._position_variables(name + BY_ORIGIN, quantity)
-
-            elif name in self._values:
+                variables |= self._position_variables(name, quantity, "key")
+                variables |= self._position_variables(name + BY_ORIGIN, quantity, "original_key")
+            else:
                 dims = (*_OUTER, *quantity.dims)
                 variables[name] = (dims, self._values[name], self._attributes(quantity))
 
@@ -164,55 +162,52 @@ class Collector:
         attributes = {"analysis": self.analysis.name, **notes}
         return dataset.assign_coords(of_dims).assign_attrs(attributes)
 
-    def _position_variables(self, name: str, quantity: Quantity) -> Variables:
-        """Mean, variance and n over prompts by position; also each prompt's values if kept."""
-        dims = _dims_of(name, quantity)
+    def _position_variables(self, name: str, quantity: Quantity, position: str) -> Variables:
+        """Mean, variance and n over prompts by position; also each prompt's values if kept.
+
+        Args:
+            name: The variable's name.
+            quantity: What it holds.
+            position: The dimension of its positions: those of the sequence, or of the baseline.
+        """
+        dims = tuple(position if dim == "key" else dim for dim in quantity.dims)
         attributes = self._attributes(quantity)
-        variables: Variables = {}
-
-        if self.keep == "prompts":
-            per_prompt = self._values[name]
-            variables[f"{name}_per_prompt"] = ((*_OUTER, *dims), per_prompt, attributes)
-            moments = Moments.of(per_prompt)
-            mean = moments.known_mean
-            variance = moments.variance
-            n = moments.n
-        else:
-            mean = self._statistic(name, "known_mean")
-            variance = self._statistic(name, "variance")
-            n = self._statistic(name, "n")
-
-        outer = ("condition", "layer", *dims)
-        over_prompts = attributes | {"over": "prompts"}
-        variables[name] = (outer, mean, over_prompts)
-
+        mean, variance, n = self._over_prompts(name)
         of_variance = {
             "description": f"variance over prompts of {name}",
             "units": f"{quantity.units} squared",
         }
-        variables[f"{name}_variance"] = (outer, variance, over_prompts | of_variance)
+        of_n = {"description": f"n over prompts of {name}", "units": "prompts"}
 
-        of_n = {
-            "description": f"n over prompts of {name}",
-            "units": "prompts",
-        }
-        variables[f"{name}_n"] = (outer, n, over_prompts | of_n)
+        variables: Variables = {}
+        if self.keep == "prompts":
+            per_prompt = self._values[name]
+            variables[f"{name}_per_prompt"] = ((*_OUTER, *dims), per_prompt, attributes)
+
+        outer = ("condition", "layer", *dims)
+        attributes = attributes | {"over": "prompts"}
+        variables[name] = (outer, mean, attributes)
+        variables[f"{name}_variance"] = (outer, variance, attributes | of_variance)
+        variables[f"{name}_n"] = (outer, n, attributes | of_n)
         return variables
 
-    def _statistic(self, name: str, statistic: str) -> np.ndarray:
-        """A statistic over prompts [condition, layer, …].
+    def _over_prompts(self, name: str) -> list[np.ndarray]:
+        """Mean, variance and n over prompts of a variable, each [condition, layer, …]."""
+        statistics = ("known_mean", "variance", "n")
+        if self.keep == "prompts":
+            moments = Moments.of(self._values[name])
+            return [getattr(moments, statistic) for statistic in statistics]
 
-        Computed cell by cell: what lies in between is then small enough for a processor's cache.
-        """
-        by_condition = []
-        for condition in range(len(self.coords["condition"])):
-            by_layer = []
-            for layer in range(len(self.coords["layer"])):
-                moments = self._moments[name, condition, layer]
-                by_layer.append(getattr(moments, statistic))
-            by_condition.append(by_layer)
-
-        return np.array(by_condition)
+        # Cell by cell: what lies in between is then small enough for a processor's cache.
+        layers = range(len(self.coords["layer"]))
+        cells = [
+            [self._moments[name, condition, layer] for layer in layers]
+            for condition in range(len(self.coords["condition"]))
+        ]
+        return [
+            np.array([[getattr(cell, statistic) for cell in by_layer] for by_layer in cells])
+            for statistic in statistics
+        ]
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
         """What a variable says of itself."""
@@ -224,12 +219,3 @@ class Collector:
             "no_null": quantity.no_null,
             "options": ", ".join(options),
         }
-
-
-def _dims_of(variable: str, quantity: Quantity) -> tuple[str, ...]:
-    """The dimensions of a quantity by position; by the baseline's positions if the variable's name
-    says so."""
-    key = "key"
-    if variable.endswith(BY_ORIGIN):
-        key = "original_key"
-    return tuple(key if dim == "key" else dim for dim in quantity.dims)

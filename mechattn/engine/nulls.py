@@ -11,22 +11,11 @@ from typing import Any
 import torch
 
 from mechattn.analysis import analysis as protocols
-from mechattn.analysis.analysis import (
-    Analysis,
-    Quantity,
-    Sums,
-    Values,
-    Window,
-)
+from mechattn.analysis.analysis import OF_ROWS, Analysis, Quantity, Sums, Values, Window
 from mechattn.analysis.received_attention import DILUTION
-from mechattn.engine.engines import OF_ROWS
-from mechattn.engine.pairing import paired_layer
+from mechattn.engine.placed_batch import paired_layer
 from mechattn.errors import ModelError
-from mechattn.functional.attention import (
-    Attention,
-    Rows,
-    attention_by_rows,
-)
+from mechattn.functional.attention import Attention, Rows, attention_by_rows
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch, Pairs
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, Sums, Values
+from mechattn.analysis.analysis import PROTOCOLS, Analysis, Sums, Values
 from mechattn.axes import SEGMENTS
-from mechattn.engine.analysis_checks import PROTOCOLS
 from mechattn.engine.nulls import Nulls
 from mechattn.engine.placed_batch import PlacedBatch
 from mechattn.errors import ModelError, OptionError
@@ -20,33 +19,29 @@ from mechattn.results.provenance import is_ours
 LayerValues = dict[int, Values]  # of one analysis, by layer
 
 
+class AllArrived(BaseException):
+    """Raised with the last value, to skip the rest of the pass; error handlers must not catch it."""
+
+
 class PendingSums:
     """The sums of each analysis for each layer, until nothing is missing.
 
     The model decides in which order the parts of a layer arrive: rows mostly before the layer's
     output, in some bridges after it, MLP activations last. So a reduction that needs the rows is
-    stored as a call until they arrive. With the last value ``when_complete`` is called.
+    stored as a call until they arrive. With the last value ``AllArrived`` is raised.
     """
 
-    def __init__(
-        self,
-        batch: PlacedBatch,
-        analyses: Sequence[Analysis],
-        nulls: Nulls,
-        when_complete: Callable[[], None],
-    ) -> None:
+    def __init__(self, batch: PlacedBatch, analyses: Sequence[Analysis], nulls: Nulls) -> None:
         """Start without sums.
 
         Args:
             batch: The batch of this pass.
             analyses: The analyses; an analysis is known by its number in this order.
             nulls: The nulls of the batch, which become values too.
-            when_complete: Called once, with the last value of the last layer.
         """
         self.batch = batch
         self.analyses = analyses
         self.nulls = nulls
-        self.when_complete = when_complete
 
         # Asked once, as isinstance is slow for a protocol.
         self.parts = [
@@ -80,18 +75,11 @@ class PendingSums:
             if part in self.parts[number]
         ]
 
-    def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
-        """The sums of an analysis, started with the first part that arrives.
-
-        Args:
-            number: The number of the analysis.
-            layer: The layer.
-            heads: The heads of the rows that arrive; those of the model by default.
-        """
+    def of(self, number: int, layer: int) -> Sums:
+        """The sums of an analysis in a layer, started with the first part that arrives."""
         key = (number, layer)
         if key not in self.sums:
-            batch = self.batch.at(layer)
-            self.sums[key] = self.analyses[number].start(batch, heads or self.batch.heads)
+            self.sums[key] = self.analyses[number].start(self.batch.at(layer), self.batch.heads)
             self.missing[key] = set(self.parts[number])
 
         return self.sums[key]
@@ -140,7 +128,7 @@ class PendingSums:
         nulls = self.nulls.of(number, layer, window)
         self.values[number][layer] = on_cpu(values | nulls)
         if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
-            self.when_complete()
+            raise AllArrived
 
     def checked_values(self) -> list[LayerValues]:
         """The values of each analysis, once everything has arrived."""
@@ -190,9 +178,9 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
     """Refuse values that are not those that the quantities of an analysis declare."""
     quantities = analysis.quantities
     if not isinstance(values, Mapping) or set(values) != set(quantities):
-        given = list(values) if isinstance(values, Mapping) else type(values).__name__
+        names = list(values) if isinstance(values, Mapping) else type(values).__name__
         raise OptionError(
-            f"{analysis.name}: values() gives {given}; its quantities are {list(quantities)}"
+            f"{analysis.name}: values() gives {names}; its quantities are {list(quantities)}"
         )
 
     sizes = {
@@ -201,20 +189,16 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
         "segment": len(SEGMENTS),
         "to_segment": len(SEGMENTS),
     }
-    own_coords = getattr(analysis, "coords", {})
-    sizes |= {dim: len(labels) for dim, labels in own_coords.items()}
+    for dim, labels in getattr(analysis, "coords", {}).items():
+        sizes[dim] = len(labels)
 
     for name, quantity in quantities.items():
         value = values[name]
         shape = list(getattr(value, "shape", ()))
-
-        # None for a dimension of the analysis's own that has no labels: any size fits.
+        # A dimension of the analysis's own that has no labels may have any size.
         expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
-        fits = len(shape) == len(expected) and all(
-            size in (None, actual) for size, actual in zip(expected, shape, strict=True)
-        )
-
-        if not fits or not isinstance(value, Tensor):
+        fitting = [size if size is not None else actual for size, actual in zip(expected, shape)]
+        if shape != fitting or len(shape) != len(expected) or not isinstance(value, Tensor):
             dims = ", ".join(["batch", *quantity.dims])
             raise OptionError(
                 f"{analysis.name}: {name!r} is a {type(value).__name__} of shape {shape}; its dims"

@@ -122,14 +122,9 @@ def measure(
     """
     _check_shapes(q, k, v)
     is_real = _not_padding(q, lengths)
-
     is_counted = is_real
     if counted is not None:
         is_counted = is_real & counted
-
-    members = None
-    if segments:
-        members = torch.stack([*segments.values()], -1)
 
     # Sums over queries, which grow with each block; and statistics of each query, block by block.
     column_sums = torch.zeros(q.shape[:3], device=q.device, dtype=widened(q))
@@ -137,33 +132,21 @@ def measure(
     blocks: list[dict[str, Tensor]] = []
 
     def see(rows: Rows) -> None:
-        """Add a block of rows to the sums, and compute the statistics of its queries."""
-        pattern = rows.pattern
         counted_rows = is_counted[:, rows.queries]
-
-        # A key's own query is taken from the sum at the end.
-        own = fn.self_attention(pattern, rows.queries.start, rows.keys.start)
-        column_sums[..., rows.keys] += fn.column_sums(pattern, counted_rows)
+        own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
+        column_sums[..., rows.keys] += fn.column_sums(rows.pattern, counted_rows)
         self_attention[..., rows.queries] = own * counted_rows[:, None]
-
-        largest, index = pattern.max(-1)
-        target = (index + rows.keys.start).to(pattern.dtype)
-        of_block = {
-            "entropy": entropy(pattern),
-            "largest": largest,
-            "target": target,
-        }
-        if members is not None:
-            of_block["mass"] = pattern @ members[:, None, rows.keys].to(pattern.dtype)
-        blocks.append(of_block)
+        blocks.append(_of_queries(rows, segments))
 
     # Values without dimensions: then there is no output to compute.
     values = k[..., :0] if v is None else v
     with torch.no_grad():
         output = attention_by_rows(scores.attention(q, k, values), see)
 
+    # A key's own query does not count.
+    received = column_sums - self_attention
     seeing = fn.seeing_queries(is_counted, scores.window)
-    statistics = {"received": fn.received_attention(column_sums - self_attention, seeing)}
+    statistics = {"received": fn.received_attention(received, seeing)}
     for name in blocks[0]:
         statistics[name] = torch.cat([of_block[name] for of_block in blocks], 2)
     if v is not None:
@@ -175,6 +158,21 @@ def measure(
         if statistic.ndim == 4:
             is_padding = is_padding[..., None]
         statistics[name] = statistic.masked_fill(is_padding, torch.nan)
+    return statistics
+
+
+def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, Tensor]:
+    """The statistics of each query of a block, [batch head query …]."""
+    largest, index = rows.pattern.max(-1)
+    statistics = {
+        "entropy": entropy(rows.pattern),
+        "largest": largest,
+        "target": (index + rows.keys.start).to(largest.dtype),
+    }
+    if segments:
+        members = torch.stack([*segments.values()], -1)
+        of_keys = members[:, None, rows.keys].to(largest.dtype)
+        statistics["mass"] = rows.pattern @ of_keys
     return statistics
 
 

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis import analysis as protocols
-from mechattn.engine.pairing import PairedLayer, paired_layer
 from mechattn.engine.pending_sums import PendingSums
+from mechattn.engine.placed_batch import PairedLayer, paired_layer
 from mechattn.errors import ModelError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.attention import Rows
@@ -76,14 +76,12 @@ class RowReceiver:
 
     def _see_whole(self, layer: int, fused: Fused) -> None:
         """Pass a whole layer on: the analyses that take one need no rows."""
-        heads = fused.out.shape[1]
         batch = self.batch.at(layer)
         window = self.batch.windows[layer]
         attention = protocols.WholeAttention(layer, fused, batch, window)
 
         for number, analysis in self.of_rows:
-            sums = self.pending.of(number, layer, heads)
-            analysis.add_whole(sums, attention)
+            analysis.add_whole(self.pending.of(number, layer), attention)
             self.pending.complete(number, layer, "rows")
 
     def _see_rows(self, layer: int, rows: Rows) -> None:
@@ -103,10 +101,8 @@ class RowReceiver:
             attention=rows.attention,
         )
 
-        heads = rows.pattern.shape[1]
         for number, analysis in self.of_rows:
-            sums = self.pending.of(number, layer, heads)
-            analysis.add(sums, block)
+            analysis.add(self.pending.of(number, layer), block)
 
     def _see_pairs(self, layer: int, rows: Rows) -> None:
         """Pass a block on beside the baseline's rows of the same queries."""
@@ -117,11 +113,8 @@ class RowReceiver:
             self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
 
         block = self.paired_layers[layer].rows(rows)
-
-        heads = rows.pattern.shape[1]
         for number, analysis in self.of_pairs:
-            sums = self.pending.of(number, layer, heads)
-            analysis.add_pairs(sums, block)
+            analysis.add_pairs(self.pending.of(number, layer), block)
 
 
 @contextmanager
@@ -146,8 +139,7 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         """Give the final stream to every layer's sums, on the layer's device."""
         for number, analysis in of_final:
             for layer, device in batch.devices.items():
-                sums = pending.of(number, layer)
-                analysis.add_final(sums, resid_post.detach().to(device))
+                analysis.add_final(pending.of(number, layer), resid_post.detach().to(device))
                 pending.complete(number, layer, "final")
 
     hook_dict = batch.model.hook_dict  # listing the hooks takes a while
@@ -248,8 +240,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
         )
 
         for number, analysis in watching:
-            sums = pending.of(number, layer)
-            analysis.add_activations(sums, activations)
+            analysis.add_activations(pending.of(number, layer), activations)
             pending.complete(number, layer, "mlps")
 
     return at_nonlinearity(batch.model, dict.fromkeys(minimums, see))

@@ -23,8 +23,7 @@ from mechattn.analysis.analysis import (
     Window,
 )
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.engine.analysis_checks import check_captures
-from mechattn.engine.batch_pass import measure_batch
+from mechattn.engine.batches import measure_batch
 from mechattn.engine.engines import chosen_forward
 from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import (
@@ -108,8 +107,7 @@ def _passes(
 ) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
     """Measure one prompt at a time under a condition, beside its baseline if the analysis compares
     the two."""
-    check_captures(model, [analysis], layers)
-    forward, _ = chosen_forward(model, "auto", [analysis])
+    forward, _ = chosen_forward(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     conditions = with_baseline({"recorded": condition})
 

@@ -1,13 +1,15 @@
-"""Checks before the first forward pass: refuses conditions and sequences that a model cannot take."""
+"""Checks before the first forward pass: refuses what is no analysis or condition, and sequences that a
+model cannot take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.analysis import PROTOCOLS, Analysis
+from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong, warn
 from mechattn.interventions.intervention import ChecksSequences
@@ -24,8 +26,56 @@ from mechattn.prompts.tokenization import TokenizedModel
 AnyPrompts = Prompt | str | Tensor | Sequence[Prompt | str]
 Conditions = Mapping[str, Condition]
 ChosenLayers = Iterable[int] | int | None
+Analyses = Sequence[Analysis] | Analysis | None
 
 ByCondition = Mapping[str, TokenSequence]  # the sequences of one prompt
+# What every analysis has.
+_DECLARED = ("name", "options", "quantities", "problem", "start", "values")
+
+
+def checked_analyses(analyses: Sequence[Analysis] | Analysis | None) -> list[Analysis]:
+    """The analyses; there must be at least one, and each name must be unique."""
+    if analyses is None:
+        return [ReceivedAttention()]
+    if not isinstance(analyses, (list, tuple)):
+        analyses = [cast(Analysis, analyses)]
+    for analysis in analyses:
+        _check_protocol(analysis)
+
+    names = [analysis.name for analysis in analyses]
+    if not names or len(set(names)) < len(names):
+        raise OptionError(f"analyses={names}: give at least one, and each name once")
+
+    owners: dict[str, str] = {}
+    for analysis in analyses:
+        for quantity in {name.removesuffix("_by_segment") for name in analysis.quantities}:
+            owner = owners.setdefault(quantity, analysis.name)
+            if owner != analysis.name:
+                raise OptionError(
+                    f"{owner} and {analysis.name} both measure a quantity named {quantity!r}:"
+                    " rename it in one of them"
+                )
+    return list(analyses)
+
+
+def _check_protocol(analysis: Any) -> None:
+    """Refuse an analysis that does not follow the protocol."""
+    lacking = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
+    if lacking or isinstance(analysis, type):
+        raise OptionError(
+            f"analyses holds {analysis!r}, which is not an analysis (it lacks"
+            f" {', '.join(lacking) or 'an instance'}); give one such as ma.ReceivedAttention()"
+        )
+
+    if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
+        raise OptionError(
+            f"the analysis {analysis.name} receives no data: define add(sums, rows), or one of"
+            " add_pairs, add_activations, add_captures, add_final"
+        )
+
+    # It is the name of a dataset, and of its folder.
+    if not str(analysis.name).isidentifier():
+        raise OptionError(f"an analysis is named {analysis.name!r}: use letters, digits and _")
 
 
 def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
@@ -163,7 +213,7 @@ def made_sequences(
         ConditionError: A condition of the user's own does not give a sequence, gives another one
             each time, or does more than insert tokens.
     """
-    of_prompts = []
+    of_prompts: list[dict[str, TokenSequence]] = []
     for prompt in prompts:
         sequences = {}
         for name, condition in named.items():
@@ -175,25 +225,23 @@ def made_sequences(
                     " insert(tokenize(prompt, model), ids, at)"
                 )
             sequences[name] = sequence
-        of_prompts.append(sequences)
 
-    # One prompt is enough to find a condition that draws without the seed.
-    for name, condition in named.items():
-        if prompts and name != BASELINE and not of_prompts[0][name].counterpart:
-            again = condition.apply(prompts[0], model, seed)
-            if not again.tokens.equal(of_prompts[0][name].tokens):
-                raise ConditionError(
-                    f"the condition {name!r} inserts other tokens into prompt {prompts[0].id} each"
-                    " time, so no run can be repeated: draw them from apply's seed"
-                )
-
-    for prompt, sequences in zip(prompts, of_prompts, strict=True):
         for name, sequence in sequences.items():
-            if name != BASELINE and not sequence.counterpart:
-                _check_insertion(prompt, name, sequence, sequences[BASELINE])
+            if name == BASELINE or sequence.counterpart:
+                continue
+            # One prompt is enough to find a condition that draws without the seed.
+            if not of_prompts:
+                again = named[name].apply(prompt, model, seed)
+                if not again.tokens.equal(sequence.tokens):
+                    raise ConditionError(
+                        f"the condition {name!r} inserts other tokens into prompt {prompt.id} each"
+                        " time, so no run can be repeated: draw them from apply's seed"
+                    )
+            _check_insertion(prompt, name, sequence, sequences[BASELINE])
 
-    # Counterparts may change tokens: which ones is marked here.
-    return [with_changes(sequences, BASELINE) for sequences in of_prompts]
+        # A counterpart may change tokens: which ones is marked here.
+        of_prompts.append(with_changes(sequences, BASELINE))
+    return of_prompts
 
 
 def _check_insertion(
@@ -252,15 +300,14 @@ def checked_sequences(
 def check_variants(model: HookedModel, of_prompts: Sequence[ByCondition]) -> None:
     """Refuse hidden tokens or kept positions in a model that supports neither."""
     hiding = set()
-    lowest_ids: dict[str, int] = {}  # of conditions that keep positions
+    lowest_ids = []  # of sequences that keep positions, with their conditions
 
     for sequences in of_prompts:
         for name, sequence in sequences.items():
             if sequence.edge_mask:
                 hiding.add(name)
             if sequence.keeps_positions:
-                lowest = int(sequence.position_ids.min())
-                lowest_ids[name] = min(lowest, lowest_ids.get(name, lowest))
+                lowest_ids.append((int(sequence.position_ids.min()), name))
 
     layers = hooks.attention_layers(model)
     if hiding and len(layers) < model.cfg.n_layers:
@@ -271,21 +318,19 @@ def check_variants(model: HookedModel, of_prompts: Sequence[ByCondition]) -> Non
         )
 
     if lowest_ids:
-        _check_kept_positions(model, lowest_ids)
+        # Only the sequence that goes furthest below the first position matters.
+        _check_kept_positions(model, *min(lowest_ids))
 
 
-def _check_kept_positions(model: HookedModel, lowest_ids: Mapping[str, int]) -> None:
-    """Refuse positions that a model doesn't take, by the lowest of each condition."""
+def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None:
+    """Refuse positions that a model doesn't take, by the lowest of all, which a condition needs."""
     if not takes_position_ids(model):
         raise OptionError(
             f"{model.cfg.model_name} takes no position ids (its attention computes positions"
             " itself, like ALiBi, or has none), so the original tokens cannot keep theirs: omit"
-            f" {', '.join(map(repr, sorted(lowest_ids)))}"
+            f" {name!r}"
         )
-
-    # Only the condition that goes furthest below the first position matters.
-    name = min(lowest_ids, key=lambda condition: lowest_ids[condition])
-    if lowest_ids[name] >= 0:
+    if lowest_id >= 0:
         return
 
     # Rotary positions may be negative, where the model computes them and has no table.
@@ -295,7 +340,7 @@ def _check_kept_positions(model: HookedModel, lowest_ids: Mapping[str, int]) -> 
     elif takes_negative_ids(model):
         return
     raise OptionError(
-        f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_ids[name]} before the"
+        f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_id} before the"
         " first: insert after at least as many tokens as are inserted (a longer system prompt, or a"
         " smaller count)"
     )
@@ -305,31 +350,24 @@ def check_interventions(
     model: HookedModel, ids: Sequence[str], of_prompts: Sequence[ByCondition]
 ) -> None:
     """Refuse interventions that cannot act on this model or on their prompts."""
-    # By identity: prompts share interventions, and each is checked once.
-    interventions: dict[int, Any] = {}
-    uses: dict[int, list[tuple[str, TokenSequence]]] = {}  # by prompt and sequence
+    # By identity: prompts share interventions, and each is checked once, with all that it acts on.
+    uses: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
     for prompt, sequences in zip(ids, of_prompts, strict=True):
         for sequence in sequences.values():
             for intervention in sequence.interventions:
-                interventions[id(intervention)] = intervention
-                uses.setdefault(id(intervention), []).append((prompt, sequence))
+                _, used = uses.setdefault(id(intervention), (intervention, []))
+                used.append((prompt, sequence))
 
             # Refuses a layer that the model doesn't have.
             if sequence.edge_mask and sequence.edge_mask.layers is not None:
                 hooks.chosen_layers(model, sequence.edge_mask.layers)
 
-    for key, intervention in interventions.items():
-        intervention.check(model, [prompt for prompt, _ in uses[key]])
+    for intervention, used in uses.values():
+        intervention.check(model, [prompt for prompt, _ in used])
 
         if isinstance(intervention, ChecksSequences):
-            for prompt, sequence in uses[key]:
+            for prompt, sequence in used:
                 intervention.check_sequence(prompt, sequence)
-
-
-def positions_of(sequence: TokenSequence) -> int:
-    """The number of positions in a sequence: fewer than its tokens if the original ones keep their
-    positions."""
-    return int(sequence.position_ids.max()) + 1
 
 
 def sides_of(model: HookedModel, of_prompts: Sequence[ByCondition]) -> list[str]:
@@ -340,10 +378,13 @@ def sides_of(model: HookedModel, of_prompts: Sequence[ByCondition]) -> list[str]
         return []
 
     # All sequences of a prompt lie on the same side, see check_side.
-    return [
-        boundary.side(max(positions_of(sequence) for sequence in sequences.values()))
-        for sequences in of_prompts
-    ]
+    return [boundary.side(max(_positions_of(sequences).values())) for sequences in of_prompts]
+
+
+def _positions_of(sequences: ByCondition) -> dict[str, int]:
+    """The number of positions in each sequence: fewer than its tokens if the original ones keep
+    their positions."""
+    return {name: int(sequence.position_ids.max()) + 1 for name, sequence in sequences.items()}
 
 
 def check_side(
@@ -366,9 +407,9 @@ def check_side(
     if boundary is None:
         return
 
-    counts = {condition: positions_of(sequence) for condition, sequence in sequences.items()}
-    longest = max(counts, key=lambda condition: counts[condition])
-    shortest = min(counts, key=lambda condition: counts[condition])
+    counts = _positions_of(sequences)
+    longest = max(counts, key=counts.__getitem__)
+    shortest = min(counts, key=counts.__getitem__)
 
     has = f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"'
     if new_tokens:

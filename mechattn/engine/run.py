@@ -13,10 +13,8 @@ from tqdm.auto import tqdm
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
-from mechattn.engine.analysis_checks import check_captures, with_names
-from mechattn.engine.batch_pass import measure_batch
-from mechattn.engine.batching import Cost, batch_plan, in_halves
-from mechattn.engine.description import condition_data, model_data
+from mechattn.engine.batches import Cost, batch_plan, in_halves, measure_batch
+from mechattn.engine.description import condition_data, model_data, sequences_dataset
 from mechattn.engine.engines import (
     ENGINES,
     Engine,
@@ -26,8 +24,7 @@ from mechattn.engine.engines import (
 )
 from mechattn.engine.labelled_datasets import Collector, Keep
 from mechattn.engine.pending_sums import LayerValues
-from mechattn.engine.request_checks import AnyPrompts, ChosenLayers, Conditions
-from mechattn.engine.sequences_dataset import sequences_dataset
+from mechattn.engine.request_checks import Analyses, AnyPrompts, ChosenLayers, Conditions
 from mechattn.errors import check_choice, check_counts
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
@@ -40,7 +37,6 @@ from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result, memory_bytes
 from mechattn.stats.random_effects import FEWEST_DRAWS
 
-Analyses = Sequence[Analysis] | Analysis | None
 Sequences = list[dict[str, TokenSequence]]
 
 
@@ -139,8 +135,7 @@ class Plan:
             if isinstance(analysis, Calibrates):
                 analysis = analysis.calibrated(self.model, self.layers, prompts)
             analyses.append(analysis)
-        check_captures(self.model, analyses, self.layers)
-        forward, reason = chosen_forward(self.model, self.options.engine, analyses)
+        forward, reason = chosen_forward(self.model, self.options.engine, analyses, self.layers)
         plan = replace(self, analyses=analyses)
         return Run(plan, forward, reason, blind_scores(self.model), alike)
 
@@ -277,7 +272,7 @@ def make_plan(
     return Plan(
         model,
         checks.with_baseline(conditions),
-        with_names(analyses),
+        checks.checked_analyses(analyses),
         hooks.chosen_layers(model, options.layers),
         options,
         paths,

@@ -14,7 +14,13 @@ from torch import Tensor
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional.attention import EdgeMask
-from mechattn.interventions.intervention import Acting, CurrentTarget, on, tensors_digest
+from mechattn.interventions.intervention import (
+    Acting,
+    CurrentTarget,
+    as_tuple,
+    on,
+    tensors_digest,
+)
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
 from mechattn.prompts.token_sequences import TokenSequence
 
@@ -120,8 +126,7 @@ class AttentionKnockout:
     def __post_init__(self) -> None:
         for name in ("queries", "keys"):
             value: Any = getattr(self, name)
-            segments = value if isinstance(value, tuple) else (value,)
-            if not segments or any(segment not in SEGMENTS for segment in segments):
+            if not value or not set(as_tuple(value)) <= set(SEGMENTS):
                 raise OptionError(
                     f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}"
                 )
@@ -138,9 +143,8 @@ class AttentionKnockout:
                 " single AttentionKnockout"
             )
 
-        query_segments = _as_tuple(self.queries)
-        queries = _in_segments(sequence, query_segments)
-        keys = _in_segments(sequence, _as_tuple(self.keys))
+        queries = _in_segments(sequence, self.queries)
+        keys = _in_segments(sequence, self.keys)
         keys_before = keys.cumsum(0) - keys.long()
         if not (queries & (keys_before > 0)).any():
             raise OptionError(
@@ -148,21 +152,15 @@ class AttentionKnockout:
                 " here"
             )
 
-        layers = self.layers
-        if isinstance(layers, int):
-            layers = (layers,)
+        layers = None
+        if self.layers is not None:
+            layers = as_tuple(self.layers)
         # Generated tokens belong to the answer.
-        later = "answer" in query_segments
+        later = "answer" in as_tuple(self.queries)
         return replace(sequence, edge_mask=EdgeMask(queries, keys, layers, later))
 
 
-def _as_tuple(segments: str | tuple[str, ...]) -> tuple[str, ...]:
-    """One or several segments as a tuple."""
-    if isinstance(segments, str):
-        return (segments,)
-    return tuple(segments)
-
-
-def _in_segments(sequence: TokenSequence, segments: tuple[str, ...]) -> Bool[Tensor, " pos"]:
+def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
     """Which tokens belong to any of these segments."""
-    return torch.stack([sequence.of_segment(segment) for segment in segments]).any(0)
+    members = [sequence.of_segment(segment) for segment in as_tuple(segments)]
+    return torch.stack(members).any(0)

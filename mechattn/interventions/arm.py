@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
-from mechattn.interventions.intervention import Acting, CurrentTarget, as_layers, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, as_tuple, on
 from mechattn.model.hooked import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
@@ -64,7 +63,7 @@ class ARM:
         check_choice(fn.Scope, scope=self.scope)
         if self.control is not None:
             check_choice(fn.Control, control=self.control)
-        if not 0 <= self.c < inf:
+        if not self.c >= 0:
             raise OptionError(f"c={self.c!r}: give a factor, 0 or more")
         if self.form == "gemma" and self.c > 1:
             raise OptionError(f"c={self.c!r}: give a share, 0 to 1")
@@ -74,9 +73,6 @@ class ARM:
                 f"p1={self.p1!r}: give a percentile, 0 or above 1 and up to 100, such as 99.5; no"
                 " fraction"
             )
-
-        if not isfinite(self.strength):
-            raise OptionError(f"strength={self.strength!r}: give a number; 1 applies all")
 
         if not self.which or min(self.which) < 0:
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
@@ -108,7 +104,7 @@ class ARM:
     @property
     def which(self) -> tuple[int, ...]:
         """The layers."""
-        return as_layers(self.layers)
+        return as_tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a layer without an MLP of a known nonlinearity."""

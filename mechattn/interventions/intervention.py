@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -34,20 +34,32 @@ CurrentTarget = Callable[[], Target]  # of the forward pass that is running
 Acting = AbstractContextManager[None]
 
 
-def tensors_digest(tensors: Iterable[Tensor]) -> str:
-    """A short hash of some tensors, for the recorded description of an intervention."""
+def tensors_digest(nested: Any) -> str:
+    """A short hash of the tensors in nested mappings and sequences, for the recorded description of
+    an intervention."""
     sha256 = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in _tensors_in(nested):
         sha256.update(repr(tuple(tensor.shape)).encode())
         sha256.update(tensor.detach().cpu().double().numpy().tobytes())
     return sha256.hexdigest()[:12]
 
 
-def as_layers(layers: int | Iterable[int]) -> tuple[int, ...]:
-    """One or several layers as a tuple."""
-    if isinstance(layers, int):
-        return (layers,)
-    return tuple(layers)
+def _tensors_in(nested: Any) -> Iterator[Tensor]:
+    """The tensors in nested mappings and sequences, in their order."""
+    if isinstance(nested, Tensor):
+        yield nested
+        return
+    if isinstance(nested, Mapping):
+        nested = nested.values()
+    for member in nested:
+        yield from _tensors_in(member)
+
+
+def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
+    """One or several layers, or names of segments, as a tuple."""
+    if isinstance(one_or_several, (int, str)):
+        return (one_or_several,)
+    return tuple(one_or_several)
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -19,7 +19,14 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
-from mechattn.interventions.intervention import Acting, CurrentTarget, as_layers, on, tensors_digest
+from mechattn.interventions.intervention import (
+    Acting,
+    CurrentTarget,
+    Target,
+    as_tuple,
+    on,
+    tensors_digest,
+)
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
@@ -36,8 +43,7 @@ OfTokens = Float[Tensor, "pos head d_head"]  # the same of one sequence
 Positions = Int[Tensor, " pos"]
 
 
-@dataclass(frozen=True)
-class Affine:
+class Affine(NamedTuple):
     """λ and Σσ of one prompt in one layer, for each original token."""
 
     scale: Float[Tensor, "head original"]  # λ
@@ -80,7 +86,7 @@ class AffineAttention:
     @property
     def which(self) -> tuple[int, ...]:
         """The layers."""
-        return as_layers(self.layers)
+        return as_tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist and prompts that were not recorded."""
@@ -114,27 +120,25 @@ class AffineAttention:
         change.
         """
         z = z.to(torch.promote_types(z.dtype, torch.float32))
-        original = positions >= 0
+        is_changed = positions >= 0
         if self.recorded is None:
             scale = torch.as_tensor(self.scale, device=z.device, dtype=z.dtype)[..., None]
-            shift = torch.zeros((), device=z.device)
-            if self.shift is not None:
-                shift = self.shift.to(z)
+            shift = torch.zeros(()) if self.shift is None else self.shift
         else:
-            affine = self.recorded[prompt][layer]
-            length = affine.scale.shape[1]
+            recorded = self.recorded[prompt][layer]
+            length = recorded.scale.shape[1]
             self._check_length(prompt, positions, length)
-            original &= positions < length
+            is_changed &= positions < length
             places = positions.clamp(0, length - 1)
-            scale = rearrange(affine.scale.to(z)[:, places], "head pos -> pos head 1")
-            shift = rearrange(affine.shift.to(z)[:, places], "head pos d_head -> pos head d_head")
+            scale = rearrange(recorded.scale.to(z)[:, places], "head pos -> pos head 1")
+            shift = rearrange(recorded.shift.to(z)[:, places], "head pos d_head -> pos head d_head")
 
         changed = z
         if self.parts != "shift":
             changed = scale * changed
         if self.parts != "scale":
-            changed = changed + shift
-        return torch.where(original[:, None, None], changed, z)
+            changed = changed + shift.to(z)
+        return torch.where(is_changed[:, None, None], changed, z)
 
     def _check_length(self, prompt: str, positions: Positions, length: int) -> None:
         """Refuse another prompt than the recorded one, unless only tokens after it are read."""
@@ -146,17 +150,12 @@ class AffineAttention:
             )
 
     def __repr__(self) -> str:
-        tensors = [torch.as_tensor(self.scale)]
+        chosen = [torch.as_tensor(self.scale)]
         if self.shift is not None:
-            tensors.append(self.shift)
-        if self.recorded:
-            tensors = []
-            for affine_by_layer in self.recorded.values():
-                for affine in affine_by_layer.values():
-                    tensors += [affine.scale, affine.shift]
+            chosen.append(self.shift)
         return (
             f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, "
-            f"digest={tensors_digest(tensors)})"
+            f"digest={tensors_digest(self.recorded or chosen)})"
         )
 
     on = on
@@ -210,11 +209,8 @@ class KeysValues:
         return tuple(next(iter(self.of.values())))
 
     def __repr__(self) -> str:
-        tensors = []
-        for by_layer in self.of.values():
-            for by_part in by_layer.values():
-                tensors += list(by_part.values())
-        return f"KeysValues({self.segment!r}, {self.description}, digest={tensors_digest(tensors)})"
+        digest = tensors_digest(self.of)
+        return f"KeysValues({self.segment!r}, {self.description}, digest={digest})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,20 +257,19 @@ class KVPatch:
         """The layers."""
         if self.layers is None:
             return self.from_.layers
-        return as_layers(self.layers)
+        return as_tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist, and prompts or sources that were not recorded."""
         check_layers(model, self.which)
-        attending = []
         if hasattr(model, "hook_dict"):  # models of transformers have none
-            attending = attention_layers(model)
-        if attending and len(attending) < model.cfg.n_layers:
-            raise OptionError(
-                f"{model.cfg.model_name} has attention in {len(attending)} of "
-                f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
-                "whatever their keys and values are"
-            )
+            attending = len(attention_layers(model))
+            if attending < model.cfg.n_layers:
+                raise OptionError(
+                    f"{model.cfg.model_name} has attention in {attending} of "
+                    f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
+                    "whatever their keys and values are"
+                )
         sources = {prompt: self.from_.source_of(prompt) for prompt in prompts}
         missing = [prompt for prompt, source in sources.items() if source not in self.from_.of]
         _refuse_unrecorded(missing, prompts, "KVPatch", "record_keys_values")
@@ -300,32 +295,21 @@ class KVPatch:
         # a stored output is in its first pass.
         first_outputs: dict[int, Tensor] = {}  # by layer, at these tokens, before W_O
 
-        def in_segment(tensor: Float[Tensor, "batch pos ..."]) -> Bool[Tensor, "batch pos"]:
-            """The tokens to act on; none while an answer is generated."""
-            tokens = target()
-            if tokens.segments is None:
-                raise OptionError(
-                    "a KVPatch needs the segment of each token: use it in run or evaluate"
-                )
-            mask = torch.zeros(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
-            of_rows = tokens.segments == SEGMENTS.index(self.segment)
-            mask[tokens.rows.to(tensor.device)] = of_rows.to(tensor.device)
-            return mask
-
         def exchange(layer: int, part: Part, own: Float[Tensor, "batch pos width"]) -> Tensor:
             """In the second pass, the other run's keys or values at these tokens."""
-            mask = in_segment(own)
+            tokens = target()
+            mask = self._acts_on(tokens, own)
             is_first_pass = layer not in first_outputs
             if is_first_pass or not mask.any():
                 return own
             # masked_scatter fills row by row, so the prompts must be in the order of the rows.
-            sources = [self.from_.source_of(prompt) for prompt in target().prompts]
+            sources = [self.from_.source_of(prompt) for prompt in tokens.prompts]
             recorded = torch.cat([self.from_.of[source][layer][part] for source in sources])
             return own.masked_scatter(mask[..., None], recorded.to(own))
 
         def keep(layer: int, z: Z) -> Tensor:
             """Store the first pass's outputs at these tokens, and restore them in the second."""
-            mask = in_segment(z)
+            mask = self._acts_on(target(), z)
             if not mask.any():
                 return z
             if layer not in first_outputs:
@@ -338,6 +322,19 @@ class KVPatch:
         keeps = {layer: partial(keep, layer) for layer in later_layers}
         with changing_keys_values(model, exchanges), changing_z(model, keeps):
             yield
+
+    def _acts_on(
+        self, tokens: Target, tensor: Float[Tensor, "batch pos ..."]
+    ) -> Bool[Tensor, "batch pos"]:
+        """The positions of a tensor to act on; none while an answer is generated."""
+        if tokens.segments is None:
+            raise OptionError(
+                "a KVPatch needs the segment of each token: use it in run or evaluate"
+            )
+        mask = torch.zeros(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
+        of_rows = tokens.segments == SEGMENTS.index(self.segment)
+        mask[tokens.rows.to(tensor.device)] = of_rows.to(tensor.device)
+        return mask
 
     def __repr__(self) -> str:
         return f"KVPatch({self.segment!r}, from_={self.from_!r}, layers={self.which})"

@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.analysis.analysis import AnalysisBase
-from mechattn.engine.analysis_checks import with_names
+from mechattn.engine.request_checks import checked_analyses
 from mechattn.errors import OptionError
 
 
@@ -31,7 +31,7 @@ def with_every_option():
 def test_all_analyses_can_be_measured_together():
     analyses = with_every_option()
     assert {"attention_focus", "score_decomposition", "head_updates"} <= {a.name for a in analyses}
-    assert with_names(analyses) == analyses
+    assert checked_analyses(analyses) == analyses
 
 
 def test_two_with_a_name_in_common_are_noticed():
@@ -39,7 +39,7 @@ def test_two_with_a_name_in_common_are_noticed():
         name = "twin"
 
     with pytest.raises(OptionError, match="both measure a quantity named"):
-        with_names([ma.analyses.AttentionFocus(), Twin()])
+        checked_analyses([ma.analyses.AttentionFocus(), Twin()])
 
 
 def test_focus_and_scores_of_each_query_in_one_run(prompts, shared):

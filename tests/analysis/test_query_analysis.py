@@ -128,7 +128,6 @@ def test_without_of_queries(toy):
     [
         (lambda rows: {"x": rows.pattern.sum()}, r"'x' with the shape \[\], not \[batch, head"),
         (lambda rows: {"x": rows.pattern.sum(-1)[:1]}, r"'x' with the shape \[1, 8, \d+\], not"),
-        (lambda rows: {"x": 1.0}, r"'x' with the shape \[\], not"),
         (lambda rows: {"y": rows.pattern.sum(-1)}, r"gives \['y'\], and numbers declares \['x'\]"),
     ],
 )

@@ -29,13 +29,9 @@ def test_the_forward_guard_can_fail(no_forward):
         ma.run(no_forward, "Tom has 3 apples.")
 
 
-@pytest.mark.parametrize("name", ["toy:lama", "toy:"])
-def test_unknown_toy_lists_the_toys(name):
-    with pytest.raises(ModelError, match="toy:llama"):
-        ma.load_model(name)
-
-
 def test_unknown_model_says_what_was_tried():
+    with pytest.raises(ModelError, match="toy:llama"):
+        ma.load_model("toy:")
     with pytest.raises(
         ModelError, match=r"no model 'no/such-model'.*toy:llama.*loading it from the hub failed"
     ):
@@ -65,10 +61,9 @@ def test_directory_without_tokenizer(checkpoint, tmp_path):
         ma.load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("thing", [3, None, {"a": 1}])
-def test_a_thing_that_is_no_model(thing):
+def test_a_thing_that_is_no_model():
     with pytest.raises(ModelError, match="is not a model"):
-        ma.load_model(thing)
+        ma.load_model({"a": 1})
 
 
 def test_a_prompt_that_is_too_long_says_which_and_how_long(no_forward):
@@ -125,10 +120,10 @@ def test_a_model_that_is_not_itself_is_refused_with_the_figures():
     assert not ma.run(hooked, "Tom has 3 apples.").provenance["model"]["verified"]
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float8"}, {"dtype": "int64"}])
-def test_a_dtype_that_is_none(options):
+@pytest.mark.parametrize("name", ["float8", "int64"])
+def test_a_dtype_that_is_none(name):
     with pytest.raises(OptionError, match="float32"):
-        dtype_named(**{"name": options["dtype"]})
+        dtype_named(name)
 
 
 def test_an_engine_that_is_none(toy):
@@ -189,12 +184,6 @@ def test_nothing_left_to_measure(no_forward):
     analysis = ma.ReceivedAttention(skip_first=True)
     with pytest.raises(PromptError, match="no attention is received"):
         ma.run(no_forward, torch.tensor([[1, 5]]), analyses=analysis)
-
-
-@pytest.mark.parametrize("wrong", [{"count": 5.5}, {"count": True}, {"text": 5}])
-def test_kinds_of_a_conditions_options(wrong):
-    with pytest.raises(OptionError, match=r"a whole number|the text to repeat"):
-        ma.MeaninglessTokens(**wrong)
 
 
 def test_answers_that_are_not_there(tmp_path):
@@ -277,13 +266,6 @@ def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forwar
         ma.run(no_forward, "Tom has 3 apples.", {"x": ma.MeaninglessTokens("zebra", count=55)})
 
 
-def test_other_options_of_a_condition():
-    with pytest.raises(OptionError, match="before_question"):
-        ma.MeaninglessTokens(place="end")
-    with pytest.raises(OptionError, match="text=''"):
-        ma.MeaninglessTokens("")
-
-
 def test_random_place_in_a_question_of_one_token(no_forward):
     prompt = ma.Prompt("Tom", system="Solve it.")
     with pytest.raises(ConditionError, match="one question token"):
@@ -293,7 +275,6 @@ def test_random_place_in_a_question_of_one_token(no_forward):
 @pytest.mark.parametrize(
     "options",
     [
-        {"layers": [9]},
         {"layers": []},
         {"layers": "all"},
         {"conditions": [ma.MeaninglessTokens()]},
@@ -479,7 +460,9 @@ def test_config_files(tmp_path, change, message):
     ("make", "message"),
     [
         (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
-        (lambda: ma.MeaninglessTokens(count=5.5), "count=5.5: give a whole number"),
+        (lambda: ma.MeaninglessTokens(count=True), "count=True: give a whole number"),
+        (lambda: ma.MeaninglessTokens(text=5), "the text to repeat"),
+        (lambda: ma.MeaninglessTokens(place="end"), "before_question"),
         (lambda: ma.MeaninglessTokens(""), "text='': give the text"),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
         (
@@ -498,11 +481,7 @@ def test_conditions_that_cannot_be(make, message):
     ("ask", "message"),
     [
         (lambda n: ma.load_prompts("word-problems", limit=n), "the package has 512 questions .word-problems. with seed=0"),
-        (lambda n: ma.load_prompts("recall", limit=n), "the package has 256 questions .recall. with seed=0"),
-        (lambda n: ma.repeated_random(None, n), "limit=.*at most 1,000,000"),
         (lambda n: ma.MeaninglessTokens("/", count=n), "count=.*at most 1,000,000"),
-        (lambda n: ma.RandomSentence(count=n), "count=.*at most 1,000,000"),
-        (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*at most 1,000,000"),
         (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
         (lambda n: ma.random_weights("toy:llama", seed=n), "seed=.*at most 9,223"),
     ],
@@ -540,9 +519,7 @@ def _inline(value):
     return json.dumps(value)
 
 
-@pytest.mark.parametrize(
-    "given", ["received_attention", ma.ReceivedAttention, [ma.ReceivedAttention], [3]]
-)
+@pytest.mark.parametrize("given", ["received_attention", ma.ReceivedAttention, [3]])
 def test_what_is_no_analysis(no_forward, given):
     with pytest.raises(
         OptionError,
@@ -613,7 +590,7 @@ def test_what_a_user_may_well_type(toy, baseline_alone, call, message):
         call(toy, baseline_alone)
 
 
-@pytest.mark.parametrize("token", [10**30, True, 1.5, "a"])
+@pytest.mark.parametrize("token", [10**30, True, 1.5])
 def test_a_token_id_that_is_no_whole_number(token):
     with pytest.raises(
         PromptError, match=f"prompt a holds the token id {token!r:.40}; give whole numbers"

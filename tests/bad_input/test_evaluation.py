@@ -64,13 +64,6 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
             "'x' acts inside the model",
         ),
         (
-            {
-                "server": ADDRESS,
-                "conditions": {"x": SLASH.under(ma.interventions.AttentionKnockout())},
-            },
-            "'x' acts inside the model",
-        ),
-        (
             {"server": ADDRESS, "conditions": {"x": SLASH.masked()}},
             "'x' acts inside the model",
         ),

@@ -15,19 +15,6 @@ from tests.tiny_families import tiny_model
 PROMPT = ma.Prompt(
     "Tom has 3 apples and 2 pears. How many fruits does Tom have?", "Count.", id="0", solution="5"
 )
-EVERY = (
-    ma.analyses.AttentionFocus,
-    ma.analyses.HeadUpdates,
-    ma.analyses.TopTargetUpdates,
-    ma.analyses.BlockUpdates,
-    ma.analyses.DirectLogits,
-)
-
-
-@pytest.mark.parametrize("analysis", EVERY)
-def test_a_passage_of_one_token(no_forward, analysis):
-    with pytest.raises(PromptError, match="is a single token: no query comes after it"):
-        ma.run(no_forward, torch.tensor([[1]]), analyses=analysis())
 
 
 def test_too_short_for_sinks_and_for_a_rank(no_forward):
@@ -53,19 +40,14 @@ def test_layers_heads_and_models(toy, call, message):
         call(toy)
 
 
-@pytest.mark.parametrize("option", [{"rank": -1}, {"rank": 1.5}, {"rank": True}])
-def test_ranks(option):
-    with pytest.raises(OptionError, match=r"rank=.*: give a whole number"):
-        ma.analyses.ScoreDecomposition(**option)
+def test_a_rank_that_is_none():
+    with pytest.raises(OptionError, match=r"rank=-1: give a whole number"):
+        ma.analyses.ScoreDecomposition(rank=-1)
 
 
 @pytest.mark.parametrize(
-    "option",
-    [
-        {"threshold": 0}, {"threshold": 1.2}, {"least_queries": 0}, {"gap": 2.5},
-        {"inactive_below": float("nan")}, {"massive": (1.0,)},
-    ],
-)  # fmt: skip
+    "option", [{"threshold": 0}, {"threshold": 1.2}, {"gap": 2.5}, {"massive": (1.0,)}]
+)
 def test_options_of_sinks(option):
     with pytest.raises(OptionError, match=next(iter(option))):
         ma.analyses.AttentionSinks(**option)

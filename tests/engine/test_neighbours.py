@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import batching as batch_plans
+from mechattn.engine import batches as batch_plans
 from mechattn.engine import request_checks
 from mechattn.errors import MechattnError
 from mechattn.model.hooked import facts_of

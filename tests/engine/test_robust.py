@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine.batching import is_out_of_memory
+from mechattn.engine.batches import is_out_of_memory
 from mechattn.engine.pending_sums import PendingSums
 from mechattn.engine.placed_batch import PlacedBatch
 from mechattn.errors import ModelError

@@ -73,19 +73,14 @@ def test_texts_and_token_ids_are_prompts_too(toy):
     assert as_tokens["sequences"].tokens.values[0, 0].tolist() == tokens[0].tolist()
 
 
-@pytest.mark.parametrize("queries", ["original", "all", "question"])
-def test_options_are_recorded_and_matter(toy, prompts, queries):
-    analysis = ma.ReceivedAttention(queries=queries, include_self=True, skip_first=True)
-    result = ma.run(toy, prompts[:3], CONDITIONS, [analysis])
-    assert result.provenance["analyses"]["received_attention"] == {
-        "queries": queries,
-        "include_self": True,
-        "skip_first": True,
-    }
+def test_options_are_recorded_and_matter(toy, prompts):
+    options = {"queries": "question", "include_self": True, "skip_first": True}
+    result = ma.run(toy, prompts[:3], CONDITIONS, [ma.ReceivedAttention(**options)])
+    assert result.provenance["analyses"]["received_attention"] == options
     dataset = result["received_attention"]
     assert dataset.received.sel(key=0).isnull().all()
     assert dataset.received_by_segment.sel(segment="first").isnull().all()
-    assert f"queries='{queries}'" in dataset.received.attrs["options"]
+    assert "queries='question'" in dataset.received.attrs["options"]
 
 
 def test_only_the_chosen_layers(toy, prompts):
@@ -97,8 +92,7 @@ def test_only_the_chosen_layers(toy, prompts):
     )  # layers not asked for run SDPA
 
 
-@pytest.mark.parametrize("engine", ["streaming", "hooks"])
-@pytest.mark.parametrize("layers", [[1], None])
+@pytest.mark.parametrize(("engine", "layers"), [("streaming", None), ("hooks", [1])])
 def test_a_pass_ends_where_the_last_value_has_come(toy, prompts, engine, layers):
     """After the attention of the last layer nothing runs, unless something else was asked for."""
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import batching as batch_plans
+from mechattn.engine import batches as batch_plans
 from mechattn.engine import request_checks
-from mechattn.engine.batching import Cost, batch_plan
+from mechattn.engine.batches import Cost, batch_plan
 from mechattn.errors import OptionError
 from tests.model.unusual import BOUNDARY, TABLES, unusual_model
 

@@ -16,11 +16,6 @@ BY_TOKEN = (
 NO_SCORES = (ma.analyses.ScoreDecomposition,)  # undefined under RoPE
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return ma.load_model("toy:llama")
-
-
 class Asked(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -40,14 +35,14 @@ def asked(model, prompts, analyses, layers):
 
 
 @pytest.mark.parametrize("make", [make for make in ANALYSES if make not in BY_TOKEN + NO_SCORES])
-def test_a_pass_waits_as_often_for_one_layer_as_for_four(make, llama):
+def test_a_pass_waits_as_often_for_one_layer_as_for_four(make, toy):
     prompts = ma.load_prompts("word-problems", limit=2)
     for layers in ([3], [0, 1, 2, 3]):
-        asked(llama, prompts, [make()], layers)  # what is asked once of these layers of a model
-    assert asked(llama, prompts, [make()], [3]) == asked(llama, prompts, [make()], [0, 1, 2, 3])
+        asked(toy, prompts, [make()], layers)  # what is asked once of these layers of a model
+    assert asked(toy, prompts, [make()], [3]) == asked(toy, prompts, [make()], [0, 1, 2, 3])
 
 
-def test_the_count_would_notice_a_layer_that_waits(llama, monkeypatch):
+def test_the_count_would_notice_a_layer_that_waits(toy, monkeypatch):
     values = ma.ReceivedAttention.values
 
     def waiting(self, sums, batch, window):
@@ -57,6 +52,6 @@ def test_the_count_would_notice_a_layer_that_waits(llama, monkeypatch):
     monkeypatch.setattr(ma.ReceivedAttention, "values", waiting)
     prompts = ma.load_prompts("word-problems", limit=2)
     one, four = (
-        asked(llama, prompts, [ma.ReceivedAttention()], layers) for layers in ([3], [0, 1, 2, 3])
+        asked(toy, prompts, [ma.ReceivedAttention()], layers) for layers in ([3], [0, 1, 2, 3])
     )
     assert sum(four.values()) >= sum(one.values()) + 3

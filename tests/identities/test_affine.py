@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.affine_shift import split_rows
-from mechattn.engine.batch_pass import measure_batch
+from mechattn.engine.batches import measure_batch
 from mechattn.engine.engines import forward_in_blocks
 from mechattn.errors import OptionError
 from mechattn.functional import head_outputs as fn

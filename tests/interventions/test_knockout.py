@@ -125,8 +125,8 @@ def test_a_model_that_takes_no_notice_is_found(tokenizer):
             ma.run(model, "Tom has 3 apples.", {"x": SLASH.masked()}, analysis, engine="hooks")
 
 
-def test_two_cuts_at_once_are_refused():
+def test_two_cuts_at_once_are_refused(toy):
     with pytest.raises(OptionError, match="already has cut edges"):
         SLASH.masked().under(ma.interventions.AttentionKnockout("question", "system")).apply(
-            ma.Prompt("Tom has 3 apples.", id="a"), ma.load_model("toy:llama")
+            ma.Prompt("Tom has 3 apples.", id="a"), toy
         )

@@ -1,0 +1,108 @@
+"""The simplest way to write an analysis: numbers of each query, from its row of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import (
+    AnalysisBase,
+    AttentionRows,
+    Quantities,
+    Quantity,
+    Sums,
+    Values,
+    Window,
+    means_by_segment,
+    means_of,
+    of_each,
+    zeros,
+)
+from mechattn.errors import OptionError
+from mechattn.prompts.token_sequences import Batch
+
+_UNDEFINED = " is undefined"  # with the name of a number: where it is
+
+
+class QueryAnalysis(AnalysisBase):
+    """Base class for numbers computed from each query's row of attention; a subclass defines
+    ``of_queries``.
+
+    The null is added automatically: the same numbers for a head that attends uniformly to the keys
+    it can see.
+
+    ``name`` is the name of the dataset. ``numbers`` gives (units, description) for each number; its
+    mean over queries is kept per head and segment, and with ``each_query = True`` also the number
+    of each query, as ``…_at``.
+    """
+
+    name: ClassVar[str]
+    numbers: ClassVar[Mapping[str, tuple[str, str]]]
+    each_query: ClassVar[bool] = False
+
+    def of_queries(self, rows: AttentionRows) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+        """Return each number [batch head query] for a block of queries; ``rows.pattern`` is [batch
+        head query key].
+
+        A number that is undefined for some queries comes with a mask of those for which it is
+        defined, as a pair of tensors of this shape; the others do not count in its means.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define of_queries(rows)")
+
+    @property
+    def quantities(self) -> Quantities:
+        """Means over the queries of each segment."""
+        numbers = {
+            name: Quantity(("head", "segment"), units, description)
+            for name, (units, description) in self.numbers.items()
+        }
+        if not self.each_query:
+            return means_of(numbers)
+        return means_of(numbers) | of_each(numbers)
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Zeros, and nothing undefined."""
+        sums = zeros(batch, heads, *self.numbers)
+        for name in self.numbers:
+            sums[name + _UNDEFINED] = torch.zeros_like(sums[name], dtype=torch.bool)
+        return sums
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Store the numbers of these queries."""
+        numbers = self.of_queries(rows)
+        if set(numbers) != set(self.numbers):
+            raise OptionError(
+                f"{self.name}: of_queries gives {list(numbers)}, and numbers declares"
+                f" {list(self.numbers)}"
+            )
+
+        for name, number in numbers.items():
+            if isinstance(number, tuple):
+                number, is_defined = number
+                self._check_shape(name, is_defined, rows)
+                undefined = ~is_defined.bool()
+                sums[name + _UNDEFINED][..., rows.queries] = undefined
+                number = number.masked_fill(undefined, 0)
+            self._check_shape(name, number, rows)
+            sums[name][..., rows.queries] = number.to(sums[name].dtype)
+
+    def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
+        """Refuse a number that would be spread over all queries, heads or prompts."""
+        expected = list(rows.pattern.shape[:3])
+        shape = list(getattr(number, "shape", ()))
+        if shape != expected:
+            raise OptionError(
+                f"{self.name}: of_queries gives {name!r} with the shape {shape}, not"
+                f" [batch, head, query] = {expected}: reduce rows.pattern over its keys"
+            )
+
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
+        """Means over the queries of each segment for which a number is defined."""
+        of_queries = {
+            name: sums[name].masked_fill(sums[name + _UNDEFINED], torch.nan)
+            for name in self.numbers
+        }
+        return means_by_segment(of_queries, batch, each=self.numbers if self.each_query else ())
