@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.attention import constant, for_each_head
+from mechattn.functional.attention import for_each_head
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_means
 from mechattn.model.head_parts import output_factor_of, output_weights, wide
@@ -220,8 +221,8 @@ class _Updates(AnalysisBase):
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
 
-        sizes = constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
-        cosines = constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
+        sizes = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
+        cosines = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
         original = batch.origin >= 0
         values["magnitude_counts"] = fn.counts_in_bins(magnitude, sizes, original)
         values["orientation_counts"] = fn.counts_in_bins(orientation, cosines, original)
@@ -314,3 +315,11 @@ class TopTargetUpdates(_Updates):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         sums |= self.measured(sums.pop("read"), captures)
+
+
+@lru_cache(maxsize=32)  # a copy to a GPU waits for it
+def _constant(
+    numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, " number"]:
+    """Fixed numbers as a tensor, one for all blocks and layers."""
+    return torch.tensor(numbers, device=device, dtype=dtype)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mechattn.functional.attention import EdgeMask, Marked, Pattern, for_each_head
@@ -19,27 +19,6 @@ CountOfKey = Float[Tensor, "batch key"]  # of queries
 Members = Bool[Tensor, "batch segment key"]  # the keys of each segment
 PerSegment = Float[Tensor, "batch head segment"]
 OfSequence = Float[Tensor, " batch"]
-
-
-def visible_keys(
-    queries: Int[Tensor, " query"], keys: int, window: int | None = None
-) -> Bool[Tensor, "query key"]:
-    """Which keys each query can see: those not after it, in a windowed layer the last ``window`` of
-    these.
-
-    Args:
-        queries: The positions of some queries.
-        keys: The number of keys, from the first on.
-        window: How many keys a query sees, including its own; None for all.
-
-    Returns:
-        True where a query sees a key.
-    """
-    distance = queries[:, None] - torch.arange(keys, device=queries.device)
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    return visible
 
 
 def column_sums(pattern: Pattern, counted: Counted) -> PerKey:

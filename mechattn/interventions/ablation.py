@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Acting, CurrentTarget, on, tensors_digest
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
-from mechattn.prompts.token_sequences import TokenSequence
+from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 
 Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
 
@@ -153,7 +152,7 @@ class AttentionKnockout:
             layers = (layers,)
         # Generated tokens belong to the answer.
         later = "answer" in query_segments
-        return replace(sequence, edge_mask=EdgeMask(queries, keys, layers, later))
+        return replace(sequence, edge_mask=CutEdges(queries, keys, layers, later))
 
 
 def _as_tuple(segments: str | tuple[str, ...]) -> tuple[str, ...]:

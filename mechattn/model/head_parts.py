@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
+from mechattn.functional.attention import widened
 from mechattn.functional.head_outputs import Factor, output_factor
 from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
 from mechattn.model.several_devices import device_of, weights_here
@@ -166,9 +167,7 @@ def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Convert to float32 at least."""
-    if tensor.dtype == torch.float64:
-        return tensor
-    return tensor.float()
+    return tensor.to(widened(tensor))
 
 
 def score_biases(

@@ -17,8 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError, RowError
-from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens
-from mechattn.functional.received import visible_keys
+from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens, visible_keys
 from mechattn.model.architectures import particulars_of
 from mechattn.model.head_parts import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped

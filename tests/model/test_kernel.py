@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import mechattn as ma
-from mechattn.model.verify.kernel_check import _ThroughIdentity
+from mechattn.model.verify.checks import _ThroughIdentity
 from tests.tiny_families import tiny_model
 
 

@@ -114,15 +114,13 @@ def test_what_a_gate_lets_through(shared, monkeypatch):
     there = ~np.isnan(expected)
     scale = np.sqrt(np.mean(expected[there] ** 2))
     np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
-    monkeypatch.setattr(
-        "mechattn.analysis.direct_logits.gate_function", lambda detail: torch.ones_like
-    )
+    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_of", lambda model: torch.ones_like)
     ungated, _ = both()
     assert np.nanmax(abs(ungated[there] - expected[there])) > 0.1 * scale
 
 
 def test_a_norm_after_the_mix_is_refused(shared, monkeypatch):
     model = shared("Qwen3-Next (hybrid)")
-    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_function", lambda detail: None)
+    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_of", lambda model: None)
     with pytest.raises(ModelError, match=r"a key's share of a head's update is not"):
         ma.run(model, "Tom has 3 apples.", analyses=ma.analyses.SegmentLogits())

@@ -1,11 +1,8 @@
-"""Compares attention in row blocks, and a fused kernel's sums, with the patterns at the hooks."""
+"""Compares attention in row blocks, and from a fused kernel, with the patterns at the hooks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -38,54 +35,45 @@ def check_streaming(model: HookedModel) -> Check:
 
 
 def check_fused(model: HookedModel) -> Check:
-    """Check that a fused kernel gives the hooks' logits, and the sums of their patterns over
-    queries, on the probe."""
+    """Check that a fused kernel gives the hooks' logits, and sums over queries that are the hooks'
+    patterns, on the probe."""
     return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
 
 
 def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Check:
-    """Compare a pass without hooks with one through them, layer by layer: patterns, or with
-    ``fused`` their sums."""
+    """Compare a pass without hooks with one through them: logits, and the pattern of each layer."""
     reason = why_not(model)
     if reason:
         return Check(name, "limited", detail=reason)
 
     layers = hooks.attention_layers(model)
     tokens = probe.probe_tokens(model, probe.PROBE).to(device_of(model))
-    expected_logits, hook_values = hooks.logits_and_values(
-        model, tokens, map(hooks.pattern_hook, layers)
-    )
-    expected = {}
-
-    for layer in layers:
-        expected[layer] = hook_values[hooks.pattern_hook(layer)].float().cpu()
-        if fused:
-            expected[layer] = _sums(expected[layer])
-
+    pattern_hooks = [hooks.pattern_hook(layer) for layer in layers]
+    expected_logits, patterns = hooks.logits_and_values(model, tokens, pattern_hooks)
     try:
         logits, streamed = _streamed(model, tokens, fused)
     except Exception as error:
         return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
 
-    for layer in layers:
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer, pattern_hook in zip(layers, pattern_hooks, strict=True):
         if layer not in streamed:
             return Check(name, "limited", layer, detail="its attention function cannot be replaced")
+        pairs[layer] = (streamed[layer], patterns[pattern_hook].float().cpu())
 
     detail = f"{way} against the hooks"
     dtype = probe.dtype_of(model)
-    pairs = {layer: (streamed[layer], expected[layer]) for layer in expected}
     if dtype in TOLERANCE_IN_HALF_PRECISION:
         tolerance = TOLERANCE_IN_HALF_PRECISION[dtype]
-        measure = f"{detail}, root mean square"
-        check = compare(name, pairs, tolerance, measure, "", overall=True)
+        check = compare(name, pairs, tolerance, f"{detail}, root mean square", overall=True)
     else:
         tolerance = TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
-        queries = tokens.shape[1] if fused else 1  # whose differences add up in a sum
-        check = compare(name, pairs, queries * tolerance, detail, "", scale=1.0)
+        check = compare(name, pairs, tolerance, detail, scale=1.0)
 
     tolerance_of_logits = probe.TOLERANCE[dtype][0]
+    expected = expected_logits[0].float().cpu()
     check_of_logits = compare_positions(
-        name, logits, expected_logits[0].float().cpu(), tolerance_of_logits, f"{detail}: logits", ""
+        name, logits, expected, tolerance_of_logits, f"{detail}: logits"
     )
     for failed in (check, check_of_logits):
         if failed.outcome != "passed":
@@ -96,51 +84,25 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
 
 def _streamed(
     model: HookedModel, tokens: Tensor, fused: bool
-) -> tuple[Float[Tensor, "pos d_vocab"], dict[int, Tensor]]:
-    """Logits, and by layer the pattern or its sums, of a pass without hooks."""
-    blocks: dict[int, list[Rows]] = {}
-    sums: dict[int, Tensor] = {}
+) -> tuple[Float[Tensor, "pos d_vocab"], dict[int, Pattern]]:
+    """Logits, and by layer the pattern, of a pass without hooks."""
+    patterns: dict[int, Pattern] = {}
+    length = tokens.shape[1]
 
     def see(layer: int, attention: Rows | Fused) -> None:
         if isinstance(attention, Fused):
-            groups = _groups(attention.own.shape[-1]).to(attention.own)
-            sums[layer] = attention.column_sums(groups).cpu()
-        else:
-            stored = replace(attention, pattern=attention.pattern.clone())
-            blocks.setdefault(layer, []).append(stored)
+            # With each query as a group of its own, the sums over queries are the pattern.
+            each_query = torch.eye(length).to(attention.own)[None]
+            patterns[layer] = attention.column_sums(each_query).mT.cpu()
+            return
+        rows = attention.pattern.cpu()
+        if layer not in patterns:
+            patterns[layer] = rows.new_zeros(*rows.shape[:2], length, length)
+        patterns[layer][:, :, attention.queries, attention.keys] = rows
 
     windows = {
         layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)
     }
     with torch.no_grad(), streaming(model, windows, see, block=8, fused=fused):
         logits = model(tokens, return_type="logits", **hooks.keeping_nothing(model))[0]
-
-    streamed = dict(sums)
-    for layer, rows in blocks.items():
-        streamed[layer] = _assembled(rows)
-        if fused:
-            streamed[layer] = _sums(streamed[layer])
-
-    return logits.float().cpu(), streamed
-
-
-def _assembled(blocks: list[Rows]) -> Pattern:
-    """The whole pattern, assembled from its blocks."""
-    length = max(rows.keys.stop for rows in blocks)
-    batch, heads = blocks[0].pattern.shape[:2]
-    pattern = blocks[0].pattern.new_zeros((batch, heads, length, length))
-    for rows in blocks:
-        pattern[:, :, rows.queries, rows.keys] = rows.pattern
-    return pattern.cpu()
-
-
-def _sums(pattern: Pattern) -> Float[Tensor, "batch head key 2"]:
-    """What the keys receive from all queries, and from every second one."""
-    by_key = rearrange(pattern, "batch head query key -> batch head key query")
-    return by_key @ _groups(pattern.shape[-1])[:, None].to(pattern)
-
-
-def _groups(queries: int) -> Float[Tensor, "1 query 2"]:
-    """All queries, and every second one."""
-    ones = torch.ones(queries)
-    return torch.stack([ones, ones.cumsum(0) % 2], -1)[None]
+    return logits.float().cpu(), patterns
