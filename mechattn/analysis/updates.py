@@ -33,7 +33,7 @@ from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_means
-from mechattn.model.head_parts import output_factor_of, output_weights, wide
+from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.prompts.token_sequences import Batch
@@ -113,7 +113,7 @@ def _layer_weights(
     w_o: Float[Tensor, "head d_head d_model"], norm: FrozenNorm | None
 ) -> _LayerWeights:
     """The factors of W_O, computed once for all batches."""
-    factor = output_factor_of(w_o)
+    factor = fn.output_factor(w_o)
     if norm is None:
         return _LayerWeights(w_o, factor, None, None)
     factor_after = fn.output_factor(norm.of_part(wide(w_o)))

@@ -229,35 +229,6 @@ def add_near_sums(
         near[..., keys] += diagonal * weights
 
 
-def near_queries(
-    real: Marked, gap: int, window: int | None = None, edge_mask: EdgeMask | None = None
-) -> CountOfKey:
-    """The number of real queries less than ``gap`` positions later that see each key, its own
-    included.
-
-    Args:
-        real: Which positions are tokens, and not padding.
-        gap: The first distance that is not near, in positions.
-        window: How many keys a query sees, including its own; None for all.
-        edge_mask: Edges that are cut.
-
-    Returns:
-        Numbers of queries, as float32.
-    """
-    length = real.shape[1]
-    near = torch.zeros(real.shape, device=real.device)
-
-    for back in range(min(gap, length, window or length)):
-        # Whether the query so far behind each key is a token, and sees the key.
-        keys = length - back
-        sees = real[:, back:].clone()
-        if edge_mask is not None and back:
-            is_cut = edge_mask.queries[:, back:] & edge_mask.keys[:, :keys]
-            sees &= ~is_cut
-        near[:, :keys] += sees
-    return near
-
-
 def value_norms(
     v: Float[Tensor, "batch kv_head key d_head"], factor: Float[Tensor, "head rank d_head"]
 ) -> tuple[PerKey, PerKey]:

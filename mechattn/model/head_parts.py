@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mechattn.errors import ModelError
 from mechattn.functional.attention import widened
-from mechattn.functional.head_outputs import Factor, output_factor
 from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
 from mechattn.model.several_devices import device_of, weights_here
 
@@ -155,14 +154,6 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     if factor == 1:
         return w_o
     return w_o * factor
-
-
-def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
-    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O.
-
-    A QR decomposition costs about as much as ten tokens in a forward pass.
-    """
-    return output_factor(wide(w_o))
 
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

@@ -265,8 +265,9 @@ def logits_and_values(
     """The logits of a pass, and the values at the hooks of these names."""
     activations: dict[str, Tensor] = {}
 
-    def keep(value: Tensor, hook: Any, name: str) -> None:
-        activations[name] = value.detach()
+    def keep(value: Any, hook: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            activations[name] = value.detach().clone()  # some modules add to it in place
 
     fwd_hooks: Hooks = [(name, partial(keep, name=name)) for name in names]
     options = keeping_nothing(model)

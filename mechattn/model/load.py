@@ -47,8 +47,7 @@ from mechattn.model.verified_models import (
     tried,
     verified,
 )
-from mechattn.model.verify.checks import check_model
-from mechattn.model.verify.streaming_checks import check_streaming
+from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]

@@ -13,7 +13,7 @@ from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.patch import streaming as attention_calls
 from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.verify.streaming_checks import check_streaming
+from mechattn.model.verify.checks import check_streaming
 from tests.tiny_families import tiny_model
 
 

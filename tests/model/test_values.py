@@ -56,23 +56,35 @@ def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypat
     )
 
 
-def test_both_engines_are_given_the_same_values(tokenizer):
-    model = loaded("OLMo clipped", tokenizer)
-    made = [
-        ma.run(
-            model,
-            PROMPT,
-            {"slash": SLASH},
-            [ma.analyses.AffineShift(), ma.analyses.SegmentFlow()],
-            engine=engine,
-        )
-        for engine in ("hooks", "streaming")
-    ]
-    for analysis in ("affine_shift", "segment_flow"):
-        for variable in made[0][analysis]:
-            one, other = (result[analysis][variable].values for result in made)
-            if one.dtype.kind == "f":
-                np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4, err_msg=str(variable))
+ENGINES_AGREE_ON = {
+    "OLMo clipped": ([ma.analyses.AffineShift(), ma.analyses.SegmentFlow()], 1e-4, 2e-5),
+    "DeepSeek-V3 (latent attention)": (
+        [
+            ma.analyses.HeadUpdates(),
+            ma.analyses.TopTargetUpdates(),
+            ma.analyses.DirectLogits(),
+            ma.analyses.AttentionSinks(),
+            ma.analyses.AffineShift(),
+        ],
+        1e-3,
+        1e-4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES_AGREE_ON)
+def test_both_engines_are_given_the_same_values(name, tokenizer, shared):
+    analyses, rtol, atol = ENGINES_AGREE_ON[name]
+    model = loaded(name, tokenizer) if name in CLIPPED else shared(name)
+    streamed, hooked = (
+        ma.run(model, PROMPT, {"slash": SLASH}, analyses, engine=engine)
+        for engine in ("streaming", "hooks")
+    )
+    for analysis in analyses:
+        for variable, values in streamed[analysis.name].items():
+            if values.dtype.kind == "f" and "counts" not in str(variable):
+                other = hooked[analysis.name][variable]
+                np.testing.assert_allclose(values, other, rtol, atol, err_msg=str(variable))
 
 
 def test_clipped_scores_are_no_sum(tokenizer):

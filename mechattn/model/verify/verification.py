@@ -220,8 +220,18 @@ def compare(
 
     if largest <= tolerance:
         return Check(name, "passed", difference=largest, tolerance=tolerance, detail=detail)
-    hooked, expected = (float(values.flatten()[worst_entry]) for values in pairs[worst_layer])
-    return Check(name, "failed", worst_layer, hooked, expected, largest, tolerance, detail, remedy)
+    hooked, expected = pairs[worst_layer]
+    return Check(
+        name,
+        "failed",
+        worst_layer,
+        float(hooked.flatten()[worst_entry]),
+        float(expected.flatten()[worst_entry]),
+        largest,
+        tolerance,
+        detail,
+        remedy,
+    )
 
 
 def compare_positions(
