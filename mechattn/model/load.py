@@ -260,8 +260,9 @@ def _from_name(
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
         stored = getattr(config, "dtype", None)
-        keeps_stored = isinstance(stored, torch.dtype) and not (is_toy or on_cpu)
-        dtype = stored if keeps_stored else torch.float32
+        dtype = torch.float32
+        if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
+            dtype = stored
 
     if tokenizer is None and is_toy:
         tokenizer = checkpoint.load_tokenizer(name)

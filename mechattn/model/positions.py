@@ -239,9 +239,8 @@ def _attentions(
             raise ModelError(f"layer {layer} shows no queries and keys")
         attention_of_layer[layer] = block.attention
 
-    windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     tokens = torch.arange(5, 5 + _PROBE, device=device_of(model)).expand(rows, -1)
-    with streaming(model, windows, see):
+    with streaming(model, layers, see):
         hooks.forward_to(model, tokens, max(layers), [], position_ids)
     return attention_of_layer
 

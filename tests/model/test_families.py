@@ -12,7 +12,7 @@ from mechattn.model.positions import boundary_of, takes_negative_ids, takes_posi
 from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.model.verify.config_fields import unknown_fields
 from tests.model.test_positions import TABLE_FAMILIES
-from tests.model.test_streaming import state, windows
+from tests.model.test_streaming import state
 
 TOKENS = torch.arange(5, 65)[None]
 # Input hooks that TransformerLens fires only if a flag of cfg is set.
@@ -100,7 +100,7 @@ def test_a_family_is_streamed_and_its_hooks_see_the_same(family, shared):
     assert check_fused(model).outcome == "passed"
     before = state(model)
     plain = seen_by_hooks(model)
-    with streaming(model, windows(model), lambda layer, rows: None):
+    with streaming(model, attention_layers(model), lambda layer, rows: None):
         streamed = seen_by_hooks(model)
     assert state(model) == before
     assert {"blocks.1.attn.hook_z", "blocks.1.hook_resid_post"} <= set(plain)

@@ -326,9 +326,7 @@ def _streamed(
             patterns[layer] = rows.new_zeros(*rows.shape[:2], length, length)
         patterns[layer][:, :, attention.queries, attention.keys] = rows
 
-    windows = {
-        layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)
-    }
-    with torch.no_grad(), streaming(model, windows, see, block=8, fused=fused):
+    layers = hooks.attention_layers(model)
+    with torch.no_grad(), streaming(model, layers, see, block=8, fused=fused):
         logits = model(tokens, return_type="logits", **hooks.keeping_nothing(model))[0]
     return logits.float().cpu(), patterns
