@@ -21,7 +21,7 @@ import mechattn as ma
 from mechattn.engine.run import make_plan
 from mechattn.errors import ModelError
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
-from mechattn.model.packaged import packaged_file
+from mechattn.model.gguf_files import packaged_file
 from tests.tiny_families import tiny_model
 
 # A CPU that is imitated in torch's own kernels has to be imitated in oneDNN too, which reads this at its first use. torch asks

@@ -23,9 +23,8 @@ from ways import SHAPES, new_model
 
 import mechattn as ma
 from mechattn.evaluation.generate import Generation, Request, answers
-from mechattn.functional.attention import EdgeMask
 from mechattn.model.checkpoint import load_tokenizer
-from mechattn.prompts.token_sequences import TokenSequence
+from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 
 CHARACTERS_A_TOKEN = 4
 TOKENS_OF_THE_CHAT = 40  # its template, and a system prompt that asks for a box
@@ -117,10 +116,10 @@ def ways(model, sequences: list[TokenSequence], new_tokens: int) -> dict[str, Ca
     }
 
 
-def _hidden(sequence: TokenSequence) -> EdgeMask:
+def _hidden(sequence: TokenSequence) -> CutEdges:
     """The second quarter of the tokens, which no later token sees, as in a masked condition."""
     place, length = torch.arange(len(sequence)), len(sequence)
-    return EdgeMask(place >= length // 2, (place >= length // 4) & (place < length // 2))
+    return CutEdges(place >= length // 2, (place >= length // 4) & (place < length // 2))
 
 
 def drawn(lengths: list[int]) -> list[TokenSequence]:

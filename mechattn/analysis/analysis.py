@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import AnyRows
+from mechattn.functional.attention import AnyRows, visible_keys
 from mechattn.functional.fused import Fused
-from mechattn.functional.received import segment_means, visible_keys
+from mechattn.functional.received import segment_means
 from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt

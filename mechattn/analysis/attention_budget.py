@@ -27,7 +27,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.functional import budget as fn
 from mechattn.functional.attention import Attention
 from mechattn.model.hooked import HookedModel
-from mechattn.model.rotary_positions import rotations_of
+from mechattn.model.positions import rotations_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 RowIndex = Int[Tensor, " row"]  # of a batch

@@ -28,8 +28,8 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
-from mechattn.functional.head_outputs import effective_rank, spectrum, update_norm
-from mechattn.model.head_parts import output_factor_of, output_weights
+from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
+from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.token_sequences import Batch, TokenSequence, inserted_span
 
@@ -185,7 +185,7 @@ class AttentionSinks(AnalysisBase):
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Prepare the factors of each layer's W_O."""
-        factors = {layer: output_factor_of(output_weights(model, layer)) for layer in layers}
+        factors = {layer: output_factor(output_weights(model, layer)) for layer in layers}
         return replace(self, factors=factors)
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -236,7 +236,9 @@ class AttentionSinks(AnalysisBase):
         values["span_mass"] = mass_of_span / queries_after
         values["span_sink"] = _above(values["span_mass"], self.threshold)
 
-        distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
+        gap = min(self.gap, window or self.gap)
+        near = fn.seeing_queries(batch.real, gap, include_self=True, edge_mask=batch.edge_mask)
+        distant = seeing - near
         from_afar = sums["columns"] - sums["near"]
         vertical = from_afar / distant.clamp(min=1)[:, None]
         has_distant = batch.real & (distant > 0)

@@ -37,7 +37,7 @@ from mechattn.functional.head_outputs import update_product
 from mechattn.model.head_parts import output_weights, split_heads, wide
 from mechattn.model.hooked import HookedModel, limit_of
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
-from mechattn.model.verify.layer_checks import GATES, gate_function
+from mechattn.model.verify.layer_checks import GATES, gate_of
 from mechattn.prompts.token_sequences import Batch
 
 _Z = "attn.hook_z"
@@ -205,7 +205,7 @@ class SegmentLogits(_Logits):
         gate = None
         limit = limit_of(model, "values")
         if limit:
-            function = gate_function(limit)
+            function = gate_of(model)
             hooks = model.hook_dict
             gates = [
                 name

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
@@ -29,9 +31,9 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.attention import constant, for_each_head
+from mechattn.functional.attention import for_each_head
 from mechattn.functional.focus import top_two
-from mechattn.model.head_parts import output_factor_of, output_weights, wide
+from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.prompts.token_sequences import Batch
@@ -111,7 +113,7 @@ def _layer_weights(
     w_o: Float[Tensor, "head d_head d_model"], norm: FrozenNorm | None
 ) -> _LayerWeights:
     """The factors of W_O, computed once for all batches."""
-    factor = output_factor_of(w_o)
+    factor = fn.output_factor(w_o)
     if norm is None:
         return _LayerWeights(w_o, factor, None, None)
     factor_after = fn.output_factor(norm.of_part(wide(w_o)))
@@ -219,8 +221,8 @@ class _Updates(AnalysisBase):
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
 
-        sizes = constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
-        cosines = constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
+        sizes = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
+        cosines = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
         original = batch.origin >= 0
         values["magnitude_counts"] = fn.counts_in_bins(magnitude, sizes, original)
         values["orientation_counts"] = fn.counts_in_bins(orientation, cosines, original)
@@ -308,3 +310,11 @@ class TopTargetUpdates(_Updates):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         sums |= self.measured(sums.pop("read"), captures)
+
+
+@lru_cache(maxsize=32)  # a copy to a GPU waits for it
+def _constant(
+    numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, " number"]:
+    """Fixed numbers as a tensor, one for all blocks and layers."""
+    return torch.tensor(numbers, device=device, dtype=dtype)

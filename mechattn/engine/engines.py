@@ -17,7 +17,7 @@ from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
 from mechattn.model.several_devices import device_of
-from mechattn.model.verify.streaming_checks import check_fused, check_streaming
+from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.prompts.token_sequences import Batch
 
 Engine = Literal["auto", "streaming", "fused", "hooks"]

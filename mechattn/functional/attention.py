@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or scores
@@ -36,16 +36,10 @@ def widened(tensor: Tensor) -> torch.dtype:
 @dataclass(frozen=True)
 class EdgeMask:
     """Edges of attention that are cut before the softmax: some queries don't see some keys. A token
-    sees itself.
+    sees itself."""
 
-    For one sequence [pos] or a batch [batch pos].
-    """
-
-    queries: Bool[Tensor, "*batch pos"]  # the queries that are blind to the keys
-    keys: Bool[Tensor, "*batch pos"]
-    # For one sequence: the layers where these edges are cut; None for all.
-    layers: tuple[int, ...] | None = None
-    later: bool = True  # for one sequence: whether tokens generated after it are blind too
+    queries: Marked  # the queries that are blind to the keys
+    keys: Marked
 
     def unseen(self, queries: Queries, keys: slice) -> Bool[Tensor, "batch query key"]:
         """The keys at these positions that each of the queries doesn't see.
@@ -67,11 +61,32 @@ class EdgeMask:
 
     def to(self, device: torch.device | str) -> EdgeMask:
         """The same on a device."""
-        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
+        return EdgeMask(self.queries.to(device), self.keys.to(device))
 
     def of(self, sequences: Sequences) -> EdgeMask:
         """The same for some sequences of the batch."""
         return EdgeMask(self.queries[sequences], self.keys[sequences])
+
+
+def visible_keys(
+    queries: Int[Tensor, "*batch query"], keys: int, window: int | None = None
+) -> Bool[Tensor, "*batch query {keys}"]:
+    """Which keys each query can see: those not after it, in a windowed layer the last ``window`` of
+    these.
+
+    Args:
+        queries: The positions of some queries.
+        keys: The number of keys, from the first on.
+        window: How many keys a query sees, including its own; None for all.
+
+    Returns:
+        True where a query sees a key.
+    """
+    distance = queries.unsqueeze(-1) - torch.arange(keys, device=queries.device)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    return visible
 
 
 @dataclass(frozen=True)
@@ -145,15 +160,10 @@ class Attention:
         scores = rearrange(grouped_scores, _APART, query=queries.shape[1])
         _cap_and_bias(self, scores, slice(0, keys))
 
-        # What a query cannot see: later keys, those outside its window, cut edges.
-
-        distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
-        unseen = distance < 0
-        if self.window is not None:
-            unseen |= distance >= self.window
+        visible = visible_keys(queries, keys, self.window)
         if self.edge_mask is not None:
-            unseen |= self.edge_mask.unseen(queries, slice(0, keys))
-        scores = scores.masked_fill(unseen[:, None], _MASKED)
+            visible &= ~self.edge_mask.unseen(queries, slice(0, keys))
+        scores = scores.masked_fill(~visible[:, None], _MASKED)
 
         pattern = scores.softmax(-1)
         if self.sinks is None:
@@ -395,25 +405,6 @@ def rows_of_block(scores_of_row: int, device: torch.device) -> int:
         return BLOCK
     rows_in_memory = _SCORES_OF_BLOCK // scores_of_row
     return min(max(BLOCK, rows_in_memory), _LARGEST_BLOCK)
-
-
-@lru_cache(maxsize=32)  # a copy to a GPU waits for it
-def constant(
-    numbers: tuple[int, ...] | tuple[float, ...],
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-) -> Shaped[Tensor, " number"]:
-    """Fixed numbers as a tensor, one for all blocks and layers.
-
-    Args:
-        numbers: As a tuple, because the cache compares them.
-        device: Where the tensor is used.
-        dtype: That of the numbers by default.
-
-    Returns:
-        A tensor that all callers share: do not change it in place.
-    """
-    return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=8)

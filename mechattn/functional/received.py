@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mechattn.functional.attention import EdgeMask, Marked, Pattern, for_each_head
@@ -19,27 +19,6 @@ CountOfKey = Float[Tensor, "batch key"]  # of queries
 Members = Bool[Tensor, "batch segment key"]  # the keys of each segment
 PerSegment = Float[Tensor, "batch head segment"]
 OfSequence = Float[Tensor, " batch"]
-
-
-def visible_keys(
-    queries: Int[Tensor, " query"], keys: int, window: int | None = None
-) -> Bool[Tensor, "query key"]:
-    """Which keys each query can see: those not after it, in a windowed layer the last ``window`` of
-    these.
-
-    Args:
-        queries: The positions of some queries.
-        keys: The number of keys, from the first on.
-        window: How many keys a query sees, including its own; None for all.
-
-    Returns:
-        True where a query sees a key.
-    """
-    distance = queries[:, None] - torch.arange(keys, device=queries.device)
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    return visible
 
 
 def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
@@ -248,35 +227,6 @@ def add_near_sums(
 
         weights = counted[:, None, rows].to(pattern.dtype)
         near[..., keys] += diagonal * weights
-
-
-def near_queries(
-    real: Marked, gap: int, window: int | None = None, edge_mask: EdgeMask | None = None
-) -> CountOfKey:
-    """The number of real queries less than ``gap`` positions later that see each key, its own
-    included.
-
-    Args:
-        real: Which positions are tokens, and not padding.
-        gap: The first distance that is not near, in positions.
-        window: How many keys a query sees, including its own; None for all.
-        edge_mask: Edges that are cut.
-
-    Returns:
-        Numbers of queries, as float32.
-    """
-    length = real.shape[1]
-    near = torch.zeros(real.shape, device=real.device)
-
-    for back in range(min(gap, length, window or length)):
-        # Whether the query so far behind each key is a token, and sees the key.
-        keys = length - back
-        sees = real[:, back:].clone()
-        if edge_mask is not None and back:
-            is_cut = edge_mask.queries[:, back:] & edge_mask.keys[:, :keys]
-            sees &= ~is_cut
-        near[:, :keys] += sees
-    return near
 
 
 def value_norms(

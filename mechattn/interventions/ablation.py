@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import (
     Acting,
     CurrentTarget,
@@ -22,7 +21,7 @@ from mechattn.interventions.intervention import (
     tensors_digest,
 )
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
-from mechattn.prompts.token_sequences import TokenSequence
+from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 
 Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
 
@@ -157,7 +156,7 @@ class AttentionKnockout:
             layers = as_tuple(self.layers)
         # Generated tokens belong to the answer.
         later = "answer" in as_tuple(self.queries)
-        return replace(sequence, edge_mask=EdgeMask(queries, keys, layers, later))
+        return replace(sequence, edge_mask=CutEdges(queries, keys, layers, later))
 
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:

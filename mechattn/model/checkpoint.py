@@ -25,8 +25,15 @@ from typing import Any
 
 from mechattn.errors import ModelError, warn
 from mechattn.hub_access import asked_once, may_be_on_hub
-from mechattn.model.gguf_files import as_transformers_names, gguf_header, is_gguf, read_once
-from mechattn.model.packaged import REAL, SMOLLM2, packaged_file
+from mechattn.model.gguf_files import (
+    REAL,
+    SMOLLM2,
+    as_transformers_names,
+    gguf_header,
+    is_gguf,
+    packaged_file,
+    read_once,
+)
 
 PREFIX = "toy:"
 RELAY = (  # different from the others: it recalls, and passes what it recalls through filler

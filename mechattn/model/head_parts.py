@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
-from mechattn.functional.head_outputs import Factor, output_factor
+from mechattn.functional.attention import widened
 from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
 from mechattn.model.several_devices import device_of, weights_here
 
@@ -156,19 +156,9 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     return w_o * factor
 
 
-def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
-    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O.
-
-    A QR decomposition costs about as much as ten tokens in a forward pass.
-    """
-    return output_factor(wide(w_o))
-
-
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Convert to float32 at least."""
-    if tensor.dtype == torch.float64:
-        return tensor
-    return tensor.float()
+    return tensor.to(widened(tensor))
 
 
 def score_biases(

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
-    from mechattn.model.state import State
+    from mechattn.model.verified_models import State
     from mechattn.model.verify.verification import Check, Report
 
 
@@ -86,6 +86,13 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
 def unwrapped(module: Any) -> Any:
     """The transformers module behind a bridge; a module that is no bridge itself."""
     return getattr(module, "original_component", None) or module
+
+
+def rounding_of(model: Any, in_float32: float, in_half_precision: float) -> float:
+    """The error that may be rounding, by the dtype of the model's weights."""
+    if next(model.parameters()).dtype in (torch.float32, torch.float64):
+        return in_float32
+    return in_half_precision
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError, RowError
-from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens
-from mechattn.functional.received import visible_keys
+from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens, visible_keys
 from mechattn.model.architectures import particulars_of
 from mechattn.model.head_parts import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
@@ -266,8 +265,9 @@ def logits_and_values(
     """The logits of a pass, and the values at the hooks of these names."""
     activations: dict[str, Tensor] = {}
 
-    def keep(value: Tensor, hook: Any, name: str) -> None:
-        activations[name] = value.detach()
+    def keep(value: Any, hook: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            activations[name] = value.detach().clone()  # some modules add to it in place
 
     fwd_hooks: Hooks = [(name, partial(keep, name=name)) for name in names]
     options = keeping_nothing(model)

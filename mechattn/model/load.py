@@ -26,8 +26,11 @@ from mechattn.model.gguf_files import (
     read_once,
 )
 from mechattn.model.given_objects import (
+    is_multimodal,
     moved,
+    multimodal_model,
     refuse_other_kinds,
+    text_model_of,
     unwrapped_model,
     warn_of_rounded_frequencies,
 )
@@ -37,11 +40,14 @@ from mechattn.model.hooked import (
     making,
     remember,
 )
-from mechattn.model.state import state_of
-from mechattn.model.text_part import is_multimodal, multimodal_model, text_model_of
-from mechattn.model.verified_models import known_facts, notice_changes, tried, verified
-from mechattn.model.verify.checks import check_model
-from mechattn.model.verify.streaming_checks import check_streaming
+from mechattn.model.verified_models import (
+    known_facts,
+    notice_changes,
+    state_of,
+    tried,
+    verified,
+)
+from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]
@@ -242,16 +248,15 @@ def _from_name(
     """A hooked model from a place: booted from there, or from an object that we load ourselves."""
     from transformer_lens.utilities import get_device
 
-    is_toy = name.startswith(checkpoint.PREFIX)
     place = checkpoint.model_place(name)
     remote = {"trust_remote_code": False}
-
     for option in ("revision", "trust_remote_code"):
         if option in options:
             remote[option] = options[option]
 
     config = checkpoint.config_of_place(place, **remote)
     checkpoint.check_weights_are_whole(place)
+    is_toy = name.startswith(checkpoint.PREFIX)
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
         stored = getattr(config, "dtype", None)
@@ -265,9 +270,7 @@ def _from_name(
         tokenizer = checkpoint.tokenizer_of(place, **remote)
 
     refuse_other_kinds("".join(getattr(config, "architectures", None) or [])[:80], config)
-
-    loads_itself = is_gguf(place) or is_multimodal(config)
-    if not loads_itself:
+    if not is_gguf(place) and not is_multimodal(config):
         return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
     placing = {option: options.pop(option) for option in _PLACING if option in options}
@@ -276,12 +279,13 @@ def _from_name(
     if is_gguf(place):
         with classes_left_alone():
             hf_model = load_dequantised(place, config, dtype, **placing)
-        hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
-        known_facts(hooked).gguf = gguf_header(place).provenance()
-        return hooked
+    else:
+        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
 
-    hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
-    return _from_object(hf_model, tokenizer, "auto", device, options, name)
+    hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
+    if is_gguf(place):
+        known_facts(hooked).gguf = gguf_header(place).provenance()
+    return hooked
 
 
 def _from_object(
@@ -312,11 +316,15 @@ def _from_object(
     if not placed:
         hf_model = moved(hf_model, device, None if dtype == "auto" else dtype)
     warn_of_rounded_frequencies(hf_model)
-    boot_options = {
-        "hf_model": hf_model.eval(),
-        "dtype": hf_model.dtype if dtype == "auto" else dtype,
-    }
-    hooked = _boot(name, tokenizer=tokenizer, device=device, shown=name, **boot_options, **options)
+    hooked = _boot(
+        name,
+        shown=name,
+        tokenizer=tokenizer,
+        device=device,
+        hf_model=hf_model.eval(),
+        dtype=hf_model.dtype if dtype == "auto" else dtype,
+        **options,
+    )
     known_facts(hooked).gguf = gguf
     return hooked
 

@@ -1,5 +1,6 @@
-"""How a model counts positions: the length at which its frequencies change, and which position ids
-it takes."""
+"""How a model counts positions: the length at which its frequencies change, which position ids it
+takes, and how each layer rotates its queries and keys by position, found among its frequencies by
+trying them."""
 
 from __future__ import annotations
 
@@ -12,14 +13,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Pattern
+from mechattn.functional.attention import Attention, Pattern, Rows, widened
+from mechattn.functional.budget import NO_ROTATION, Rotation
+from mechattn.functional.fused import Fused
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, config_of, original_of
+from mechattn.model.hooked import (
+    HookedModel,
+    ModelFacts,
+    config_of,
+    facts_of,
+    original_of,
+    rounding_of,
+)
+from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.several_devices import device_of
 
 PROBE_LENGTH = 6  # tokens on which position ids are tried
-ROUNDING = 1e-3
-ROUNDING_IN_HALF_PRECISION = 0.1
+ROUNDING = (1e-3, 0.1)  # in float32 and in half precision
 
 
 @dataclass(frozen=True)
@@ -93,11 +103,8 @@ def takes_position_ids(model: HookedModel) -> bool:
         return False
     ids = torch.arange(PROBE_LENGTH, device=device_of(model))
     last_layer = hooks.attention_layers(model)[-1]
-    try:
-        pattern, spread_pattern = _patterns_at(model, last_layer, [ids, 3 * ids])
-    except (TypeError, ValueError):
-        return False
-    return not torch.equal(pattern, spread_pattern)
+    change = _change_of_pattern(model, last_layer, ids, 3 * ids)
+    return change is not None and change != 0
 
 
 def takes_negative_ids(model: HookedModel) -> bool:
@@ -114,27 +121,160 @@ def takes_negative_ids(model: HookedModel) -> bool:
         return False
     ids = torch.arange(2 * PROBE_LENGTH, device=device_of(model))
     first_layer = hooks.attention_layers(model)[0]
-    try:
-        pattern, shifted = _patterns_at(model, first_layer, [ids, ids + PROBE_LENGTH])
-    except (TypeError, ValueError):
-        return False
-
-    is_full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    rounding = ROUNDING if is_full_precision else ROUNDING_IN_HALF_PRECISION
-    return float((shifted - pattern).abs().max()) <= rounding
+    change = _change_of_pattern(model, first_layer, ids, ids + PROBE_LENGTH)
+    return change is not None and change <= rounding_of(model, *ROUNDING)
 
 
-def _patterns_at(
-    model: HookedModel, layer: int, position_ids: Sequence[Int[Tensor, " pos"]]
-) -> list[Float[Tensor, "1 head query key"]]:
-    """A layer's pattern of the same few tokens at each of these positions."""
-    tokens = torch.arange(5, 5 + len(position_ids[0]), device=position_ids[0].device)[None]
+def _change_of_pattern(
+    model: HookedModel, layer: int, ids: Int[Tensor, " pos"], other_ids: Int[Tensor, " pos"]
+) -> float | None:
+    """The largest change of a layer's pattern when the same few tokens get other position ids; None
+    if the model takes none."""
+    tokens = torch.arange(5, 5 + len(ids), device=ids.device)[None]
     real = torch.ones_like(tokens)
-    patterns: list[Tensor] = []
+    patterns: list[Float[Tensor, "1 head query key"]] = []
 
     def see(layer: int, pattern: Pattern, v: Any) -> None:
         patterns.append(pattern.float())
 
-    for ids in position_ids:
-        hooks.forward_with_patterns(model, tokens, real, [layer], see, position_ids=ids[None])
-    return patterns
+    try:
+        for given_ids in (ids, other_ids):
+            hooks.forward_with_patterns(
+                model, tokens, real, [layer], see, position_ids=given_ids[None]
+            )
+    except (TypeError, ValueError):
+        return None
+    before, after = patterns
+    return float((after - before).abs().max())
+
+
+_PROBE = 16  # tokens
+_FAR = 1000  # positions by which the probe is moved, so that slow frequencies matter too
+
+
+def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, Rotation], str]:
+    """The rotation of each layer where it is known, and why it is unknown elsewhere ("" if it is
+    known everywhere).
+
+    A few tokens are read twice, the second time at positions that are all larger by the same
+    number. A rotation is right for a layer if it turns the first queries and keys into the second
+    ones. None does if positions are learned, because they change the hidden states. ALiBi leaves
+    queries and keys alone: it is a rotation by no angle.
+
+    What was found is kept on the model until its frequencies change: trying costs as much as a
+    short prompt, and waits for a card in each layer.
+    """
+    frequencies = _frequencies(model)
+    facts = facts_of(model) or ModelFacts()
+    key = (*layers, *frequencies)
+    if key not in facts.rotations:
+        facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
+    rotations: tuple[dict[int, Rotation], str] = facts.rotations[key]
+    return rotations
+
+
+def _tried_rotations(
+    model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
+) -> tuple[dict[int, Rotation], str]:
+    """The rotations that are right for these layers, among those with the model's frequencies."""
+    reason = why_not(model)
+    if reason:
+        return {}, reason
+    boundary = boundary_of(model)
+    if boundary is not None and boundary.kind == "longrope":
+        return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
+
+    # Some models with ALiBi take no position ids.
+    if not frequencies and _have_biases(_attentions(model, layers, rows=1)):
+        return dict.fromkeys(layers, NO_ROTATION), ""
+
+    longest = int(model.cfg.n_ctx)
+    if boundary is not None:
+        longest = min(longest, boundary.at)
+    positions = torch.arange(_PROBE, device=device_of(model))
+    shift = min(_FAR, longest - _PROBE)
+    position_ids = torch.stack([positions, positions + shift])
+
+    try:
+        attentions = _attentions(model, layers, rows=2, position_ids=position_ids)
+    except (TypeError, ValueError, IndexError):
+        return {}, "it takes no position ids, so its tokens cannot be moved to other positions"
+
+    if _have_biases(attentions):
+        return dict.fromkeys(layers, NO_ROTATION), ""
+
+    d_head = attentions[layers[0]].q.shape[-1]
+    candidates = list(_candidates(frequencies, d_head))
+    rotations: dict[int, Rotation] = {}
+
+    for layer in layers:
+        attention = attentions[layer]
+        errors = [_error(rotation, attention, position_ids) for rotation in candidates]
+        least = min(errors)
+        if least <= rounding_of(model, *ROUNDING):
+            rotations[layer] = candidates[errors.index(least)]
+
+    # A model that ignores position ids looks as if it had no positions.
+    if all(rotation is NO_ROTATION for rotation in rotations.values()):
+        return {}, "its positions are learned, or none of its rotary frequencies moves its queries"
+    failing = [str(layer) for layer in layers if layer not in rotations]
+    if failing:
+        return rotations, f"no rotation moves the queries and keys of layer {', '.join(failing)}"
+    return rotations, ""
+
+
+def _have_biases(attentions: Mapping[int, Attention]) -> bool:
+    """Whether positions are added to the scores (ALiBi)."""
+    return all(attention.bias is not None for attention in attentions.values())
+
+
+def _attentions(
+    model: HookedModel, layers: Sequence[int], rows: int, position_ids: Tensor | None = None
+) -> Mapping[int, Attention]:
+    """The queries and keys of each layer for a few tokens, repeated in each row."""
+    attention_of_layer: dict[int, Attention] = {}
+
+    def see(layer: int, block: Rows | Fused) -> None:
+        if isinstance(block, Fused) or not isinstance(block.attention, Attention):
+            raise ModelError(f"layer {layer} shows no queries and keys")
+        attention_of_layer[layer] = block.attention
+
+    tokens = torch.arange(5, 5 + _PROBE, device=device_of(model)).expand(rows, -1)
+    with streaming(model, layers, see):
+        hooks.forward_to(model, tokens, max(layers), [], position_ids)
+    return attention_of_layer
+
+
+def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
+    """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
+    frequencies = {}
+    owner: Any = original_of(model) or model
+    for name, buffer in owner.named_buffers():
+        if name.endswith("inv_freq"):
+            frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
+    return frequencies
+
+
+def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
+    """No rotation, and for all frequencies the ways in which models use them."""
+    yield NO_ROTATION
+    for of_pairs in frequencies:
+        if 2 * len(of_pairs) > width:
+            continue
+        for adjacent in (False, True):
+            for first in {0, width - 2 * len(of_pairs)}:
+                yield Rotation(of_pairs, adjacent, first)
+
+
+def _error(rotation: Rotation, attention: Attention, position_ids: Int[Tensor, "2 pos"]) -> float:
+    """How far the first row, rotated, is from the second: the largest difference relative to the
+    largest number, of queries or keys."""
+    errors = []
+    for x in (attention.q, attention.k):
+        x = x.to(widened(x))
+        ids = position_ids.to(x.device)
+        turns = rotation.turns(ids[:1], ids[1:], x.dtype)
+        moved = rotation.moved(x[:1], turns)
+        largest = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)  # all may be 0
+        errors.append(float((moved - x[1:]).abs().max() / largest))
+    return max(errors)

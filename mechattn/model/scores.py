@@ -12,13 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Pattern
-from mechattn.functional.received import visible_keys
+from mechattn.functional.attention import Pattern, visible_keys
 from mechattn.functional.scores import alibi_slopes, score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of, score_biases
-from mechattn.model.hooked import HookedModel, config_of
+from mechattn.model.hooked import HookedModel, config_of, rounding_of
 from mechattn.model.several_devices import device_of
 
 Q = "attn.hook_q"
@@ -27,8 +26,7 @@ K = "attn.hook_k"
 # The tokens on which a model's own pattern is compared with the softmax of the parts, and the
 # largest difference.
 PROBE_TOKENS = range(5, 21)
-ROUNDING = 1e-3
-ROUNDING_IN_HALF_PRECISION = 2e-2
+ROUNDING = (1e-3, 2e-2)  # in float32 and in half precision
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
             slopes_here = slopes_here.to(b_q.device)
         scores[layer] = Scores(b_q, b_k, scale, slopes_here, rounded)
 
-    is_full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    rounding = ROUNDING if is_full_precision else ROUNDING_IN_HALF_PRECISION
+    rounding = rounding_of(model, *ROUNDING)
     sum_of_parts = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"
 
     for layer, error in _errors(model, scores).items():

@@ -13,12 +13,11 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
 from mechattn.model.head_parts import wide
-from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
+from mechattn.model.hooked import HookedModel, config_of, limit_of, rounding_of, unwrapped
 from mechattn.model.hooks import logits_and_values
 from mechattn.model.several_devices import device_of, weights_here
 
 _TRIED = 4  # vectors
-_FLOATS = (torch.float32, torch.float64)
 # The largest errors from rounding of a norm and of logits, relative, in float32 and in half
 # precision.
 _NORM_ROUNDING = (1e-3, 3e-2)
@@ -92,7 +91,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     frozen = FrozenNorm(gamma, centres, eps)
     expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
     error = float((output - expected).norm())
-    if not error < _rounding(dtype, _NORM_ROUNDING) * float(output.norm()):
+    if not error < rounding_of(model, *_NORM_ROUNDING) * float(output.norm()):
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the"
             " contribution of a part of its input is undefined"
@@ -108,14 +107,6 @@ def _eps_of(norm: Any, model: HookedModel) -> float:
         if eps is not None:
             return float(eps)
     return float(getattr(model.cfg, "eps", 1e-5))
-
-
-def _rounding(dtype: torch.dtype, errors: tuple[float, float]) -> float:
-    """The error for a dtype, of those in float32 and in half precision."""
-    in_float32, in_half_precision = errors
-    if dtype in _FLOATS:
-        return in_float32
-    return in_half_precision
 
 
 @dataclass(frozen=True)
@@ -211,7 +202,7 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     difference = computed - expected
     error = (difference - difference.mean(0)).norm()  # a bias adds the same at every token
     spread = (expected - expected.mean(0)).norm()
-    rounding = _rounding(next(model.parameters()).dtype, _LOGIT_ROUNDING)
+    rounding = rounding_of(model, *_LOGIT_ROUNDING)
     if not float(error) <= rounding * float(spread):
         raise ModelError(
             f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap"

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
-from mechattn.functional.attention import EdgeMask
 from mechattn.markup import fields_table, plain
 from mechattn.prompts import fillers
 from mechattn.prompts.fillers import Place, behind, check_run, position
 from mechattn.prompts.prompt import MOST, Prompt
-from mechattn.prompts.token_sequences import TokenSequence, insert
+from mechattn.prompts.token_sequences import CutEdges, TokenSequence, insert
 from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tokenize
 
 
@@ -91,7 +90,7 @@ class Variant:
             self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions
         )
         if self.hides:
-            sequence = replace(sequence, edge_mask=EdgeMask(~sequence.inserted, sequence.inserted))
+            sequence = replace(sequence, edge_mask=CutEdges(~sequence.inserted, sequence.inserted))
         return _intervened(sequence, self.interventions)
 
     def masked(self) -> Variant:

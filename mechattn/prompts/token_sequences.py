@@ -26,6 +26,16 @@ _CHARACTERS_IN_REPR = 40
 
 
 @dataclass(frozen=True)
+class CutEdges:
+    """The edges of attention that are cut in a sequence: some tokens don't see some others."""
+
+    queries: Bool[Tensor, " pos"]  # the tokens that are blind to the keys
+    keys: Bool[Tensor, " pos"]
+    layers: tuple[int, ...] | None = None  # where these edges are cut; None for all
+    later: bool = True  # whether tokens generated after the sequence are blind too
+
+
+@dataclass(frozen=True)
 class TokenSequence:
     """Token ids with the origin and segment of every position.
 
@@ -47,7 +57,7 @@ class TokenSequence:
     origin: Int[Tensor, " pos"]
     segment: Int[Tensor, " pos"]
     keeps_positions: bool = False
-    edge_mask: EdgeMask | None = None
+    edge_mask: CutEdges | None = None
     interventions: tuple[Any, ...] = ()
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False, compare=False)
     counterpart: bool = False
@@ -290,12 +300,6 @@ def inserted_span(batch: Batch) -> tuple[int, int]:
     return int(places[0]), int(places[-1]) + 1
 
 
-def _no_edges(length: int) -> EdgeMask:
-    """A mask that cuts nothing."""
-    none = torch.zeros(length, dtype=torch.bool)
-    return EdgeMask(none, none)
-
-
 def pad_right(
     sequences: Sequence[TokenSequence], rows: Sequence[tuple[int, str]], pad_token: int
 ) -> Batch:
@@ -304,11 +308,14 @@ def pad_right(
     edge_mask = None
     layers: list[tuple[int, ...] | None] = [None] * len(sequences)
     if any(sequence.edge_mask for sequence in sequences):
-        masks = [sequence.edge_mask or _no_edges(len(sequence)) for sequence in sequences]
-        queries = padded([mask.queries for mask in masks])
-        keys = padded([mask.keys for mask in masks])
+        cuts = []
+        for sequence in sequences:
+            no_token = torch.zeros(len(sequence), dtype=torch.bool)
+            cuts.append(sequence.edge_mask or CutEdges(no_token, no_token))
+        queries = padded([cut.queries for cut in cuts])
+        keys = padded([cut.keys for cut in cuts])
         edge_mask = EdgeMask(queries, keys)
-        layers = [mask.layers for mask in masks]
+        layers = [cut.layers for cut in cuts]
 
     position_ids = None
     if any(sequence.keeps_positions for sequence in sequences):

@@ -20,7 +20,7 @@ from mechattn.analysis import ANALYSES
 from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.functional import attention as rows
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
-from mechattn.model.verify.streaming_checks import check_streaming
+from mechattn.model.verify.checks import check_streaming
 
 TOLERANCE = 1e-5
 PROBABILITIES = ("received_attention", "affine_shift", "segment_flow", "attention_map")

@@ -7,7 +7,7 @@ import torch
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import fused as functional
-from mechattn.model.verify.streaming_checks import check_fused
+from mechattn.model.verify.checks import check_fused
 from tests.tiny_families import tiny_model
 
 PROMPTS = [

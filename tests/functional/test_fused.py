@@ -1,13 +1,13 @@
-"""Sums over queries from two calls of a fused kernel, against loops in float64."""
+"""Sums over queries from two calls of a fused kernel, against the whole square in float64."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from mechattn.functional.attention import Attention, EdgeMask, attention_by_rows
 from mechattn.functional.fused import fused_attention
+from tests.functional.test_rows import square
 
 KINDS = ["plain", "ALiBi", "sinks", "both"]
 
@@ -28,30 +28,16 @@ def made(kind, length, dtype=torch.float32, seed=0):
     return Attention(2 * q, k, v, 0.4, bias, sinks=sinks), weights
 
 
-def by_hand(attention, weights):
-    """Row by row: output, column sums of each group, and each query's attention to itself."""
-    batch, heads, length, _ = attention.q.shape
-    out = torch.zeros(batch, heads, length, attention.v.shape[-1], dtype=torch.float64)
-    columns = torch.zeros(batch, heads, length, weights.shape[-1], dtype=torch.float64)
-    own = torch.zeros(batch, heads, length, dtype=torch.float64)
-    for b, h, query in np.ndindex(batch, heads, length):
-        seen = slice(0, query + 1)
-        scores = attention.scale * (attention.k[b, h // 2, seen] @ attention.q[b, h, query])
-        if attention.bias is not None:
-            scores = scores + attention.bias[0, h, seen]
-        total = scores.exp().sum()
-        if attention.sinks is not None:
-            total = total + attention.sinks[h].exp()
-        row = scores.exp() / total
-        out[b, h, query] = row @ attention.v[b, h // 2, seen]
-        columns[b, h, seen] += row[:, None] * weights[b, query].double()
-        own[b, h, query] = row[query]
-    return out, columns, own
+def by_squares(attention, weights):
+    """From the whole matrix: output, column sums of each group, and each query's attention to itself."""
+    inputs = (attention.q, attention.k, attention.v, attention.scale)
+    pattern, out = square(*inputs, bias=attention.bias, sinks=attention.sinks)
+    return out, pattern.mT @ weights[:, None].double(), pattern.diagonal(0, -2, -1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 17])
-def test_float64_agrees_with_loops(kind, length):
+def test_float64_agrees_with_the_square(kind, length):
     attention, weights = made(kind, length)
     wide = Attention(
         *(part.double() for part in (attention.q, attention.k, attention.v)),
@@ -60,13 +46,13 @@ def test_float64_agrees_with_loops(kind, length):
         sinks=None if attention.sinks is None else attention.sinks.double(),
     )
     fused = fused_attention(wide)
-    expected = by_hand(wide, weights)
+    expected = by_squares(wide, weights)
     for got, value in zip(
         (fused.out, fused.column_sums(weights), fused.own), expected, strict=True
     ):
         torch.testing.assert_close(got, value, atol=1e-12, rtol=1e-12)
     assert (fused.column_sums(1 - weights) - expected[1]).abs().max() > 0.1, (
-        "the loops would notice other queries"
+        "the square would notice other queries"
     )
 
 

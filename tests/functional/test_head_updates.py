@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.received import add_near_sums, massive
+from mechattn.functional.received import massive
 
 
 def ill_conditioned(heads=3, width=16, model=48):
@@ -49,44 +49,24 @@ def test_products_and_cosines():
 
 def test_counts():
     generator = torch.Generator().manual_seed(0)
-    one = torch.rand(2, 3, 40, generator=generator)
-    other = torch.rand(2, 3, 40, generator=generator)
+    one, other = torch.rand(2, 2, 3, 40, generator=generator)
     one[0, 0, 0] = torch.nan
     counted = torch.rand(2, 40, generator=generator) < 0.7
     edges = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.3, 0.6])
     got = fn.counts_in_bins(one, edges[0], counted)
     both = fn.counts_in_pairs_of_bins(one, other, edges, counted)
-    bins = [-np.inf, 0.2, 0.5, 0.9, np.inf], [-np.inf, 0.3, 0.6, np.inf]
-    for row in range(2):
-        expected = np.zeros((4, 3))
+    bins = [[-9, *values.tolist(), 9] for values in edges]
+    for row, tokens in enumerate(counted):
+        is_kept = tokens & ~one[row].isnan()
+        pairs = one[row][is_kept].numpy(), other[row][is_kept].numpy()
+        np.testing.assert_array_equal(both[row], np.histogram2d(*pairs, bins)[0])
         for part in range(3):
-            keep = counted[row].numpy() & ~np.isnan(one[row, part].numpy())
-            x = one[row, part].numpy()[keep]
-            y = other[row, part].numpy()[keep]
-            np.testing.assert_array_equal(got[row, part], np.histogram(x, bins[0])[0])
-            expected += np.histogram2d(x, y, [np.nan_to_num(b, posinf=9, neginf=-9) for b in bins])[
-                0
-            ]
-        np.testing.assert_array_equal(both[row], expected)
-    halves = fn.counts_in_bins(one[..., :20], edges[0], counted[:, :20]) + fn.counts_in_bins(
-        one[..., 20:], edges[0], counted[:, 20:]
-    )
-    torch.testing.assert_close(halves, got)
-
-
-def test_near_sums_in_blocks(random_pattern):
-    pattern = random_pattern(2, 30)[None]
-    counted = torch.ones(1, 30, dtype=torch.bool)
-    counted[0, 25:] = False
-    total = torch.zeros(1, 2, 30, dtype=pattern.dtype)
-    for start in (0, 10, 20):
-        block = slice(start, start + 10)
-        add_near_sums(total, pattern[:, :, block], counted[:, block], start, 0, gap=4)
-    expected = torch.zeros(2, 30, dtype=pattern.dtype)
-    for k in range(30):
-        for q in range(k, min(k + 4, 25)):
-            expected[:, k] += pattern[0, :, q, k]
-    torch.testing.assert_close(total[0], expected)
+            values = one[row, part][is_kept[part]].numpy()
+            np.testing.assert_array_equal(got[row, part], np.histogram(values, bins[0])[0])
+    halves = [
+        fn.counts_in_bins(one[..., i], edges[0], counted[:, i]) for i in (slice(20), slice(20, 40))
+    ]
+    torch.testing.assert_close(sum(halves), got)
 
 
 def test_massive_activations():

@@ -6,7 +6,7 @@ import torch
 from mechattn.functional.attention import Attention, EdgeMask, PatternRows, attention_by_rows
 
 
-def square(q, k, v, scale, bias=None, window=None, softcap=None):
+def square(q, k, v, scale, bias=None, window=None, softcap=None, sinks=None, edge_mask=None):
     """Pattern and output from the whole [query, key] matrix."""
     groups = q.shape[1] // k.shape[1]
     length = q.shape[2]
@@ -17,8 +17,28 @@ def square(q, k, v, scale, bias=None, window=None, softcap=None):
         scores = scores + bias[:, :, None]
     distance = torch.arange(length)[:, None] - torch.arange(length)
     hidden = (distance < 0) | (distance >= (window or length))
-    pattern = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    if edge_mask is not None:
+        cut = edge_mask.queries[:, :, None] & edge_mask.keys[:, None] & (distance != 0)
+        hidden = hidden | cut[:, None]
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:  # one more column, whose share goes nowhere
+        column = sinks[:, None, None].expand(len(q), -1, length, 1)
+        scores = torch.cat([scores, column], -1)
+    pattern = scores.softmax(-1)[..., :length]
     return pattern, pattern @ v.repeat_interleave(groups, 1)
+
+
+def extras(heads, length):
+    """What may be added to scores or hidden, for two sequences."""
+    draw = torch.Generator().manual_seed(1)
+    positions = torch.arange(length).expand(2, -1)
+    # Blind queries may stand among the keys that they don't see; each still sees itself.
+    return {
+        "softcap": 3.0,
+        "bias": torch.randn(2, heads, length, dtype=torch.float64, generator=draw),
+        "sinks": torch.linspace(-2, 9, heads, dtype=torch.float64),
+        "edge_mask": EdgeMask(positions % 3 == 1, positions % 4 == 1),
+    }
 
 
 def random_qkv(batch, heads, kv_heads, length, width, dtype=torch.float64, d_value=None):
@@ -45,45 +65,24 @@ def in_blocks(q, k, v, scale, block=64, **options):
     [(4, 4, 1, 64), (4, 2, 7, 2), (6, 1, 130, 64)],
 )
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
-@pytest.mark.parametrize("extra", [{"softcap": 3.0}, {"bias": True}])
+@pytest.mark.parametrize("extra", extras(1, 1))
 def test_blocks_are_the_square(heads, kv_heads, length, block, window, extra):
     q, k, v = random_qkv(2, heads, kv_heads, length, 8)
-    if "bias" in extra:
-        slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64)
-        extra = {"bias": (slopes[:, None] * torch.arange(length))[None]}
-    expected, out = square(q, k, v, 0.4, window=window, **extra)
-    got, streamed = in_blocks(q, k, v, 0.4, window=window, block=block, **extra)
+    options = {"window": window, extra: extras(heads, length)[extra]}
+    expected, out = square(q, k, v, 0.4, **options)
+    got, streamed = in_blocks(q, k, v, 0.4, block=block, **options)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
     torch.testing.assert_close(streamed, out, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_learned_sink_is_one_more_column(window):
-    """Its score is among those of the softmax, and its share goes nowhere."""
-    q, k, v = random_qkv(2, 4, 2, 70, 8)
-    sinks = torch.tensor([-2.0, 0.0, 1.5, 9.0], dtype=torch.float64)
-    scores = 0.4 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
-    distance = torch.arange(70)[:, None] - torch.arange(70)
-    scores = scores.masked_fill((distance < 0) | (distance >= (window or 70)), -torch.inf)
-    column = sinks[:, None, None].expand(2, -1, 70, 1)
-    expected = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    got, out = in_blocks(q, k, v, 0.4, block=16, window=window, sinks=sinks)
-    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(out, expected @ v.repeat_interleave(2, 1), atol=1e-12, rtol=0)
-    single = Attention(q, k, v, 0.4, window=window, sinks=sinks).rows(
-        torch.tensor([[0, 9, 69]] * 2), 70
-    )
-    torch.testing.assert_close(single, expected[:, :, [0, 9, 69]], atol=1e-12, rtol=0)
-    assert (in_blocks(q, k, v, 0.4, window=window)[0] - expected).abs().max() > 0.1, (
-        "without them it is another"
-    )
-
-
-def test_the_square_would_notice_a_window_or_a_scale(random_pattern):
-    q, k, v = random_qkv(1, 2, 2, 40, 8)
-    expected, _ = square(q, k, v, 0.4, window=6)
-    assert (in_blocks(q, k, v, 0.4, window=7)[0] - expected).abs().max() > 0.01
-    assert (in_blocks(q, k, v, 0.41, window=6)[0] - expected).abs().max() > 0.001
+@pytest.mark.parametrize("extra", extras(1, 1))
+def test_the_square_would_notice(extra):
+    q, k, v = random_qkv(2, 2, 2, 40, 8)
+    options = {"window": 6, extra: extras(2, 40)[extra]}
+    expected, _ = square(q, k, v, 0.4, **options)
+    for changed in ({"window": 7}, {extra: None}):
+        assert (in_blocks(q, k, v, 0.4, **options | changed)[0] - expected).abs().max() > 0.01
+    assert (in_blocks(q, k, v, 0.41, **options)[0] - expected).abs().max() > 0.001
 
 
 def test_half_precision_is_computed_in_float32():
@@ -105,51 +104,24 @@ def test_single_rows_are_rounded_as_blocks_are():
     torch.testing.assert_close(rows.double(), blocks, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, {"softcap": 3.0}, {"bias": True}, {"window": 6}, {"hidden": True}]
-)
+@pytest.mark.parametrize("extra", ["window", *extras(1, 1)])
 def test_single_rows_are_rows_of_the_square(extra):
     """Any queries, in any order, of some of the sequences; looked up in a pattern that was shown, just so."""
-    q, k, v = random_qkv(3, 4, 2, 20, 8)
-    if "bias" in extra:
-        extra = {
-            "bias": torch.randn(
-                3, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-            )
-        }
-    if "hidden" in extra:
-        keys = torch.arange(20).expand(3, 20) % 7 == torch.tensor([[1], [2], [3]])
-        extra = {"edge_mask": EdgeMask(~keys, keys)}
-    attention = Attention(q, k, v, 0.4, **extra)
-    whole, _ = in_blocks(q, k, v, 0.4, **extra)
-    sequences = torch.tensor([2, 0])
-    queries = torch.tensor([[3, 19, 0], [7, 7, 18]])
-    expected = torch.stack([whole[s][:, rows] for s, rows in zip(sequences, queries, strict=True)])
-    torch.testing.assert_close(
-        attention.of(sequences).rows(queries, 20), expected, atol=1e-12, rtol=0
-    )
-    assert torch.equal(PatternRows(whole, v).of(sequences).rows(queries, 20), expected)
-    early = torch.tensor([[2], [4]])
-    edge_mask = attention.of(sequences).rows(early, 5)
-    torch.testing.assert_close(
-        edge_mask, PatternRows(whole, v).of(sequences).rows(early, 5), atol=1e-12, rtol=0
-    )
-
-
-@pytest.mark.parametrize("block", [3, 64])
-def test_cut_edges_against_the_square(block):
-    """Blind queries among the keys that they don't see; a token sees itself whatever is cut."""
-    q, k, v = random_qkv(2, 4, 2, 15, 8)
-    keys = torch.arange(15).expand(2, 15) % 4 == 1
-    blind = torch.arange(15).expand(2, 15) % 3 == 1
-    unseen = blind[:, :, None] & keys[:, None] & ~torch.eye(15, dtype=torch.bool)
-    before, _ = square(q, k, v, 0.4)
-    expected = (before.log() - 1e9 * unseen[:, None]).softmax(-1)
-    got, out = in_blocks(q, k, v, 0.4, block=block, edge_mask=EdgeMask(blind, keys))
-    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(out, expected @ v.repeat_interleave(2, 1), atol=1e-12, rtol=0)
-    assert (blind & keys).any()
-    assert (before - expected).abs().max() > 0.05
+    q, k, v = random_qkv(2, 4, 2, 20, 8)
+    options = {extra: (extras(4, 20) | {"window": 6})[extra]}
+    whole, _ = square(q, k, v, 0.4, **options)
+    sequences = torch.tensor([1, 0])
+    computed = Attention(q, k, v, 0.4, **options).of(sequences)
+    shown = PatternRows(whole, v).of(sequences)
+    for queries, keys in (
+        (torch.tensor([[3, 19, 0], [7, 7, 18]]), 20),
+        (torch.tensor([[2], [4]]), 5),
+    ):
+        rows = [whole[s][:, q, :keys] for s, q in zip(sequences, queries, strict=True)]
+        expected = torch.stack(rows)
+        got = computed.rows(queries, keys)
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+        assert torch.equal(shown.rows(queries, keys), expected)
 
 
 def test_some_queries_have_the_rows_of_all():

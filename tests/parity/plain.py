@@ -1,15 +1,17 @@
 """What a model of transformers computes, in float64: patterns, values, each head's output, the residual stream."""
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconAttention
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.conftest import loaded_once
-from tests.parity.test_every_toy import alibi_in_the_mask_only
 from tests.tiny_families import tiny_model
 
 # Windows, grouped heads and a norm after attention; ALiBi and one projection for queries, keys and values.
@@ -18,16 +20,24 @@ MECHANISMS = ("toy:gemma3", "toy:falcon")
 TWELVE = {"BLOOM": {"hidden_size": 96, "n_head": 12}, "MPT": {"d_model": 96, "n_heads": 12}}
 
 
+def plain_and_hooked(name):
+    """A model of transformers in float64, and the same one hooked, in float32."""
+    if name in toy_names():
+        folder = toy_folder(name)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        return plain, loaded_once(name)
+    tokenizer = load_tokenizer("toy:llama")
+    settings = TWELVE.get(name, {})
+    plain = tiny_model(name, len(tokenizer), **settings).double()
+    if not settings:
+        return plain, loaded_once(name)
+    same = tiny_model(name, len(tokenizer), **settings)
+    return plain, ma.load_model(same, tokenizer=tokenizer)
+
+
 def models(name):
     """The model in float64 with eager attention, and the hooked one."""
-    if name in toy_names():
-        plain = AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float64).eval()
-        hooked = loaded_once(name)
-    else:
-        tokenizer = load_tokenizer("toy:llama")
-        plain, same = (tiny_model(name, len(tokenizer), **TWELVE.get(name, {})) for _ in range(2))
-        plain = plain.double()
-        hooked = ma.load_model(same, tokenizer=tokenizer) if name in TWELVE else loaded_once(name)
+    plain, hooked = plain_and_hooked(name)
     plain.set_attn_implementation("eager")
     loop_over_experts(plain)
     return plain, hooked
@@ -55,6 +65,53 @@ class Passed:
     logits: np.ndarray
 
 
+@contextlib.contextmanager
+def alibi_in_the_mask_only(model):
+    """Falcon's eager attention adds ALiBi a second time: here the second is zero."""
+    forward = FalconAttention.forward
+
+    def once(self, hidden_states, alibi, *args, **kwargs):
+        second = None if alibi is None else torch.zeros_like(alibi)
+        return forward(self, hidden_states, second, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if model.config.model_type == "falcon":
+            patch.setattr(FalconAttention, "forward", once)
+        yield
+
+
+def windows(config):
+    """For each layer how far back a query sees, read from the configuration by hand."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    width = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        width = None
+    return [width if kind == "sliding_attention" and width else 10**9 for kind in kinds]
+
+
+def seen_in(plain, ids, into, out_of=(), **options):
+    """What goes into and comes out of modules in a run [pos, …], by their keys; and what the model gives."""
+    seen = {}
+
+    def keep(key, value):
+        value = value[0] if isinstance(value, tuple) else value
+        seen[key] = value[0].detach().numpy().copy()
+
+    with contextlib.ExitStack() as stack:
+        for key, module in dict(into).items():
+            hook = module.register_forward_pre_hook(lambda m, given, key=key: keep(key, given))
+            stack.callback(hook.remove)
+        for key, module in dict(out_of).items():
+            hook = module.register_forward_hook(lambda m, given, out, key=key: keep(key, out))
+            stack.callback(hook.remove)
+        with alibi_in_the_mask_only(plain), torch.no_grad():
+            return seen, plain(torch.tensor([ids]), **options)
+
+
+def blocks_of(plain):
+    return max((m for m in plain.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+
+
 def module_of(block, *names):
     for name, module in block.named_modules():
         if name.rpartition(".")[2] in names:
@@ -62,92 +119,97 @@ def module_of(block, *names):
     return None
 
 
-def fused(out, heads, how):
-    """q, k, v [head pos d_head] from a fused projection."""
-    if how == "by head":  # Falcon, BLOOM
-        return out.view(len(out), heads, 3, -1).permute(2, 1, 0, 3)
-    return out.view(len(out), 3, heads, -1).permute(1, 2, 0, 3)  # MPT, GPT-2
+def by_head(x, heads):
+    """[head pos width] from [pos, head · width]."""
+    return x.reshape(-1, heads, x.shape[-1] // heads).swapaxes(0, 1)
 
 
-def passed(plain, ids, monkeypatch):
+def queries_keys_values(seen, config, heads):
+    """q, k, v [head pos d_head] from what the projections of a layer give, by their names."""
+    if "kv_b_proj" in seen:  # of each head, the part of the key that is not rotated, then the value
+        keys_and_values = by_head(seen["kv_b_proj"], heads)
+        k, v = np.split(keys_and_values, [config.qk_nope_head_dim], -1)
+        return by_head(seen["q_b_proj"], heads), k, v
+    if "query_key_value" in seen:  # Falcon, BLOOM: head by head
+        out = seen["query_key_value"]
+        return out.reshape(len(out), heads, 3, -1).transpose(2, 1, 0, 3)
+    for name in ("Wqkv", "c_attn"):  # MPT, GPT-2: all queries, all keys, all values
+        if name in seen:
+            return [by_head(part, heads) for part in np.split(seen[name], 3, -1)]
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    parts = [seen[f"{part}_proj"] for part in "qkv"]
+    q, k, v = (by_head(part, part.shape[-1] // width) for part in parts)
+    return q, *(np.repeat(x, heads // len(x), 0) for x in (k, v))
+
+
+PROJECTIONS = (
+    "q_b_proj", "kv_b_proj", "query_key_value", "Wqkv", "c_attn", "q_proj", "k_proj", "v_proj",
+)  # fmt: skip
+
+
+def passed(plain, ids):
     """Run the model once and keep all of it."""
-    blocks = max((m for m in plain.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    blocks = blocks_of(plain)
     config = plain.config
-    seen = {}
-    handles = []
     heads = getattr(config, "num_attention_heads", None) or config.n_heads
-
-    def keep(key, before=False):
-        def take(module, given, out=None):
-            value = given[0] if before else out
-            seen[key] = (value[0] if isinstance(value, tuple) else value).detach().clone()
-
-        return take
-
+    into = {}
+    out_of = {("after", len(blocks) - 1): blocks[-1]}
+    outputs = []
     for n, block in enumerate(blocks):
-        one = module_of(block, "query_key_value", "Wqkv", "c_attn")
-        latent = module_of(block, "kv_b_proj")
-        if latent is not None:
-            handles.append(module_of(block, "q_b_proj").register_forward_hook(keep((n, "q"))))
-            handles.append(latent.register_forward_hook(keep((n, "kv"))))
-        elif one is not None:
-            handles.append(one.register_forward_hook(keep((n, "qkv"))))
-        else:
-            for part in "qkv":
-                handles.append(
-                    module_of(block, f"{part}_proj").register_forward_hook(keep((n, part)))
-                )
-        out = (
-            block.attn.c_proj if hasattr(block, "attn") and hasattr(block.attn, "c_proj") else None
-        )
-        out = out or module_of(
-            block.self_attn if hasattr(block, "self_attn") else block, "o_proj", "dense", "out_proj"
-        )
-        handles.append(out.register_forward_pre_hook(keep((n, "z"), before=True)))
-        seen[n, "out"] = out
+        attention = getattr(block, "attn", None) or getattr(block, "self_attn", block)
+        outputs.append(module_of(attention, "c_proj", "o_proj", "dense", "out_proj"))
+        into |= {("z", n): outputs[n], ("resid", n): block}
+        for name in PROJECTIONS:
+            if module_of(block, name) is not None:
+                out_of[name, n] = module_of(block, name)
         if hasattr(block, "post_feedforward_layernorm"):  # Gemma 3
-            handles.append(
-                block.post_attention_layernorm.register_forward_hook(keep((n, "normed")))
-            )
-        handles.append(block.register_forward_pre_hook(keep((n, "resid"), before=True)))
-        handles.append(block.register_forward_hook(keep((n, "after"))))
-    with alibi_in_the_mask_only(plain, monkeypatch), torch.no_grad():
-        made = plain(torch.tensor([ids]), output_attentions=True)
-    for handle in handles:
-        handle.remove()
-    found = Passed([], [], [], [], [], [], [], [], [], made.logits[0].numpy())
-    for n in range(len(blocks)):
-        found.pattern.append(made.attentions[n][0].numpy())
-        if (
-            n,
-            "kv",
-        ) in seen:  # of each head, the part of the key that is not rotated, then the value
-            widths = [config.qk_nope_head_dim, config.v_head_dim]
-            k, v = (
-                seen[n, "kv"][0]
-                .view(len(ids), heads, sum(widths))
-                .transpose(0, 1)
-                .split(widths, -1)
-            )
-            q = seen[n, "q"][0].view(len(ids), heads, -1).transpose(0, 1)
-        elif (n, "qkv") in seen:
-            how = "by head" if config.model_type in ("falcon", "bloom") else "in turn"
-            q, k, v = fused(seen[n, "qkv"][0], heads, how)
-        else:
-            width = getattr(config, "head_dim", None) or config.hidden_size // heads
-            q, k, v = (seen[n, part][0].view(len(ids), -1, width).transpose(0, 1) for part in "qkv")
-            k, v = (x.repeat_interleave(heads // len(x), 0) for x in (k, v))
-        for name, value in (("q", q), ("k", k), ("v", v)):
-            getattr(found, name).append(value.numpy())
-        weight = seen[n, "out"].weight.detach()
-        weight = weight.T if type(seen[n, "out"]).__name__ != "Conv1D" else weight
-        found.w_o.append(weight.view(heads, -1, weight.shape[-1]).numpy())
-        found.z.append(seen[n, "z"][0].view(len(ids), heads, -1).numpy())
-        found.resid.append(seen[n, "resid"][0].numpy())
-        bias = 0 if seen[n, "out"].bias is None else seen[n, "out"].bias.detach().numpy()
-        added = np.einsum("phd,hdm->pm", found.z[n], found.w_o[n]) + bias
-        written = seen[n, "normed"][0].numpy() if (n, "normed") in seen else added
+            out_of["normed", n] = block.post_attention_layernorm
+
+    seen, run = seen_in(plain, ids, into, out_of, output_attentions=True)
+    found = Passed([], [], [], [], [], [], [], [], [], run.logits[0].numpy())
+    for n, out in enumerate(outputs):
+        of_layer = {name: value for (name, layer), value in seen.items() if layer == n}
+        q, k, v = queries_keys_values(of_layer, config, heads)
+        weight = out.weight.detach().numpy()
+        weight = weight if type(out).__name__ == "Conv1D" else weight.T
+        w_o = weight.reshape(heads, -1, weight.shape[-1])
+        z = of_layer["z"].reshape(len(ids), heads, -1)
+        bias = 0 if out.bias is None else out.bias.detach().numpy()
+        added = np.einsum("phd,hdm->pm", z, w_o) + bias
+        written = of_layer.get("normed", added)
+        found.pattern.append(run.attentions[n][0].numpy())
+        found.q.append(q)
+        found.k.append(k)
+        found.v.append(v)
+        found.z.append(z)
+        found.w_o.append(w_o)
+        found.resid.append(of_layer["resid"])
         found.attention.append(written)
         found.gain.append(written / added)  # an RMSNorm multiplies each coordinate by γ / σ
-    found.resid.append(seen[len(blocks) - 1, "after"][0].numpy())
+    found.resid.append(seen["after", len(blocks) - 1])
     return found
+
+
+def weight_of(norm):
+    """γ; Gemma's is stored less 1."""
+    return norm.weight.detach().numpy() + (1 if "Gemma" in type(norm).__name__ else 0)
+
+
+def rms(x, norm):
+    eps = next(getattr(norm, n) for n in ("eps", "variance_epsilon") if hasattr(norm, n))
+    return np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+def read(plain, delta, stream, ids):
+    """What parts [pos, …, d_model] give to the logit of the next token, with the final norm's scale of the stream."""
+    norm = plain.transformer.ln_f if hasattr(plain, "transformer") else plain.model.norm
+    w_u = plain.get_output_embeddings().weight.detach().numpy()
+    w_u = (w_u - w_u.mean(0))[ids[1:]]
+    centred = "LayerNorm" in type(norm).__name__
+    less = delta - delta.mean(-1, keepdims=True) if centred else delta
+    whole = stream - stream.mean(-1, keepdims=True) if centred else stream
+    scale = rms(whole, norm).reshape(len(ids), *[1] * (delta.ndim - 1))
+    factor = getattr(plain.config, "logit_scale", 1.0) / getattr(
+        plain.config, "logits_scaling", 1.0
+    )
+    return factor * np.einsum("p...m,pm->p...", (weight_of(norm) * less / scale)[:-1], w_u)

@@ -9,7 +9,7 @@ import mechattn as ma
 from experiments.real.budget_oracle import largest_differences, oracle
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
 from mechattn.model.hooked import original_of
-from mechattn.model.rotary_positions import rotations_of
+from mechattn.model.positions import rotations_of
 from mechattn.prompts.token_sequences import baseline_sequence
 from tests.parity.plain import MECHANISMS
 from tests.tiny_families import tiny_model

@@ -8,7 +8,15 @@ import torch
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer
-from tests.parity.plain import loop_over_experts
+from tests.parity.plain import (
+    blocks_of,
+    loop_over_experts,
+    module_of,
+    read,
+    rms,
+    seen_in,
+    weight_of,
+)
 from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -32,52 +40,23 @@ class Parts:
     logits: np.ndarray
 
 
-def weight_of(norm):
-    """γ; Gemma's is stored less 1."""
-    return norm.weight.detach().numpy() + (1 if "Gemma" in type(norm).__name__ else 0)
-
-
-def rms(x, norm):
-    eps = next(getattr(norm, n) for n in ("eps", "variance_epsilon") if hasattr(norm, n))
-    return np.sqrt((x**2).mean(-1, keepdims=True) + eps)
-
-
-def seen_in(plain, blocks, ids):
-    """What hooks of torch on the model's own modules see in a run, and the logits."""
-    seen = {}
-    handles = []
-
-    def keep(key, before):
-        def take(module, given, out=None):
-            value = given[0] if before else out
-            seen[key] = (value[0] if isinstance(value, tuple) else value)[0].detach().numpy()
-
-        return take
-
-    for n, block in enumerate(blocks):
-        attention = block.attn if hasattr(block, "attn") else block.self_attn
-        seen[n, "out"] = attention.c_proj if hasattr(attention, "c_proj") else attention.o_proj
-        mlp = getattr(block, "post_feedforward_layernorm", block.mlp)
-        handles.append(seen[n, "out"].register_forward_pre_hook(keep((n, "z"), True)))
-        handles.append(mlp.register_forward_hook(keep((n, "mlp"), False)))
-        handles.append(block.register_forward_pre_hook(keep((n, "before"), True)))
-        handles.append(block.register_forward_hook(keep("stream", False)))
-    with torch.no_grad():
-        logits = plain(torch.tensor([ids])).logits[0].numpy()
-    for handle in handles:
-        handle.remove()
-    return seen, logits
-
-
 def parts_of(plain, ids):
     """Of one run, part by part."""
-    blocks = plain.transformer.h if hasattr(plain, "transformer") else plain.model.layers
-    seen, logits = seen_in(plain, blocks, ids)
+    blocks = blocks_of(plain)
+    into = {}
+    out_of = {"stream": blocks[-1]}
+    outputs = []
+    for n, block in enumerate(blocks):
+        attention = block.attn if hasattr(block, "attn") else block.self_attn
+        outputs.append(module_of(attention, "c_proj", "o_proj"))
+        into |= {(n, "z"): outputs[n], (n, "before"): block}
+        out_of[n, "mlp"] = getattr(block, "post_feedforward_layernorm", block.mlp)
+    seen, run = seen_in(plain, ids, into, out_of)
     count = plain.config.num_attention_heads
     factor = getattr(plain.config, "residual_multiplier", 1.0)
-    found = Parts([], [], seen[0, "before"].copy(), seen["stream"], logits)
+    found = Parts([], [], seen[0, "before"].copy(), seen["stream"], run.logits[0].numpy())
     for n, block in enumerate(blocks):
-        out = seen[n, "out"]
+        out = outputs[n]
         z = seen[n, "z"]
         weight = out.weight.detach().numpy()
         weight = weight if type(out).__name__ == "Conv1D" else weight.T
@@ -96,21 +75,6 @@ def parts_of(plain, ids):
         found.alone.append(factor * alone)
         found.rest += factor * (seen[n, "mlp"] + bias)
     return found
-
-
-def read(plain, delta, stream, ids):
-    """What parts [pos, …, d_model] give to the logit of the next token, with the final norm's scale of the stream."""
-    norm = plain.transformer.ln_f if hasattr(plain, "transformer") else plain.model.norm
-    w_u = plain.get_output_embeddings().weight.detach().numpy()
-    w_u = (w_u - w_u.mean(0))[ids[1:]]
-    centred = "LayerNorm" in type(norm).__name__
-    less = delta - delta.mean(-1, keepdims=True) if centred else delta
-    whole = stream - stream.mean(-1, keepdims=True) if centred else stream
-    scale = rms(whole, norm).reshape(len(ids), *[1] * (delta.ndim - 1))
-    factor = getattr(plain.config, "logit_scale", 1.0) / getattr(
-        plain.config, "logits_scaling", 1.0
-    )
-    return factor * np.einsum("p...m,pm->p...", (weight_of(norm) * less / scale)[:-1], w_u)
 
 
 def biases_read(plain, ids):
@@ -200,20 +164,13 @@ def test_a_model_without_norms(tokenizer, prompts):
     with torch.no_grad():
         logits, cache = model.run_with_cache(ids[None])
     w_u = (model.W_U - model.W_U.mean(1, keepdim=True)).detach().double()
-    expected = (
-        (logits[0, :-1] - logits[0, :-1].mean(-1, keepdim=True))
-        .double()
-        .gather(-1, ids[1:, None])[:, 0]
-    )
+    centred = logits[0, :-1].double() - logits[0, :-1].double().mean(-1, keepdim=True)
+    expected = centred.gather(-1, ids[1:, None])[:, 0]
     rest = cache["hook_embed"][0] + cache["hook_pos_embed"][0] + model.b_O.detach().sum(0)
     rest = rest + sum(cache[f"blocks.{layer}.hook_mlp_out"][0] for layer in range(2))
     rest = (rest[:-1].double() * w_u[:, ids[1:]].T).sum(-1)
-    heads = (
-        result["direct_logits"]
-        .next_token_logit_at_per_prompt[0, 0]
-        .sum(("layer", "head"))
-        .values[: len(ids) - 1]
-    )
+    per_token = result["direct_logits"].next_token_logit_at_per_prompt[0, 0]
+    heads = per_token.sum(("layer", "head")).values[: len(ids) - 1]
     np.testing.assert_allclose(heads + rest.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
     assert np.abs(heads).mean() > 0.1 * float(expected.abs().mean()), (
         "negative control: the heads add something"

@@ -1,17 +1,12 @@
 """`run` on every toy, and on tiny models of other families, against patterns of plain transformers in float64."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.falcon.modeling_falcon import FalconAttention
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
-from tests.conftest import loaded_once
-from tests.tiny_families import tiny_model
+from mechattn.model.checkpoint import toy_names
+from tests.parity.plain import alibi_in_the_mask_only, models, plain_and_hooked, windows
 
 TOLERANCE = 2e-6
 TINY = [
@@ -21,42 +16,6 @@ TINY = [
     "Gemma 2",  # capped scores, windows, a norm after attention
     "Qwen3",  # queries and keys normed, rotary positions
 ]
-
-
-@contextlib.contextmanager
-def alibi_in_the_mask_only(model, monkeypatch):
-    """Falcon's eager attention adds ALiBi a second time: here the second is zero."""
-    forward = FalconAttention.forward
-
-    def once(self, hidden_states, alibi, *args, **kwargs):
-        return forward(
-            self, hidden_states, None if alibi is None else torch.zeros_like(alibi), *args, **kwargs
-        )
-
-    with monkeypatch.context() as patch:
-        if model.config.model_type == "falcon":
-            patch.setattr(FalconAttention, "forward", once)
-        yield
-
-
-def plain_and_hooked(name, tokenizer):
-    """A model of transformers in float64 with eager attention, and the same one hooked, in float32."""
-    if name in TINY:
-        return tiny_model(name, len(tokenizer)).double(), loaded_once(name)
-    return AutoModelForCausalLM.from_pretrained(
-        toy_folder(name), dtype=torch.float64
-    ).eval(), loaded_once(name)
-
-
-def windows(config):
-    """For each layer how far back a query sees, read from the configuration by hand."""
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    width = (
-        getattr(config, "sliding_window", None)
-        if getattr(config, "use_sliding_window", True)
-        else None
-    )
-    return [width if kind == "sliding_attention" and width else 10**9 for kind in kinds]
 
 
 def oracle(model, ids, original):
@@ -81,11 +40,10 @@ def measured(result, index, condition, length):
 
 
 @pytest.mark.parametrize("name", [*toy_names(), *TINY])
-def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
+def test_received_attention_equals_the_oracle(name, prompts):
     """Three prompts of different lengths in one batch, each with and without filler: all but one row are padded."""
     engines = ("streaming", "hooks") if name in toy_names() else ("auto",)
-    tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
-    plain, hooked = plain_and_hooked(name, tokenizer)
+    plain, hooked = plain_and_hooked(name)
     slash = ma.MeaninglessTokens("/", 55)
     some = prompts[:3]
     results = [
@@ -98,7 +56,7 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
     with torch.no_grad():
         native = plain(torch.tensor([ids])).logits
     plain.set_attn_implementation("eager")
-    with alibi_in_the_mask_only(plain, monkeypatch):
+    with alibi_in_the_mask_only(plain):
         with torch.no_grad():
             torch.testing.assert_close(
                 plain(torch.tensor([ids])).logits, native, atol=1e-4, rtol=1e-4
@@ -113,11 +71,9 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
 
 
 def test_the_oracle_would_notice_alibi_counted_twice(prompts):
-    tokenizer = load_tokenizer("toy:llama")
-    plain, hooked = plain_and_hooked("Falcon-RW (ALiBi)", tokenizer)
+    plain, hooked = models("Falcon-RW (ALiBi)")
     result = ma.run(hooked, prompts[:1], keep="prompts")
     ids = ma.Baseline().apply(prompts[0], hooked).tokens.tolist()
-    plain.set_attn_implementation("eager")
     twice = oracle(plain, ids, [True] * len(ids))
     assert np.nanmax(abs(measured(result, 0, "baseline", len(ids)) - twice)) > 1000 * TOLERANCE
 
@@ -125,8 +81,7 @@ def test_the_oracle_would_notice_alibi_counted_twice(prompts):
 @pytest.fixture(scope="module")
 def llama(prompts):
     """The plain model, the first prompt with filler, and which of its tokens are original."""
-    plain, hooked = plain_and_hooked("toy:llama", load_tokenizer("toy:llama"))
-    plain.set_attn_implementation("eager")
+    plain, hooked = models("toy:llama")
     sequence = ma.MeaninglessTokens("/", 55).apply(prompts[0], hooked)
     return plain, sequence.tokens.tolist(), sequence
 

@@ -10,8 +10,7 @@ import mechattn as ma
 from mechattn.analysis.received_attention import AttentionMap
 from mechattn.axes import SEGMENTS
 from mechattn.model.checkpoint import toy_names
-from tests.parity.plain import MECHANISMS, models, passed
-from tests.parity.test_every_toy import windows
+from tests.parity.plain import MECHANISMS, models, passed, windows
 
 LATENT = "DeepSeek-V3 (latent attention)"
 NAMES = [*MECHANISMS, LATENT]
@@ -31,14 +30,8 @@ def measured(request, prompts):
     some = [some[0], some[-1]]
     result = ma.run(hooked, some, {"slash": SLASH}, ANALYSES, keep="prompts")
     sequence = SLASH.apply(some[0], hooked)
-    with pytest.MonkeyPatch.context() as patch:
-        return (
-            request.param,
-            result,
-            passed(plain, sequence.tokens.tolist(), patch),
-            sequence,
-            plain.config,
-        )
+    run = passed(plain, sequence.tokens.tolist())
+    return request.param, result, run, sequence, plain.config
 
 
 def got(result, dataset, name, length=None):

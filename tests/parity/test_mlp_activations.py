@@ -4,33 +4,21 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer
 from mechattn.prompts.tokenization import TOKEN_CLASSES, token_class
-from tests.parity.plain import MECHANISMS
-from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked
+from tests.parity.plain import MECHANISMS, models, seen_in
 
 CALIBRATION = tuple(ma.load_prompts("word-problems", limit=3, seed=1))
 
 
 def activations(plain, ids):
     """[layer][pos, d_mlp] before and after the nonlinearity, from hooks of torch on the activation modules."""
-    names = [n for n, _ in plain.named_modules() if n.endswith(("mlp.act_fn", "mlp.act"))]
-    modules = dict(plain.named_modules())
-    seen = []
-    handles = [
-        modules[n].register_forward_hook(
-            lambda m, given, out: seen.append((given[0][0].clone(), out[0].clone()))
-        )
-        for n in names
-    ]
-    with torch.no_grad():
-        plain(torch.tensor([ids]))
-    for handle in handles:
-        handle.remove()
-    return [(pre.numpy(), post.numpy()) for pre, post in seen]
+    modules = [m for n, m in plain.named_modules() if n.endswith(("mlp.act_fn", "mlp.act"))]
+    into = {("pre", n): module for n, module in enumerate(modules)}
+    out_of = {("post", n): module for n, module in enumerate(modules)}
+    seen, _ = seen_in(plain, ids, into, out_of)
+    return [(seen["pre", n], seen["post", n]) for n in range(len(modules))]
 
 
 def gini(size):
@@ -62,80 +50,89 @@ def of_tokens(post, pre, threshold):
     return {name: np.mean(values) for name, values in made.items()}
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
-    """Of both engines."""
-    plain, hooked = plain_and_hooked(name, load_tokenizer(name))
-    slash = ma.MeaninglessTokens("/", 20)
-    sentence = ma.RandomSentence(20)
+@pytest.fixture(scope="module", params=MECHANISMS)
+def measured(request, prompts):
+    """Both models, the result of each engine, the sequences of the second prompt, and what the plain model shows."""
+    plain, hooked = models(request.param)
+    conditions = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(20)}
     analysis = ma.analyses.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
-    some = {"slash": slash, "sentence": sentence}
     results = [
-        ma.run(hooked, prompts[:3], some, analysis, engine=engine)
+        ma.run(hooked, prompts[:3], conditions, analysis, engine=engine)
         for engine in ("streaming", "hooks")
     ]
-    conditions = {"baseline": ma.Baseline(), "slash": slash, "sentence": sentence}
-    sequence = {c: condition.apply(prompts[1], hooked) for c, condition in conditions.items()}
-    with alibi_in_the_mask_only(plain, monkeypatch):
-        quantiles = [
-            [
-                np.sort(np.abs(post).ravel())[round(0.2 * (post.size - 1))]
-                for _, post in activations(plain, ids)
-            ]
-            for ids in (ma.Baseline().apply(p, hooked).tokens.tolist() for p in CALIBRATION)
-        ]
-        seen = {c: activations(plain, made.tokens.tolist()) for c, made in sequence.items()}
+    conditions = {"baseline": ma.Baseline()} | conditions
+    sequences = {name: c.apply(prompts[1], hooked) for name, c in conditions.items()}
+    seen = {name: activations(plain, s.tokens.tolist()) for name, s in sequences.items()}
+    return plain, hooked, results, sequences, seen
+
+
+def thresholds_of(result):
+    return result.provenance["analyses"]["mlp_activations"]["thresholds"]
+
+
+def changes(sequences, seen, condition, layer):
+    """How the question's tokens change, and what they were [pos, d_mlp]."""
+    origin = sequences[condition].origin
+    asks = sequences["baseline"].of_segment("question").nonzero().flatten()
+    place = [int((origin == k).nonzero()) for k in asks]
+    before = seen["baseline"][layer][1][asks]
+    return seen[condition][layer][1][place] - before, before
+
+
+def test_thresholds_are_medians_of_quantiles(measured):
+    plain, hooked, results, _, _ = measured
+    quantiles = []
+    for prompt in CALIBRATION:
+        ids = ma.Baseline().apply(prompt, hooked).tokens.tolist()
+        sizes = [np.sort(np.abs(post).ravel()) for _, post in activations(plain, ids)]
+        quantiles.append([size[round(0.2 * (size.size - 1))] for size in sizes])
     for result in results:
-        thresholds = result.provenance["analyses"]["mlp_activations"]["thresholds"]
-        for layer, values in enumerate(np.array(quantiles).T):
-            assert thresholds[layer] == pytest.approx(np.median(values), rel=1e-3)
-    texts = [hooked.tokenizer.decode([t]) for t in sequence["baseline"].tokens.tolist()]
-    for layer in range(hooked.cfg.n_layers):
-        changes = {}
-        for condition, made in sequence.items():
-            pre, post = seen[condition][layer]
-            question = made.of_segment("question").numpy()
-            numbers = of_tokens(post[question], pre[question], thresholds[layer])
-            place = [int((made.origin == k).nonzero()) for k in range(len(sequence["baseline"]))]
-            asks = sequence["baseline"].of_segment("question").numpy()
-            before = seen["baseline"][layer][1][asks]
-            changes[condition] = post[np.array(place)[asks]] - before
-            relative = np.linalg.norm(changes[condition], axis=1) / np.linalg.norm(before, axis=1)
-            share = np.abs(post[np.array(place)]) <= thresholds[layer]
-            edges = [-np.inf, *np.round(np.arange(-0.51, 1.52, 0.02), 2), np.inf]
-            counts = np.histogram(post[question].clip(-1e9, 1e9), np.clip(edges, -2e9, 2e9))[0]
-            for result in results:
-                at = result["mlp_activations"].sel(condition=condition, layer=layer).isel(prompt=1)
-                where = result.provenance["engine"], layer, condition
-                for metric, number in numbers.items():
-                    got = float(at[f"{metric}_by_segment"].sel(segment="question"))
-                    # A share changes by a step where an activation lies at the threshold.
-                    near = 3 / post[question].size if metric in ("near_zero", "saturated") else 0
-                    assert got == pytest.approx(number, rel=2e-4, abs=near + 1e-9), (where, metric)
-                got = float(at.token_change_by_segment.sel(segment="question"))
-                assert got == pytest.approx(relative.mean(), abs=2e-5), where
-                for kind in TOKEN_CLASSES:
-                    of_kind = [
-                        i for i, text in enumerate(texts) if token_class(text) == kind and asks[i]
-                    ]
-                    got = float(at.near_zero_by_token_class.sel(token_class=kind))
-                    expected = share[of_kind].mean() if of_kind else np.nan
-                    assert got == pytest.approx(expected, abs=3e-3, nan_ok=True), (where, kind)
-                assert np.abs(at.histogram.values - counts / counts.sum()).max() < 3 / counts.sum()
-        for result, (one, other) in product(results, (("slash", "slash"), ("slash", "sentence"))):
-            products = result["mlp_activations"].change_product.sel(
-                condition=one, other_condition=other, layer=layer
-            )
-            scale = np.linalg.norm(changes[one]) * np.linalg.norm(changes[other])
-            expected = (changes[one] * changes[other]).sum()
-            assert float(products.isel(prompt=1)) == pytest.approx(expected, abs=1e-4 * scale), (
-                layer,
-                other,
-            )
-    for result in results:
-        change = result["mlp_activations"].token_change_by_segment.sel(
-            segment="question", condition="slash"
-        )
+        thresholds = list(thresholds_of(result).values())
+        np.testing.assert_allclose(thresholds, np.median(quantiles, axis=0), rtol=1e-3)
+
+
+@pytest.mark.parametrize("condition", ["baseline", "slash", "sentence"])
+def test_measures_of_the_question_equal_the_oracle(measured, condition):
+    _, hooked, results, sequences, seen = measured
+    question = sequences[condition].of_segment("question").numpy()
+    asked = sequences["baseline"].tokens[sequences["baseline"].of_segment("question")]
+    kinds = np.array([token_class(hooked.tokenizer.decode([token])) for token in asked])
+    edges = [-1e9, *np.round(np.arange(-0.51, 1.52, 0.02), 2), 1e9]
+    for layer, result in product(range(hooked.cfg.n_layers), results):
+        pre, post = (values[question] for values in seen[condition][layer])
+        threshold = thresholds_of(result)[layer]
+        numbers = of_tokens(post, pre, threshold)
+        difference, before = changes(sequences, seen, condition, layer)
+        relative = np.linalg.norm(difference, axis=1) / np.linalg.norm(before, axis=1)
+        numbers["token_change"] = relative.mean()
+        got = result["mlp_activations"].sel(condition=condition, layer=layer).isel(prompt=1)
+        for metric, number in numbers.items():
+            # A share changes by a step where an activation lies at the threshold.
+            near = {"near_zero": 3 / post.size, "saturated": 3 / post.size, "token_change": 2e-5}
+            mine = float(got[f"{metric}_by_segment"].sel(segment="question"))
+            bound = near.get(metric, 1e-9)
+            relative_bound = 0 if metric == "token_change" else 2e-4
+            assert mine == pytest.approx(number, rel=relative_bound, abs=bound), (layer, metric)
+        share = (np.abs(difference + before) <= threshold).mean(1)
+        for kind in TOKEN_CLASSES:
+            expected = share[kinds == kind].mean() if kind in kinds else np.nan
+            mine = float(got.near_zero_by_token_class.sel(token_class=kind))
+            assert mine == pytest.approx(expected, abs=3e-3, nan_ok=True), (layer, kind)
+        counts = np.histogram(post, edges)[0]
+        assert np.abs(got.histogram.values - counts / counts.sum()).max() < 3 / counts.sum()
+
+
+@pytest.mark.parametrize("other", ["slash", "sentence"])
+def test_products_of_changes_equal_the_oracle(measured, other):
+    _, hooked, results, sequences, seen = measured
+    for layer, result in product(range(hooked.cfg.n_layers), results):
+        first, _ = changes(sequences, seen, "slash", layer)
+        second, _ = changes(sequences, seen, other, layer)
+        of_layer = result["mlp_activations"].sel(condition="slash", layer=layer)
+        scale = np.linalg.norm(first) * np.linalg.norm(second)
+        got = float(of_layer.change_product.sel(other_condition=other).isel(prompt=1))
+        assert got == pytest.approx((first * second).sum(), abs=1e-4 * scale), layer
+        change = of_layer.token_change_by_segment.sel(segment="question")
         assert float(change.min()) > 0.01, "the oracle is tried where nothing changes"
 
 
@@ -150,7 +147,7 @@ def test_what_is_outside_of_the_question_does_not_count(toy, prompts):
 
 def test_rules(toy, prompts):
     """MAD and absolute thresholds; the numbers of the rule are those of the calibration prompts."""
-    plain, _ = plain_and_hooked("toy:llama", None)
+    plain, _ = models("toy:llama")
     values = []
     for prompt in CALIBRATION:
         _, post = activations(plain, ma.Baseline().apply(prompt, toy).tokens.tolist())[1]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from tests.parity.plain import models, passed
+from tests.parity.plain import blocks_of, models, passed
 
 SLASH = ma.MeaninglessTokens("/", 20)
 ULP = 2.0**-24  # a float32 number is rounded by so much of itself
@@ -15,7 +15,7 @@ SPLIT = {"toy:falcon": 0, "BLOOM": 2, "MPT": 0, "GPT-2": 2, "OPT": 0}
 
 
 @pytest.mark.parametrize(("name", "rank"), SPLIT.items())
-def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
+def test_the_parts_of_scores(name, rank, prompts):
     """softmax(content + bias + ALiBi) = pattern, and each target's centred parts, from the weights by hand."""
     plain, hooked = models(name)
     analysis = ma.analyses.ScoreDecomposition(rank=rank, per_query=True)
@@ -23,7 +23,7 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
     result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, keep="prompts")
     sequence = SLASH.apply(some[0], hooked)
     length = len(sequence)
-    made = passed(plain, sequence.tokens.tolist(), monkeypatch)
+    made = passed(plain, sequence.tokens.tolist())
     data = result["score_decomposition"].sel(condition="slash").isel(prompt=0)
     for layer, pattern in enumerate(made.pattern):
         q = made.q[layer]
@@ -65,8 +65,7 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
 
 
 def biases(plain, layer, heads, width):
-    blocks = max((m for m in plain.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
-    found = dict(blocks[layer].named_parameters())
+    found = dict(blocks_of(plain)[layer].named_parameters())
     for name, value in found.items():
         if name.endswith(("query_key_value.bias", "Wqkv.bias")):
             return value.detach().view(heads, 3, width).permute(1, 0, 2)[:2].numpy()

@@ -1,5 +1,7 @@
 """`SegmentLogits` against plain transformers in float64, key by key, and its sum against `DirectLogits`."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +9,13 @@ import torch
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from tests.parity.plain import models, passed
+from tests.parity.plain import models, passed, read
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
 
 @pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
-def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
+def test_each_head_reads_key_by_key(name, prompts):
     plain, hooked = models(name)
     result = ma.run(
         hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), keep="prompts"
@@ -21,51 +23,29 @@ def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
     got = result["segment_logits"].sel(condition="slash").isel(prompt=0)
     sequence = SLASH.apply(prompts[0], hooked)
     ids = sequence.tokens.tolist()
-    codes = sequence.segment.tolist()
-    made = passed(plain, ids, monkeypatch)
-    norm = next(
-        m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f")
-    )
-    w_u = plain.get_output_embeddings().weight.detach().numpy()
-    w_u = w_u - w_u.mean(0)
-    stream = made.resid[-1]
-    centres = type(norm).__name__ == "LayerNorm"
-    eps = norm.eps if centres else norm.variance_epsilon
-    scale = np.sqrt(stream.var(-1) + eps) if centres else np.sqrt((stream**2).mean(-1) + eps)
-    direction = norm.weight.detach().numpy() * w_u[[*ids[1:], 0]]
-    direction = direction - direction.mean(-1, keepdims=True) if centres else direction
+    codes = sequence.segment.numpy()
+    of_segment = (codes[:, None] == np.arange(len(SEGMENTS))).astype(float)  # key segment
+    made = passed(plain, ids)
     for layer, head in ((0, 1), (2, 3)):
-        read = np.zeros((len(ids), len(SEGMENTS)))
-        seen = np.zeros_like(read)
-        for q in range(len(ids) - 1):
-            for k in range(q + 1):
-                given = made.v[layer][head, k] @ made.w_o[layer][head] @ direction[q] / scale[q]
-                read[q, codes[k]] += made.pattern[layer][head, q, k] * given
-                seen[q, codes[k]] += 1
-        for s, segment in enumerate(SEGMENTS):
-            queries = [q for q in range(len(ids) - 1) if codes[q] == s]
-            for t, other in enumerate(SEGMENTS):
-                at = {"layer": layer, "head": head, "segment": segment, "to_segment": other}
-                mine = {
-                    name: float(got[f"next_token_logit_{name}"].sel(at))
-                    for name in ("from", "per_key")
-                }
-                those = [q for q in queries if seen[q, t]]
-                if not those:
-                    assert all(np.isnan(value) for value in mine.values())
-                    continue
-                assert mine["from"] == pytest.approx(
-                    np.mean([read[q, t] for q in queries]), abs=2e-4, rel=1e-3
-                )
-                expected = np.mean([read[q, t] / seen[q, t] for q in those])
-                assert mine["per_key"] == pytest.approx(expected, abs=2e-4, rel=1e-3)
-    other = float(
-        got.next_token_logit_from.sel(layer=2, head=3, segment="question", to_segment="inserted")
-    )
-    wrong = float(
-        got.next_token_logit_from.sel(layer=2, head=2, segment="question", to_segment="inserted")
-    )
-    assert abs(other - wrong) > 1e-3, "the loops would notice another head"
+        written = made.v[layer][head] @ made.w_o[layer][head]
+        delta = made.pattern[layer][head][..., None] * written  # query key d_model
+        by_key = read(plain, delta, made.resid[-1], ids)
+        by_segment = by_key @ of_segment
+        seen = np.tril(np.ones_like(by_key)) @ of_segment
+        for (s, segment), (t, other) in product(enumerate(SEGMENTS), repeat=2):
+            cell = got.sel(layer=layer, head=head, segment=segment, to_segment=other)
+            mine = float(cell.next_token_logit_from), float(cell.next_token_logit_per_key)
+            is_query = codes[:-1] == s
+            seeing = is_query & (seen[:, t] > 0)
+            if not seeing.any():
+                assert np.isnan(mine).all()
+                continue
+            per_key = by_segment[seeing, t] / seen[seeing, t]
+            expected = by_segment[is_query, t].mean(), per_key.mean()
+            np.testing.assert_allclose(mine, expected, atol=2e-4, rtol=1e-3)
+    to_inserted = got.next_token_logit_from.sel(layer=2, segment="question", to_segment="inserted")
+    difference = float(to_inserted.sel(head=3) - to_inserted.sel(head=2))
+    assert abs(difference) > 1e-3, "the loops would notice another head"
 
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
@@ -114,15 +94,13 @@ def test_what_a_gate_lets_through(shared, monkeypatch):
     there = ~np.isnan(expected)
     scale = np.sqrt(np.mean(expected[there] ** 2))
     np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
-    monkeypatch.setattr(
-        "mechattn.analysis.direct_logits.gate_function", lambda detail: torch.ones_like
-    )
+    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_of", lambda model: torch.ones_like)
     ungated, _ = both()
     assert np.nanmax(abs(ungated[there] - expected[there])) > 0.1 * scale
 
 
 def test_a_norm_after_the_mix_is_refused(shared, monkeypatch):
     model = shared("Qwen3-Next (hybrid)")
-    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_function", lambda detail: None)
+    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_of", lambda model: None)
     with pytest.raises(ModelError, match=r"a key's share of a head's update is not"):
         ma.run(model, "Tom has 3 apples.", analyses=ma.analyses.SegmentLogits())

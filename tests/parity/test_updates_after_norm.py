@@ -10,6 +10,7 @@ import transformers
 import mechattn as ma
 from mechattn.analysis.updates import BEFORE_NORM
 from mechattn.model.checkpoint import load_tokenizer
+from tests.parity.plain import seen_in
 from tests.tiny_families import random_model, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -57,25 +58,12 @@ class Written:
 
 def written_by(plain, family, ids):
     """One ``Written`` for each layer, from hooks of torch on the model's own modules."""
-    seen = {}
-    handles = []
-
-    def keep(key, module, before):
-        def take(module, given, out=None):
-            value = given[0] if before else out
-            seen[key] = value[0].detach().numpy()
-
-        register = module.register_forward_pre_hook if before else module.register_forward_hook
-        handles.append(register(take))
-
+    into = {}
+    out_of = {}
     for n, layer in enumerate(plain.model.layers):
-        keep((n, "stream"), layer, before=True)
-        keep((n, "z"), layer.self_attn.o_proj, before=True)
-        keep((n, "added"), getattr(layer, NORMS[family]), before=False)
-    with torch.no_grad():
-        plain(torch.tensor([ids]))
-    for handle in handles:
-        handle.remove()
+        into |= {(n, "stream"): layer, (n, "z"): layer.self_attn.o_proj}
+        out_of[n, "added"] = getattr(layer, NORMS[family])
+    seen, _ = seen_in(plain, ids, into, out_of)
 
     layers = []
     head_count = plain.config.num_attention_heads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -121,10 +120,6 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
             " here"
         )
 
-    def changed(part: Part, module: Any, args: Any, by_head: Tensor) -> Tensor:
-        replacement = change(part, by_head.flatten(2))
-        return replacement.to(by_head.dtype).reshape(by_head.shape)
-
     handles = []
     for part in PARTS:
         name = f"blocks.{layer}.attn.hook_{part}"
@@ -132,8 +127,7 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
             raise ModelError(
                 f"{model.cfg.model_name} has no {name}, so its keys and values cannot be changed"
             )
-        hook = partial(changed, part)
-        handles.append(model.hook_dict[name].register_forward_hook(hook))
+        handles.append(_replacing(model.hook_dict[name], part, change))
 
     return handles
 
@@ -145,15 +139,8 @@ def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
         name = path.rpartition(".")[2]
         modules[name] = module
 
-    def changed(part: Part, module: Any, args: Any, projected: Tensor) -> Tensor:
-        return change(part, projected).to(projected.dtype)
-
     if "k_proj" in modules and "v_proj" in modules:
-        handles = []
-        for part in PARTS:
-            hook = partial(changed, part)
-            handles.append(modules[f"{part}_proj"].register_forward_hook(hook))
-        return handles
+        return [_replacing(modules[f"{part}_proj"], part, change) for part in PARTS]
 
     fused = [modules[name] for name in FUSED_PROJECTIONS if name in modules]
     columns = _columns(_text_config(model))
@@ -161,16 +148,24 @@ def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
         raise ModelError(
             f"mechattn does not know where a {type(model).__name__} makes its keys and values"
         )
+    return [_replacing(fused[0], part, change, columns[part]) for part in PARTS]
 
-    def changed_columns(module: Any, args: Any, projected: Tensor) -> Tensor:
-        projected = projected.clone()
-        for part in PARTS:
-            of_part = columns[part].to(projected.device)
-            replacement = change(part, projected[..., of_part])
-            projected[..., of_part] = replacement.to(projected.dtype)
-        return projected
 
-    return [fused[0].register_forward_hook(changed_columns)]
+def _replacing(
+    module: Any, part: Part, change: Change, columns: Int[Tensor, " width"] | None = None
+) -> Any:
+    """A hook that replaces the keys or values among what a module gives: all of it, or these
+    columns."""
+
+    def replaced(module: Any, args: Any, output: Float[Tensor, "batch pos ..."]) -> Tensor:
+        projected = output.flatten(2)
+        if columns is None:
+            return change(part, projected).to(output.dtype).reshape(output.shape)
+        index = columns.to(output.device)
+        replacement = change(part, projected[..., index]).to(output.dtype)
+        return projected.index_copy(-1, index, replacement)
+
+    return module.register_forward_hook(replaced)
 
 
 def _text_config(model: Any) -> Any:

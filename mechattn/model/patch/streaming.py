@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -123,7 +123,7 @@ def fires_while_streamed(name: str) -> bool:
 @contextmanager
 def streaming(
     model: HookedModel,
-    layers: Mapping[int, int | None],
+    layers: Collection[int],
     see: See,
     block: int | None = None,
     edge_masks: Mapping[int, EdgeMask] | None = None,
@@ -139,11 +139,9 @@ def streaming(
     edge_masks = edge_masks or {}
     with ExitStack() as stack:
         for number in attending:
-            if number in layers:
-                layer = _Layer(number, layers[number], see, block, edge_masks.get(number), fused)
-            else:
-                window = hooks.attention_window(model, number)
-                layer = _Layer(number, window, None, block, edge_masks.get(number), fused)
+            window = hooks.attention_window(model, number)
+            seen = see if number in layers else None
+            layer = _Layer(number, window, seen, block, edge_masks.get(number), fused)
             attention = model.blocks[number].attn
             replaced = REPLACEMENTS[type(attention).__name__]
             stack.enter_context(replaced(model, attention, layer))

@@ -1,28 +1,63 @@
-"""Compares a hooked model with the model itself: logits, kernel, config, layers, batches."""
+"""Compares a hooked model with the model itself: logits, kernel, config, layers, batches; and
+attention in row blocks, and from a fused kernel, with the patterns at the hooks."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
+from mechattn.functional.attention import Pattern, Rows, Tokens
+from mechattn.functional.fused import Fused
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
+from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
 from mechattn.model.verify import verification as probe
 from mechattn.model.verify.config_fields import check_config
-from mechattn.model.verify.kernel_check import attention_of, check_kernel, run_native
-from mechattn.model.verify.layer_checks import ProbedHooks, check_layers, is_read
-from mechattn.model.verify.verification import Check, Report, compare_positions
+from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, check_layers
+from mechattn.model.verify.verification import (
+    Check,
+    Report,
+    compare,
+    compare_positions,
+    limited,
+)
 
 Logits = Float[Tensor, "pos d_vocab"]
+
+# In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in
+# the hundreds; a wrong mask, scale or head gives at least 0.01. In half precision they usually
+# differ by 0.05, and by 0.18 (0.03 in float16) with large scores.
+KERNEL_TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 2e-4,
+    torch.float16: 1e-1,
+    torch.bfloat16: 3e-1,
+}
+
+# Scores in the hundreds, as in large models, are rounded by 3e-5 in float32, and later layers
+# enlarge the effect of a layer's rounding: 4e-5 seen in the third of three wide layers. A wrong
+# mask or scale gives 0.01.
+STREAMED_TOLERANCE_IN_FLOAT32 = 2e-4
+
+# In half precision the hooks' own scores are rounded to 8 or 11 bits, so that one probability may
+# differ by 0.15 (0.04 in float16) where nothing is wrong: judged by the root mean square of a
+# layer's differences, in that of its pattern. With 30 architectures and four toys it is at most
+# 0.042 (0.0085); a wrong window, sink, slope, head or rotation gives 0.12 and more, but a scale
+# that is 5 % off only 0.03, which a check in float32 notices.
+STREAMED_TOLERANCE_IN_HALF_PRECISION = {torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+# The arguments of scaled_dot_product_attention, in order.
+SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
@@ -40,10 +75,10 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         ]
     else:
         native_tokens = tokens.to(device_of(facts.native))
-        native_logits, patterns, source = run_native(facts.native, native_tokens)
+        native_logits, patterns, source = _run_native(facts.native, native_tokens)
         native_checks = [
             _logits(facts.native, logits, native_logits[0].float().cpu(), dtype),
-            check_kernel(model, hook_values, patterns, source, dtype),
+            _kernel(model, hook_values, patterns, source, dtype),
         ]
 
     checks = [
@@ -71,24 +106,89 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
 
 def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str, Tensor], Logits]:
     """The activations of the probe that the checks of layers read, and its logits."""
-    values: dict[str, Tensor] = {}
+    names = [
+        name
+        for name in model.hook_dict
+        if name.startswith("blocks.") and name.split(".", 2)[2] in READ_HOOKS
+    ]
+    logits, values = hooks.logits_and_values(model, tokens.to(device_of(model)), names)
+    hook_values = {name: value.float().cpu() for name, value in values.items()}
+    return hook_values, logits[0].float().cpu()
 
-    def note(value: Any, hook: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            values[name] = value.detach().float().cpu()
 
-    fwd_hooks: list[tuple[str, Callable[..., Any]]] = []
-    for name in model.hook_dict:
-        if name.startswith("blocks.") and is_read(name.split(".", 2)[2]):
-            fwd_hooks.append((name, partial(note, name=name)))
+def attention_of(native: Any) -> str:
+    """The attention that a model of transformers runs: "sdpa" or "eager"."""
+    return str(getattr(native.config, "_attn_implementation", None) or "eager")
 
-    options = hooks.keeping_nothing(model)
-    with torch.no_grad():
-        logits = model.run_with_hooks(
-            tokens.to(device_of(model)), fwd_hooks=fwd_hooks, return_type="logits", **options
+
+def _run_native(
+    native: Any, tokens: Tokens
+) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
+    """Logits of the model itself, the pattern of each of its attention calls, and how the patterns
+    were obtained."""
+    options = {"output_attentions": True} if attention_of(native) == "eager" else {}
+    with torch.no_grad(), _ThroughIdentity() as sdpa_calls:
+        output = native(tokens, use_cache=False, **options)
+
+    if sdpa_calls.patterns:
+        return output.logits, sdpa_calls.patterns, "SDPA with identity values"
+    attentions = getattr(output, "attentions", None) or ()
+    patterns = [pattern for pattern in attentions if pattern is not None]
+    return output.logits, patterns, "the weights of eager attention"
+
+
+class _ThroughIdentity(TorchFunctionMode):
+    """Repeats each call of SDPA in this thread with blocks of identity matrices as values.
+
+    Since A · I = A, the output is the pattern of that call, by whichever kernel torch chooses for
+    it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patterns: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            arguments = dict(zip(SDPA_ARGUMENTS, args)) | kwargs
+            keys, width = arguments["value"].shape[-2:]
+            blocks = []
+            for start in range(0, keys, width):
+                identity = arguments["value"].new_zeros(arguments["value"].shape)
+                diagonal = identity[..., start : start + width, :].diagonal(dim1=-2, dim2=-1)
+                diagonal.fill_(1)  # V[k, c] = 1 where k = start + c
+                blocks.append(func(**arguments | {"value": identity}))
+            self.patterns.append(torch.cat(blocks, -1)[..., :keys])
+        return func(*args, **kwargs)
+
+
+def _kernel(
+    model: HookedModel,
+    hook_values: Mapping[str, Tensor],
+    patterns: list[Pattern],
+    source: str,
+    dtype: torch.dtype,
+) -> Check:
+    """Compare the pattern of each layer at the hooks with that of the model's own attention."""
+    layers = hooks.attention_layers(model)
+    if len(patterns) != len(layers):
+        calls = f"{len(patterns)} calls of attention were seen in {len(layers)} layers"
+        return Check(
+            "kernel", "not checked", detail=f"the model's own attention cannot be read: {calls}"
         )
 
-    return values, logits[0].float().cpu()
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer, pattern in zip(layers, patterns, strict=True):
+        hooked = hook_values.get(hooks.pattern_hook(layer))
+        if hooked is not None and hooked[:1].shape == pattern.shape:
+            pairs[layer] = (hooked[0], pattern[0].float().cpu())
+
+    detail = f"hook_pattern against the pattern of the model's own attention, by {source}"
+    remedy = (
+        f"the hooks' pattern differs from the one that the model uses; {probe.what_to_try(dtype)}"
+    )
+    return compare("kernel", pairs, KERNEL_TOLERANCE[dtype], detail, remedy, scale=1.0)
 
 
 def _logits(native: Any, hooked: Logits, expected: Logits, dtype: torch.dtype) -> Check:
@@ -150,3 +250,83 @@ def _positions_of(model: HookedModel) -> int:
     in_config = getattr(config_of(model), "max_position_embeddings", None)
     numbers = [int(number) for number in (in_config, model.cfg.n_ctx) if number]
     return min(numbers, default=1)
+
+
+def check_streaming(model: HookedModel) -> Check:
+    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on
+    the probe."""
+    return _against_hooks(model, "streaming", "patterns of row blocks", fused=False)
+
+
+def check_fused(model: HookedModel) -> Check:
+    """Check that a fused kernel gives the hooks' logits, and sums over queries that are the hooks'
+    patterns, on the probe."""
+    return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
+
+
+def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Check:
+    """Compare a pass without hooks with one through them: logits, and the pattern of each layer."""
+    reason = why_not(model)
+    if reason:
+        return Check(name, "limited", detail=reason)
+
+    layers = hooks.attention_layers(model)
+    tokens = probe.probe_tokens(model, probe.PROBE).to(device_of(model))
+    pattern_hooks = [hooks.pattern_hook(layer) for layer in layers]
+    expected_logits, patterns = hooks.logits_and_values(model, tokens, pattern_hooks)
+    try:
+        logits, streamed = _streamed(model, tokens, fused)
+    except Exception as error:
+        return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
+
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer, pattern_hook in zip(layers, pattern_hooks, strict=True):
+        if layer not in streamed:
+            return Check(name, "limited", layer, detail="its attention function cannot be replaced")
+        pairs[layer] = (streamed[layer], patterns[pattern_hook].float().cpu())
+
+    detail = f"{way} against the hooks"
+    dtype = probe.dtype_of(model)
+    if dtype in STREAMED_TOLERANCE_IN_HALF_PRECISION:
+        tolerance = STREAMED_TOLERANCE_IN_HALF_PRECISION[dtype]
+        check = compare(name, pairs, tolerance, f"{detail}, root mean square", overall=True)
+    else:
+        tolerance = (
+            STREAMED_TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
+        )
+        check = compare(name, pairs, tolerance, detail, scale=1.0)
+
+    tolerance_of_logits = probe.TOLERANCE[dtype][0]
+    expected = expected_logits[0].float().cpu()
+    check_of_logits = compare_positions(
+        name, logits, expected, tolerance_of_logits, f"{detail}: logits"
+    )
+    for failed in (check, check_of_logits):
+        if failed.outcome != "passed":
+            return limited(failed, str(failed))
+
+    return check
+
+
+def _streamed(
+    model: HookedModel, tokens: Tensor, fused: bool
+) -> tuple[Float[Tensor, "pos d_vocab"], dict[int, Pattern]]:
+    """Logits, and by layer the pattern, of a pass without hooks."""
+    patterns: dict[int, Pattern] = {}
+    length = tokens.shape[1]
+
+    def see(layer: int, attention: Rows | Fused) -> None:
+        if isinstance(attention, Fused):
+            # With each query as a group of its own, the sums over queries are the pattern.
+            each_query = torch.eye(length).to(attention.own)[None]
+            patterns[layer] = attention.column_sums(each_query).mT.cpu()
+            return
+        rows = attention.pattern.cpu()
+        if layer not in patterns:
+            patterns[layer] = rows.new_zeros(*rows.shape[:2], length, length)
+        patterns[layer][:, :, attention.queries, attention.keys] = rows
+
+    layers = hooks.attention_layers(model)
+    with torch.no_grad(), streaming(model, layers, see, block=8, fused=fused):
+        logits = model(tokens, return_type="logits", **hooks.keeping_nothing(model))[0]
+    return logits.float().cpu(), patterns

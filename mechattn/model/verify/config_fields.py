@@ -93,10 +93,10 @@ _WITH = {  # fields that matter only together with one of those
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
-    """The configuration fields that may mean an unsupported kind of attention, each with what is
-    known about it."""
-    kinds = getattr(config, "layer_types", None)
+    """The configuration fields that may mean an unsupported kind of attention, each with its value
+    and what is known about it."""
     understood = {*KNOWN, *(name for names in _WITH.values() for name in names)}
+    kinds = getattr(config, "layer_types", None)
     if kinds is not None and "chunked_attention" not in kinds:
         understood.add("attention_chunk_size")  # no layer uses it
 
@@ -111,7 +111,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
             meaning = "unknown effect on attention"
             is_off = value is None or value is False or value in ("", [], {}, ())
         if not is_off:
-            meanings[name] = meaning
+            meanings[name] = f"{name} = {value!r} ({meaning})"
 
     return meanings
 
@@ -123,17 +123,18 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     if config is None:
         reason = f"a {type(model).__name__} has no configuration of transformers"
         return Check("config", "not checked", detail=reason)
-    values = dict(_fields(config))
+    count = len(dict(_fields(config)))
+    detail = f"fields unknown to mechattn, of {count} about attention"
     unknown = unknown_fields(config)
-    detail = f"fields unknown to mechattn, of {len(values)} about attention"
     if not unknown:
         return Check("config", "passed", detail=f"no {detail}")
-    effects = [f"{name} = {values[name]!r} ({effect})" for name, effect in unknown.items()]
     remedy = (
         "a short probe may not reveal its effect, so please report it; verify=False measures anyway"
         " and records this"
     )
-    return Check("config", "failed", detail=f"{detail}: {'; '.join(effects)}", remedy=remedy)
+    return Check(
+        "config", "failed", detail=f"{detail}: {'; '.join(unknown.values())}", remedy=remedy
+    )
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:

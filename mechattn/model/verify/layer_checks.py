@@ -6,16 +6,17 @@ z is pattern · v, but some models clip or norm the values, or gate or norm the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
-from einops import einsum, rearrange, repeat
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mechattn.functional.received import visible_keys
+from mechattn.functional.attention import mix, visible_keys
 from mechattn.model import head_parts, hooks
-from mechattn.model.hooked import HookedModel
+from mechattn.model.hooked import HookedModel, facts_of
 from mechattn.model.several_devices import device_of, weights_here
 from mechattn.model.verify.verification import (
     ANOTHER_VERSION,
@@ -46,10 +47,6 @@ READ_HOOKS = {
     "hook_mlp_out",
 }
 
-VALUES_DETAIL = "pattern · v against z"
-GATED = "times a gate of its query ("
-OUTPUT_DETAIL = "Σ_h z W_O + b_O against the attention output"
-
 Mixed = Float[Tensor, "query head d_head"]
 Pair = tuple[Tensor, Tensor]
 
@@ -75,28 +72,18 @@ class ProbedHooks:
                 yield layer, value
 
 
-def is_read(name: str) -> bool:
-    """Whether the checks read a hook of a layer, such as "attn.hook_z"."""
-    return name in READ_HOOKS
-
-
 def check_layers(probe: ProbedHooks) -> list[Check]:
     """All checks of this file."""
-    return [
-        _rows(probe),
-        _values(probe),
-        _heads(probe),
-        _residual(probe),
-    ]
+    return [_rows(probe), _values(probe), _heads(probe), _residual(probe)]
 
 
-def gate_function(detail: str) -> Callable[[Tensor], Tensor] | None:
-    """The function from a hook's value to the gate, found from the detail of a check; None if there
-    is no gate."""
-    for name, function in GATE_FUNCTIONS.items():
-        if f"{GATED}{name})" in detail:
-            return function
-    return None
+def gate_of(model: HookedModel) -> Callable[[Tensor], Tensor] | None:
+    """The function from a hook's value to the gate of the mixed values, as the last verification
+    found it; None if there is no gate."""
+    facts = facts_of(model)
+    if facts is None or facts.report is None:
+        return None
+    return GATE_FUNCTIONS.get(facts.report["values"].gate)
 
 
 def _rows(probe: ProbedHooks) -> Check:
@@ -139,6 +126,7 @@ def _rows(probe: ProbedHooks) -> Check:
 def _values(probe: ProbedHooks) -> Check:
     """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
     tolerance = TOLERANCE[probe.dtype][1]
+    detail = "pattern · v against z"
     pairs: dict[int, Pair] = {}
     steps = []
 
@@ -147,31 +135,30 @@ def _values(probe: ProbedHooks) -> Check:
         stored_z = probe.of_layer(layer, "attn.hook_z")
         if stored_v is None or stored_z is None:
             reason = f"layer {layer} fires no hook_v or no hook_z"
-            return Check("values", "limited", detail=f"{VALUES_DETAIL}: {reason}")
+            return Check("values", "limited", detail=f"{detail}: {reason}")
 
         v = head_parts.positions_first(probe.model, layer, stored_v[:1])[0]
         z = _by_head(probe.model, stored_z[:1])[0]
         mixed = _mixed(probe.model, layer, pattern[0], v)
         if mixed is None or mixed.shape != z.shape:
             reason = f"pattern {list(pattern[0].shape)}, v {list(v.shape)} and z {list(z.shape)}"
-            detail = f"{VALUES_DETAIL}: layer {layer}: {reason} do not fit together"
+            detail = f"{detail}: layer {layer}: {reason} do not fit together"
             return Check("values", "limited", detail=detail)
 
         pairs[layer] = (mixed, z)
-        if _is_far(mixed, z, tolerance):
-            step = _step_to_z(probe, layer, mixed, z)
-            if step is None:
-                remedy = f"{_unusual_parts(probe.model, layer)}; {ANOTHER_VERSION}"
-                return compare("values", {layer: (mixed, z)}, tolerance, VALUES_DETAIL, remedy)
-            steps.append(step)
+        check = compare("values", {layer: (mixed, z)}, tolerance, detail)
+        if check.outcome == "passed":
+            continue
+        step = _step_to_z(probe, layer, mixed, z)
+        if step is None:
+            remedy = f"{_unusual_parts(probe.model, layer)}; {ANOTHER_VERSION}"
+            return replace(check, remedy=remedy)
+        steps.append(step)
 
-    check = compare("values", pairs, tolerance, VALUES_DETAIL, "")
-    return limited(check, f"z is pattern · v {' '.join(steps[:1])}")
-
-
-def _is_far(hooked: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether two activations differ by more than rounding."""
-    return compare("values", {0: (hooked, expected)}, tolerance, "", "").outcome == "failed"
+    check = compare("values", pairs, tolerance, detail)
+    if not steps:
+        return check
+    return replace(limited(check, f"z is pattern · v {steps[0].words}"), gate=steps[0].gate)
 
 
 def _mixed(
@@ -181,10 +168,9 @@ def _mixed(
     heads, _, keys = pattern.shape
     if v.ndim != 3 or v.shape[0] != keys or heads % v.shape[1]:
         return None
-    group = heads // v.shape[1]
     v = head_parts.as_mixed(model, layer, _as_in_model(model, layer, v)).float().cpu()
-    v_of_head = repeat(v, "key kv_head d_head -> key (kv_head group) d_head", group=group)
-    return einsum(pattern, v_of_head, "head query key, key head d_head -> query head d_head")
+    by_kv_head = rearrange(v, "key kv_head d_head -> 1 kv_head key d_head")
+    return rearrange(mix(pattern[None], by_kv_head), "1 head query d_head -> query head d_head")
 
 
 def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
@@ -192,22 +178,25 @@ def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
     return values.to(device_of(model.blocks[layer]), next(model.parameters()).dtype)
 
 
-def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> str | None:
-    """The step that turns the mix into z, in words; None if no known one does."""
+@dataclass(frozen=True)
+class _Step:
+    """A step between the mix and W_O."""
+
+    words: str
+    result: Mixed
+    gate: str = ""  # its function, if it is a gate
+
+
+def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> _Step | None:
+    """The step that turns the mix into z; None if no known one does."""
     tolerance = TOLERANCE[probe.dtype][1]
-    for words, result in _known_steps(probe, layer, mixed):
-        if not _is_far(result, z, tolerance):
-            return words
+    for step in chain(_gates(probe, layer, mixed), _norms(probe.model, layer, mixed)):
+        if compare("values", {layer: (step.result, z)}, tolerance, "").outcome == "passed":
+            return step
     return None
 
 
-def _known_steps(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
-    """The steps that may follow the mix before W_O, in words, with their results."""
-    yield from _gated(probe, layer, mixed)
-    yield from _normed(probe.model, layer, mixed)
-
-
-def _gated(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
+def _gates(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[_Step]:
     """The mix times each function of each gate that has a hook in this layer."""
     sizes_of_gates = (mixed.numel(), mixed[..., 0].numel())  # one number a channel, or one a head
     for hook_name in GATES:
@@ -216,17 +205,17 @@ def _gated(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, 
             continue
         by_head = gate[0].reshape(*mixed.shape[:2], -1)
         for name, function in GATE_FUNCTIONS.items():
-            words = f"{GATED}{name}), so values reach W_O through the gate"
-            yield words, mixed * function(by_head)
+            words = f"times a gate of its query ({name}), so values reach W_O through the gate"
+            yield _Step(words, mixed * function(by_head), name)
 
 
-def _normed(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
+def _norms(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[_Step]:
     """The mix after each norm over all heads that the attention module has."""
     all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
     for name, norm in head_parts.norms_of_output(model, layer):
         normed = norm(_as_in_model(model, layer, all_heads)).float().cpu()
         words = f"after a norm over all heads ({name}), so a value gives no update of its own"
-        yield words, normed.reshape(mixed.shape)
+        yield _Step(words, normed.reshape(mixed.shape))
 
 
 def _unusual_parts(model: HookedModel, layer: int) -> str:
@@ -248,7 +237,8 @@ def _unusual_parts(model: HookedModel, layer: int) -> str:
 
 def _heads(probe: ProbedHooks) -> Check:
     """Check that the heads' outputs add up to the attention output."""
-    pairs = {}
+    detail = "Σ_h z W_O + b_O against the attention output"
+    pairs: dict[int, Pair] = {}
     for layer, stored_z in probe.each_layer("attn.hook_z"):
         z = _by_head(probe.model, stored_z)
         total = _sum_of_heads(probe.model, layer, z)
@@ -258,11 +248,8 @@ def _heads(probe: ProbedHooks) -> Check:
             if output is not None and total is not None and output.shape == total.shape:
                 outputs.append(output[0])
         if total is None or not outputs:
-            reason = (
-                f"layer {layer}: z {list(z.shape)} and W_O do not give an output of the heads'"
-                " shape"
-            )
-            return Check("heads", "limited", detail=f"{OUTPUT_DETAIL}: {reason}")
+            reason = f"z {list(z.shape)} and W_O do not give an output of the heads' shape"
+            return Check("heads", "limited", detail=f"{detail}: layer {layer}: {reason}")
 
         # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual:
         # the nearest is what the heads give.
@@ -271,7 +258,7 @@ def _heads(probe: ProbedHooks) -> Check:
         pairs[layer] = (total[0], nearest)
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
-    return compare("heads", pairs, TOLERANCE[probe.dtype][1], OUTPUT_DETAIL, remedy)
+    return compare("heads", pairs, TOLERANCE[probe.dtype][1], detail, remedy)
 
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
@@ -309,7 +296,7 @@ def _residual(probe: ProbedHooks) -> Check:
         pairs[layer] = (total, after[0])
 
     detail = "residual + attention + MLP = residual after"
-    check = compare("residual", pairs, TOLERANCE[probe.dtype][1], detail, "")
+    check = compare("residual", pairs, TOLERANCE[probe.dtype][1], detail)
     return limited(
         check,
         "the hooked parts do not add up to the residual stream, so analyses of updates refuse this"

@@ -33,16 +33,7 @@ TOLERANCE = {
     torch.bfloat16: (2.5e-1, 1.5e-1),
 }
 PROBABILITY = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-COLUMNS = (
-    "check",
-    "outcome",
-    "layer",
-    "hooked",
-    "expected",
-    "difference",
-    "tolerance",
-    "compared",
-)
+COLUMNS = ["check", "outcome", "difference", "tolerance", "compared"]
 
 
 def what_to_try(dtype: torch.dtype) -> str:
@@ -72,6 +63,8 @@ class Check:
         tolerance: The largest allowed difference.
         detail: What was compared, or why nothing could be.
         remedy: What to do about it.
+        gate: The function of the gate that turns the values that the pattern mixes into z, if that
+            is what limits.
     """
 
     name: str
@@ -83,6 +76,7 @@ class Check:
     tolerance: float | None = None
     detail: str = ""
     remedy: str = ""
+    gate: str = ""
 
     @property
     def apart(self) -> str:
@@ -147,70 +141,46 @@ class Report:
         Raises:
             ModelError: Lists each failed check with its layer, both figures, tolerance and remedy.
         """
-        failures = [str(check) for check in self.checks if check.outcome == "failed"]
-        if failures:
-            lines = "\n  ".join(failures)
+        if not self.passed:
+            lines = "\n  ".join(self._failures)
             raise ModelError(
                 f"{self.model} as hooked is not the model itself:\n  {lines}\nload_model(…,"
                 " verify=False) loads it anyway; every result then records verified: false"
             )
 
     @property
-    def _rows(self) -> list[list[str]]:
-        """The cells of each check."""
-        rows = []
-        for check in self.checks:
-            row = [
-                check.name,
-                check.outcome,
-                "" if check.layer is None else str(check.layer),
-                _number(check.hooked),
-                _number(check.expected),
-                check.apart,
-                _number(check.tolerance),
-                check.detail,
-            ]
-            rows.append(row)
-        return rows
-
-    @property
-    def _head(self) -> str:
-        """The first line: the model and the verdict."""
+    def _heading(self) -> list[str]:
+        """The model and the verdict, then what was mended."""
         verdict = "passed" if self.passed else "FAILED"
-        return f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
+        model = f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
+        return [model, *(f"mended: {fault}" for fault in self.mended)]
 
     @property
-    def _lines_on_mended(self) -> list[str]:
-        return [f"mended: {fault}" for fault in self.mended]
+    def _rows(self) -> list[list[str]]:
+        """The cells of each check, in ``COLUMNS``."""
+        return [
+            [check.name, check.outcome, check.apart, _number(check.tolerance), check.detail]
+            for check in self.checks
+        ]
 
     @property
-    def _table(self) -> list[list[str]]:
-        """The names of the columns, then a row for each check; without columns that are empty."""
-        columns = zip(COLUMNS, *self._rows, strict=True)
-        filled = [column for column in columns if any(column[1:])]
-        return [list(row) for row in zip(*filled, strict=True)]
+    def _failures(self) -> list[str]:
+        """A sentence for each failed check."""
+        return [str(check) for check in self.checks if check.outcome == "failed"]
 
     def _repr_html_(self) -> str:
-        caption = "; ".join([self._head, *self._lines_on_mended])
-        columns, *rows = self._table
-        no_figures = [""] * (len(columns) - 3)
-        remedies = [
-            [check.name, "what to do", *no_figures, check.remedy]
-            for check in self.checks
-            if check.remedy
-        ]
-        return table([*rows, *remedies], caption, columns)
+        caption = "; ".join([*self._heading, *self._failures])
+        return table(self._rows, caption, COLUMNS)
 
     def __str__(self) -> str:
-        rows = self._table
-        aligned_columns = len(rows[0]) - 1  # all but the last, which is long
-        widths = [max(len(row[column]) for row in rows) for column in range(aligned_columns)]
-        lines = [self._head, *self._lines_on_mended]
+        rows = [COLUMNS, *self._rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths[-1] = 0  # the last column is long, and needs no padding
+        lines = []
         for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            lines.append("  ".join([*cells, row[-1]]))
-        lines += [f"{check.name}: {check.remedy}" for check in self.checks if check.remedy]
-        return "\n".join(lines)
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells))
+        return "\n".join([*self._heading, *lines, *self._failures])
 
 
 def _number(value: float | None) -> str:
@@ -223,7 +193,7 @@ def compare(
     pairs: Pairs,
     tolerance: float,
     detail: str,
-    remedy: str,
+    remedy: str = "",
     scale: float = 0.0,
     overall: bool = False,
 ) -> Check:
@@ -236,68 +206,50 @@ def compare(
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
 
-    distances = {}
-    differences = {}
+    largest = -torch.inf
+    worst_layer = None
+    worst_entry = 0
     for layer, (hooked, expected) in pairs.items():
-        of_layer = _distances(hooked, expected, scale)
-        distances[layer] = of_layer
-        difference = of_layer.max()
-        if overall:
-            difference = of_layer.square().mean().sqrt()
-        differences[layer] = float(difference)
+        unit = scale or max(_root_mean_square(expected), 1e-12)
+        distances = torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf)
+        difference = _root_mean_square(distances) if overall else float(distances.max())
+        if difference > largest:
+            largest = difference
+            worst_layer = layer
+            worst_entry = int(distances.argmax())
 
-    worst_layer = max(differences, key=lambda layer: differences[layer])
-    largest = differences[worst_layer]
     if largest <= tolerance:
-        return Check(name, "passed", None, None, None, largest, tolerance, detail)
-
+        return Check(name, "passed", difference=largest, tolerance=tolerance, detail=detail)
     hooked, expected = pairs[worst_layer]
-    check = Check(name, "failed", worst_layer, None, None, largest, tolerance, detail, remedy)
-    return _with_figures(check, hooked, expected, distances[worst_layer])
+    return Check(
+        name,
+        "failed",
+        worst_layer,
+        float(hooked.flatten()[worst_entry]),
+        float(expected.flatten()[worst_entry]),
+        largest,
+        tolerance,
+        detail,
+        remedy,
+    )
 
 
 def compare_positions(
-    name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str
+    name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str = ""
 ) -> Check:
-    """The largest root mean square of a position's differences."""
+    """The largest root mean square of a position's differences, in that of all logits."""
     # A constant added to all logits of a position changes no probability (centred unembeddings add
     # one).
     hooked = hooked - hooked.mean(-1, keepdim=True)
     expected = expected - expected.mean(-1, keepdim=True)
-
-    unit = expected.square().mean().sqrt().clamp_min(1e-12)
-    differences = (hooked - expected).square().mean(-1).sqrt() / unit
-    differences = torch.nan_to_num(differences, nan=torch.inf)
-    position = int(differences.argmax())
-    difference = float(differences[position])
-    if difference <= tolerance:
-        return Check(name, "passed", None, None, None, difference, tolerance, detail)
-    check = Check(name, "failed", None, None, None, difference, tolerance, detail, remedy)
-    distances = _distances(hooked[position], expected[position], 1.0)
-    return _with_figures(check, hooked[position], expected[position], distances)
+    unit = max(_root_mean_square(expected), 1e-12)
+    positions = dict(enumerate(zip(hooked, expected, strict=True)))
+    check = compare(name, positions, tolerance, detail, remedy, scale=unit, overall=True)
+    return replace(check, layer=None)
 
 
-def _distances(
-    hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float
-) -> Float[Tensor, " entry"]:
-    """The difference of each entry, in root mean squares of what is expected or in ``scale``."""
-    unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
-    return torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
-
-
-def _with_figures(
-    check: Check,
-    hooked: Float[Tensor, ...],
-    expected: Float[Tensor, ...],
-    distances: Float[Tensor, " entry"],
-) -> Check:
-    """The failed check with its worst entry."""
-    entry = int(distances.argmax())
-    return replace(
-        check,
-        hooked=float(hooked.flatten()[entry]),
-        expected=float(expected.flatten()[entry]),
-    )
+def _root_mean_square(values: Float[Tensor, ...]) -> float:
+    return float(values.square().mean().sqrt())
 
 
 def limited(check: Check, detail: str) -> Check:
