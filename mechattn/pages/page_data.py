@@ -101,9 +101,9 @@ def model_data(model: ShownModel) -> dict[str, Any]:
 
     on_map = replace(result, datasets=datasets)
 
-    maps = result if model.maps is None else model.maps
-    patterns = head_patterns(maps)
-    patterns["apart"] = maps is not result
+    has_own_maps = model.maps is not None
+    patterns = head_patterns(model.maps if has_own_maps else result)
+    patterns["apart"] = has_own_maps
     return {
         "conditions": result.conditions,
         "layers": layers,
