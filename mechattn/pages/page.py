@@ -19,7 +19,7 @@ from mechattn.pages.first_screen import (
     picture,
     verdict_sentences,
 )
-from mechattn.pages.page_data import check_memory, instrument, named_data
+from mechattn.pages.page_data import check_memory, page_json
 from mechattn.pages.sections import (
     Drawing,
     HeadChoice,
@@ -239,7 +239,7 @@ def _template_values(
         "style": template("page.css"),
         "script": page_script(),
         "plotly": packed_plotly() if any(section.figure for section in sections) else "",
-        "data": instrument(named_data(models)),
+        "data": page_json(models),
         "answer": answer_sentences(models),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "changes": rows,

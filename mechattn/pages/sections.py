@@ -162,7 +162,9 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
 
     first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
     if len(first_layers) > 1:
-        one_head = {"heads": None, "top": 1} if heads is None else {"heads": heads[:1]}
+        one_head: dict[str, Any] = {"heads": None, "top": 1}
+        if heads is not None:
+            one_head = {"heads": heads[:1]}
         figures.append((received_attention, {**options, "layer": first_layers, **one_head}))
 
     return figures

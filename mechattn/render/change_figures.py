@@ -275,8 +275,8 @@ def _draw_changes(
         Each change in words.
     """
     x = list(line.x)
-    changes = []
-    nulls = []
+    changes: list[np.ndarray] = []
+    nulls: list[float] = []
     phrases = []
     if over == "count" and contrasts[0].to == BASELINE:
         # Where nothing is inserted, nothing changes.

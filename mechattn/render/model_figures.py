@@ -122,7 +122,7 @@ def _panel_of_each_model(
     results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
 ) -> list[Panel]:
     """A panel for the head of each model: the one that was named, or that changes most."""
-    panels = []
+    panels: list[Panel] = []
     if heads is None:
         for result in results:
             panels += chosen_panels(result, [layer], 1, condition, "difference")

@@ -78,10 +78,12 @@ def patching_map(patching: Patching) -> go.Figure:
 
 def _largest_words(patching: Patching, table: pd.DataFrame, has_share: bool) -> str:
     """The cell with the largest effect, with its interval and its share of the whole effect."""
-    largest = table.iloc[int(np.nanargmax(table.effect.abs()))]
+    largest_row = int(np.nanargmax(table.effect.abs()))
+    largest = table.iloc[largest_row]
+    cell = table[patching.labels].iloc[largest_row].to_dict()
     effect = number_words(Interval(largest.effect, largest.effect_low, largest.effect_high))
     share = f", {largest.share:.0%} of the whole effect" if has_share else ""
-    return f"{_cell_words(largest[patching.labels].to_dict())}, {effect}{share}"
+    return f"{_cell_words(cell)}, {effect}{share}"
 
 
 @declare("patching")
