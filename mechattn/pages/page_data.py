@@ -97,9 +97,8 @@ def model_data(model: ShownModel) -> dict[str, Any]:
 
     on_map = replace(result, datasets=datasets)
 
-    has_own_maps = model.maps is not None
-    patterns = head_patterns(model.maps if has_own_maps else result)
-    patterns["apart"] = has_own_maps
+    patterns = head_patterns(result if model.maps is None else model.maps)
+    patterns["apart"] = model.maps is not None
     return {
         "conditions": result.conditions,
         "layers": layers,
