@@ -10,15 +10,14 @@ from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.commands.from_config import made_conditions
-from mechattn.commands.run_config import lead_lines, prepared
+from mechattn.commands.run_config import head_choice, prepared
 from mechattn.engine.run import run
 from mechattn.markup import plain
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import About, lead_sections, write_page
-from mechattn.pages.sections import prompt_section
-from mechattn.pages.subtitle import PLACES
+from mechattn.pages.page import PLACES, About, write_page
+from mechattn.pages.sections import lead_sections, prompt_section
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.provenance import name_of
@@ -60,7 +59,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     (inserted,) = made_conditions(config.conditions).values()
     assert isinstance(inserted, MeaninglessTokens)
     places, prompts = prepared(config, force, chooses_heads=True)
-    lines = lead_lines(config)
+    choice = head_choice(config)
 
     measured = []
     for name, place in places.items():
@@ -70,10 +69,10 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
         model = _measure(hooked, prompts[name], inserted, config.seed, place)
         measured.append(model)
 
-    models = [ShownModel(model.result, model.maps, lines.named_head) for model in measured]
+    models = [ShownModel(model.result, model.maps, choice.named_head) for model in measured]
     sections = []
     for model in measured:
-        sections += lead_sections(model.result, lines)
+        sections += lead_sections(model.result, choice)
     sections += [prompt_section(model.result) for model in measured]
 
     title = f"What {_inserted_words(measured[:1])} do to attention"

@@ -18,9 +18,8 @@ from mechattn.contrast.quantities import head_quantities, kept, segment_of, vari
 from mechattn.contrast.table import CHANGE, LOGS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
-from mechattn.pages.lead_figures import Shown
-from mechattn.pages.page import results_page
-from mechattn.pages.provenance_words import flat
+from mechattn.pages.page import flat, results_page
+from mechattn.pages.sections import HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.arrays import TEXT
@@ -54,7 +53,7 @@ COLUMNS = (
     "n",
     "n_of",
 )
-# The figures of lead_figures, which need not be drawn once more.
+# The figures that lead a page, which need not be drawn once more.
 LEADING = ("attention_budget", "received_attention", "received_by_model")
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 
@@ -99,8 +98,8 @@ def report(
 
     missing: list[str] = []
     figures = figures_of(results[0], layer)
-    lines = Shown(layer, heads, top)
-    results_page(results, out, figures, command, missing, force, lines)
+    choice = HeadChoice(layer, heads, top)
+    results_page(results, out, figures, command, missing, force, choice)
     return missing
 
 

@@ -29,8 +29,8 @@ from mechattn.jobs.resumable_run import WHOLE, Shard, compute, parse_shard, shar
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import Dtype, dtype_named, load_model
-from mechattn.pages.lead_figures import Shown
 from mechattn.pages.page import results_page
+from mechattn.pages.sections import HeadChoice
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt, Template
 from mechattn.render.figure_declaration import FIGURES as DECLARED
@@ -117,19 +117,19 @@ def run_from_config(
             drawings,
             command,
             force=force,
-            shown=lead_lines(config),
+            choice=head_choice(config),
         )
         written.append(page)
 
     return written
 
 
-def lead_lines(config: Config) -> Shown:
+def head_choice(config: Config) -> HeadChoice:
     """Which heads the lines show that lead the page of a config."""
     heads = config.output.heads
     if isinstance(heads, int):
         heads = [heads]
-    return Shown(config.output.layer, heads, config.output.top)
+    return HeadChoice(config.output.layer, heads, config.output.top)
 
 
 def prepared(

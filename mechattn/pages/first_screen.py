@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -55,6 +55,21 @@ MOST_TICKS = 6
 
 
 @dataclass(frozen=True)
+class Change:
+    """A row of the picture: a model, a condition, and the verdict or why there is none."""
+
+    model: str
+    condition: str
+    verdict: Verdict | None
+    problem: str = ""
+
+    @property
+    def words(self) -> str:
+        """The change with its interval."""
+        return percent_words(self.verdict.change) if self.verdict else self.problem
+
+
+@dataclass(frozen=True)
 class ShownModel:
     """What a page shows of one model.
 
@@ -69,30 +84,32 @@ class ShownModel:
     start: tuple[int, int] | None = None
 
     @cached_property
-    def outcomes(self) -> dict[str, Verdict | str]:
-        """The verdict on each condition, or why there is none; empty without received attention."""
-        outcomes: dict[str, Verdict | str] = {}
+    def changes(self) -> list[Change]:
+        """The change with each condition, or why there is none; empty without received attention."""
+        rows: list[Change] = []
         if "received_attention" not in self.result.datasets:
-            return outcomes
+            return rows
+
+        name = model_caption(self.result)
         for condition in self.result.conditions[1:]:
             try:
-                outcomes[condition] = self.result.verdict(condition)
+                rows.append(Change(name, condition, self.result.verdict(condition)))
             except MemoryOptionError:
                 raise
             # Too few prompts for an interval, or a prompt without a question.
             except OptionError as error:
-                outcomes[condition] = f"no verdict, since {error}"
-        return outcomes
+                rows.append(Change(name, condition, None, f"no verdict, since {error}"))
+        return rows
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """The verdicts that there are."""
-        return {name: found for name, found in self.outcomes.items() if isinstance(found, Verdict)}
+        """The verdict on each condition that has one."""
+        return {row.condition: row.verdict for row in self.changes if row.verdict is not None}
 
     @property
     def without_verdict(self) -> str:
         """Why there is no verdict on some condition; empty if there is one on each."""
-        return next((why for why in self.outcomes.values() if isinstance(why, str)), "")
+        return next((row.problem for row in self.changes if row.problem), "")
 
     @cached_property
     def against(self) -> tuple[str, Interval] | None:
@@ -105,21 +122,6 @@ class ShownModel:
             return None
         change, _ = Contrast(self.result, condition, to=control).overall()
         return control, change
-
-
-@dataclass(frozen=True)
-class Change:
-    """A row of the picture: a model, a condition, and the verdict or why there is none."""
-
-    model: str
-    condition: str
-    verdict: Verdict | None
-    problem: str = ""
-
-    @property
-    def words(self) -> str:
-        """The change with its interval."""
-        return percent_words(self.verdict.change) if self.verdict else self.problem
 
 
 @dataclass(frozen=True)
@@ -170,11 +172,7 @@ def changes(models: Sequence[ShownModel]) -> list[Change]:
     rows = []
     names = captions([model.result for model in models])
     for name, model in zip(names, models, strict=True):
-        for condition, outcome in model.outcomes.items():
-            if isinstance(outcome, Verdict):
-                rows.append(Change(name, condition, outcome))
-            else:
-                rows.append(Change(name, condition, None, outcome))
+        rows += [replace(row, model=name) for row in model.changes]
     return rows
 
 

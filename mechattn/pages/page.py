@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mechattn.axes import BASELINE
 from mechattn.errors import MemoryOptionError, OptionError
+from mechattn.markup import plain
 from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,
@@ -17,16 +19,54 @@ from mechattn.pages.first_screen import (
     picture,
     verdict_sentences,
 )
-from mechattn.pages.lead_figures import CHANGING_MOST, Drawing, Shown, lead_figures
-from mechattn.pages.page_data import check_memory, instrument, named_data
-from mechattn.pages.provenance_words import citation, concepts, flat, time_words
-from mechattn.pages.sections import Section, drawn_section, prompt_section
-from mechattn.pages.subtitle import subtitle
+from mechattn.pages.page_data import check_memory, page_json
+from mechattn.pages.sections import (
+    Drawing,
+    HeadChoice,
+    Section,
+    citation,
+    drawn_section,
+    lead_sections,
+    prompt_section,
+    time_words,
+)
 from mechattn.render.html_views import View, check_page_place, save_page
 from mechattn.render.words import heads_that_change, model_caption, percent, percent_words
-from mechattn.results.result import Result
+from mechattn.results.provenance import matched_control
+from mechattn.results.result import Result, alike_words
 
+CHANGING_MOST = HeadChoice()
 Figures = Sequence[Drawing]
+# The page of docs/concepts on each analysis.
+CONCEPTS = {
+    "received-attention": ("received_attention", "attention_map"),
+    "attention-focus": ("attention_focus", "score_decomposition"),
+    "attention-sinks": ("attention_sinks",),
+    "affine-shift": ("affine_shift",),
+    "segment-flow": ("segment_flow",),
+    "attention-budget": ("attention_budget",),
+    "head-updates": (
+        "head_updates",
+        "top_target_updates",
+        "block_updates",
+        "direct_logits",
+        "segment_logits",
+    ),
+    "mlp-activations": ("mlp_activations",),
+}
+PLACES = {
+    "before_question": "before the question",
+    "start": "at the start",
+    "middle": "in the middle of the question",
+    "after_question": "after the question",
+    "before_answer": "before the answer",
+    "random": "at a random place in the question",
+}
+DRAWN_TOKENS = {
+    "RandomTokens": "random tokens",
+    "RandomSentence": "random sentences",
+    "ShuffledSentence": "shuffled sentences",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +97,7 @@ def page(
 ) -> Path:
     """Write a result's page; see :meth:`mechattn.Result.page`."""
     check_page_place(path, force)
-    return results_page([result], path, [], force=force, shown=Shown(layer, heads, top))
+    return results_page([result], path, [], force=force, choice=HeadChoice(layer, heads, top))
 
 
 def browse(result: Result, maps: Result | None = None) -> View:
@@ -83,7 +123,7 @@ def results_page(
     command: str = "",
     missing: list[str] | None = None,
     force: bool = False,
-    shown: Shown = CHANGING_MOST,
+    choice: HeadChoice = CHANGING_MOST,
 ) -> Path:
     """Write a page with each figure once per result, or once if the figure compares models.
 
@@ -94,7 +134,7 @@ def results_page(
         command: The command line, for the record.
         missing: Gets what cannot be drawn, and why; by default that is an error.
         force: Replace a page that mechattn did not write.
-        shown: Which heads the lines that lead the page show.
+        choice: Which heads the lines that lead the page show.
 
     Raises:
         OptionError: A figure cannot be drawn, or the page takes more memory than is allowed.
@@ -107,7 +147,7 @@ def results_page(
     figures_of_result = [figure for figure in figures if not _compares_models(figure)]
     sections: list[Section] = []
     for result in results:
-        sections += lead_sections(result, shown)
+        sections += lead_sections(result, choice)
     for result in results:
         sections.append(prompt_section(result))
         sections += _drawn_sections(figures_of_result, result, missing)
@@ -115,7 +155,7 @@ def results_page(
 
     title = f"mechattn: {', '.join(map(model_caption, results))}"
     about = About(title, subtitle(results), command)
-    models = [ShownModel(result, start=shown.named_head) for result in results]
+    models = [ShownModel(result, start=choice.named_head) for result in results]
     return write_page(path, about, models, sections, force)
 
 
@@ -123,15 +163,6 @@ def _compares_models(figure: Drawing) -> bool:
     """Whether a figure shows the results of several models."""
     draw, _ = figure
     return "results" in inspect.signature(draw).parameters
-
-
-def lead_sections(result: Result, shown: Shown) -> list[Section]:
-    """The sections that stand open before the map."""
-    sections = []
-    for draw, options in lead_figures(result, shown):
-        section = drawn_section(draw, result, options)
-        sections.append(replace(section, leads=True))
-    return sections
 
 
 def _drawn_sections(
@@ -208,7 +239,7 @@ def _template_values(
         "style": template("page.css"),
         "script": page_script(),
         "plotly": packed_plotly() if any(section.figure for section in sections) else "",
-        "data": instrument(named_data(models)),
+        "data": page_json(models),
         "answer": answer_sentences(models),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "changes": rows,
@@ -221,3 +252,61 @@ def _template_values(
         "citation": citation(about.title, results),
         "provenance": provenance_rows,
     }
+
+
+def subtitle(results: Sequence[Result]) -> str:
+    """The subtitle of a page of stored results."""
+    prompt_counts = {result["sequences"].sizes["prompt"] for result in results}
+    subject = "Attention"
+    if any(len(result.conditions) > 1 for result in results):
+        subject = "Attention with and without inserted tokens"
+    counted = f"{subject}, {', '.join(map(str, prompt_counts))} prompts."
+    inserted = dict.fromkeys(filter(None, map(_inserted, results)))
+    warnings = dict.fromkeys(filter(None, map(alike_words, results)))
+    return " ".join([counted, *inserted, *warnings])
+
+
+def _inserted(result: Result) -> str:
+    """What the first condition and its control insert, and where."""
+    condition = result.shown_condition()
+    if condition == BASELINE:
+        return ""
+    phrases = []
+    for name in (condition, matched_control(result, condition)):
+        stored = result.provenance["conditions"].get(name, {})
+        words = _condition_words(stored.get("kind", ""), stored.get("options", {}))
+        if words:
+            phrases.append(f"“{name}” is {words}")
+    return "; ".join(phrases) + "." if phrases else ""
+
+
+def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
+    """Such as “55 tokens of “/” before the question”; empty for other kinds of conditions."""
+    inserted = DRAWN_TOKENS.get(kind)
+    text = options.get("text", options.get("word"))
+    if isinstance(text, str):
+        inserted = f"“{plain(text)}”"
+    place = PLACES.get(options.get("place", ""))
+    count = options.get("count")
+    if not (inserted and place and count):
+        return ""
+    return f"{count} tokens of {inserted} {place}"
+
+
+def concepts(results: Sequence[Result]) -> list[str]:
+    """The files of the docs that say what was measured and how it was compared."""
+    measured = {name for result in results for name in result.datasets}
+    names = [name for name, analyses in CONCEPTS.items() if measured.intersection(analyses)]
+    return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Flatten nested values into table rows."""
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        label = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            rows += flat(value, f"{label} ")
+        else:
+            rows.append((label, str(value)))
+    return rows

@@ -42,14 +42,10 @@ CHANGE_COLUMNS = (
 )
 
 
-def named_data(models: Sequence[ShownModel]) -> list[dict[str, Any]]:
-    """Return the data of each model of a page, with its name."""
+def page_json(models: Sequence[ShownModel]) -> str:
+    """Return the data of all models of a page, each with its name, as compressed JSON."""
     names = captions([model.result for model in models])
-    return [{"name": name} | model_data(model) for name, model in zip(names, models, strict=True)]
-
-
-def instrument(data: Sequence[dict[str, Any]]) -> str:
-    """Return the data of a page as compressed JSON."""
+    data = [{"name": name} | model_data(model) for name, model in zip(names, models, strict=True)]
     return squeezed(json.dumps({"models": data}, separators=(",", ":"), allow_nan=False))
 
 
@@ -101,9 +97,8 @@ def model_data(model: ShownModel) -> dict[str, Any]:
 
     on_map = replace(result, datasets=datasets)
 
-    maps = result if model.maps is None else model.maps
-    patterns = head_patterns(maps)
-    patterns["apart"] = maps is not result
+    patterns = head_patterns(result if model.maps is None else model.maps)
+    patterns["apart"] = model.maps is not None
     return {
         "conditions": result.conditions,
         "layers": layers,

@@ -1,26 +1,34 @@
-"""The parts of a page: a figure with how to read it, or a prompt as the model reads it."""
+"""The sections of a page: the figures that stand open before the map, other figures with how to
+read them, and a prompt as the model reads it.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.means import choose_heads
+from mechattn.errors import check_counts
 from mechattn.markup import visible
-from mechattn.pages.provenance_words import citation
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget, budget_rows
 from mechattn.render.draw import take_heading
-from mechattn.render.figure_declaration import several
+from mechattn.render.figure_declaration import check_heads, several
 from mechattn.render.html_views import in_script
+from mechattn.render.model_figures import received_by_model
 from mechattn.render.words import choice_words, model_caption, said
-from mechattn.results.result import Result
+from mechattn.results.provenance import matched_control
+from mechattn.results.result import Result, units_of
+from mechattn.stats.intervals import FEWEST
 
+Drawing = tuple[Callable, Mapping[str, Any]]  # a figure and its options
+FIRST_LAYERS = 3  # the paper shows one head in its layers 1, 2 and 3
 QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
 # How to read a figure of received attention.
 READING = {
@@ -49,6 +57,11 @@ DOTTED_MEANS = {
     ),
     "uniform": "what uniform attention would give",
 }
+CITATION = """\
+{title}. {runs}. Made with mechattn {mechattn}, transformer-lens {transformer_lens}.
+
+@software{{mechattn, title = {{mechattn: what attention does, measured on hooked transformers}}, \
+author = {{{{The mechattn developers}}}}, version = {{{mechattn}}}, year = {{{year}}}}}"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,104 @@ class Section:
         """The segments that occur, for the legend."""
         segments = {segment for _, segment in self.tokens}
         return [segment for segment in SEGMENTS if segment in segments]
+
+
+@dataclass(frozen=True)
+class HeadChoice:
+    """Which heads the lines that lead a page show: those that are named, or those that change most.
+
+    Args:
+        layer: The layer, from 0; None is the layer of the head that changes most.
+        heads: The heads, from 0; None chooses ``top`` of the layer.
+        top: How many heads to choose, or all of a layer that has fewer.
+    """
+
+    layer: int | None = None
+    heads: Sequence[int] | None = None
+    top: int = 3
+
+    @property
+    def named_head(self) -> tuple[int, int] | None:
+        """The layer and head that were named first; None if the data choose."""
+        if not self.heads:
+            return None
+        return self.layer or 0, int(self.heads[0])
+
+
+def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
+    """The sections that stand open before the map: the budget, and the paper's lines.
+
+    Heads are chosen by their change on one half of the prompts, and shown on the other half.
+    """
+    sections = []
+    for draw, options in _lead_figures(result, choice):
+        section = drawn_section(draw, result, options)
+        sections.append(replace(section, leads=True))
+    return sections
+
+
+def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
+    """The figures that lead a page: of the first condition, and beside its control."""
+    figures: list[Drawing] = []
+    condition = result.shown_condition()
+    compares = condition != BASELINE
+    control = matched_control(result, condition) if compares else None
+    if "attention_budget" in result.datasets:
+        compared = [name for name in (condition, control) if name not in (None, BASELINE)]
+        figures.append((attention_budget, {"conditions": compared}))
+    if "received_attention" not in result.datasets:
+        return figures
+
+    layer, heads, top = _line_heads(result, condition, choice)
+    options = {"layer": layer, "condition": condition, "heads": heads, "top": top}
+    figures.append((received_attention, options))
+    if not compares:
+        return figures
+
+    first_head = None if heads is None else heads[0]
+    if control is not None:
+        both = (condition, control)
+        figures.append(
+            (received_by_model, {"layer": layer, "conditions": both, "heads": first_head})
+        )
+
+    first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
+    if len(first_layers) > 1:
+        one_head: dict[str, Any] = {"heads": None, "top": 1}
+        if heads is not None:
+            one_head = {"heads": heads[:1]}
+        figures.append((received_attention, {**options, "layer": first_layers, **one_head}))
+
+    return figures
+
+
+def _line_heads(
+    result: Result, condition: str, choice: HeadChoice
+) -> tuple[int, list[int] | None, int | None]:
+    """The layer of the lines, and their heads, or how many heads of it the data choose.
+
+    The layer is that of the head that changes most, unless one is named. Without prompts to choose
+    by, the first heads are shown.
+    """
+    head_count = int(result.provenance["model"]["heads"])
+    dataset = result["received_attention"]
+    layer = choice.layer
+    if layer is None:
+        layer = int(dataset.layer.values[0])
+    if choice.heads is not None:
+        return layer, check_heads(choice.heads, head_count, layer), None
+
+    check_counts(top=choice.top)
+    top = min(choice.top, head_count)
+    units = units_of(result, dataset.sizes["prompt"])
+    if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
+        # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
+        return layer, list(range(top)), None
+
+    if choice.layer is None:
+        choosing, _ = units.halves()
+        ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
+    return layer, None, top
 
 
 def prompt_section(result: Result, condition: str | None = None) -> Section:
@@ -163,3 +274,26 @@ def _received_note(result: Result, options: Mapping[str, Any]) -> str:
             sentences.append(choice_words(result, condition, layer, top))
 
     return " ".join(filter(None, sentences))
+
+
+def citation(title: str, results: Sequence[Result]) -> str:
+    """How to cite a figure: a caption and a BibTeX entry."""
+    versions = results[0].provenance["versions"]
+    runs = []
+    for result in results:
+        count = result.provenance["prompts"]["count"]
+        seed = result.provenance["seed"]
+        runs.append(f"{model_caption(result)}, {count} prompts, seed {seed}")
+    return CITATION.format(
+        title=title,
+        runs="; ".join(runs),
+        mechattn=versions["mechattn"],
+        transformer_lens=versions["transformer-lens"],
+        year=time_words(results[0])[:4],
+    )
+
+
+def time_words(result: Result) -> str:
+    """When the numbers were computed; a range if several runs were merged."""
+    time = result.provenance["time"]
+    return time if isinstance(time, str) else " to ".join(time)

@@ -11,7 +11,8 @@ import numpy as np
 
 from mechattn.contrast.means import choose_heads
 from mechattn.pages.sections import Section, drawn_section
-from mechattn.render.attention_figures import received_attention, received_by_model
+from mechattn.render.attention_figures import received_attention
+from mechattn.render.model_figures import received_by_model
 from mechattn.render.words import model_caption
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST

@@ -9,11 +9,10 @@ from mechattn.render.answer_figures import by_samples as by_samples
 from mechattn.render.answer_figures import dose_curves as dose_curves
 from mechattn.render.answer_figures import while_answering as while_answering
 from mechattn.render.attention_figures import received_attention as received_attention
-from mechattn.render.attention_figures import received_by_model as received_by_model
 from mechattn.render.budget_figures import attention_budget as attention_budget
 from mechattn.render.change_figures import change_map as change_map
 from mechattn.render.change_figures import changes as changes
-from mechattn.render.change_figures import verdicts as verdicts
+from mechattn.render.circuit_figure import circuit_map as circuit_map
 from mechattn.render.figure_table import figure_table as figure_table
 from mechattn.render.focus_figures import focus_and_impact as focus_and_impact
 from mechattn.render.html_views import pattern as pattern
@@ -21,7 +20,8 @@ from mechattn.render.html_views import received_text as received_text
 from mechattn.render.layer_figures import by_layer as by_layer
 from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
 from mechattn.render.layer_figures import scale_by_layer as scale_by_layer
-from mechattn.render.patching_figures import circuit_map as circuit_map
+from mechattn.render.model_figures import received_by_model as received_by_model
+from mechattn.render.model_figures import verdicts as verdicts
 from mechattn.render.patching_figures import patching_effects as patching_effects
 from mechattn.render.patching_figures import patching_map as patching_map
 from mechattn.render.print_size import caption as caption

@@ -15,8 +15,7 @@ from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import COLOURS
-from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.figure_declaration import several
+from mechattn.render.figure_declaration import declare, several
 from mechattn.render.words import (
     count_words,
     mean_words,
@@ -58,9 +57,9 @@ def activation_histogram(
     Raises:
         OptionError: There is no such layer or condition, or no condition besides the baseline.
     """
-    results, names = _checked(results, conditions, layer)
+    results, names = _checked_results(results, conditions, layer)
     names = [BASELINE, *names]
-    figure = _panels(results)
+    figure = _panel_of_each_model(results)
     sentences = []
     for column, result in enumerate(results, 1):
         _histogram_lines(figure, result, names, layer, column)
@@ -81,7 +80,7 @@ def activation_histogram(
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
 
-    note = f"layer {layer}, question tokens; {_n(results)}"
+    note = f"layer {layer}, question tokens; {_prompt_counts(results)}"
     note += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
     draw.title(figure, "activations of the MLP", note, 480, top=150)
     return says(figure, "Near-zero share:", *sentences)
@@ -145,7 +144,7 @@ def activation_metrics(
         OptionError: There is no such layer, condition or segment, or no condition besides the
             baseline.
     """
-    results, names = _checked(results, conditions, layer)
+    results, names = _checked_results(results, conditions, layer)
     figure = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05)
     sentences = []
     for column, metric in enumerate(_METRICS, 1):
@@ -168,7 +167,7 @@ def activation_metrics(
 
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = (
-        f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio"
+        f"layer {layer}, {segment} tokens; {_prompt_counts(results)}; bars: 95 % t intervals of the log-ratio"
         " of prompts' means"
     )
     draw.title(figure, "changes of the MLP's activations", note, 520, top=130)
@@ -190,9 +189,9 @@ def near_zero_by_class(
     Raises:
         OptionError: There is no such layer or condition, or no condition besides the baseline.
     """
-    results, names = _checked(results, conditions, layer)
+    results, names = _checked_results(results, conditions, layer)
     names = [BASELINE, *names]
-    figure = _panels(results, shared_yaxes=True)
+    figure = _panel_of_each_model(results, shared_yaxes=True)
     sentences = []
     for column, result in enumerate(results, 1):
         shares = result[NAME].near_zero_by_token_class.sel(layer=layer)
@@ -252,7 +251,7 @@ def agreement(
     Raises:
         OptionError: There is no such layer or condition, or no condition to compare with.
     """
-    results, names = _checked(results, conditions, layer)
+    results, names = _checked_results(results, conditions, layer)
     controls = [name for name in names if name != condition]
     if not controls:
         raise OptionError(
@@ -279,14 +278,14 @@ def agreement(
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
 
     note = (
-        f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t"
+        f"of changes from the baseline, layer {layer}, question tokens; {_prompt_counts(results)}; bars: 95 % t"
         " intervals"
     )
     draw.title(figure, f"agreement with “{condition}”", note, 460, top=130)
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
 
 
-def _panels(results: Sequence[Result], **options: Any) -> go.Figure:
+def _panel_of_each_model(results: Sequence[Result], **options: Any) -> go.Figure:
     """One panel per model, side by side."""
     captions = []
     for result in results:
@@ -295,7 +294,7 @@ def _panels(results: Sequence[Result], **options: Any) -> go.Figure:
     return draw.panels(captions, horizontal_spacing=0.06, **options)
 
 
-def _checked(
+def _checked_results(
     results: Sequence[Result] | Result, conditions: Sequence[str] | None, layer: int
 ) -> tuple[list[Result], list[str]]:
     """The results as a list, and the conditions other than the baseline, which all results must
@@ -316,7 +315,7 @@ def _checked(
     return result_list, names
 
 
-def _n(results: Sequence[Result]) -> str:
+def _prompt_counts(results: Sequence[Result]) -> str:
     """The number of prompts, or the numbers where models differ."""
     words = {count_words(result) for result in results}
     if len(words) == 1:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.change_figures import changes, swept_conditions
+from mechattn.render.change_figures import changes, numbers_or_words, swept_conditions
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
-from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.figure_declaration import declare
 from mechattn.render.words import model_caption, quantity_words, says
 from mechattn.render.words import said as said_by
 from mechattn.results.result import Result
@@ -72,30 +72,23 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
             draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
 
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    count = _n(list(tables.values()))
+    count = _count_words(list(tables.values()))
     note = f"n = {count}; bars: 95 % intervals"
     draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
     return figure
 
 
-def _swept_options(names: Sequence[str], over: str) -> tuple[list[Any], list[str]]:
-    """The values of a swept option on an axis, as numbers where they are, and the conditions that
-    have them.
+def _swept_options(names: Sequence[str], over: str) -> tuple[list[str | float], list[str]]:
+    """The values of a swept option on an axis, and the conditions that have them.
 
     Over the number of tokens, the baseline is at 0.
     """
     conditions = swept_conditions(names, over)
     swept_names = [condition.name for condition in conditions]
-    values: list[Any] = [condition.value for condition in conditions]
-
-    is_numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
-    if is_numeric:
-        values = [float(value) for value in values]
-    if over != "count":
-        return values, swept_names
-
-    baseline_place = 0.0 if is_numeric else BASELINE
-    return [baseline_place, *values], [BASELINE, *swept_names]
+    values = numbers_or_words([condition.value for condition in conditions])
+    if over == "count":
+        return [0.0, *values], [BASELINE, *swept_names]
+    return list(values), swept_names
 
 
 @declare("evaluation")
@@ -163,44 +156,62 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
 
     titles = [f"attention to the {to} (%)", "right minus wrong,<br>beyond uniform (points)"]
     figure = draw.panels(titles, shared_yaxes=True, column_widths=[0.6, 0.4])
-    places = np.arange(len(table))
-    for correctness, symbol, colour, shift in (
-        ("right", "circle", THIRD, -0.12),
-        ("wrong", "circle-open", WITH, 0.12),
-    ):
-        ends = [100 * table[f"{correctness}{end}"] for end in ("", "_low", "_high")]
-        draw.points(
-            figure,
-            places + shift,
-            ends,
-            f"{correctness} answers",
-            colour,
-            column=1,
-            sideways=True,
-            meta=["n", "tokens"],
-            marker=dict(symbol=symbol, size=10, line_width=2),
-            customdata=table[[f"{correctness}_n", f"{correctness}_tokens"]].values,
-            hovertemplate=(
-                "%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f}"
-                " tokens<extra></extra>"
-            ),
-        )
-        figure.add_scatter(
-            x=100 * table[f"{correctness}_uniform"],
-            y=places + shift,
-            mode="markers",
-            name=f"uniform, {correctness}",
-            marker=dict(symbol="line-ns-open", color=colour, size=12, line_width=1.5),
-            hovertemplate="uniform attention: %{x:.1f} %<extra></extra>",
-            row=1,
-            col=1,
-        )
+    _answer_marks(figure, table, "right", "circle", THIRD, -0.12)
+    _answer_marks(figure, table, "wrong", "circle-open", WITH, 0.12)
+    _pair_marks(figure, table)
 
-    differences = [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")]
+    labels = [
+        f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()
+    ]
+    rows = list(range(len(table)))
+    figure.update_yaxes(tickvals=rows, ticktext=labels, autorange="reversed", row=1, col=1)
+
+    heading = f"{measured.about}: attention of {measured.queries}"
+    note = (
+        "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform"
+        " attention"
+    )
+    draw.title(figure, heading, note, 260 + 60 * len(table), top=150)
+    return says(figure, _pair_words(table))
+
+
+def _answer_marks(
+    figure: go.Figure, table: pd.DataFrame, correctness: str, symbol: str, colour: str, shift: float
+) -> None:
+    """The attention of right or of wrong answers with its interval, and uniform attention."""
+    rows = np.arange(len(table)) + shift
     draw.points(
         figure,
-        places,
-        differences,
+        rows,
+        [100 * table[f"{correctness}{end}"] for end in ("", "_low", "_high")],
+        f"{correctness} answers",
+        colour,
+        sideways=True,
+        meta=["n", "tokens"],
+        marker=dict(symbol=symbol, size=10, line_width=2),
+        customdata=table[[f"{correctness}_n", f"{correctness}_tokens"]].values,
+        hovertemplate=(
+            "%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f} tokens<extra></extra>"
+        ),
+    )
+    figure.add_scatter(
+        x=100 * table[f"{correctness}_uniform"],
+        y=rows,
+        mode="markers",
+        name=f"uniform, {correctness}",
+        marker=dict(symbol="line-ns-open", color=colour, size=12, line_width=1.5),
+        hovertemplate="uniform attention: %{x:.1f} %<extra></extra>",
+        row=1,
+        col=1,
+    )
+
+
+def _pair_marks(figure: go.Figure, table: pd.DataFrame) -> None:
+    """Right minus wrong in pairs of about the same length, on the right."""
+    draw.points(
+        figure,
+        np.arange(len(table)),
+        [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")],
         "pairs",
         WITHOUT,
         column=2,
@@ -213,24 +224,6 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         ),
     )
     draw.rule(figure, x=0, colour="#444", column=2)
-
-    labels = [
-        f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()
-    ]
-    figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
-
-    note = (
-        "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform"
-        " attention"
-    )
-    draw.title(
-        figure,
-        f"{measured.about}: attention of {measured.queries}",
-        note,
-        260 + 60 * len(table),
-        top=150,
-    )
-    return says(figure, _said(table))
 
 
 @declare("evaluation")
@@ -306,7 +299,7 @@ def _percents(rows: pd.DataFrame, estimate: str = "accuracy") -> list[pd.Series]
     return [100 * rows[column] for column in (estimate, "low", "high")]
 
 
-def _n(tables: Sequence[pd.DataFrame]) -> str:
+def _count_words(tables: Sequence[pd.DataFrame]) -> str:
     """The number of problems, or of groups of problems, that the tables are over."""
     counts = sorted({int(table.n.iloc[0]) for table in tables})
     units = {table.attrs.get("unit", "prompts") for table in tables}
@@ -318,7 +311,7 @@ def _n(tables: Sequence[pd.DataFrame]) -> str:
     return f"{', '.join(map(str, counts))} {words}"
 
 
-def _said(table: pd.DataFrame) -> str:
+def _pair_words(table: pd.DataFrame) -> str:
     """The result of the pairs, condition by condition."""
     phrases = []
     for row in table.itertuples():

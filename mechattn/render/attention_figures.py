@@ -13,13 +13,12 @@ from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import Positions, at_positions, choose_heads
 from mechattn.contrast.null_by_position import dilution_at_positions, uniform_at_positions
-from mechattn.contrast.quantities import Null, check_condition, check_layer, values_of
+from mechattn.contrast.quantities import Null, check_layer, values_of
 from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
-from mechattn.render.figure_declaration import check_heads, listed_or_chosen, several
-from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.draw import SHADE, WITH, WITHOUT
+from mechattn.render.figure_declaration import check_heads, declare, listed_or_chosen
 from mechattn.render.words import (
     band_words,
     change_words,
@@ -39,7 +38,11 @@ DOTTED_WORDS = {
 }
 
 
-class _Panel(NamedTuple):
+# What heads are chosen by, in words.
+_RANKED_BY = {"difference": "changes", "beyond": "changes relative to the null"}
+
+
+class Panel(NamedTuple):
     """A head, and the prompts whose mean is shown."""
 
     result: Result
@@ -48,7 +51,7 @@ class _Panel(NamedTuple):
     prompts: np.ndarray
 
 
-class _Line(NamedTuple):
+class PositionLine(NamedTuple):
     """A condition of each panel: received attention by original position, or by position."""
 
     quantity: str  # "received_by_origin" or "received"
@@ -105,27 +108,25 @@ def received_attention(
     """
     condition = result.shown_condition(condition)
     is_alone = condition == BASELINE
-    null_kind = _null_kind([result], [condition], null)
+    null_kind = null_by_position([result], [condition], null)
     layers = _layers(result[NAME], layer)
 
     listed, top = listed_or_chosen(heads, top)
     if top is None:
         ranking = None if by == "difference" else by
         Selection(None, None, ranking)  # refuses what compare refuses
-        panels = _listed_panels(result, layers, listed)
+        panels = listed_panels(result, layers, listed)
         choice = "chosen by hand"
     else:
         Selection("half", top, by)
-        panels = _chosen_panels(result, layers, top, condition, by)
-        largest = "changes" if by == "difference" else "changes relative to the null"
-        if is_alone:
-            largest = "distances from uniform attention"
+        panels = chosen_panels(result, layers, top, condition, by)
+        largest = "distances from uniform attention" if is_alone else _RANKED_BY[by]
         choice = f"with the largest {largest} in the other half of the prompts"
 
     titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
-    figure = _by_position(panels, titles, _lines_by_row(condition), null_kind)
+    figure = by_position(panels, titles, _lines_by_row(condition), null_kind)
     span = inserted_span(result, condition)
-    _shade(figure, span, 2, "all")
+    shade(figure, span, 2, "all")
 
     prompts = panels[0].prompts
     small_print = [
@@ -152,14 +153,14 @@ def received_attention(
     return says(figure, *sentences)
 
 
-def _lines_by_row(condition: str) -> list[list[_Line]]:
+def _lines_by_row(condition: str) -> list[list[PositionLine]]:
     """Above, the original tokens without and with the inserted ones; below, the whole sequence."""
     if condition == BASELINE:
-        return [[_Line("received_by_origin", BASELINE, "baseline", WITHOUT)]]
+        return [[PositionLine("received_by_origin", BASELINE, "baseline", WITHOUT)]]
 
-    without = _Line("received_by_origin", BASELINE, f"without {condition}", WITHOUT)
-    aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
-    whole_sequence = _Line("received", condition, f"with {condition}", WITH)
+    without = PositionLine("received_by_origin", BASELINE, f"without {condition}", WITHOUT)
+    aligned = PositionLine("received_by_origin", condition, f"with {condition}", WITH)
+    whole_sequence = PositionLine("received", condition, f"with {condition}", WITH)
     return [[without, aligned], [whole_sequence]]
 
 
@@ -168,20 +169,17 @@ def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]
     if layer is None:
         return [None]
 
-    layers: list[Any] = [layer]
-    if isinstance(layer, (list, tuple, range, np.ndarray)):
-        layers = list(layer)
+    layers = np.atleast_1d(layer).tolist()
     if not layers:
         raise OptionError("layer=[] is empty; give at least one layer, or None for heads of any")
-
     for number in layers:
         check_layer(number, dataset)
     return layers
 
 
-def _listed_panels(
+def listed_panels(
     result: Result, layers: Sequence[int | None], heads: Sequence[int | str]
-) -> list[_Panel]:
+) -> list[Panel]:
     """A panel for each listed head of each layer; of any layer, they have to be named."""
     dataset = result[NAME]
     head_count = dataset.sizes["head"]
@@ -198,16 +196,16 @@ def _listed_panels(
                 )
             check_layer(head_layer, dataset)
             (number,) = check_heads([head], head_count, head_layer)
-            panels.append(_Panel(result, head_layer, number, prompts))
+            panels.append(Panel(result, head_layer, number, prompts))
 
     if not panels:
         raise OptionError("heads=[] is empty; give at least one head")
     return panels
 
 
-def _chosen_panels(
+def chosen_panels(
     result: Result, layers: Sequence[int | None], top: int, condition: str, by: Ranking
-) -> list[_Panel]:
+) -> list[Panel]:
     """Panels of the heads that change most on one half of the prompts, which show the other."""
     units = units_of(result, result[NAME].sizes["prompt"])
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
@@ -217,11 +215,13 @@ def _chosen_panels(
     for layer in layers:
         chosen = choose_heads(result, layer, top, condition, choosing, by)
         for head_layer, head in chosen:
-            panels.append(_Panel(result, head_layer, head, prompts))
+            panels.append(Panel(result, head_layer, head, prompts))
     return panels
 
 
-def _null_kind(results: Sequence[Result], conditions: Sequence[str], null: Null | None) -> Null:
+def null_by_position(
+    results: Sequence[Result], conditions: Sequence[str], null: Null | None
+) -> Null:
     """The null that lines by position show: that of the comparison of every condition, where it is
     known by position.
     """
@@ -294,7 +294,7 @@ def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     return int(positions[0]), int(positions[-1])
 
 
-def _shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: int | str) -> None:
+def shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: int | str) -> None:
     """Shade inserted positions, if all prompts have them at the same place."""
     if span is None:
         return
@@ -302,102 +302,10 @@ def _shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: in
     figure.add_vrect(*ends, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below")
 
 
-@declare(NAME, compares=True, chooses_heads=True)
-def received_by_model(
-    results: Sequence[Result] | Result,
-    layer: int = 0,
-    heads: Sequence[int] | int | None = None,
-    conditions: tuple[str, str] = ("slash", "sentence"),
-    *,
-    null: Null | None = None,
-) -> go.Figure:
-    """Plot received attention by position of the sequence under two conditions, for one head per
-    model.
-
-    Dotted lines are dilution: what the original tokens would receive if they kept their attention
-    to each other, by segment. Where that is not known they are uniform attention, blue if it is the
-    same under both. Inserted spans are shaded.
-
-    Args:
-        results: One result per model.
-        layer: The layer, from 0.
-        heads: The head of each model, from 0; or one number for all. By default the one that
-            changes most under the first condition, chosen on one half of each model's prompts; the
-            figure then shows the other half.
-        conditions: The two conditions, the first in orange and the second in green.
-        null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
-
-    Raises:
-        OptionError: There is no such layer, head, condition or null, the numbers of heads and
-            models differ, or a head cannot be chosen.
-    """
-    results = several(results)
-    head_of_model: list[int | None] = [None] * len(results)
-    if isinstance(heads, int):
-        head_of_model = [heads] * len(results)
-    elif heads is not None:
-        head_of_model = list(heads)
-    if len(head_of_model) != len(results):
-        raise OptionError(
-            f"heads={heads} for {len(results)} models: give one head per model, or one for all"
-        )
-
-    for result in results:
-        check_layer(layer, result[NAME])
-        for name in conditions:
-            check_condition(result, name)
-
-    null_kind = _null_kind(results, conditions, null)
-
-    panels = []
-    for result, head in zip(results, head_of_model, strict=True):
-        if head is None:
-            panels += _chosen_panels(result, [layer], 1, conditions[0], "difference")
-        else:
-            panels += _listed_panels(result, [layer], [head])
-
-    lines = [
-        _Line("received", name, name, colour)
-        for name, colour in zip(conditions, (WITH, THIRD), strict=False)
-    ]
-    titles = [
-        f"{model_caption(panel.result)}<br>layer {panel.layer} head {panel.head}"
-        for panel in panels
-    ]
-    figure = _by_position(panels, titles, [lines], null_kind)
-    for column, result in enumerate(results, 1):
-        spans = {inserted_span(result, name) for name in conditions}
-        for span in spans:
-            _shade(figure, span, 1, column)
-
-    counts = sorted({str(len(panel.prompts)) for panel in panels})
-    bands = f"bands: pointwise 95 % intervals{band_words(results[0])}"
-    small_print = [
-        f"mean over {', '.join(counts)} prompts, {bands}",
-        DOTTED_WORDS[null_kind],
-    ]
-    if figure.layout.shapes:
-        small_print.append("shaded: the inserted tokens")
-    if heads is None:
-        small_print.append("the head with the largest change in the other half of the prompts")
-    heading = f"{' and '.join(conditions)}: received attention"
-    draw.title(figure, heading, "; ".join(small_print), 450, 150)
-
-    sentences = ["Change of the attention received by the question's tokens."]
-    for panel, title in zip(panels, titles, strict=True):
-        place = title.replace("<br>", ", ")
-        for name in conditions:
-            change = change_words(panel.result, name, layer, [panel.head], panel.prompts, null_kind)
-            if change:
-                sentences.append(f"{place}, “{name}”: {change}.")
-
-    return says(figure, *sentences)
-
-
-def _by_position(
-    panels: Sequence[_Panel],
+def by_position(
+    panels: Sequence[Panel],
     titles: Sequence[str],
-    rows: Sequence[Sequence[_Line]],
+    rows: Sequence[Sequence[PositionLine]],
     null_kind: Null,
 ) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and their null."""
@@ -411,7 +319,19 @@ def _by_position(
 
     for column, panel in enumerate(panels, 1):
         for row, lines in enumerate(rows, 1):
-            means_of_lines = _lines_of_panel(figure, panel, lines, null_kind, column, row)
+            means_of_lines = [_draw_line(figure, panel, line, column, row) for line in lines]
+            for null in _null_lines(panel, lines, means_of_lines, null_kind):
+                draw.dotted(
+                    figure,
+                    null.positions,
+                    null.values,
+                    null.label,
+                    null.colour,
+                    column=column,
+                    row=row,
+                    legendgroup=null.label,
+                    hovertemplate="%{y:.4f}",
+                )
             _cut_first_token(figure, means_of_lines, lines, column, row)
 
     for row, lines in enumerate(rows, 1):
@@ -424,67 +344,57 @@ def _by_position(
     return figure.update_layout(hovermode="x unified")
 
 
-def _lines_of_panel(
-    figure: go.Figure,
-    panel: _Panel,
-    lines: Sequence[_Line],
+def _draw_line(
+    figure: go.Figure, panel: Panel, line: PositionLine, column: int, row: int
+) -> Positions:
+    """Draw a line with its band, and return its means by position."""
+    cell = {"condition": line.condition, "layer": panel.layer, "head": panel.head}
+    means = at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
+    interval = draw.within(Interval(means.mean, means.low, means.high), "probability")
+    draw.line_and_band(
+        figure,
+        means.at,
+        interval,
+        line.label,
+        line.colour,
+        column=column,
+        row=row,
+        mode="lines",
+        line=dict(color=line.colour, width=1.6),
+        customdata=np.stack([means.n, interval.low, interval.high], -1),
+        meta=["n", "low", "high"],
+        hovertemplate="%{y:.4f} (n = %{customdata[0]})",
+    )
+    return means
+
+
+def _null_lines(
+    panel: Panel,
+    lines: Sequence[PositionLine],
+    means_of_lines: Sequence[Positions],
     null_kind: Null,
-    column: int,
-    row: int,
-) -> list[Positions]:
-    """Draw the lines of one panel with their bands, and what the null would give.
-
-    Returns:
-        The means of each line by position.
-    """
-    means_of_lines = []
+) -> list[_NullLine]:
+    """What the null would give beside each line; one line where uniform attention is the same."""
     nulls = []
-    for line in lines:
-        cell = {"condition": line.condition, "layer": panel.layer, "head": panel.head}
-        means = at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
-        interval = draw.within(Interval(means.mean, means.low, means.high), "probability")
-        draw.line_and_band(
-            figure,
-            means.at,
-            interval,
-            line.label,
-            line.colour,
-            column=column,
-            row=row,
-            mode="lines",
-            line=dict(color=line.colour, width=1.6),
-            customdata=np.stack([means.n, interval.low, interval.high], -1),
-            meta=["n", "low", "high"],
-            hovertemplate="%{y:.4f} (n = %{customdata[0]})",
-        )
-        means_of_lines.append(means)
-
-        null_values = _null_values(panel, line, null_kind)
-        if null_values is not None:
+    for line, means in zip(lines, means_of_lines, strict=True):
+        values = _null_values(panel, line, null_kind)
+        if values is not None:
             label = f"{null_kind}, {line.label}"
-            nulls.append(_NullLine(means.at, null_values[means.at], label, line.colour))
+            nulls.append(_NullLine(means.at, values[means.at], label, line.colour))
 
-    if null_kind == "uniform" and len(nulls) > 1 and _are_same(nulls):
-        # One line would hide the others.
-        nulls = [nulls[0]._replace(label="uniform attention", colour=WITHOUT)]
-
-    for null in nulls:
-        draw.dotted(
-            figure,
-            null.positions,
-            null.values,
-            null.label,
-            null.colour,
-            column=column,
-            row=row,
-            legendgroup=null.label,
-            hovertemplate="%{y:.4f}",
-        )
-
-    return means_of_lines
+    if null_kind == "uniform" and len(nulls) > 1:
+        first, *others = nulls
+        are_same = [
+            np.array_equal(first.positions, null.positions)
+            and np.allclose(first.values, null.values)
+            for null in others
+        ]
+        if all(are_same):  # one line would hide the others
+            return [first._replace(label="uniform attention", colour=WITHOUT)]
+    return nulls
 
 
-def _null_values(panel: _Panel, line: _Line, null_kind: Null) -> np.ndarray | None:
+def _null_values(panel: Panel, line: PositionLine, null_kind: Null) -> np.ndarray | None:
     """The null beside a line, by position; the baseline is what dilution is made of, so it has
     none."""
     if null_kind == "uniform":
@@ -503,19 +413,10 @@ def _null_values(panel: _Panel, line: _Line, null_kind: Null) -> np.ndarray | No
     )
 
 
-def _are_same(nulls: Sequence[_NullLine]) -> bool:
-    """Whether the lines lie on each other."""
-    first = nulls[0]
-    return all(
-        np.array_equal(first.positions, null.positions) and np.allclose(first.values, null.values)
-        for null in nulls
-    )
-
-
 def _cut_first_token(
     figure: go.Figure,
     means_of_lines: Sequence[Positions],
-    lines: Sequence[_Line],
+    lines: Sequence[PositionLine],
     column: int,
     row: int,
 ) -> None:

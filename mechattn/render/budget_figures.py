@@ -24,7 +24,7 @@ from mechattn.contrast.budget_table import (
 )
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
-from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.figure_declaration import declare
 from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
@@ -154,7 +154,8 @@ def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> No
             legendgroup=payer,
             marker=dict(color=PAYER_COLOURS[payer], line_width=0),
             hovertemplate=f"layer %{{x}}, {words}: {HOVER}",
-            **draw.at(column, 1),
+            row=1,
+            col=column,
         )
 
 
@@ -171,7 +172,6 @@ def _bars(figure: go.Figure, interval: Interval, layers: np.ndarray, **style: An
 
 def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
     """The change of what each payer gets over all layers, one mark for each condition."""
-    draw.rule(figure, y=0, column=1, row=2)
     # Conditions differ by symbol: above and beside, a colour says who receives, or why.
     symbols = cycle(("circle", "diamond-open", "square", "triangle-up-open"))
     apart = 0.22
@@ -193,6 +193,8 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
             hovertemplate="%{customdata}: %{y:.2f}<extra></extra>",
         )
 
+    draw.rule(figure, y=0, column=1, row=2)
+
     names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in table.payer]
     ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names}
     figure.update_xaxes(tickfont_size=10, row=2, col=1, **ticks)
@@ -213,7 +215,8 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
             legendgroup=cause,
             marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
             hovertemplate=f"layer %{{x}}, {cause}: {HOVER}",
-            **draw.at(column, 2),
+            row=2,
+            col=column,
         )
 
     draw.points(

@@ -14,21 +14,18 @@ import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE, head_name
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import NULLS, Null
+from mechattn.contrast.quantities import Null
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.attention_figures import NAME, common_null
-from mechattn.render.draw import OTHERS, WITH, WITHOUT, faint
-from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.figure_declaration import several
+from mechattn.render.attention_figures import common_null
+from mechattn.render.draw import OTHERS, WITH, WITHOUT
+from mechattn.render.figure_declaration import declare
 from mechattn.render.words import (
     NULL_NAMES,
     beside_null,
     count_words,
-    heads_words,
     in_digits,
     model_caption,
-    numbered,
     percent,
     quantity_words,
     says,
@@ -92,19 +89,17 @@ def change_map(
         column = "beyond"
         number_name = f"relative to {null_name}"
         beyond = f" beyond {null_name}"
-    columns = {
-        "shown": column,
+    hovered = {
         "change": "difference",
         "q": f"q_{column}",
         "low": f"{column}_low",
         "high": f"{column}_high",
     }
-
     hover = f"{number_name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     quantity_name = quantity_words(quantity, segment)
     bar_words = f"change of {quantity_name}{beyond} ({table.scale.iloc[0]})"
-    figure = draw.head_map(table, columns, number_name, bar_words, hover)
+    figure = draw.head_map(table, column, f"q_{column}", hovered, hover, number_name, bar_words)
 
     versus = ""
     if to != BASELINE:
@@ -237,47 +232,16 @@ def changes(
         null = common_null([Contrast(result, name, to, quantity, segment) for name in drawn])
 
     figure = draw.panels()
-    mode = "lines+markers" if over else "markers"
     sentences = []
     for line, colour in zip(lines, cycle((WITH, *OTHERS))):
         contrasts = [
             Contrast(result, name, to, quantity, segment, null=null) for name in line.conditions
         ]
-        ends, nulls, phrases = _overall(contrasts, layer)
+        phrases = _draw_changes(figure, line, contrasts, layer, over, colour)
         if over:
             phrases = phrases[-1:]  # the last value speaks for its line
         sentences.append(f"{'; '.join(phrases)}.")
-
-        x = line.x
-        if over == "count" and to == BASELINE:
-            # Where nothing is inserted, nothing changes.
-            x = [0, *x]
-            ends = np.column_stack([np.zeros(3), ends])
-            nulls = [0.0, *nulls]
-
-        draw.points(
-            figure,
-            x,
-            ends,
-            line.name,
-            colour,
-            mode=mode,
-            hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
-        )
-
-        # A null that is not known for all of a line is not drawn.
-        if len(nulls) == len(x):
-            null_name = NULL_NAMES[contrasts[0].null_used] + line.null_suffix
-            draw.dotted(
-                figure,
-                x,
-                nulls,
-                null_name,
-                colour,
-                mode=mode,
-                hovertemplate=f"%{{x}}, {null_name}: %{{y:.1f}} %<extra></extra>",
-                marker={} if over else NULL_MARK,
-            )
+    draw.rule(figure, y=0)
 
     quantity_name = quantity_words(quantity, segment)
     if to != BASELINE:
@@ -285,41 +249,65 @@ def changes(
     heading = f"{model_caption(result)}: change of {quantity_name}"
     if over:
         heading += f", by {over}"
+        option_words = "inserted tokens" if over == "count" else over
+        figure.update_xaxes(title_text=option_words)
+    figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
+
     heads = "mean over layers and heads"
     if layer is not None:
         heads = f"mean over the heads of layer {layer}"
-
-    draw.rule(figure, y=0)
     bars = "bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    note = f"{heads}; n = {count_words(result)}; {bars}"
-    draw.title(figure, heading, note, 440)
-
-    option_words = over or None
-    if over == "count":
-        option_words = "inserted tokens"
-    figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
-    figure.update_xaxes(title_text=option_words)
+    draw.title(figure, heading, f"{heads}; n = {count_words(result)}; {bars}", 440)
     return says(figure, *sentences)
 
 
-def _overall(
-    contrasts: Sequence[Contrast], layer: int | None
-) -> tuple[np.ndarray, list[float], list[str]]:
-    """The changes with their intervals [estimate and ends, contrast] in percent, those under the
-    null where it is known, and each in words."""
-    changes = []
-    nulls = []
+def _draw_changes(
+    figure: go.Figure,
+    line: _Line,
+    contrasts: Sequence[Contrast],
+    layer: int | None,
+    over: str,
+    colour: str,
+) -> list[str]:
+    """Draw the changes of a line in percent, and those under the null where it is known for all.
+
+    Returns:
+        Each change in words.
+    """
+    x = list(line.x)
+    changes: list[np.ndarray] = []
+    nulls: list[float] = []
     phrases = []
+    if over == "count" and contrasts[0].to == BASELINE:
+        # Where nothing is inserted, nothing changes.
+        x = [0.0, *x]
+        changes = [np.zeros(3)]
+        nulls = [0.0]
+
     for contrast in contrasts:
         change, null_change = contrast.overall(layer)
-        changes.append(change)
+        changes.append(100 * np.array(change))
         if null_change is not None:
             nulls.append(100 * float(null_change.estimate))
         words = beside_null(change, null_change, contrast.null_used)
         phrases.append(f"{contrast.condition}: {words}")
 
-    percents = 100 * np.array(changes, dtype=np.float64)
-    return percents.T, nulls, phrases
+    mode = "lines+markers" if over else "markers"
+    hover = "%{x}: %{y:.1f} %<extra></extra>"
+    draw.points(figure, x, np.transpose(changes), line.name, colour, mode=mode, hovertemplate=hover)
+    if len(nulls) == len(x):
+        null_name = NULL_NAMES[contrasts[0].null_used] + line.null_suffix
+        draw.dotted(
+            figure,
+            x,
+            nulls,
+            null_name,
+            colour,
+            mode=mode,
+            hovertemplate=f"%{{x}}, {null_name}: %{{y:.1f}} %<extra></extra>",
+            marker={} if over else NULL_MARK,
+        )
+    return phrases
 
 
 class _Line(NamedTuple):
@@ -328,36 +316,27 @@ class _Line(NamedTuple):
     name: str  # in the legend
     null_suffix: str  # tells the nulls of several lines apart
     conditions: Sequence[str]
-    x: Sequence[str | int]  # a value for each condition
+    x: Sequence[str | float]  # a value for each condition
 
 
 def _lines_of(names: Sequence[str], over: str, quantity: str) -> list[_Line]:
     """The lines of a figure of changes, each from left to right."""
+    names = list(dict.fromkeys(names))
     if not over:
-        distinct_names = list(dict.fromkeys(names))
-        return [_Line("measured", "", distinct_names, distinct_names)]
+        return [_Line("measured", "", names, names)]
 
-    swept = _swept_lines(names, over)
+    swept: dict[str, list[SweptCondition]] = {}
+    for condition in swept_conditions(names, over):
+        swept.setdefault(condition.without_option, []).append(condition)
+
     lines = []
-    for other_options, condition_by_value in swept.items():
-        x: list[str | int] = list(condition_by_value)
-        if all(value.lstrip("-").isdigit() for value in condition_by_value):
-            x = [int(value) for value in condition_by_value]
-
+    for other_options, conditions in swept.items():
         null_suffix = ""
         if other_options and len(swept) > 1:
             null_suffix = f", {other_options}"
-        conditions = list(condition_by_value.values())
-        lines.append(_Line(other_options or quantity, null_suffix, conditions, x))
-    return lines
-
-
-def _swept_lines(names: Sequence[str], option: str) -> dict[str, dict[str, str]]:
-    """The conditions of a sweep by the value of the option, for each combination of the others."""
-    lines: dict[str, dict[str, str]] = {}
-    for condition in swept_conditions(names, option):
-        line = lines.setdefault(condition.without_option, {})
-        line[condition.value] = condition.name
+        line_names = [condition.name for condition in conditions]
+        x = numbers_or_words([condition.value for condition in conditions])
+        lines.append(_Line(other_options or quantity, null_suffix, line_names, x))
     return lines
 
 
@@ -404,153 +383,9 @@ def swept_conditions(names: Sequence[str], option: str) -> list[SweptCondition]:
     return conditions
 
 
-@declare(NAME, compares=True)
-def verdicts(
-    results: Sequence[Result] | Result,
-    condition: str | None = None,
-    segment: str = "question",
-    *,
-    null: Null | None = None,
-) -> go.Figure:
-    """Plot the change of a segment's attention in several models beside that under the null, one
-    row each.
-
-    The number is that of ``result.verdict``: the change of the mean over all layers and heads, with
-    its 95 % interval.
-
-    Args:
-        results: Results of several models, or several results of one, in the order shown.
-        condition: The condition of all of them; by default the first of each that isn't the
-            baseline.
-        segment: A segment that every prompt has.
-        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where one
-            of the results has no dilution.
-
-    Raises:
-        OptionError: There are no results, no such condition or segment, or fewer than 3 prompts.
-    """
-    results = several(results)
-    names = [result.condition(condition) for result in results]
-    pairs = list(zip(results, names, strict=True))
-    if null is None:
-        contrasts = [Contrast(result, name, segment=segment) for result, name in pairs]
-        null = common_null(contrasts)
-
-    # Estimate, low and high end of each row, in percent.
-    verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]
-    change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
-    null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
-
-    figure = draw.panels()
-    rows = np.arange(len(verdict_list))
-    _verdict_marks(figure, rows, change, null_change[:, 0], NULLS[null])
-
-    # Numbers stand above or below what they say, clear of the rule at 0.
-    low = min(0, change.min(), null_change.min())
-    high = max(0, change.max(), null_change.max())
-    near_zero = 0.2 * (high - low)
-    _number_notes(figure, change[:, 0], near_zero, 17)
-    _number_notes(figure, null_change[:, 0], near_zero, -17)
-
-    heading = f"Change of {quantity_words('received', segment)}"
-    if len(set(names)) == 1:
-        heading += f" with “{names[0]}”"
-    counts = dict.fromkeys(count_words(result) for result in results)
-    note = f"mean over all layers and heads; {' or '.join(counts)}"
-    height = 200 + 64 * len(verdict_list)
-    draw.title(figure, heading, note, height, top=120)
-
-    row_words = _rows(results, names)
-    _verdict_axes(figure, row_words, low, high)
-
-    sentences = []
-    for words, verdict in zip(row_words, verdict_list, strict=True):
-        changed = beside_null(verdict.change, verdict.null, verdict.null_kind)
-        sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
-
-    return says(figure, *sentences)
-
-
-def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
-    """The rows in words, and room for the numbers at the outermost points."""
-    left = 0.22 if low else 0.06
-    right = 0.22 if high else 0.06
-    width = high - low
-    figure.update_xaxes(
-        nticks=5,
-        title_text="change of attention<br>received (%)",
-        range=[low - left * width, high + right * width],
-    )
-
-    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
-    figure.update_yaxes(
-        tickvals=list(range(len(labels))),
-        ticktext=labels,
-        range=[len(labels) - 0.5, -0.8],
-    )
-
-
-def _verdict_marks(
-    figure: go.Figure, rows: np.ndarray, change: np.ndarray, null: np.ndarray, null_name: str
-) -> None:
-    """A bar from 0 to each change, its point with the interval, and a mark at the null."""
-    figure.add_bar(
-        x=change[:, 0],
-        y=rows,
-        orientation="h",
-        width=0.22,
-        marker_color=faint(WITH, 0.35),
-        showlegend=False,
-        hoverinfo="skip",
-    )
-    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
-    figure.add_scatter(
-        x=null,
-        y=rows,
-        name=null_name,
-        mode="markers",
-        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
-        hovertemplate=f"{null_name}: %{{x:.1f}} %<extra></extra>",
-    )
-    draw.rule(figure, x=0)
-
-
-def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift: float) -> None:
-    """The number of each row, above or below its mark; those near 0 beside it."""
-    for row, value in enumerate(values.round(3)):
-        anchor = "center"
-        if abs(value) < near_zero:
-            anchor = "left" if value > 0 else "right"
-        figure.add_annotation(
-            x=value,
-            y=row,
-            text=percent(value / 100),
-            xanchor=anchor,
-            yshift=shift,
-            showarrow=False,
-        )
-
-
-def _inserted(result: Result, condition: str) -> str:
-    """How many tokens a condition inserts, in words; the range over prompts."""
-    is_inserted = result["sequences"].origin.sel(condition=condition) == -1
-    counts = sorted(set(is_inserted.sum("pos").values.tolist()))
-    if len(counts) == 1:
-        return f"{counts[0]} tokens inserted"
-    return f"{counts[0]} to {counts[-1]} tokens inserted"
-
-
-def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
-    """What each row is: its model, its condition where they differ, and a number where that is not
-    enough.
-    """
-    counts = [_inserted(result, name) for result, name in zip(results, conditions, strict=True)]
-    rows = []
-    for result, condition, count in zip(results, conditions, counts, strict=True):
-        words = [model_caption(result)]
-        if len(set(conditions)) > 1:
-            words.append(condition)
-        if len(set(counts)) > 1:  # what takes more tokens takes more attention
-            words.append(count)
-        rows.append(", ".join(words))
-    return numbered(rows)
+def numbers_or_words(values: Sequence[str]) -> Sequence[str | float]:
+    """The values of a swept option on an axis: as numbers, if all of them are."""
+    try:
+        return [float(value) for value in values]
+    except ValueError:
+        return values

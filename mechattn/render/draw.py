@@ -84,46 +84,9 @@ def steps(count: int) -> dict[str, Any]:
     return dict(tick0=0, dtick=1 if count <= 8 else 5)
 
 
-def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:
-    """The range of an axis: from the first to the last bin that any layer fills, and to the null.
-
-    Args:
-        figure: Maps of the layers, which have their bins in common.
-        axis: "x" or "y".
-        null: The value under the null, which is on the axis too.
-        decades: Whether the bins are logarithms; the axis then has words for them.
-    """
-    ends = [null]
-    for trace in figure.data:
-        is_filled = np.isfinite(trace.z).any(0 if axis == "x" else 1)
-        ends += trace[axis][is_filled].tolist()
-
-    bins = figure.data[0][axis]
-    step = bins[1] - bins[0]
-    low = min(ends) - step
-    high = max(ends) + step
-    options: dict[str, Any] = {"range": [low, high]}
-    if decades:
-        exponents = np.arange(-4, 2.5, 0.5)
-        options["tickvals"] = exponents
-        options["ticktext"] = [f"{10**exponent:.1g}" for exponent in exponents]
-
-    return options
-
-
-def panels(titles: Sequence[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
-    """Panels side by side, or below each other, with their titles; one without a title by
-    default."""
-    if titles is None:
-        return go.Figure()
+def panels(titles: Sequence[str] = ("",), rows: int = 1, **options: Any) -> go.Figure:
+    """Panels in rows, each with its title; one without a title by default."""
     return make_subplots(rows, len(titles) // rows, subplot_titles=list(titles), **options)
-
-
-def at(column: int | None, row: int = 1) -> dict[str, int]:
-    """Where a trace goes: into a panel, or into a figure that has only one."""
-    if column is None:
-        return {}
-    return {"row": row, "col": column}
 
 
 def points(
@@ -132,7 +95,7 @@ def points(
     estimates: Any,
     name: str,
     colour: str,
-    column: int | None = None,
+    column: int = 1,
     row: int = 1,
     sideways: bool = False,
     **style: Any,
@@ -145,7 +108,7 @@ def points(
         estimates: The numbers, and the low and the high ends of their intervals.
         name: In the legend.
         colour: Of points and bars.
-        column: The panel, from 1; None for a figure of one.
+        column: The panel, from 1.
         row: The panel's row, from 1.
         sideways: Whether the numbers are on the horizontal axis, and ``x`` on the other.
         style: As for plotly's scatter.
@@ -167,7 +130,7 @@ def points(
         axes = dict(x=middle, y=x, error_x=bars)
     marker = dict(color=colour, size=6) | style.pop("marker", {})
     style = {"mode": "markers"} | style
-    figure.add_scatter(**axes, name=name, **at(column, row), **style, marker=marker)
+    figure.add_scatter(**axes, name=name, row=row, col=column, **style, marker=marker)
 
 
 def side_by_side(
@@ -176,7 +139,7 @@ def side_by_side(
     series: Iterable[tuple[str, Any]],
     colours: Sequence[str],
     *,
-    column: int | None = None,
+    column: int = 1,
     apart: float = 0.14,
     **style: Any,
 ) -> None:
@@ -187,7 +150,7 @@ def side_by_side(
         words: What stands below the axis, such as conditions.
         series: Names with (estimates, low, high), a number for each word.
         colours: Of the series, in order.
-        column: The panel, from 1; None for a figure of one.
+        column: The panel, from 1.
         apart: The distance of the series; 1 is that of the words.
         style: As for plotly's scatter.
     """
@@ -207,7 +170,7 @@ def side_by_side(
             **style,
         )
 
-    figure.update_xaxes(tickvals=places, ticktext=list(words), **at(column))
+    figure.update_xaxes(tickvals=places, ticktext=list(words), row=1, col=column)
 
 
 def line_and_band(
@@ -217,7 +180,7 @@ def line_and_band(
     name: str | None,
     colour: str,
     *,
-    column: int,
+    column: int = 1,
     row: int = 1,
     **style: Any,
 ) -> None:
@@ -239,7 +202,7 @@ def line_and_band(
         band = (x[has_band], low[has_band], high[has_band])
         ribbon(figure, *band, colour, column=column, row=row, legendgroup=name)
 
-    figure.add_scatter(x=x, y=estimate, name=name, legendgroup=name, **at(column, row), **style)
+    figure.add_scatter(x=x, y=estimate, name=name, legendgroup=name, row=row, col=column, **style)
 
 
 def ribbon(
@@ -249,7 +212,7 @@ def ribbon(
     high: Any,
     colour: str,
     *,
-    column: int,
+    column: int = 1,
     row: int = 1,
     alpha: float = 0.2,
     **style: Any,
@@ -264,7 +227,8 @@ def ribbon(
         mode="lines",
         hoverinfo="skip",
         showlegend=False,
-        **at(column, row),
+        row=row,
+        col=column,
         **style,
     )
 
@@ -276,14 +240,14 @@ def dotted(
     name: str,
     colour: str,
     *,
-    column: int | None = None,
+    column: int = 1,
     row: int = 1,
     **style: Any,
 ) -> None:
     """A dotted line, which is a null in every figure."""
     line = dict(color=colour, dash="dot", width=1.3)
     style = {"mode": "lines"} | style
-    figure.add_scatter(x=x, y=y, name=name, line=line, **at(column, row), **style)
+    figure.add_scatter(x=x, y=y, name=name, line=line, row=row, col=column, **style)
 
 
 def rule(
@@ -294,23 +258,27 @@ def rule(
     colour: str = GREY,
     dash: str | None = None,
     width: float = 1,
-    column: int | None = None,
+    column: int = 1,
     row: int = 1,
 ) -> None:
-    """A line across a panel at a value with a meaning, such as no change."""
+    """A line across a panel at a value with a meaning, such as no change; plotly draws none across
+    an empty panel, so what it crosses comes first.
+    """
     line = dict(width=width, dash=dash, color=colour)
     if x is None:
-        figure.add_hline(y, line=line, **at(column, row))
+        figure.add_hline(y, line=line, row=row, col=column)
     else:
-        figure.add_vline(x, line=line, **at(column, row))
+        figure.add_vline(x, line=line, row=row, col=column)
 
 
 def head_map(
     table: pd.DataFrame,
-    columns: Mapping[str, str],
+    column: str,
+    q_column: str,
+    hovered: Mapping[str, str],
+    hover: str,
     name: str,
     unit: str,
-    hover: str,
     across: str = "head",
 ) -> go.Figure:
     """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded where
@@ -318,22 +286,22 @@ def head_map(
 
     Args:
         table: A row a cell, with ``layer`` and ``across``.
-        columns: Columns of the table by their labels. The first is the colour, the others are
-            there on hover; "q" has the q-values.
+        column: What is coloured.
+        q_column: The q-values.
+        hovered: Columns that are there on hover, by their labels.
+        hover: What is said of a cell, as a template of plotly's.
         name: Of the map, for a table of the figure.
         unit: Beside the bar of colours.
-        hover: What is said of a cell, as a template of plotly's.
         across: What is on the horizontal axis.
     """
-    first_label, *hover_labels = columns
     cells = table.set_index(["layer", across]).to_xarray()
     if across != "head":  # in the table's order
         cells = cells.sel({across: table[across].unique()})
 
     x = cells[across].values
     y = cells.layer.values
-    coloured = cells[columns[first_label]].values
-    q = cells[columns["q"]].values
+    coloured = cells[column].values
+    q = cells[q_column].values
 
     # Both colours end at the same distance from 0, which is in the middle.
     largest = float(np.nanmax(abs(coloured))) or 1.0
@@ -347,16 +315,15 @@ def head_map(
         zmax=largest,
         colorscale=DIVERGING,
         name=name,
-        meta=hover_labels,
-        customdata=np.dstack([cells[columns[label]].values for label in hover_labels]),
+        meta=list(hovered),
+        customdata=np.dstack([cells[hover_column].values for hover_column in hovered.values()]),
         hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>",
         colorbar=dict(title=dict(text=bar_title, side="right")),
     )
 
-    is_marked = (q < 0.05) & (abs(coloured) >= LEAST_MARKED * largest)
-    rows, row_columns = np.nonzero(is_marked)
+    rows, columns = np.nonzero((q < 0.05) & (abs(coloured) >= LEAST_MARKED * largest))
     figure.add_scatter(
-        x=x[row_columns],
+        x=x[columns],
         y=y[rows],
         mode="markers",
         hoverinfo="skip",
@@ -364,10 +331,20 @@ def head_map(
         marker=dict(symbol="circle", size=5, color="black"),
         showlegend=True,
     )
+    _fade(figure, x, y, q >= 0.05)
+
+    ticks = steps(len(x)) if across == "head" else {}
+    figure.update_xaxes(title_text=across, **ticks)
+    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(y)))
+    return figure
+
+
+def _fade(figure: go.Figure, x: np.ndarray, y: np.ndarray, is_faded: np.ndarray) -> None:
+    """Fade cells of a map, with an entry in the legend."""
     figure.add_heatmap(
         x=x,
         y=y,
-        z=np.where(q >= 0.05, 0.0, np.nan),
+        z=np.where(is_faded, 0.0, np.nan),
         name="faded",
         colorscale=[[0, FADED], [1, FADED]],
         showscale=False,
@@ -381,11 +358,6 @@ def head_map(
         marker=dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1)),
         showlegend=True,
     )
-
-    ticks = steps(len(x)) if across == "head" else {}
-    figure.update_xaxes(title_text=across, **ticks)
-    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(y)))
-    return figure
 
 
 def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
@@ -439,22 +411,6 @@ def take_heading(figure: go.Figure) -> str:
     note = note.removesuffix("</sup>")
     figure.update_layout(title_text=note, title_font_size=13, height=height, margin=margin)
     return unescape(heading.replace("<br>", " "))
-
-
-def by_layer_slider(figure: go.Figure, titles: Mapping[int, str], height: int) -> None:
-    """A slider that shows one trace, and its title, for each layer."""
-    slider_steps = []
-    for number, (layer, layer_title) in enumerate(titles.items()):
-        is_visible = [trace == number for trace in range(len(titles))]
-        args = [{"visible": is_visible}, {"title.text": layer_title}]
-        slider_steps.append(dict(method="update", label=str(layer), args=args))
-
-    for number, trace in enumerate(figure.data):
-        trace.visible = number == 0
-
-    slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
-    first_title = next(iter(titles.values()))
-    figure.update_layout(LAYOUT, height=height, title_text=first_title, sliders=[slider])
 
 
 def map_height(table: pd.DataFrame) -> int:

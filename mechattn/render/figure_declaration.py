@@ -102,7 +102,7 @@ class Declared:
 FIGURES: dict[str, Declared] = {}
 
 
-def figure(
+def declare(
     needs: str | Mapping[str, str] = "",
     *,
     compares: bool = False,

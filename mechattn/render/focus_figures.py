@@ -19,7 +19,7 @@ from mechattn.contrast.focus_and_impact import (
 )
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
-from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.figure_declaration import declare
 from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
@@ -141,13 +141,15 @@ def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> Non
         customdata=np.column_stack([words, rows.queries]),
         meta=["bin", "queries"],
         hovertemplate="%{customdata[0]}: %{customdata[1]:,} queries, %{y:.1f} %<extra></extra>",
-        **draw.at(column, 2),
+        row=2,
+        col=column,
     )
     figure.update_xaxes(
         tickvals=list(range(len(rows))),
         ticktext=words,
         tickangle=-90,
-        **draw.at(column, 2),
+        row=2,
+        col=column,
     )
 
 

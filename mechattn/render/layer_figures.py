@@ -17,7 +17,7 @@ from mechattn.contrast.quantities import by_layer as values_by_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
-from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.figure_declaration import declare
 from mechattn.render.words import NULL_NAMES, count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
@@ -164,7 +164,8 @@ def scale_by_layer(
             showlegend=False,
             hoverinfo="skip",
             line=faint_line,
-            **draw.at(1),
+            row=1,
+            col=1,
         )
 
     uniform = _over_heads(result, dataset.scale_uniform).estimate
@@ -353,5 +354,6 @@ def _strips(
         meta=["layer", "head", "low", "high"],
         marker=dict(size=4, color=colour),
         hovertemplate=f"{hover}<extra></extra>",
-        **draw.at(column),
+        row=1,
+        col=column,
     )

@@ -1,11 +1,7 @@
-"""Figures of patching: a circuit's edges drawn over the model, maps of effects, and effects beside
-their controls.
-"""
+"""Figures of patching: maps of effects, and effects beside their controls."""
 
 from __future__ import annotations
 
-import re
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,13 +11,12 @@ import plotly.graph_objects as go
 from mechattn.axes import head_name
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.draw import GREY, THIRD, WITH, WITHOUT
-from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.draw import GREY, THIRD, WITH
+from mechattn.render.figure_declaration import declare
 from mechattn.render.words import in_digits, number_words, says
 from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
-    from mechattn.patching.circuit import Circuit
     from mechattn.patching.effects import Patching
 
 # What a map shows of a cell besides its effect.
@@ -31,195 +26,6 @@ _HOVERED = {
     "other_prompt": "<br>from another prompt %{NUMBER:.3g}",
 }
 _CONTROL_MARK: dict[str, Any] = dict(size=7, line_width=1.6)
-_POINTS = 9  # of an arc
-_OF_LAYER = re.compile(r"L(\d+)(?:H(\d+)|MLP)")  # a head or an MLP
-_WIDEST = 7.0
-_BESIDE_THE_AXES = re.compile(r"L\d+H?|embedding|logits")  # of a node's name, what an axis says
-# Where an edge enters a head, so that its three inputs are told apart.
-_ASIDE = {"q": -0.15, "v": 0.15}
-
-
-@declare("circuit")
-def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = None) -> go.Figure:
-    """Draw a circuit's edges between heads, MLPs, the embedding and the logits; wider edges have
-    larger scores. Layers without an edge are left out.
-
-    A positive score (vermilion) means that the other version's output raises the metric. An edge
-    enters a head on the left as queries, in the middle as keys, on the right as values.
-
-    Args:
-        circuit: The result of ``circuit``.
-        size: As for ``Circuit.kept``.
-        q: As for ``Circuit.kept``.
-
-    Returns:
-        The figure; on hover each edge has its score with its interval, its q and the score of a
-        random direction.
-    """
-    table = circuit.table(size, q)
-    heads = int(circuit.about["heads"])
-
-    # An edge to keys or values that heads share is drawn to each of these heads that writes.
-    drawn = {*table.writer, "logits"}
-    read_by = {
-        reader: [node for node in circuit.graph.read_by(reader) if node in drawn]
-        for reader in table.reader
-    }
-    readers = chain.from_iterable(read_by.values())
-    nodes = sorted({*table.writer, *readers})
-
-    matches = [_OF_LAYER.match(node) for node in nodes]
-    layers = sorted({int(match[1]) for match in matches if match})
-    places = {node: _place(node, heads, layers) for node in nodes}
-
-    figure = draw.panels()
-    _legend_of_edges(figure)
-
-    largest = table.effect.abs().max()
-    for row in table[::-1].itertuples():  # the largest on top
-        for node in read_by[row.reader]:
-            _arc(figure, row, places[row.writer], places[node], largest)
-
-    # After the edges, so that a node covers their ends.
-    _nodes(figure, places)
-
-    carried = _faithfulness_words(circuit, size, q)
-    ticks = ["embedding", *map(str, layers), "logits"]
-    figure.update_xaxes(
-        title_text="head",
-        tickvals=list(range(heads)),
-        showgrid=False,
-        zeroline=False,
-    )
-    figure.update_yaxes(
-        title_text="layer",
-        tickvals=list(range(-1, len(layers) + 1)),
-        ticktext=ticks,
-        showgrid=False,
-    )
-
-    edges = int(circuit.graph.exists.sum())
-    note = "{metric}; {kept} of {edges} edges, {method}; ranked on {ranked_on}. {carried}".format(
-        **circuit.about,
-        kept=len(table),
-        edges=edges,
-        carried=carried,
-    )
-    heading = f"{circuit.about['model']}: circuit"
-    height = 200 + 80 * len(ticks)
-    draw.title(figure, heading, note, height, top=110)
-    return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
-
-
-def _legend_of_edges(figure: go.Figure) -> None:
-    """An entry of the legend for each colour of edges, which have none of their own."""
-    for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
-        figure.add_scatter(
-            x=[None],
-            y=[None],
-            mode="lines",
-            line=dict(color=colour, width=4),
-            name=f"the other output {verb} the metric",
-        )
-
-
-def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
-    """A circle for each node, with what the axes do not say of its name."""
-    figure.add_scatter(
-        x=[across for across, _ in places.values()],
-        y=[row for _, row in places.values()],
-        mode="markers+text",
-        text=[_BESIDE_THE_AXES.sub("", node) for node in places],
-        hovertext=list(places),
-        hoverinfo="text",
-        textfont=dict(size=10),
-        showlegend=False,
-        marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
-    )
-
-
-def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> str:
-    """What the circuit carries on the half of the prompts that did not rank its edges."""
-    edges = circuit.size() if size is None else size
-    measured = circuit.curve[circuit.curve.edges == edges]
-    if q is not None or measured.empty:
-        return f"What they carry was not measured; circuit(…, sizes=[{edges}]) measures a size."
-
-    faithful = measured.iloc[0]
-    interval = "(without an interval, as that of the whole effect holds 0)"
-    if np.isfinite(faithful.low):
-        interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
-
-    random_share = round(faithful.random, 2) + 0.0  # not "-0%"
-    return (
-        f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval} of"
-        f" the effect, as many random ones {random_share:.0%}."
-    )
-
-
-def _arc(
-    figure: go.Figure,
-    edge: Any,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    largest: float,
-) -> None:
-    """Draw an edge, which enters a head where its queries, keys or values are.
-
-    Args:
-        figure: The figure that gets it.
-        edge: A row of the circuit's table.
-        start: Where the writer is, across and up.
-        end: Where the reader is.
-        largest: The largest score of the circuit, whose edge is the widest.
-    """
-    _, _, reader_input = edge.reader.partition(".")
-    x0, y0 = start
-    x1, y1 = end
-    x1 += _ASIDE.get(reader_input, 0.0)
-
-    # Half a sine to the side, so that edges over several layers do not hide each other.
-    way = np.linspace(0, 1, _POINTS)
-    side = 1 if x1 >= x0 else -1
-    width = 0.35 * side * min(1.0, (y1 - y0) / 2)
-    bend = width * np.sin(np.pi * way)
-
-    q = edge.q_effect
-    if np.isnan(q):
-        q = edge.q_beyond_random
-    hover = (
-        f"{edge.writer} → {edge.reader}<br>"
-        f"{edge.effect:+.3g} [{edge.effect_low:+.3g}, {edge.effect_high:+.3g}]<br>"
-        f"q = {q:.2g}<br>random direction {edge.random:+.3g}"
-    )
-
-    colour = WITH if edge.effect > 0 else WITHOUT
-    relative_size = abs(edge.effect) / largest
-    figure.add_scatter(
-        x=x0 + (x1 - x0) * way + bend,
-        y=y0 + (y1 - y0) * way,
-        mode="lines",
-        hovertext=hover,
-        hoverinfo="text",
-        line=dict(color=colour, width=max(1.0, _WIDEST * relative_size)),
-        opacity=0.75,
-        showlegend=False,
-    )
-
-
-def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
-    """Where a node is drawn; layers count upwards, the MLPs are on the right."""
-    match = _OF_LAYER.match(name)
-    if match is None:  # the embedding below, or the logits above
-        row = -1
-        if name == "logits":
-            row = len(layers)
-        return (heads - 1) / 2, row
-
-    row = layers.index(int(match[1]))
-    if match[2]:
-        return float(match[2]), row
-    return heads + 0.3, row + 0.5
 
 
 @declare("patching")
@@ -245,42 +51,39 @@ def patching_map(patching: Patching) -> go.Figure:
     table = patching.table()
     has_share = bool(table.share.notna().all())
     q_column = f"q_{table.attrs['tested']}"
-    columns = {
-        "effect": "effect",
-        "low": "effect_low",
-        "high": "effect_high",
-        "q": q_column,
-    }
+    hovered = {"low": "effect_low", "high": "effect_high", "q": q_column}
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
     for column, form in _HOVERED.items():
         if column in table and (has_share or column != "share"):
-            place = len(columns) - 1  # the first column is the colour
-            hover += form.replace("NUMBER", f"customdata[{place}]")
-            columns[column] = column
+            hover += form.replace("NUMBER", f"customdata[{len(hovered)}]")
+            hovered[column] = column
 
-    figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
+    figure = draw.head_map(
+        table, "effect", q_column, hovered, hover, "effect", _effect_on(patching), across
+    )
     note = f"{patching.about['metric']}; {_run_words(patching)}"
     heading = f"{patching.about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
-
-    largest_row = int(np.nanargmax(table.effect.abs()))
-    largest = table.iloc[largest_row]
-    cells = table[patching.labels].to_dict("records")
-    ends = [np.asarray(largest[end]) for end in ("effect", "effect_low", "effect_high")]
-    effect = number_words(Interval(*ends))
-    if has_share:
-        effect += f", {largest.share:.0%} of the whole effect"
 
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
         f"{significant} of {len(table)} {across}s at q < 0.05."
-        f" Largest: {_cell_words(cells[largest_row])},"
-        f" {effect}; it was selected as the largest, so its interval is too optimistic"
-        ' (table(select="half") avoids this).',
+        f" Largest: {_largest_words(patching, table, has_share)}; it was selected as the largest, so"
+        ' its interval is too optimistic (table(select="half") avoids this).',
     )
+
+
+def _largest_words(patching: Patching, table: pd.DataFrame, has_share: bool) -> str:
+    """The cell with the largest effect, with its interval and its share of the whole effect."""
+    largest_row = int(np.nanargmax(table.effect.abs()))
+    largest = table.iloc[largest_row]
+    cell = table[patching.labels].iloc[largest_row].to_dict()
+    effect = number_words(Interval(largest.effect, largest.effect_low, largest.effect_high))
+    share = f", {largest.share:.0%} of the whole effect" if has_share else ""
+    return f"{_cell_words(cell)}, {effect}{share}"
 
 
 @declare("patching")

@@ -17,7 +17,7 @@ from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError, check_choice
 from mechattn.render import draw
 from mechattn.render.draw import WITH
-from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.figure_declaration import declare
 from mechattn.render.words import count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
 
@@ -27,6 +27,12 @@ READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
 _AXIS = {
     "magnitude": "‖update‖ / ‖residual stream‖",
     "orientation": "cosine of update and residual stream",
+}
+_EXPONENTS = np.arange(-4, 2.5, 0.5)
+# Words for an axis of logarithms.
+_DECADES = {
+    "tickvals": _EXPONENTS,
+    "ticktext": [f"{10**exponent:.1g}" for exponent in _EXPONENTS],
 }
 _RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
@@ -86,8 +92,9 @@ def update_histogram(
     )
 
     draw.rule(figure, **_RULE, x=uniform)
-    reach = draw.reach(figure, "x", uniform, is_magnitude)
-    figure.update_xaxes(title_text=_AXIS[quantity], **reach)
+    figure.update_xaxes(title_text=_AXIS[quantity], range=_reach(figure, "x", uniform))
+    if is_magnitude:
+        figure.update_xaxes(_DECADES)
     figure.update_yaxes(title_text="head", **draw.steps(heads))
     return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
 
@@ -136,8 +143,8 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     uniform = np.log10(1 / head_count)
     draw.rule(figure, **_RULE, y=0)
     draw.rule(figure, **_RULE, x=uniform)
-    figure.update_xaxes(title_text=_AXIS["magnitude"], **draw.reach(figure, "x", uniform, True))
-    figure.update_yaxes(title_text=_AXIS["orientation"], **draw.reach(figure, "y", 0.0))
+    figure.update_xaxes(_DECADES, title_text=_AXIS["magnitude"], range=_reach(figure, "x", uniform))
+    figure.update_yaxes(title_text=_AXIS["orientation"], range=_reach(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
 
 
@@ -294,14 +301,38 @@ def _by_layer(
 
     heading = f"{model_caption(result)}: {subject}"
     note = "; ".join(small_print)
-    titles = {
-        layer: f"{heading}<br><sup>layer {layer}; {note}</sup>"
-        for layer in updates.layer.values.tolist()
-    }
-    draw.by_layer_slider(figure, titles, height)
+    layers = updates.layer.values.tolist()
+    titles = [f"{heading}<br><sup>layer {layer}; {note}</sup>" for layer in layers]
+    slider_steps = []
+    for number, (layer, title) in enumerate(zip(layers, titles, strict=True)):
+        figure.data[number].visible = number == 0
+        is_visible = [trace == number for trace in range(len(layers))]
+        args = [{"visible": is_visible}, {"title.text": title}]
+        slider_steps.append(dict(method="update", label=str(layer), args=args))
+
+    slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
+    figure.update_layout(draw.LAYOUT, height=height, title_text=titles[0], sliders=[slider])
 
     question = updates.sel(segment="question")
     magnitude = mean_words(result, question.magnitude)
     orientation = mean_words(result, question.orientation)
     means = f"magnitude {magnitude} of the residual stream's norm, cosine with it {orientation}"
     return says(figure, f"Question tokens, mean over layers and heads: {means}.")
+
+
+def _reach(figure: go.Figure, axis: str, null: float) -> list[float]:
+    """The range of an axis: from the first to the last bin that any layer fills, and to the null.
+
+    Args:
+        figure: Maps of the layers, which have their bins in common.
+        axis: "x" or "y".
+        null: The value under the null, which is on the axis too.
+    """
+    ends = [null]
+    for trace in figure.data:
+        is_filled = np.isfinite(trace.z).any(0 if axis == "x" else 1)
+        ends += trace[axis][is_filled].tolist()
+
+    bins = figure.data[0][axis]
+    step = bins[1] - bins[0]
+    return [min(ends) - step, max(ends) + step]

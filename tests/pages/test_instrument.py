@@ -13,7 +13,7 @@ from mechattn.contrast.means import at_positions
 from mechattn.contrast.null_by_position import dilution_at_positions
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.head_views import head_curves, head_patterns, head_texts
-from mechattn.pages.page_data import head_quantities, head_values, instrument, named_data
+from mechattn.pages.page_data import head_quantities, head_values, page_json
 from tests.pages.read import data_of, unpacked
 
 
@@ -97,9 +97,9 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
 
 def test_what_cannot_be_compared_says_why(toy, prompts):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
-    model = json.loads(
-        gzip.decompress(base64.b64decode(instrument(named_data([ShownModel(result)]))))
-    )["models"][0]
+    model = json.loads(gzip.decompress(base64.b64decode(page_json([ShownModel(result)]))))[
+        "models"
+    ][0]
     assert model["quantities"] == []
     assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
 

@@ -238,6 +238,6 @@ def test_a_tiny_change_has_no_dot_however_sure_it_is():
     values = [1.0, -0.06, 0.04, 0.5]
     table = pd.DataFrame({"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "value": values})
     table["q"] = [0.01, 0.01, 0.01, 0.2]
-    figure = head_map(table, {"value": "value", "q": "q"}, "value", "points", "")
+    figure = head_map(table, "value", "q", {"q": "q"}, "", "value", "points")
     dots = figure.data[1]
     assert set(zip(dots.y, dots.x, strict=True)) == {(0, 0), (0, 1)}

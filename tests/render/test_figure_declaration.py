@@ -54,11 +54,11 @@ def test_a_new_figure_is_shown_once_it_is_declared(results):
     before = dict(figure_declaration.FIGURES)
     try:
 
-        @figure_declaration.figure("attention_sinks", compares=True, report=[{"note": "a"}])
+        @figure_declaration.declare("attention_sinks", compares=True, report=[{"note": "a"}])
         def sinks_of_mine(result, condition="baseline", layer=0, quantity=None, note=""):
             return go.Figure()
 
-        @figure_declaration.figure("affine_shift", report=[{}])
+        @figure_declaration.declare("affine_shift", report=[{}])
         def not_measured(result):
             return go.Figure()
 

@@ -88,39 +88,16 @@ def test_updates_by_position(result):
 
 def test_what_cannot_be_shown_is_said(result, toy, prompts):
     for call, message in (
-        (
-            lambda: ma.render.heads_by_layer(result, "first_mas"),
-            "no analysis of this result has 'first_mas'",
-        ),
         (lambda: ma.render.heads_by_layer(result, "block_norm"), "has no heads; use by_layer"),
-        (
-            lambda: ma.render.heads_by_layer(result, "first_mass", conditions=["x"]),
-            "there is no condition 'x'",
-        ),
-        (
-            lambda: ma.render.heads_by_layer(result, "first_mass", "poem"),
-            "segment='poem': choose one of",
-        ),
-        (
-            lambda: ma.render.by_layer(result, "magnitude_counts"),
-            "more than one number for each head",
-        ),
-        (
-            lambda: ma.render.update_histogram(result, "size"),
-            "quantity='size': choose one of 'magnitude', 'orientation'",
-        ),
-        (
-            lambda: ma.render.update_map(result, reading="all"),
-            "reading='all': choose one of 'mixed', 'top_target'",
-        ),
+        (lambda: ma.render.by_layer(result, "magnitude_counts"), "more than one number for each"),
+        (lambda: ma.render.update_histogram(result, "size"), "quantity='size': choose one of"),
+        (lambda: ma.render.update_map(result, reading="all"), "reading='all': choose one of"),
         (lambda: ma.render.update_map(result, "x"), "there is no condition 'x'"),
         (lambda: ma.render.update_by_position(result, reading="top_target"), "were not kept"),
         (lambda: ma.pattern(toy, prompts[0], 0, heads=[99]), "head 99 is out of range"),
         (lambda: ma.pattern(toy, prompts[0], 0, max_tokens=10), "a map shows at most 10"),
     ):
-        with pytest.raises(
-            OptionError if "a map" not in message else ma.MechattnError, match=message
-        ):
+        with pytest.raises(ma.MechattnError, match=message):
             call()
 
     few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus())

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from dataclasses import replace
 
 import plotly.graph_objects as go
 import pytest
@@ -106,7 +107,9 @@ def test_no_link_on_the_page(browser, hostile, tmp_path, monkeypatch, escaped):
             "mechattn.render.figure_declaration.with_plain_names", lambda figure: figure
         )
     figures = [(FIGURES["received_attention"], {"layer": 0, "heads": [0], "condition": LINK})]
-    place = results_page([hostile], tmp_path / "p.html", figures)
+    few = {name: hostile.datasets[name] for name in ("sequences", "received_attention")}
+    shown = replace(hostile, datasets=few)
+    place = results_page([shown], tmp_path / "p.html", figures)
     page = browser.new_page()
     page.goto(place.as_uri())
     page.wait_for_function("document.documentElement.dataset.ready")

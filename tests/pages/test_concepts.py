@@ -6,8 +6,7 @@ from pathlib import Path
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.pages.page import results_page
-from mechattn.pages.provenance_words import CONCEPTS
+from mechattn.pages.page import CONCEPTS, results_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -1,0 +1,290 @@
+"""Figures of several models beside each other: received attention of a head of each, and the change
+of a segment's attention in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.quantities import NULLS, Null, check_condition, check_layer
+from mechattn.errors import OptionError
+from mechattn.render import draw
+from mechattn.render.attention_figures import (
+    DOTTED_WORDS,
+    NAME,
+    Panel,
+    PositionLine,
+    by_position,
+    chosen_panels,
+    common_null,
+    inserted_span,
+    listed_panels,
+    null_by_position,
+    shade,
+)
+from mechattn.render.draw import THIRD, WITH, WITHOUT, faint
+from mechattn.render.figure_declaration import declare, several
+from mechattn.render.words import (
+    band_words,
+    beside_null,
+    change_words,
+    count_words,
+    heads_words,
+    model_caption,
+    numbered,
+    percent,
+    quantity_words,
+    says,
+)
+from mechattn.results.result import Result
+
+
+@declare(NAME, compares=True, chooses_heads=True)
+def received_by_model(
+    results: Sequence[Result] | Result,
+    layer: int = 0,
+    heads: Sequence[int] | int | None = None,
+    conditions: tuple[str, str] = ("slash", "sentence"),
+    *,
+    null: Null | None = None,
+) -> go.Figure:
+    """Plot received attention by position of the sequence under two conditions, for one head per
+    model.
+
+    Dotted lines are dilution: what the original tokens would receive if they kept their attention
+    to each other, by segment. Where that is not known they are uniform attention, blue if it is the
+    same under both. Inserted spans are shaded.
+
+    Args:
+        results: One result per model.
+        layer: The layer, from 0.
+        heads: The head of each model, from 0; or one number for all. By default the one that
+            changes most under the first condition, chosen on one half of each model's prompts; the
+            figure then shows the other half.
+        conditions: The two conditions, the first in orange and the second in green.
+        null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
+
+    Raises:
+        OptionError: There is no such layer, head, condition or null, the numbers of heads and
+            models differ, or a head cannot be chosen.
+    """
+    results = several(results)
+    for result in results:
+        check_layer(layer, result[NAME])
+        for name in conditions:
+            check_condition(result, name)
+
+    null_kind = null_by_position(results, conditions, null)
+    panels = _panel_of_each_model(results, layer, heads, conditions[0])
+    titles = [
+        f"{model_caption(panel.result)}<br>layer {panel.layer} head {panel.head}"
+        for panel in panels
+    ]
+    lines = [
+        PositionLine("received", name, name, colour)
+        for name, colour in zip(conditions, (WITH, THIRD), strict=False)
+    ]
+    figure = by_position(panels, titles, [lines], null_kind)
+    for column, result in enumerate(results, 1):
+        spans = {inserted_span(result, name) for name in conditions}
+        for span in spans:
+            shade(figure, span, 1, column)
+
+    counts = sorted({str(len(panel.prompts)) for panel in panels})
+    bands = f"bands: pointwise 95 % intervals{band_words(results[0])}"
+    small_print = [
+        f"mean over {', '.join(counts)} prompts, {bands}",
+        DOTTED_WORDS[null_kind],
+    ]
+    if figure.layout.shapes:
+        small_print.append("shaded: the inserted tokens")
+    if heads is None:
+        small_print.append("the head with the largest change in the other half of the prompts")
+    heading = f"{' and '.join(conditions)}: received attention"
+    draw.title(figure, heading, "; ".join(small_print), 450, 150)
+
+    sentences = ["Change of the attention received by the question's tokens."]
+    for panel, title in zip(panels, titles, strict=True):
+        place = title.replace("<br>", ", ")
+        for name in conditions:
+            change = change_words(panel.result, name, layer, [panel.head], panel.prompts, null_kind)
+            if change:
+                sentences.append(f"{place}, “{name}”: {change}.")
+
+    return says(figure, *sentences)
+
+
+def _panel_of_each_model(
+    results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
+) -> list[Panel]:
+    """A panel for the head of each model: the one that was named, or that changes most."""
+    panels: list[Panel] = []
+    if heads is None:
+        for result in results:
+            panels += chosen_panels(result, [layer], 1, condition, "difference")
+        return panels
+
+    head_of_model = [heads] * len(results) if isinstance(heads, int) else heads
+    if len(head_of_model) != len(results):
+        raise OptionError(
+            f"heads={heads} for {len(results)} models: give one head per model, or one for all"
+        )
+    for result, head in zip(results, head_of_model, strict=True):
+        panels += listed_panels(result, [layer], [head])
+    return panels
+
+
+@declare(NAME, compares=True)
+def verdicts(
+    results: Sequence[Result] | Result,
+    condition: str | None = None,
+    segment: str = "question",
+    *,
+    null: Null | None = None,
+) -> go.Figure:
+    """Plot the change of a segment's attention in several models beside that under the null, one
+    row each.
+
+    The number is that of ``result.verdict``: the change of the mean over all layers and heads, with
+    its 95 % interval.
+
+    Args:
+        results: Results of several models, or several results of one, in the order shown.
+        condition: The condition of all of them; by default the first of each that isn't the
+            baseline.
+        segment: A segment that every prompt has.
+        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where one
+            of the results has no dilution.
+
+    Raises:
+        OptionError: There are no results, no such condition or segment, or fewer than 3 prompts.
+    """
+    results = several(results)
+    names = [result.condition(condition) for result in results]
+    pairs = list(zip(results, names, strict=True))
+    if null is None:
+        contrasts = [Contrast(result, name, segment=segment) for result, name in pairs]
+        null = common_null(contrasts)
+
+    # Estimate, low and high end of each row, in percent.
+    verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]
+    change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
+    null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
+
+    figure = draw.panels()
+    rows = np.arange(len(verdict_list))
+    _verdict_marks(figure, rows, change, null_change[:, 0], NULLS[null])
+
+    # Numbers stand above or below what they say, clear of the rule at 0.
+    low = min(0, change.min(), null_change.min())
+    high = max(0, change.max(), null_change.max())
+    near_zero = 0.2 * (high - low)
+    _number_notes(figure, change[:, 0], near_zero, 17)
+    _number_notes(figure, null_change[:, 0], near_zero, -17)
+
+    heading = f"Change of {quantity_words('received', segment)}"
+    if len(set(names)) == 1:
+        heading += f" with “{names[0]}”"
+    counts = dict.fromkeys(count_words(result) for result in results)
+    note = f"mean over all layers and heads; {' or '.join(counts)}"
+    height = 200 + 64 * len(verdict_list)
+    draw.title(figure, heading, note, height, top=120)
+
+    row_words = _rows(results, names)
+    _verdict_axes(figure, row_words, low, high)
+
+    sentences = []
+    for words, verdict in zip(row_words, verdict_list, strict=True):
+        changed = beside_null(verdict.change, verdict.null, verdict.null_kind)
+        sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
+
+    return says(figure, *sentences)
+
+
+def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
+    """The rows in words, and room for the numbers at the outermost points."""
+    left = 0.22 if low else 0.06
+    right = 0.22 if high else 0.06
+    width = high - low
+    figure.update_xaxes(
+        nticks=5,
+        title_text="change of attention<br>received (%)",
+        range=[low - left * width, high + right * width],
+    )
+
+    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
+    figure.update_yaxes(
+        tickvals=list(range(len(labels))),
+        ticktext=labels,
+        range=[len(labels) - 0.5, -0.8],
+    )
+
+
+def _verdict_marks(
+    figure: go.Figure, rows: np.ndarray, change: np.ndarray, null: np.ndarray, null_name: str
+) -> None:
+    """A bar from 0 to each change, its point with the interval, and a mark at the null."""
+    figure.add_bar(
+        x=change[:, 0],
+        y=rows,
+        orientation="h",
+        width=0.22,
+        marker_color=faint(WITH, 0.35),
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
+    figure.add_scatter(
+        x=null,
+        y=rows,
+        name=null_name,
+        mode="markers",
+        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
+        hovertemplate=f"{null_name}: %{{x:.1f}} %<extra></extra>",
+    )
+    draw.rule(figure, x=0)
+
+
+def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift: float) -> None:
+    """The number of each row, above or below its mark; those near 0 beside it."""
+    for row, value in enumerate(values.round(3)):
+        anchor = "center"
+        if abs(value) < near_zero:
+            anchor = "left" if value > 0 else "right"
+        figure.add_annotation(
+            x=value,
+            y=row,
+            text=percent(value / 100),
+            xanchor=anchor,
+            yshift=shift,
+            showarrow=False,
+        )
+
+
+def _inserted(result: Result, condition: str) -> str:
+    """How many tokens a condition inserts, in words; the range over prompts."""
+    is_inserted = result["sequences"].origin.sel(condition=condition) == -1
+    counts = sorted(set(is_inserted.sum("pos").values.tolist()))
+    if len(counts) == 1:
+        return f"{counts[0]} tokens inserted"
+    return f"{counts[0]} to {counts[-1]} tokens inserted"
+
+
+def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
+    """What each row is: its model, its condition where they differ, and a number where that is not
+    enough.
+    """
+    counts = [_inserted(result, name) for result, name in zip(results, conditions, strict=True)]
+    rows = []
+    for result, condition, count in zip(results, conditions, counts, strict=True):
+        words = [model_caption(result)]
+        if len(set(conditions)) > 1:
+            words.append(condition)
+        if len(set(counts)) > 1:  # what takes more tokens takes more attention
+            words.append(count)
+        rows.append(", ".join(words))
+    return numbered(rows)
