@@ -13,7 +13,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 import mechattn as ma
-from mechattn.published.figures import figure_sections
+from mechattn.published.page import figure_sections
 
 COLUMNS = ("three heads of layer 0", "“/” and a random sentence", "one head in layers 0, 1, 2")
 STYLE = (

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 import mechattn as ma
-from mechattn.published.cells import measured_cell
+from mechattn.published.comparison import measured_cell
 from mechattn.published.statements import read_statements
 
 MODELS = ("smollm2", "qwen2.5", "gemma3")  # Llama, Qwen2 and Gemma 3 architectures

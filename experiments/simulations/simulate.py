@@ -20,7 +20,7 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.equivalence import with_equivalence
+from mechattn.contrast.further_columns import with_equivalence
 from mechattn.patching.effects import Patching
 from mechattn.results.result import Result
 from mechattn.stats.accuracy import share_difference, share_interval

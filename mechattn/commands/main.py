@@ -30,11 +30,7 @@ Each takes --help. In Python: import mechattn as ma. Completion for your shell: 
 DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
 # What --chat-template asks for, and --no-chat-template.
-TEMPLATES: dict[bool | None, Literal["auto", "chat", "plain"]] = {
-    None: "auto",
-    True: "chat",
-    False: "plain",
-}
+TEMPLATES: dict[bool | None, Literal["chat", "plain"]] = {True: "chat", False: "plain"}
 
 # Options that several commands have.
 Models = Annotated[
@@ -72,9 +68,7 @@ Workers = Annotated[
 Memory = Annotated[
     str, typer.Option(help="What it may take of a result that is larger than memory.")
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")
-]
+Force = Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")]
 app = typer.Typer(
     no_args_is_help=False,
     add_completion=True,
@@ -165,7 +159,7 @@ def figures(
         "limit": limit,
         "field": field,
         "system": system,
-        "template": TEMPLATES[chat_template],
+        "template": TEMPLATES.get(chat_template, "auto"),
     }
     if answer_field:
         prompt_section |= {"answer": answer_field, "with_answer": True}
@@ -254,9 +248,7 @@ def run_config(
     ] = False,
     system: System = None,
     chat_template: ChatTemplate = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a page that mechattn did not write.")
-    ] = False,
+    force: Force = False,
 ) -> None:
     """Run a config file; write the result and, if configured, a page. Resumes where it stopped."""
     from mechattn.toml_sections import read_sections
@@ -270,7 +262,7 @@ def run_config(
         "workers": workers,
         "values": values,
         "system": system,
-        "template": None if chat_template is None else TEMPLATES[chat_template],
+        "template": TEMPLATES.get(chat_template),
     }
     for path in run_from_config(
         config, sys.argv[1:], shard=shard, fresh=fresh, force=force, **options
@@ -313,12 +305,10 @@ def evaluate_config(
 
     read_sections(config)
     _say("Loading the model; a bar shows the first tokens, within a minute or two.", err=True)
-    from mechattn.commands.accuracy_table import accuracy_table
-    from mechattn.commands.run_config import evaluate_from_config
+    from mechattn.commands.evaluate import accuracy_table, evaluate_from_config
 
-    template = None if chat_template is None else TEMPLATES[chat_template]
     evaluations, written = evaluate_from_config(
-        config, server, served_model, server_key, system, template
+        config, server, served_model, server_key, system, TEMPLATES.get(chat_template)
     )
     for model, evaluation in evaluations.items():
         _say(f"{model}\n{accuracy_table(evaluation)}\n")
@@ -368,9 +358,7 @@ def report(
         int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")
     ] = 3,
     memory: Memory = "2GiB",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that mechattn did not write.")
-    ] = False,
+    force: Force = False,
 ) -> None:
     """Write a page of stored results with all their figures; it opens offline."""
     from mechattn.commands.pages import report as write_report

@@ -13,8 +13,7 @@ import xarray as xr
 
 from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
-from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import head_quantities, kept, segment_of, variable_of
+from mechattn.contrast.quantities import head_quantities, segment_of, variable_of
 from mechattn.contrast.table import CHANGE, LOGS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
@@ -234,26 +233,17 @@ def export_netcdf(places: Sequence[str | Path], out: Path) -> Path:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
 
     result = load_result(places[0])
-    datasets = {
-        f"/{name}": _with_texts_of_hdf5(dataset) for name, dataset in result.datasets.items()
-    }
+    datasets = {}
+    for name, dataset in result.datasets.items():
+        texts = {}
+        for label, variable in dataset.variables.items():
+            if variable.dtype.kind in TEXT:
+                texts[label] = variable.astype(object)  # the only kind that HDF5 takes
+        datasets[f"/{name}"] = dataset.assign(texts)
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
     return out
-
-
-def _with_texts_of_hdf5(dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset with its texts as Python objects, the only kind that HDF5 takes."""
-    coords: dict[Any, Any] = {}
-    data_vars: dict[Any, Any] = {}
-    for name, variable in dataset.variables.items():
-        if variable.dtype.kind in TEXT:
-            texts = variable.values.astype(object)
-            target = coords if name in dataset.coords else data_vars
-            target[name] = (variable.dims, texts, variable.attrs)
-
-    return dataset.assign_coords(coords).assign(data_vars)
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
@@ -268,15 +258,9 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
         variable = variable_of(result, quantity)
         segment = segment_of(variable, "question")
         units = variable.attrs.get("units", "")
-        baseline = kept(result, quantity, BASELINE, "question")
-
         for condition in result.conditions:
-            in_memory = baseline
-            if condition != BASELINE:
-                in_memory = kept(result, quantity, condition, "question")
-
             try:
-                rows = _rows(in_memory, baseline, quantity, condition)
+                rows = _rows(result, quantity, condition)
             except MemoryOptionError:
                 raise
             except OptionError as error:
@@ -292,7 +276,7 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     return table.reindex(columns=list(COLUMNS)), missing
 
 
-def _rows(result: Result, baseline: Result, quantity: str, condition: str) -> pd.DataFrame:
+def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
     """A quantity's rows in one condition: each head's value, and its change from the baseline."""
     keys = ["layer", "head"]
     table = result.heads(quantity, None, condition=condition)
@@ -310,8 +294,7 @@ def _rows(result: Result, baseline: Result, quantity: str, condition: str) -> pd
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
-        contrast = Contrast(result, condition, quantity=quantity, other=baseline)
-        changes = contrast.table(columns="all")
+        changes = result.compare(condition, quantity=quantity, columns="all")
 
     present = {"segment", *table.columns} - set(keys)
     columns = [name for name in COLUMNS if name in changes and name not in present]

@@ -1,4 +1,4 @@
-"""The commands ``mechattn run`` and ``evaluate``: check a config file, then run it."""
+"""The command ``mechattn run``: check a config file, then run it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import (
@@ -20,15 +18,11 @@ from mechattn.commands.from_config import (
 )
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
-from mechattn.evaluation.evaluate import evaluate
-from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.server import Server
 from mechattn.jobs.executors import ExecutorName, executor_named
 from mechattn.jobs.job import Job
 from mechattn.jobs.resumable_run import WHOLE, Shard, compute, parse_shard, shard_place
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import Dtype, dtype_named, load_model
 from mechattn.pages.page import results_page
 from mechattn.pages.sections import HeadChoice
 from mechattn.prompts.datasets import load_prompts
@@ -38,7 +32,6 @@ from mechattn.render.figure_declaration import check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.atomic_writes import check_writable
 from mechattn.store.writing import check_result_place
 from mechattn.toml_sections import Config, Figure, read_sections
 
@@ -162,7 +155,7 @@ def prepared(
         )
 
     figures = _page_figures(config)
-    places = _places(config, config.output.result)
+    places = places_of(config, config.output.result)
     if config.output.page is not None:
         check_page_place(config.output.page, force)
     for place in places.values():
@@ -186,7 +179,7 @@ def prepared(
     return places, prompts
 
 
-def _places(config: Config, pattern: str) -> dict[str, str]:
+def places_of(config: Config, pattern: str) -> dict[str, str]:
     """Each model's file, with its name in place of "{model}"."""
     names = file_names(config.models)
     return {model: pattern.replace("{model}", name) for model, name in names.items()}
@@ -262,107 +255,6 @@ def _job(
         paths=config.paths,
         values=config.values,
     )
-
-
-def evaluate_from_config(
-    path: Path,
-    server: str | None = None,
-    served_model: str | None = None,
-    server_key: str | None = None,
-    system: str | None = None,
-    template: TemplateWord | None = None,
-) -> tuple[dict[str, Evaluation], list[Path]]:
-    """Run the section [evaluation] of a config file.
-
-    Args:
-        path: The TOML file.
-        server: The address of a server that generates, in place of what the file says.
-        served_model: The name of its model, likewise.
-        server_key: The environment variable with its key, likewise.
-        system: The text before each question, likewise.
-        template: The template of the prompts, likewise.
-
-    Returns:
-        Each model's evaluation, and what was written.
-
-    Raises:
-        OptionError: There is no such section, or one server for several models.
-    """
-    config = with_prompt_options(read_config(path), system, template)
-    if config.evaluation is None:
-        raise OptionError(
-            f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
-        )
-
-    options = config.evaluation.model_dump()
-    section = options["server"] or {}
-    is_loaded = section.pop("weights", False)
-    options["server"] = _server(section, server, served_model, server_key)
-    if options["server"] is not None and len(config.models) > 1:
-        raise OptionError(
-            f"{path} names {len(config.models)} models, but a server has only one model: evaluate "
-            "each separately"
-        )
-
-    # Every place is checked before the first model is loaded.
-    places = {model: Path(place) for model, place in _places(config, options["out"]).items()}
-    for place in places.values():
-        check_writable(place)
-
-    prompts = prompts_by_model(config)
-    dtype = dtype_named(config.dtype)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-
-    loads_weights = is_loaded or options["server"] is None
-    evaluations = {}
-    for name, place in places.items():
-        model, tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
-        conditions = made_conditions(config.conditions, tokenizer)
-        options["out"] = place
-        evaluations[name] = evaluate(
-            model,
-            prompts[name],
-            conditions,
-            seed=config.seed,
-            **options,
-        )
-
-    return evaluations, list(places.values())
-
-
-def _model_and_tokenizer(
-    config: Config, name: str, dtype: Dtype, loads_weights: bool
-) -> tuple[str | HookedModel, Callable[[], Any]]:
-    """A model to evaluate, by its name where its weights are not needed, and its tokenizer on
-    request."""
-    if not loads_weights:
-        return name, partial(tokenizer_named, name)
-
-    model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
-    return model, partial(getattr, model, "tokenizer")
-
-
-def _server(
-    section: Mapping[str, Any], address: str | None, model: str | None, key: str | None
-) -> Server | None:
-    """The server of a config, or what the command line says in its place; None if there is none.
-
-    Raises:
-        OptionError: The command line names its model or key, and nothing names its address.
-    """
-    options = dict(section)
-    for name, value in (("address", address), ("model", model), ("key", key)):
-        if value is not None:
-            options[name] = value
-
-    if not options:
-        return None
-    if "address" not in options:
-        raise OptionError(
-            "--served-model and --server-key need a server: give --server http://host:8000/v1 too"
-        )
-    return Server(**options)
 
 
 def _page_figures(config: Config) -> list[Figure]:

@@ -106,16 +106,11 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
     """The tables, those of an evaluation with the columns of others; refuses what is no list of
     different tables.
     """
-    if not isinstance(tables, (list, tuple)):
+    are_tables = isinstance(tables, (list, tuple)) and len(tables) > 0
+    if not are_tables or not all(isinstance(table, pd.DataFrame) for table in tables):
         raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
-    if not tables:
-        raise OptionError("there are no tables; give a list of tables from Result.compare")
-    checked = []
+    checked: list[pd.DataFrame] = []
     for number, table in enumerate(tables):
-        if not isinstance(table, pd.DataFrame):
-            raise OptionError(
-                f"table {number} is of type {type(table).__name__}; give tables from Result.compare"
-            )
         if "table" in table:
             raise OptionError(
                 f"table {number} is already adjusted; give all of the original tables at once"

@@ -10,27 +10,25 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-import xarray as xr
 
 from mechattn.axes import by_head, head_named
 from mechattn.contrast import stability, table
-from mechattn.contrast.comparable import check_alike
 from mechattn.contrast.differences import (
     aligned,
     check_cells,
     differences,
+    in_blocks,
     labels_of,
     layers_of,
 )
-from mechattn.contrast.equivalence import marked
 from mechattn.contrast.first_token import first_token_words
-from mechattn.contrast.quantities import Null, check_measured, slices, variable_of
+from mechattn.contrast.quantities import Null, check_measured, variable_of
 from mechattn.contrast.question import Question
 from mechattn.contrast.table import Columns, Ranking
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.results.result import Result, units_of
-from mechattn.stats.intervals import FEWEST, Interval, relative_change
+from mechattn.stats.intervals import FEWEST, Interval, ratio, relative_change
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.resolution import Resolution, random_words, resolution
@@ -180,7 +178,7 @@ class Contrast(Question):
         """
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
-        check_alike(self)
+        self.check_alike()
         other = self.other
         if other is not None:
             other = other.sel(head=head)
@@ -220,7 +218,7 @@ class Contrast(Question):
             OptionError: A value is not positive, so there is no ratio, or there are too few
                 prompts.
         """
-        check_alike(self)
+        self.check_alike()
         quantity = self.quantity
         variable = variable_of(self.result, quantity)
         contrast = self.at_layer(layer)
@@ -229,21 +227,8 @@ class Contrast(Question):
                 f"{quantity!r} is 0 in the baseline by definition, so it has no relative change"
             )
 
-        # Some prompts at a time: both conditions and their nulls, in six copies of float64.
-        prompts = variable.sizes["prompt"]
-        cells = variable.size // (prompts * variable.sizes["condition"])
-        bytes_of_a_prompt = 4 * 8 * 6 * cells
-        blocks = slices(prompts, bytes_of_a_prompt, self.result.memory, "a prompt")
-        blocks_of_means = [_means(contrast.part("prompt", block)) for block in blocks]
-        present = blocks_of_means[0].present
-        if not all(means.present.equals(present) for means in blocks_of_means):
-            raise OptionError(
-                f"some prompts have no {quantity!r} in the segment {self.segment!r}; choose one"
-                " that all prompts have"
-            )
-        without_present = [means.drop_vars("present") for means in blocks_of_means]
-        means = xr.concat(without_present, "prompt")
-        is_positive = (means.ours > 0) & (means.theirs > 0)
+        means = _means(contrast)
+        is_positive = (means["ours"] > 0) & (means["theirs"] > 0)
         if not is_positive.all():
             for side in contrast.sides:
                 check_measured(side, quantity, self.segment)
@@ -251,12 +236,12 @@ class Contrast(Question):
                 f"{quantity!r} is not positive in every prompt, so it has no relative change"
             )
 
-        units = units_of(self.result, prompts, self.unit)
+        units = units_of(self.result, variable.sizes["prompt"], self.unit)
         units.refuse_below(FEWEST)
-        change = relative_change(means.ours.values, means.theirs.values, units)
+        change = relative_change(means["ours"], means["theirs"], units)
         if "null" not in means or "their_null" not in means:
             return change, None
-        return change, relative_change(means.null.values, means.their_null.values, units)
+        return change, relative_change(means["null"], means["their_null"], units)
 
     def verdict(self, *, margin: float | None = None) -> Verdict:
         """The overall change beside its null, and the heads that the table marks (q < 0.05).
@@ -301,7 +286,7 @@ class Contrast(Question):
             margin=margin,
             same=same,
             null_kind=self.null_used,
-            marked=mask(marked(heads, margin)),
+            marked=mask(table.marked(heads, margin)),
         )
 
     def resolution(
@@ -347,19 +332,23 @@ class Contrast(Question):
         return stability.stability(self, top, by, layer, over, splits, patterns)
 
 
-def _means(contrast: Contrast) -> xr.Dataset:
-    """Each prompt's mean over layers and heads of both conditions and their nulls, and which cells
-    are ``present`` in every prompt.
+def _means(contrast: Contrast) -> dict[str, np.ndarray]:
+    """Each prompt's mean over layers and heads, of both conditions and of their nulls [prompt]; some
+    layers are read at a time.
     """
-    sides = aligned(contrast, labels_of([contrast]))
-    if {"segment", "to_segment"}.intersection(map(str, sides.ours.dims)):
-        raise OptionError(
-            f"{contrast.quantity!r} has more than one number per head, so a mean over heads has no"
-            " meaning"
-        )
-    cell_dims = [dim for dim in sides.ours.dims if dim != "prompt"]
-    variables = {"present": sides.ours.notnull().all("prompt")}
-    for name, values in sides._asdict().items():
-        if values is not None:
-            variables[name] = values.mean(cell_dims)
-    return xr.Dataset(variables)
+    contrasts, labels = in_blocks(contrast)
+    sums: dict[str, np.ndarray] = {}
+    counts: dict[str, np.ndarray] = {}
+    for block_contrast in contrasts:
+        sides = aligned(block_contrast, labels)
+        if {"segment", "to_segment"}.intersection(map(str, sides.ours.dims)):
+            raise OptionError(
+                f"{contrast.quantity!r} has more than one number per head, so a mean over heads has"
+                " no meaning"
+            )
+        cell_dims = sides.ours.dims[1:]
+        for name, values in sides._asdict().items():
+            if values is not None:
+                sums[name] = sums.get(name, 0.0) + values.sum(cell_dims).values
+                counts[name] = counts.get(name, 0) + values.count(cell_dims).values
+    return {name: ratio(total, counts[name]) for name, total in sums.items()}

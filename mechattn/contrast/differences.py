@@ -61,14 +61,11 @@ class Differences:
     @property
     def left_out(self) -> list[str]:
         """The names of the cells without a difference."""
-        dims = self.difference.dims[1:]
+        labels = cell_labels(self, ~self.cells)
         names = []
-        for indices in np.argwhere(~self.cells):
-            labels = []
-            for dim, index in zip(dims, indices, strict=True):
-                label = self.difference[dim].values[index]
-                labels.append(f"{dim} {label}")
-            names.append(" ".join(labels))
+        for cell in zip(*labels.values(), strict=True):
+            words = [f"{dim} {label}" for dim, label in zip(labels, cell, strict=True)]
+            names.append(" ".join(words))
         return names
 
     def rounding(self, units: Units, unit_indices: np.ndarray | slice = slice(None)) -> np.ndarray:
@@ -135,10 +132,17 @@ def differences(contrast: Question, labels: Labels) -> Differences:
 
 def layers_of(contrast: Question, resamples: int = 0) -> Blocks:
     """A function that yields the differences of a comparison, some layers at a time."""
+    contrasts, labels = in_blocks(contrast, resamples)
+    return lambda: (differences(block_contrast, labels) for block_contrast in contrasts)
+
+
+def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], Labels]:
+    """The same question of some layers at a time, and the labels that both conditions have in any of
+    them.
+    """
     blocks = layer_blocks(contrast.result, contrast.quantity, contrast.segment, resamples)
     contrasts = [contrast.part("layer", block) for block in blocks]
-    labels = labels_of(contrasts)
-    return lambda: (differences(block_contrast, labels) for block_contrast in contrasts)
+    return contrasts, labels_of(contrasts)
 
 
 def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -10,10 +10,9 @@ import numpy as np
 import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.means import mean_over_prompts, overall_mean
-from mechattn.contrast.quantities import check_condition
-from mechattn.results.result import Result
-from mechattn.stats.intervals import Interval
+from mechattn.contrast.quantities import check_condition, in_parts
+from mechattn.results.result import Result, units_of
+from mechattn.stats.intervals import Moments
 
 SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
 FEWEST_SINK_HEADS = 0.1  # of all heads: with fewer, a sink that moves is not worth a sentence
@@ -30,8 +29,7 @@ class FirstToken:
     Args:
         text: The text of the token, in the first prompt.
         text_now: The text of the token that comes first in the condition, in the first prompt.
-        before: Attention in the baseline, mean over layers and heads, with its interval over
-            prompts.
+        before: Attention in the baseline, mean over layers and heads.
         after: The same in the condition.
         now: Attention to the token that comes first in the condition, mean over layers and heads;
             NaN if not stored.
@@ -43,8 +41,8 @@ class FirstToken:
 
     text: str
     text_now: str
-    before: Interval
-    after: Interval
+    before: float
+    after: float
     now: float
     sink_heads: int
     lost_heads: int
@@ -83,8 +81,8 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
     masses = dataset.mass_by_segment.sel(segment="first")
     baseline = masses.sel(condition=BASELINE)
     changed = masses.sel(condition=condition)
-    head_means = np.asarray(mean_over_prompts(result, baseline).estimate)
-    head_means_after = np.asarray(mean_over_prompts(result, changed).estimate)
+    head_means = _head_means(result, baseline)
+    head_means_after = _head_means(result, changed)
     if np.isnan(head_means).all():
         return None
     has_sink = head_means > SINK_ABOVE
@@ -94,8 +92,8 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
     return FirstToken(
         text=_first_text(sequences, BASELINE),
         text_now=_first_text(sequences, condition),
-        before=overall_mean(result, baseline),
-        after=overall_mean(result, changed),
+        before=float(np.nanmean(head_means)),
+        after=float(np.nanmean(head_means_after)),
         now=_attention_to_position_0(dataset, condition),
         sink_heads=int(has_sink.sum()),
         lost_heads=int(has_lost_it.sum()),
@@ -114,11 +112,9 @@ def first_token_words(result: Result, condition: str) -> str:
     token = first_token(result, condition)
     if token is None or not (token.preceded or token.moved):
         return ""
-    before = 100 * float(token.before.estimate)
-    after = 100 * float(token.after.estimate)
     sentence = (
         f"The baseline's first token (“{token.text.strip()}” in the first prompt) held"
-        f" {before:.1f} points of 100 of the attention, and {after:.1f} with “{condition}”"
+        f" {100 * token.before:.1f} points of 100 of the attention, and {100 * token.after:.1f} with “{condition}”"
     )
     if token.preceded:
         sentence += f", whose tokens come before it (now “{token.text_now.strip()}” is first"
@@ -131,6 +127,19 @@ def first_token_words(result: Result, condition: str) -> str:
             " sink there lose it"
         )
     return f"{sentence}. The first token is counted by itself, in no other segment."
+
+
+def _head_means(result: Result, masses: xr.DataArray) -> np.ndarray:
+    """The mean over prompts or groups of each head's attention [layer, head], a few layers at a
+    time.
+    """
+    units = units_of(result, masses.sizes["prompt"])
+    means = []
+    for block in in_parts(masses, "layer", result.memory):
+        of_prompts = block.transpose("prompt", "layer", "head").values
+        moments = Moments.of(units.means(of_prompts))
+        means.append(moments.known_mean)
+    return np.concatenate(means)
 
 
 def _first_text(sequences: xr.Dataset, condition: str) -> str:

@@ -158,32 +158,42 @@ def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
         raise OptionError(f"with {condition!r} no prompt has tokens of the segment {segment!r}")
 
     # One prompt at a time, as those of all prompts and keys would take much more memory.
-    layers = masses.layer.values
     blocks = []
     for prompt, member in enumerate(is_member):
         first_mass = masses.isel(prompt=prompt).values[..., member]
         magnitude = magnitudes.isel(prompt=prompt).values[..., member]
-        # The first query sees one key: it has no choice, and no value.
-        is_measured = np.isfinite(first_mass) & np.isfinite(magnitude)
-        magnitude = np.where(is_measured, magnitude, 0).astype(np.float64)
-
-        counts = is_measured.sum((1, 2), keepdims=True)
-        layer_sum = magnitude.sum((1, 2), keepdims=True)
-        writes = layer_sum > 0
-        is_measured &= writes  # a layer that writes nothing has no share of it
-        impact = magnitude * counts / np.where(writes, layer_sum, 1)
-
-        layer = np.broadcast_to(layers[:, None, None], impact.shape)
-        columns = {
-            "prompt": prompt,
-            "layer": layer[is_measured],
-            "first_mass": first_mass[is_measured].clip(0, 1),  # rounding may exceed 1
-            "impact": impact[is_measured],
-        }
-        blocks.append(pd.DataFrame(columns))
+        of_prompt = _of_prompt(first_mass, magnitude, masses.layer.values)
+        blocks.append(of_prompt.assign(prompt=prompt))
     queries = pd.concat(blocks, ignore_index=True)
-    queries.attrs = {"layers": layers.tolist(), "prompts": len(is_member)}
+    queries.attrs = {"layers": masses.layer.values.tolist(), "prompts": len(is_member)}
     return queries
+
+
+def _of_prompt(first_mass: np.ndarray, magnitude: np.ndarray, layers: np.ndarray) -> pd.DataFrame:
+    """A row for each query of a prompt, with its impact.
+
+    Args:
+        first_mass: Attention to the first token [layer, head, query].
+        magnitude: The size of the update [layer, head, query].
+        layers: The numbers of the layers.
+    """
+    # The first query sees one key: it has no choice, and no value.
+    is_measured = np.isfinite(first_mass) & np.isfinite(magnitude)
+    magnitude = np.where(is_measured, magnitude, 0).astype(np.float64)
+
+    counts = is_measured.sum((1, 2), keepdims=True)
+    layer_sum = magnitude.sum((1, 2), keepdims=True)
+    writes = layer_sum > 0
+    is_measured &= writes  # a layer that writes nothing has no share of it
+    impact = magnitude * counts / np.where(writes, layer_sum, 1)
+
+    layer = np.broadcast_to(layers[:, None, None], impact.shape)
+    columns = {
+        "layer": layer[is_measured],
+        "first_mass": first_mass[is_measured].clip(0, 1),  # rounding may exceed 1
+        "impact": impact[is_measured],
+    }
+    return pd.DataFrame(columns)
 
 
 def _over_prompts(result: Result, queries: pd.DataFrame) -> Interval:

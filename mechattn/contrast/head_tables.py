@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
 from mechattn.axes import BASELINE, by_head
 from mechattn.contrast import quantities
@@ -41,75 +42,45 @@ def ranked_heads(
         check_counts(top=top)
     check_choice(("half", None), select=select)
     if quantity is None:
-        names = quantities.head_quantities(result)
-        if not names:
-            raise OptionError(
-                "this result has no number for each head; name a quantity of another run"
-            )
-        quantity = names[0]
-
+        quantity = _first_quantity(result)
     prompts = result["sequences"].sizes["prompt"]
     units = units_of(result, prompts, unit)
+    ranked_on = "on the prompts that are shown"
     if select is None:
         units.refuse_below(FEWEST)
-        ranking_units = np.arange(units.n)
-        reported_units = ranking_units
+        ranking_units = reported_units = np.arange(units.n)
     else:
         units.refuse_below(2 * FEWEST)
         ranking_units, reported_units = halves_of(units.n)
+        ranked_on = "on one half of the prompts, shown on the other"
 
-    side = (result, condition)
     blocks = []
-    for block in quantities.layer_blocks(result, quantity, segment):
-        layers = part_of(result, "layer", block)
-        values, null = quantities.values_of(layers, condition, quantity, segment)
-        further = sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"}))
-        if further:
-            dims = ", ".join(further)
-            raise OptionError(
-                f"{quantity!r} does not have one number per head ({dims}), so it cannot rank heads"
-            )
-        quantities.check_present(values, quantity, segment, side)
+    for layers in quantities.layer_blocks(result, quantity, segment):
+        part = part_of(result, "layer", layers)
+        values, null = quantities.values_of(part, condition, quantity, segment)
+        _check_one_number(values, quantity)
+        quantities.check_present(values, quantity, segment, (result, condition))
 
         of_units = units.means(values.values.reshape(prompts, -1))
-        reported = of_units[reported_units]
-        mean, low, high = t_interval(reported, level)
-        error = reported.std(0, ddof=1) / np.sqrt(len(reported))
-        uniform = np.full(mean.shape, np.nan)
+        block = _statistics(values, of_units[reported_units], quantity, level)
+        block["ranked_by"] = of_units[ranking_units].mean(0)
         if null is not None:
             of_null = null.broadcast_like(values).transpose(*values.dims)
-            null_of_units = units.means(of_null.values)[reported_units]
-            uniform = null_of_units.mean(0).reshape(-1)
-
-        layer, head = np.indices(values.shape[1:]).reshape(2, -1)
-        columns = {
-            "layer": values.layer.values[layer],
-            "head": values["head"].values[head],
-            quantity: mean,
-            "low": low,
-            "high": high,
-            "uniform": uniform,
-            "n": len(reported),
-            "error": error,
-            "ranked_by": of_units[ranking_units].mean(0),
-            "present": ~np.isnan(of_units[0]),
-        }
-        blocks.append(pd.DataFrame(columns))
+            null_of_units = units.means(of_null.values.reshape(prompts, -1))
+            block["uniform"] = null_of_units[reported_units].mean(0)
+        blocks.append(block)
     table = pd.concat(blocks, ignore_index=True)
-    if not table.present.any():
-        raise quantities.absent(prompts, quantity, segment, side)
-
-    ranked_on = "on one half of the prompts, shown on the other"
+    if table.ranked_by.isna().all():
+        raise quantities.absent(prompts, quantity, segment, (result, condition))
     if select is None:  # the other half needs no shrinking
-        ranked_on = "on the prompts that are shown"
         nearer_mean = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
         table.insert(3, "shrunken", nearer_mean)
+
     if null is not None:
         ranked_on += f", beside {quantities.NULLS['uniform']}"
-    ranked = table[table.present].sort_values("ranked_by", ascending=False, kind="stable")
-    ranked = ranked[:top].drop(columns=["error", "ranked_by", "present"])
-    ranked = ranked.reset_index(drop=True)
-    ranked = by_head(ranked)
+    ranked = table.sort_values("ranked_by", ascending=False, kind="stable")
+    ranked = ranked.dropna(subset="ranked_by")[:top]
+    ranked = by_head(ranked.drop(columns=["error", "ranked_by"]).reset_index(drop=True))
     ranked.attrs = {
         "condition": condition,
         "segment": segment,
@@ -119,6 +90,50 @@ def ranked_heads(
         "level": level,
     }
     return ranked
+
+
+def _first_quantity(result: Result) -> str:
+    """The quantity that is ranked by default."""
+    names = quantities.head_quantities(result)
+    if not names:
+        raise OptionError("this result has no number for each head; name a quantity of another run")
+    return names[0]
+
+
+def _check_one_number(values: xr.DataArray, quantity: str) -> None:
+    """Refuse values that are not [prompt, layer, head]."""
+    further = sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"}))
+    if further:
+        dims = ", ".join(further)
+        raise OptionError(
+            f"{quantity!r} does not have one number per head ({dims}), so it cannot rank heads"
+        )
+
+
+def _statistics(
+    values: xr.DataArray, of_units: np.ndarray, quantity: str, level: float
+) -> pd.DataFrame:
+    """A row for each head: its mean over units, with its interval and error.
+
+    Args:
+        values: The values of prompts [prompt, layer, head].
+        of_units: Those of the units that are reported [unit, layer × head].
+        quantity: The name of the column of means.
+        level: The level of the intervals.
+    """
+    layer, head = np.indices(values.shape[1:]).reshape(2, -1)
+    mean, low, high = t_interval(of_units, level)
+    columns = {
+        "layer": values.layer.values[layer],
+        "head": values["head"].values[head],
+        quantity: mean,
+        "low": low,
+        "high": high,
+        "uniform": np.nan,
+        "n": len(of_units),
+        "error": of_units.std(0, ddof=1) / np.sqrt(len(of_units)),
+    }
+    return pd.DataFrame(columns)
 
 
 def sink_kinds(

@@ -5,7 +5,6 @@ in its memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.results.arrays import is_lazy
 from mechattn.results.result import Result, memory_bytes
 from mechattn.stats.resolution import enough
 from mechattn.stats.units import resampled
@@ -45,9 +43,6 @@ _A_HEAD = {"prompt", "condition", "layer", "head"}
 # Arrays [prompt, cell] of float64 in memory at the same time in a comparison: measured 4 to 6.
 _COPIES = 8
 _KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
-# A quantity that is kept takes at most this fraction of the memory; it and that of the baseline fit
-# into what the number of copies reserves.
-_KEPT_SHARE = 16
 
 
 # Which variable a quantity is.
@@ -55,12 +50,12 @@ _KEPT_SHARE = 16
 
 def variable_of(result: Result, quantity: str) -> xr.DataArray:
     """The variable that holds a quantity."""
-    dataset_name, name = dataset_of(result, quantity)
-    return result[dataset_name][name]
+    dataset, name = dataset_of(result, quantity)
+    return dataset[name]
 
 
-def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
-    """The name of the dataset that has a quantity for each prompt, and the variable's name.
+def dataset_of(result: Result, quantity: str) -> tuple[xr.Dataset, str]:
+    """The dataset that has a quantity for each prompt, and the variable's name.
 
     Raises:
         OptionError: No analysis measured it for each prompt; the error says which would.
@@ -68,10 +63,10 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
     if not isinstance(quantity, str):
         raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
     names = (f"{quantity}_by_segment", quantity)
-    for dataset_name, dataset in result.datasets.items():
+    for dataset in result.datasets.values():
         for name in names:
             if name in dataset and "prompt" in dataset[name].dims:
-                return dataset_name, name
+                return dataset, name
 
     # What there is instead, and the analysis that measures this quantity.
     from mechattn.analysis import ANALYSES
@@ -129,8 +124,7 @@ def values_of(
             says that no null is known.
     """
     check_condition(result, condition)
-    dataset_name, name = dataset_of(result, quantity)
-    dataset = result[dataset_name]
+    dataset, name = dataset_of(result, quantity)
     values = chosen(dataset[name], condition, segment)
 
     null_name = f"{name}_{kind}"
@@ -147,8 +141,7 @@ def values_of(
 def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
     """Whether each number of a quantity in a condition has its dilution null."""
     result, condition = side
-    dataset_name, name = dataset_of(result, quantity)
-    dataset = result[dataset_name]
+    dataset, name = dataset_of(result, quantity)
     null_name = f"{name}_dilution"
     if null_name not in dataset:
         return False
@@ -191,8 +184,7 @@ def by_layer(result: Result, quantity: str, segment: str, conditions: Sequence[s
     Raises:
         OptionError: The quantity has more than one number for each head.
     """
-    dataset_name, name = dataset_of(result, quantity)
-    dataset = result[dataset_name]
+    dataset, name = dataset_of(result, quantity)
     values = in_segment(dataset[name], segment)
 
     further = set(values.dims) ^ {"prompt", "condition", "layer"}
@@ -401,32 +393,3 @@ def layer_blocks(
         shared = resampled(prompts) * bytes_of_a_unit
     words = f"{quantity!r} of {prompts:,} prompts"
     return slices(layers, bytes_of_a_layer, result.memory, words, shared)
-
-
-def kept(result: Result, quantity: str, condition: str, segment: str) -> Result:
-    """A stored result with a quantity of one condition read into memory, if it takes little of
-    it.
-    """
-    dataset_name, name = dataset_of(result, quantity)
-    dataset = result[dataset_name]
-    has_segments = "segment" in dataset[name].dims
-    lacks_segment = has_segments and segment not in dataset.segment.values
-    if not is_lazy(result) or lacks_segment:
-        return result
-
-    wanted = {"condition": [condition]}
-    if has_segments:
-        wanted["segment"] = [segment]
-    names = [name]
-    for kind in NULLS:
-        null_name = f"{name}_{kind}"
-        if null_name in dataset:
-            names.append(null_name)
-    selected = dataset[names].sel(wanted)
-
-    size = 8 * sum(variable.size for variable in selected.values())  # bytes of float64
-    if size > memory_bytes(result.memory) // _KEPT_SHARE:
-        return result
-    in_memory = selected.astype(np.float64)
-    datasets = {"sequences": result["sequences"], dataset_name: in_memory}
-    return replace(result, datasets=datasets)

@@ -1,19 +1,29 @@
-"""What a comparison asks: a quantity, two conditions, a null, units and levels."""
+"""What a comparison asks: a quantity, two conditions, a null, units and levels; and whether they can
+be compared.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 from typing_extensions import Self
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.quantities import Null, Scale, check_layer, has_dilution, variable_of
-from mechattn.errors import check_choice, check_counts
+from mechattn.contrast.quantities import (
+    Null,
+    Scale,
+    check_condition,
+    check_layer,
+    has_dilution,
+    variable_of,
+)
+from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.results.result import Result, part_of
 from mechattn.stats.intervals import check_level
 from mechattn.stats.resolution import RESAMPLES
-from mechattn.stats.units import Unit, check_unit
+from mechattn.stats.units import Unit
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_unit(self.unit)
+        check_choice(Unit, unit=self.unit)
         check_level(self.level)
         check_counts(resamples=self.resamples)
         if self.null is not None:
@@ -104,3 +114,42 @@ class Question:
         check_layer(layer, variable)
         index = variable.layer.values.tolist().index(layer)
         return self.part("layer", slice(index, index + 1))
+
+    def check_alike(self) -> None:
+        """Refuse other prompts, and two conditions that insert different numbers of tokens.
+
+        Raises:
+            OptionError: They cannot be compared prompt by prompt.
+        """
+        # Parts of a result say by themselves whether their prompts are alike.
+        prompts = {**self.result.provenance["prompts"], "alike": None}
+        reference_prompts = {**self.reference.provenance["prompts"], "alike": None}
+        if prompts != reference_prompts:
+            raise OptionError(
+                "the two results are of different prompts, and a paired comparison needs the same"
+                " ones: run both with the same load_prompts"
+            )
+        if self.result is self.reference and self.condition == self.to:
+            raise OptionError(
+                f"{self.condition!r} is compared with itself: name another condition to compare it"
+                " with"
+            )
+        if not self.matched or BASELINE in (self.condition, self.to):
+            return
+
+        counts = []
+        for result, condition in self.sides:
+            check_condition(result, condition)
+            is_inserted = result["sequences"].origin.sel(condition=condition) == -1
+            counts.append(is_inserted.sum("pos").values)
+        count, reference_count = counts
+        if not count.any() or not reference_count.any():
+            return
+        differing = np.flatnonzero(count != reference_count)
+        if len(differing):
+            prompt = differing[0]
+            raise OptionError(
+                f"{self.condition!r} inserts {count[prompt]} tokens, {self.to!r}"
+                f" {reference_count[prompt]}, so their difference would be one of length too. Give"
+                " both the same count, or say matched=False"
+            )

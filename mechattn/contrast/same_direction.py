@@ -10,7 +10,7 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import check_condition, in_parts
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import OptionError
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST, check_level, ratio, t_interval
 from mechattn.stats.units import Unit
@@ -21,7 +21,6 @@ def agreement(
     condition: str,
     other: str,
     over: str,
-    quantity: str,
     controls: Sequence[str] | None,
     unit: Unit,
     level: float,
@@ -32,45 +31,36 @@ def agreement(
         OptionError: No activations were measured, a condition is unknown or the one that changes
             are from, or there are too few units.
     """
-    check_choice(("activations",), quantity=quantity)
     if "mlp_activations" not in result.datasets:
         raise OptionError(
             "this result has no mlp_activations; run it with"
             " analyses=[ma.analyses.MlpActivations()]"
         )
-    product = result["mlp_activations"].change_product
-    product = product.transpose("prompt", "layer", "condition", "other_condition")
-
-    compared = [condition, other, *(controls or [])]
-    for name in (*compared, over):
+    if controls is None:
+        named = (condition, other, over, BASELINE)
+        controls = [name for name in result.conditions if name not in named]
+    others = [other, *controls]
+    for name in (condition, *others, over):
         check_condition(result, name)
     if over in (condition, other):
         raise OptionError(f"over={over!r} is one of the two conditions, so its change is zero")
     check_level(level)
+    product = result["mlp_activations"].change_product
+    product = product.transpose("prompt", "layer", "condition", "other_condition")
     units = units_of(result, product.sizes["prompt"], unit)
     units.refuse_below(FEWEST)
 
-    # By default, all further conditions are controls.
-    if controls is None:
-        for name in result.conditions:
-            if name not in (*compared, over, BASELINE):
-                compared.append(name)
-
-    # The cosine with each of them, some prompts at a time.
-    others = compared[1:]
-    blocks: dict[str, list[np.ndarray]] = {name: [] for name in others}
+    # Some prompts at a time.
+    blocks = []
     for block in in_parts(product, "prompt", result.memory):
         block = block.astype(np.float64)
-        for name in others:
-            cosine = _cosine(block, condition, name, over)
-            blocks[name].append(cosine)
-    cosines = {name: np.concatenate(blocks[name]) for name in others}
+        blocks.append([_cosine(block, condition, name, over) for name in others])
+    cosines = np.concatenate(blocks, axis=1)  # [other, prompt, layer]
 
     tables = []
-    for name in others:
-        of_units = units.means(cosines[name])
-        beyond_control = cosines[other] - cosines[name]
-        differences = units.means(beyond_control)
+    for name, of_prompts in zip(others, cosines, strict=True):
+        of_units = units.means(of_prompts)
+        differences = units.means(cosines[0] - of_prompts)
         mean, low, high = t_interval(of_units, level)
         beyond, beyond_low, beyond_high = t_interval(differences, level)
         columns = {
@@ -87,7 +77,7 @@ def agreement(
         }
         tables.append(pd.DataFrame(columns))
     table = pd.concat(tables, ignore_index=True)
-    table.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
+    table.attrs = {"over": over, "level": level, "unit": units.unit}
     return table
 
 

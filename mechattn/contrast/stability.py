@@ -44,19 +44,17 @@ def stability(
             raise OptionError(f"over={over!r}: name at least two different conditions")
         names = [contrast.result.condition(name) for name in over]
     check_counts(splits=splits, patterns=patterns)
-    selection = Selection("half", top, by)
+    fewest = Selection("half", top, by).fewest
 
     # What is selected by, in cells that all conditions have.
-    effect: Ranking = by or "difference"
-    tested, present = several_tested(contrast, names, layer, bags=contrast.seed, by=effect)
+    tested, present = several_tested(contrast, names, layer, contrast.seed, by or "difference")
     units = tested[0].units
     cells = int(present.sum())
     if top is not None and top >= cells:
         raise OptionError(
             f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05"
         )
-    units.refuse_below(selection.fewest)
-
+    units.refuse_below(fewest)
     values = {}
     for name, numbers in zip(names, tested, strict=True):
         values[name] = numbers.values[:, present]
@@ -65,15 +63,7 @@ def stability(
     n = len(values[names[0]])
     generator = np.random.default_rng(contrast.seed)
     halves = [random_halves(n, generator) for _ in range(splits)]
-
-    if top is None:
-        select: Select = partial(significant, resamples=patterns)
-        words = "q < 0.05"
-    else:
-        select = partial(largest, count=top)
-        words = f"the {top} that change most"
-        if by == "beyond":
-            words = f"the {top} furthest from the null"
+    select, words = _selecting(top, by, patterns)
 
     table = pd.DataFrame(_rows(values, halves, select))
     table.attrs = {
@@ -91,6 +81,16 @@ def stability(
     return table
 
 
+def _selecting(top: int | None, by: Ranking | None, patterns: int) -> tuple[Select, str]:
+    """The function that selects cells, and what it selects in words."""
+    if top is None:
+        return partial(significant, resamples=patterns), "q < 0.05"
+    select = partial(largest, count=top)
+    if by == "beyond":
+        return select, f"the {top} furthest from the null"
+    return select, f"the {top} that change most"
+
+
 def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list[dict[str, object]]:
     """One row per pair of conditions: the first selects on one half of the units, the second on the
     other.
@@ -100,15 +100,12 @@ def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list
         halves: The units of both halves, of each split.
         select: The selection of cells from some units.
     """
-    on_first: dict[str, list[np.ndarray]] = {}
-    on_second: dict[str, list[np.ndarray]] = {}
+    on_first = {}
+    on_second = {}
     on_all = {}
     for name, d in values.items():
-        on_first[name] = []
-        on_second[name] = []
-        for first_half, second_half in halves:
-            on_first[name].append(select(d[first_half]))
-            on_second[name].append(select(d[second_half]))
+        on_first[name] = [select(d[first]) for first, _ in halves]
+        on_second[name] = [select(d[second]) for _, second in halves]
         on_all[name] = select(d)
 
     # Each condition with itself tells how far the prompts matter; pairs, how far the filler does.
@@ -121,13 +118,8 @@ def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list
             on_all_prompts = jaccard(on_all[name], on_all[other_name])
 
         overlap = _overlap(on_first[name], on_second[other_name])
-        row = {
-            "condition": name,
-            "other": other_name,
-            **overlap,
-            "on_all": on_all_prompts,
-        }
-        rows.append(row)
+        labels = {"condition": name, "other": other_name}
+        rows.append(labels | overlap | {"on_all": on_all_prompts})
     return rows
 
 

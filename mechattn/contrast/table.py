@@ -12,8 +12,6 @@ import numpy as np
 import pandas as pd
 
 from mechattn.axes import by_head
-from mechattn.contrast.beside_random import check_random, with_random
-from mechattn.contrast.comparable import check_alike
 from mechattn.contrast.differences import (
     Blocks,
     Differences,
@@ -22,7 +20,12 @@ from mechattn.contrast.differences import (
     layers_of,
     no_cells,
 )
-from mechattn.contrast.equivalence import with_equivalence
+from mechattn.contrast.further_columns import (
+    check_margin,
+    check_random,
+    with_equivalence,
+    with_random,
+)
 from mechattn.contrast.quantities import segment_of, variable_of
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError, check_choice, check_counts
@@ -49,6 +52,7 @@ _COLUMN_NAMES = {
     "q": "q_beyond",
 }
 CHANGE = ["change", "change_low", "change_high", "change_null"]
+LARGER_THAN = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
 _TESTS = ["q_beyond", "q_difference", "n"]
 _EFFECT = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
 LOGS = [*_EFFECT, "beyond", "beyond_low", "beyond_high"]
@@ -136,7 +140,7 @@ def table(
     """See :meth:`mechattn.contrast.contrast.Contrast.table`; the ends of bootstrap intervals take
     most of the time.
     """
-    check_alike(contrast)
+    contrast.check_alike()
     if selection is None:
         selection = Selection()
     if random is not None:
@@ -189,6 +193,38 @@ def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
     of_options = heads.columns.intersection(_OF_OPTIONS)
 
     return heads[[*labels, *effect, *_TESTS, *of_options]]
+
+
+def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
+    """Which rows of a table change by more than a margin, and not by chance: what a map of heads
+    marks.
+
+    With hundreds of heads and tens of prompts even a change of 0.5 % passes q < 0.05, so
+    significance alone marks all.
+
+    Args:
+        table: A table from ``Result.compare``.
+        margin: The largest change that is not worth a mark, in the unit of ``change`` (0.05 is 5
+            %), or of ``difference`` for a quantity that is compared by differences. By default
+            0.05, or 0.005: half a point of 100 of the attention.
+
+    Returns:
+        A mask of rows: ``q_difference < 0.05`` and ``|change| > margin``.
+
+    Raises:
+        OptionError: The margin is not a positive number.
+    """
+    effect = "difference"
+    scale = "difference"
+    if "change" in table:
+        effect = "change"
+        scale = "log-ratio"
+    if margin is None:
+        margin = LARGER_THAN[scale]
+    else:
+        check_margin(margin)
+    is_large = table[effect].abs() > margin
+    return np.asarray(is_large & (table.q_difference < 0.05))
 
 
 # The cells, block by block.
@@ -268,14 +304,12 @@ def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.n
     """The masks of blocks without the cells that are not selected; these are counted over all
     blocks.
     """
+    ends = np.cumsum([mask.sum() for mask in masks])
     selected_masks = []
-    start = 0
-    for mask in masks:
-        stop = start + int(mask.sum())
+    for mask, of_block in zip(masks, np.split(is_selected, ends[:-1]), strict=True):
         selected = mask.copy()
-        selected[mask] = is_selected[start:stop]
+        selected[mask] = of_block
         selected_masks.append(selected)
-        start = stop
     return selected_masks
 
 
@@ -312,13 +346,8 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
     n = cells.statistics.n
     can = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.unit)
 
-    models = set()
-    for result in (contrast.result, contrast.reference):
-        name = result.provenance["model"]["name"]
-        models.add(str(name))
-
-    cell_dims = cells.any_block.difference.dims[1:]
-    dims = " × ".join(map(str, cell_dims))
+    models = {str(result.provenance["model"]["name"]) for result, _ in contrast.sides}
+    dims = " × ".join(map(str, cells.any_block.difference.dims[1:]))
     tested = "beyond"
     if cells.any_block.expected is None:
         tested = "difference"

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mechattn.contrast.comparable import check_alike
 from mechattn.contrast.differences import cell_labels, check_cells, layers_of
 from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking
@@ -45,7 +44,7 @@ def what_is_tested(
     Raises:
         OptionError: The conditions cannot be compared, or no cell has a difference.
     """
-    check_alike(contrast)
+    contrast.check_alike()
     contrast = contrast.at_layer(layer)
     prompts = contrast.result["sequences"].sizes["prompt"]
     units = units_of(contrast.result, prompts, contrast.unit)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError, OutputError, check_counts
+from mechattn.errors import OptionError, OutputError, check_choice, check_counts
 from mechattn.evaluation.followed_answers import follows
 from mechattn.evaluation.graded_answers import GradedAnswer, as_lines, cautions, is_replaceable
 from mechattn.prompts.prompt import Prompt
@@ -26,7 +26,7 @@ from mechattn.stats.accuracy import (
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import false_discovery, paired
 from mechattn.stats.resolution import detectable_size
-from mechattn.stats.units import Unit, Units, check_unit
+from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
 
 _NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
@@ -389,7 +389,7 @@ class Evaluation:
 
     def _units(self, unit: Unit) -> Units:
         """The problems, or their groups, in the order of ``right``."""
-        check_unit(unit)
+        check_choice(Unit, unit=unit)
         problems = list(self._problems())
         groups = self.provenance.get("groups", {})
         if unit == "prompt" or not groups:

@@ -13,8 +13,7 @@ import numpy as np
 import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.contrast.means import at_positions
-from mechattn.contrast.null_by_position import shares_by_position
+from mechattn.contrast.means import at_positions, shares_by_position
 from mechattn.contrast.quantities import has_dilution
 from mechattn.markup import visible
 from mechattn.pages.embedded import kind_for, packed

@@ -18,8 +18,8 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.equivalence import LARGER_THAN, marked
-from mechattn.contrast.quantities import head_quantities, kept, layer_blocks, variable_of
+from mechattn.contrast.quantities import head_quantities, layer_blocks, variable_of
+from mechattn.contrast.table import LARGER_THAN, marked
 from mechattn.contrast.table import table as contrast_table
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.embedded import packed, squeezed
@@ -151,14 +151,11 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     values: dict[str, Any] = {}
     changes: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    baseline = kept(result, quantity, BASELINE, "question")
     for condition in result.conditions:
-        is_baseline = condition == BASELINE
-        in_memory = baseline if is_baseline else kept(result, quantity, condition, "question")
         try:
-            values[condition] = _values(in_memory, quantity, condition, layers, heads)
-            if not is_baseline:
-                contrast = Contrast(in_memory, condition, quantity=quantity, other=baseline)
+            values[condition] = _values(result, quantity, condition, layers, heads)
+            if condition != BASELINE:
+                contrast = Contrast(result, condition, quantity=quantity)
                 changes[condition] = _changes(contrast, layers, heads)
         except MemoryOptionError:
             raise

@@ -18,7 +18,7 @@ from mechattn.model.checkpoint import architecture_named
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import random_weights, stored_hash
 from mechattn.prompts.prompt import Prompt
-from mechattn.published.cells import NOT_MEASURABLE, Cell, accuracy_cell, measured_cell
+from mechattn.published.comparison import NOT_MEASURABLE, Cell, accuracy_cell, measured_cell
 from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS, conditions_for
 from mechattn.published.statements import Statement, Statements
 from mechattn.published.values import NotMeasurable, value_of

@@ -1,17 +1,33 @@
-"""The page: the table of statements and models, the line of each, and the paper's figures beside
-ours."""
+"""The page: the table of statements and models, and the paper's figures beside ours: what their
+captions say, and the same drawn for other models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from mechattn.contrast.means import choose_heads
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page import About, write_page
-from mechattn.published.cells import AS_PUBLISHED, NOT_MEASURABLE, OPPOSITE, UNCLEAR, rule_words
-from mechattn.published.comparison import Comparison
-from mechattn.published.figures import figure_sections
-from mechattn.results.result import Result
+from mechattn.pages.sections import Section, drawn_section
+from mechattn.published.comparison import (
+    AS_PUBLISHED,
+    NOT_MEASURABLE,
+    OPPOSITE,
+    UNCLEAR,
+    Comparison,
+    rule_words,
+)
+from mechattn.render.attention_figures import received_attention
+from mechattn.render.model_figures import received_by_model
+from mechattn.render.words import model_caption
+from mechattn.results.result import Result, units_of
+from mechattn.stats.intervals import FEWEST
 
 # The word of a cell as a class of the style sheet.
 STYLES = {
@@ -20,6 +36,30 @@ STYLES = {
     UNCLEAR: "unclear",
     NOT_MEASURABLE: "absent",
 }
+
+HEADS = 3
+# What automatic captions say of the paper's figures; layers and heads are counted from 0.
+THREE_HEADS = (
+    "Published, by captions of figures 15 and 18. Llama-3.1-8B-Instruct, layer 0, heads 19, 24, "
+    "25: peaks of 0.08 to 0.12 without the tokens, 0.06 to 0.10 with them; an inserted token gets "
+    "0.03 to 0.08, the others 0.01 to 0.02. Qwen2.5-Math-7B, layer 0, heads 16, 25, 27: the other "
+    "way, peaks of 0.04 to 0.06 without, 0.08 to 0.12 with."
+)
+SENTENCE = (
+    "Published, by a caption of figure 11. With “/” up to 0.12 (Qwen2.5-Math-7B head 0), 0.08 "
+    "(Llama-3.1-8B-Instruct head 26), 0.55 (Gemma 3 4B head 7); with a random sentence up to "
+    "0.08, 0.06 and 0.35."
+)
+THREE_LAYERS = (
+    "Published, by a caption of figure 9. Qwen2.5-Math-7B, head 21: in layer 0 the peaks fall "
+    "from 0.07 and 0.08 to 0.04 and 0.05; in layer 1 a peak of 0.175 vanishes and another rises "
+    "from 0.075 to 0.15; in layer 2 the peaks are higher with the tokens, 0.075 beside 0.05."
+)
+
+CHOICE = (
+    "Heads are those of layer 0 that change most on one half of the prompts (the first ones, of "
+    "few prompts); all prompts are drawn, so a change in them looks somewhat larger than it is."
+)
 
 
 def write_comparison(
@@ -45,3 +85,42 @@ def write_comparison(
     )
     shown = [ShownModel(result) for result in results]
     return write_page(path, about, shown, figure_sections(results), force)
+
+
+def figure_sections(results: Sequence[Result]) -> list[Section]:
+    """Three figures of every model, each with what was published; figure by figure."""
+    by_figure: dict[str, list[Section]] = {THREE_HEADS: [], SENTENCE: [], THREE_LAYERS: []}
+
+    def add(published: str, figure: Callable, result: Result, words: str, **options: Any) -> None:
+        section = drawn_section(figure, result, options)
+        title = f"{model_caption(result)}: {words}"
+        note = f"{published} {CHOICE} {section.note}"
+        by_figure[published].append(replace(section, title=title, note=note))
+
+    for result in results:
+        heads = changing_heads(result)
+        words = f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”"
+        add(THREE_HEADS, received_attention, result, words, layer=0, heads=heads, condition="slash")
+
+        first = heads[0]
+        words = f"layer 0, head {first}, “/” and a random sentence"
+        both = ("slash", "sentence")
+        add(SENTENCE, received_by_model, result, words, layer=0, heads=first, conditions=both)
+
+        layers = result["received_attention"].layer.values.tolist()
+        words = f"head {first} in layers {', '.join(map(str, layers))}"
+        options = {"layer": layers, "heads": [first], "condition": "slash"}
+        add(THREE_LAYERS, received_attention, result, words, **options)
+    return [section for sections in by_figure.values() for section in sections]
+
+
+def changing_heads(result: Result) -> list[int]:
+    """The heads of layer 0 that change most on one half of the prompts; the first where there are
+    too few."""
+    count = min(HEADS, result["received_attention"].sizes["head"])
+    prompts = result["received_attention"].sizes["prompt"]
+    if prompts < 2 * FEWEST:
+        return list(range(count))
+    chosen_on, _ = units_of(result, prompts).halves()
+    chosen = choose_heads(result, 0, count, "slash", np.asarray(chosen_on), "difference")
+    return [head for _, head in chosen]

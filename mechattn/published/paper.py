@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mechattn.errors import OptionError, check_counts
@@ -12,18 +12,14 @@ from mechattn.model.checkpoint import architecture_named
 from mechattn.model.load import check_device, dtype_named
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
-from mechattn.published.cells import Cell
-from mechattn.published.comparison import Comparison
-from mechattn.published.measure import (
-    UNTRAINED_PROMPTS,
-    ModelRuns,
-    Settings,
-)
+from mechattn.published.comparison import Cell, Comparison
+from mechattn.published.measure import UNTRAINED_PROMPTS, ModelRuns, Settings
 from mechattn.published.page import write_comparison
-from mechattn.published.statements import read_statements
+from mechattn.published.statements import Statements, read_statements
 from mechattn.render.html_views import check_page_place
 from mechattn.results import provenance
 from mechattn.results.provenance import file_names
+from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.reading import load_result
 
@@ -113,18 +109,7 @@ def paper(
         folder=folder,
     )
 
-    results = []
-    seconds = {}
-    cells: dict[str, dict[str, Cell]] = {each.key: {} for each in statements.statements}
-    for name in names:
-        short_name = provenance.name_of(name)
-        runs = ModelRuns(name, file_name_of[name], statements, settings)
-        start = time.monotonic()
-        for key, cell in runs.cells().items():
-            cells[key][short_name] = cell
-        results.append(load_result(runs.result_place))
-        seconds[short_name] = round(time.monotonic() - start, 1)
-
+    cells, results, seconds = _measured(file_name_of, statements, settings)
     about = {
         "made": provenance.now(),
         "command": command,
@@ -139,11 +124,34 @@ def paper(
         "versions": provenance.versions(),
     }
     comparison = Comparison(statements, cells, about)
-    texts = {"paper.json": comparison.to_json(), "paper.md": comparison.to_markdown() + "\n"}
-    for file_name, text in texts.items():
-        (folder / file_name).write_text(text, encoding="utf-8")
+    (folder / "paper.json").write_text(comparison.to_json(), encoding="utf-8")
+    (folder / "paper.md").write_text(comparison.to_markdown() + "\n", encoding="utf-8")
     write_comparison(comparison, results, folder / "index.html", force)
     return comparison
+
+
+def _measured(
+    file_name_of: Mapping[str, str], statements: Statements, settings: Settings
+) -> tuple[dict[str, dict[str, Cell]], list[Result], dict[str, float]]:
+    """The cells by statement and model, the results that the page draws, and each model's seconds.
+
+    Args:
+        file_name_of: What the names of a model's files begin with, by the model's name.
+        statements: The statements.
+        settings: What else decides the numbers.
+    """
+    results = []
+    seconds = {}
+    cells: dict[str, dict[str, Cell]] = {each.key: {} for each in statements.statements}
+    for name, file_name in file_name_of.items():
+        short_name = provenance.name_of(name)
+        runs = ModelRuns(name, file_name, statements, settings)
+        start = time.monotonic()
+        for key, cell in runs.cells().items():
+            cells[key][short_name] = cell
+        results.append(load_result(runs.result_place))
+        seconds[short_name] = round(time.monotonic() - start, 1)
+    return cells, results, seconds
 
 
 def _check_prompts(

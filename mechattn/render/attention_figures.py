@@ -11,8 +11,13 @@ import xarray as xr
 
 from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.means import Positions, at_positions, choose_heads
-from mechattn.contrast.null_by_position import dilution_at_positions, uniform_at_positions
+from mechattn.contrast.means import (
+    Positions,
+    at_positions,
+    choose_heads,
+    dilution_at_positions,
+    uniform_at_positions,
+)
 from mechattn.contrast.quantities import Null, check_layer, values_of
 from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError

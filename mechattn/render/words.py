@@ -14,10 +14,10 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
-from mechattn.contrast.equivalence import LARGER_THAN
 from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.means import over_units, overall_mean
 from mechattn.contrast.quantities import Null
+from mechattn.contrast.table import LARGER_THAN
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, alike_words, units_of
 from mechattn.stats.intervals import FEWEST, Interval

@@ -39,11 +39,6 @@ class LazyArray(BackendArray):
         )
 
 
-def is_lazy(result: Any) -> bool:
-    """Whether a result has arrays that are not in memory."""
-    return lazy_bytes(result) > 0
-
-
 def lazy_bytes(result: Any) -> int:
     """The bytes of the arrays that are not in memory."""
     return sum(variable.nbytes for variable in _lazy(result))

@@ -305,14 +305,13 @@ class Questions:
         condition: str,
         other: str,
         over: str = BASELINE,
-        quantity: str = "activations",
         *,
         controls: Sequence[str] | None = None,
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
-        """Compute the cosine between the changes that two conditions make, by layer, and the same
-        with controls.
+        """Compute the cosine between the changes of MLP activations that two conditions make, by
+        layer, and the same with controls.
 
         ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number
         per prompt; means with t intervals over prompts. Equal histograms do not imply agreement.
@@ -325,7 +324,6 @@ class Questions:
             condition: A condition, such as "slash".
             other: Another condition, such as "arm".
             over: The condition from which both changes are measured.
-            quantity: "activations", from ``MlpActivations``.
             controls: Conditions to compare the first one with as controls; by default all others of
                 the result.
             unit: As for :meth:`compare`.
@@ -337,7 +335,7 @@ class Questions:
         """
         from mechattn.contrast.same_direction import agreement
 
-        return agreement(self._result, condition, other, over, quantity, controls, unit, level)
+        return agreement(self._result, condition, other, over, controls, unit, level)
 
     def attention_budget(
         self, condition: str | None = None, layer: int | None = None

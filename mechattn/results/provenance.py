@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cache, partial
@@ -52,16 +52,6 @@ PLAIN_TYPES = (
 
 # The modules that generate a dataclass's __repr__.
 GENERATORS_OF_REPR = ("dataclasses", "reprlib")
-
-# A condition of which nothing is known.
-UNKNOWN_CONDITION: Mapping[str, Any] = {
-    "kind": "",
-    "options": {},
-    "masked": False,
-    "unshifted": False,
-    "interventions": (),
-    "written": "",
-}
 
 
 def versions() -> dict[str, str]:
@@ -163,14 +153,14 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class StoredCondition:
-    """A condition of a result."""
+    """A condition of a result; by default one of which nothing is known."""
 
-    kind: str  # the class of what is inserted, or "Baseline"; if it is not mechattn's, a hash of its source follows
-    options: Mapping[str, Any]
-    masked: bool  # original tokens don't see the inserted ones
-    unshifted: bool  # original tokens keep their positions
-    interventions: tuple[Mapping[str, Any], ...]  # the kind and the options of each
-    written: str  # all of this as text
+    kind: str = ""  # the class of what is inserted, or "Baseline"; if it is not mechattn's, a hash of its source follows
+    options: Mapping[str, Any] = field(default_factory=dict)
+    masked: bool = False  # original tokens don't see the inserted ones
+    unshifted: bool = False  # original tokens keep their positions
+    interventions: tuple[Mapping[str, Any], ...] = ()  # the kind and the options of each
+    written: str = ""  # all of this as text
 
     @property
     def inserts_only(self) -> bool:
@@ -182,8 +172,9 @@ class StoredCondition:
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
     """A condition of a result, from its provenance."""
-    entry = result.provenance.get("conditions", {}).get(name) or UNKNOWN_CONDITION
-    return StoredCondition(**{**entry, "interventions": tuple(entry["interventions"])})
+    entry = result.provenance.get("conditions", {}).get(name, {})
+    interventions = tuple(entry.get("interventions", ()))
+    return StoredCondition(**{**entry, "interventions": interventions})
 
 
 def matched_control(result: Result, condition: str) -> str | None:

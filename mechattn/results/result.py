@@ -14,11 +14,11 @@ import pandas as pd
 import xarray as xr
 
 from mechattn.axes import BASELINE, head_named
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.markup import shown, table
 from mechattn.results.forwarding_methods import Questions
 from mechattn.results.provenance import Provenance
-from mechattn.stats.units import Unit, Units, check_unit
+from mechattn.stats.units import Unit, Units
 
 MEMORY = "2GiB"  # by default
 _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -238,7 +238,7 @@ def in_half_the_space(result: Result) -> Result:
 
 def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
     """The units of all prompts of a result: its prompts, or their groups."""
-    check_unit(unit)
+    check_choice(Unit, unit=unit)
     sequences = result["sequences"]
     if unit == "prompt" or "group" not in sequences:
         return Units(prompts)

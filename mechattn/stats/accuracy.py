@@ -41,14 +41,13 @@ class PairedAccuracy:
 
 
 def paired_accuracy(
-    first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray, level: float = 0.95
+    first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray
 ) -> PairedAccuracy:
     """Compare the accuracy of two conditions on the same problems, one answer to each.
 
     Args:
         first: Whether the first condition's answer is right [problem].
         second: Whether the second condition's is, in the same order.
-        level: The level of the interval.
     """
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
@@ -56,7 +55,7 @@ def paired_accuracy(
 
     only_first = int((first & ~second).sum())
     only_second = int((~first & second).sum())
-    low, high = _newcombe(first, second, level)
+    low, high = _newcombe(first, second)
     disagreement = (only_first + only_second) / n
     return PairedAccuracy(
         difference=float(first.mean() - second.mean()),
@@ -92,7 +91,7 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
     return float(min(1.0, mid_p))
 
 
-def _newcombe(first: np.ndarray, second: np.ndarray, level: float) -> tuple[float, float]:
+def _newcombe(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     """Newcombe's method 10 (Statistics in Medicine 1998): Wilson's intervals, with the correlation
     of the answers.
     """
@@ -113,8 +112,8 @@ def _newcombe(first: np.ndarray, second: np.ndarray, level: float) -> tuple[floa
         phi = covariance / np.sqrt(margins)
 
     # The reaches of both intervals, combined as those of correlated shares.
-    first_low, first_high = wilson_interval(first_right, n, level)
-    second_low, second_high = wilson_interval(second_right, n, level)
+    first_low, first_high = wilson_interval(first_right, n)
+    second_low, second_high = wilson_interval(second_right, n)
     first_share = first_right / n
     second_share = second_right / n
     low = _reach(phi, first_share - first_low, second_high - second_share)
@@ -129,20 +128,17 @@ def _reach(phi: float, first: float, second: float) -> float:
     return float(np.sqrt(max(squared, 0)))
 
 
-def detectable_difference(
-    n: int, disagreement: float, power: float = 0.8, level: float = 0.95
-) -> float:
-    """The smallest difference in accuracy that McNemar's test detects with a given power.
+def detectable_difference(n: int, disagreement: float) -> float:
+    """The smallest difference in accuracy that McNemar's test at the 5 % level detects with 80 %
+    power.
 
-    ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two
+    ``n d² = (z(97.5 %) √ψ + z(80 %) √(ψ − d²))²`` with ψ the share of problems on which the two
     disagree; if it is smaller than d, all disagreement is in one direction and ψ = d. Source:
     Connor, Biometrics 1987.
 
     Args:
         n: The number of problems.
         disagreement: The share of problems on which the two disagree.
-        power: The power to reach.
-        level: 1 minus the level of significance, two-sided.
 
     Returns:
         The difference of two accuracies, at most 1 even where that is not detected.
@@ -154,8 +150,8 @@ def detectable_difference(
         raise OptionError(
             f"disagreement={disagreement}: give the share of problems on which the answers differ"
         )
-    z_level = stats.norm.ppf((1 + level) / 2)
-    z_power = stats.norm.ppf(power)
+    z_level = stats.norm.ppf(0.975)
+    z_power = stats.norm.ppf(0.8)
 
     def shortfall(difference: float) -> float:
         """Below 0 where the difference is not detected."""
@@ -245,9 +241,9 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     return Interval(np.array(mean), low, high)
 
 
-def share_difference(d: np.ndarray, level: float = 0.95) -> Interval:
-    """The mean of units' differences between two shares, with a t interval that few differing units
-    don't shrink to 0.
+def share_difference(d: np.ndarray) -> Interval:
+    """The mean of units' differences between two shares, with a 95 % t interval that few differing
+    units don't shrink to 0.
 
     The variance is drawn towards that of one unit of +1 and one of −1 among ``n + 2`` (as Bonett
     and Price 2012 do for single answers) where few units differ at all, and is never below the
@@ -255,12 +251,11 @@ def share_difference(d: np.ndarray, level: float = 0.95) -> Interval:
 
     Args:
         d: The difference of each unit's shares, between −1 and 1 [unit].
-        level: The level of the interval.
     """
     n = len(d)
-    mean = t_interval(d, level).estimate
+    mean = t_interval(d).estimate
     error = deviation(d) / np.sqrt(n)
-    half = t_quantile(level, n - 1) * error
+    half = t_quantile(0.95, n - 1) * error
     low = np.clip(mean - half, -1, 1)
     high = np.clip(mean + half, -1, 1)
     return Interval(mean, low, high)

@@ -192,9 +192,9 @@ def blocks_of(values: np.ndarray) -> list[slice]:
     return [slice(start, start + _ROWS) for start in starts]
 
 
-def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) -> Interval:
-    """The ratio of two means over the same units, with Fieller's interval; NaN where the mean below
-    could be 0.
+def ratio_interval(above: np.ndarray, below: np.ndarray) -> Interval:
+    """The ratio of two means over the same units, with Fieller's 95 % interval; NaN where the mean
+    below could be 0.
 
     The ratios r whose ``mean(above − r · below)`` a t test doesn't tell from 0: an interval if the
     mean of ``below`` differs from 0 at this level.
@@ -202,7 +202,6 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
     Args:
         above: Numerators [unit, *cells].
         below: Denominators [unit], the same for all cells.
-        level: The level of the interval.
 
     Returns:
         The ratio of each cell and the ends of its interval [*cells].
@@ -218,7 +217,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
     covariance = products / (n - 1)
 
     # The ends are the roots of a r² − 2 b r + c, where the mean below differs from 0 (a > 0).
-    far = t_quantile(level, n - 1) ** 2 / n
+    far = t_quantile(0.95, n - 1) ** 2 / n
     a = mean_below**2 - far * below.var(ddof=1)
     b = mean_above * mean_below - far * covariance
     c = mean_above**2 - far * above.var(0, ddof=1)
@@ -232,15 +231,14 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
     return Interval(mean_above / mean_below, middle - half, middle + half)
 
 
-def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval for a proportion.
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval for a proportion.
 
     Args:
         successes: The number of successes.
         n: The number of trials, at least 1.
-        level: The level of the interval.
     """
-    interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
+    interval = stats.binomtest(successes, n).proportion_ci(method="wilson")
     return float(interval.low), float(interval.high)
 
 

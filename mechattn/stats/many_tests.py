@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from mechattn.stats import bootstrap
+from mechattn.stats import resampling
 from mechattn.stats.paired import (
     FEWEST_FOR_ALL,
     false_discovery,
@@ -16,10 +16,11 @@ from mechattn.stats.paired import (
     skewness,
     summary,
 )
+from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.resolution import EXACT, RESAMPLES, enough
-from mechattn.stats.sign_flips import drawn_signs, flipped
 from mechattn.stats.units import ALONE
 
+_SEED = 0  # of sign flips and resamples
 _MANY = 4000  # cells; fewer are tested by `paired`, in a second or two
 _LEVEL = 0.05  # of the findings that are exact
 _FIRST = 1000  # sign patterns that are tried on every cell
@@ -36,7 +37,7 @@ class PairedTests(NamedTuple):
     skewed: str
 
 
-def paired_tests(d: Float[np.ndarray, "unit cell"], seed: int = 0) -> PairedTests:
+def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
     """Test that the mean of each column is 0, as :func:`paired` does, at a cost that suits 70,000.
 
     ``p = max(p of sign flips, p of the bootstrap-t test)``; ``q`` is Benjamini-Hochberg over all
@@ -46,22 +47,21 @@ def paired_tests(d: Float[np.ndarray, "unit cell"], seed: int = 0) -> PairedTest
 
     Args:
         d: Differences [unit, cell]; a column with a NaN is not tested.
-        seed: The seed of sign flips and resamples.
 
     Returns:
         The p and q of each column, NaN where it is not tested.
     """
     units, cells = d.shape
     if cells <= _MANY or units > ALONE:
-        statistics = paired(d, None, seed=seed, bootstrap_ends=False)
+        statistics = paired(d, None, bootstrap_ends=False)
         return PairedTests(statistics.p, statistics.q, statistics.skewed)
 
-    p_flip = _p_of_flips(d, seed)
+    p_flip = _p_of_flips(d)
     p = p_flip.copy()
     q_flip = false_discovery(p_flip)
     possible = np.flatnonzero(q_flip < _LEVEL)
     if units >= FEWEST_FOR_ALL and len(possible):
-        p_bootstrap = _p_of_resamples(d, possible, seed)
+        p_bootstrap = _p_of_resamples(d, possible)
         p[possible] = np.maximum(p[possible], p_bootstrap)
 
     q = false_discovery(p)
@@ -69,7 +69,7 @@ def paired_tests(d: Float[np.ndarray, "unit cell"], seed: int = 0) -> PairedTest
     return PairedTests(p, q, skewed)
 
 
-def _p_of_flips(d: Float[np.ndarray, "unit cell"], seed: int) -> Float[np.ndarray, " cell"]:
+def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]:
     """The share of sign patterns with as large a mean; NaN where a unit has no value.
 
     A column is tried again with ten times as many patterns until 100 have as large a mean, or it is
@@ -77,7 +77,7 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"], seed: int) -> Float[np.ndarra
     ``P(p ≤ α) ≤ α`` still holds; up to 12 units all patterns are tried at once.
     """
     units, cells = d.shape
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(_SEED)
     most = enough(RESAMPLES, cells)
     patterns = _FIRST
     p = np.full(cells, np.nan)
@@ -101,12 +101,12 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"], seed: int) -> Float[np.ndarra
 
 
 def _p_of_resamples(
-    d: Float[np.ndarray, "unit cell"], possible: np.ndarray, seed: int
+    d: Float[np.ndarray, "unit cell"], possible: np.ndarray
 ) -> Float[np.ndarray, " possible"]:
     """The p of the bootstrap-t test of possible findings, with some other cells as their family."""
     units, cells = d.shape
-    generator = np.random.default_rng(seed)
-    counts = bootstrap.resample_sequentially(units, RESAMPLES, generator)
+    generator = np.random.default_rng(_SEED)
+    counts = resampling.resample_sequentially(units, RESAMPLES, generator)
 
     # Cells without a finding stand for the rest of the family.
     is_other = ~np.isnan(d).any(0)
@@ -118,7 +118,7 @@ def _p_of_resamples(
     values = d[:, resampled]
     columns = summary(values)
     error = columns["deviation"] / np.sqrt(units)
-    t = bootstrap.t_of(columns["mean"], error)
+    t = resampling.t_of(columns["mean"], error)
 
-    tails = bootstrap.tails(values, t, counts, extremes=False, tests=cells)
+    tails = resampling.tails(values, t, counts, extremes=False, tests=cells)
     return tails.p[: len(possible)]

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from mechattn.stats import bootstrap
+from mechattn.stats import resampling
 from mechattn.stats.intervals import Moments, blocks_of, ratio
+from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.resolution import RESAMPLES, detectable_size, enough
-from mechattn.stats.sign_flips import drawn_signs, flipped
 from mechattn.stats.units import Bags
 
 FEWEST_FOR_BOOTSTRAP = 20
@@ -180,7 +180,7 @@ class PairedStream:
 
     All cells share the draws, which preserves the correlation of their errors for simultaneous
     intervals. There are two kinds of resamples, since the largest t of many cells is far off in
-    plain resamples of few units (stats/bootstrap.py). Means, t intervals, effect sizes and
+    plain resamples of few units (stats/resampling.py). Means, t intervals, effect sizes and
     detectable differences use single units. With more than 2,000 units, the bootstrap and the sign
     flips use the means of random bags of units (stats/units.py). Most of the time goes
     into the ends of bootstrap intervals; without ``bootstrap_ends`` these and ``p_family`` are NaN.
@@ -265,27 +265,19 @@ class PairedStream:
             p_difference = np.where(others["is_rounding"], 1.0, difference_tests["p"])
             p_difference = np.where(without_null, tests["p"], p_difference)
 
-        beyond_columns = {
-            "beyond": beyond["mean"],
-            "beyond_low": beyond["low"],
-            "beyond_high": beyond["high"],
-        }
-        for name in _ENDS:
-            beyond_columns[f"beyond_{name}"] = tests[name]
         # What is beyond a null is unknown where there is none.
-        for name, column in beyond_columns.items():
-            beyond_columns[name] = np.where(without_null, np.nan, column)
+        ends = {}
+        for name in ("low", "high", *_ENDS):
+            ends[name] = (difference | difference_tests)[name]
+            ends[f"beyond_{name}"] = np.where(without_null, np.nan, (beyond | tests)[name])
 
         detectable = beyond["deviation"] * detectable_size(self.n, max(1, cells))
-        difference_ends = {name: difference_tests[name] for name in _ENDS}
         return Paired(
             n=self.n,
             difference=difference["mean"],
-            low=difference["low"],
-            high=difference["high"],
-            **difference_ends,
             null=others["null"],
-            **beyond_columns,
+            beyond=np.where(without_null, np.nan, beyond["mean"]),
+            **ends,
             effect_size=others["effect_size"],
             skewness=others["skewness"],
             p=tests["p"],
@@ -322,21 +314,21 @@ class PairedStream:
         tests["p"] = p_flip
 
         if draws.plain and self.bootstrap_ends:
-            upper, lower = bootstrap.t_quantiles(values, draws.plain, self.level)
+            upper, lower = resampling.t_quantiles(values, draws.plain, self.level)
             tests["low_bootstrap"] = mean - upper * error
             tests["high_bootstrap"] = mean - lower * error
         if not draws.sequential or not mean.size:
             return tests
 
-        t = bootstrap.t_of(mean, error)
-        tails = bootstrap.tails(values, t, draws.sequential, self.bootstrap_ends)
+        t = resampling.t_of(mean, error)
+        tails = resampling.tails(values, t, draws.sequential, self.bootstrap_ends)
         p = np.maximum(p_flip, tails.p)
         tests["p"] = p
         if not self.bootstrap_ends:
             return tests
 
         tests["p_family"] = np.maximum(p, tails.family)
-        largest, smallest = bootstrap.of_extremes(tails.largest, tails.smallest, self.level)
+        largest, smallest = resampling.of_extremes(tails.largest, tails.smallest, self.level)
 
         # A simultaneous interval is at least as wide as the pointwise ones.
         pointwise_low = np.fmin(columns["low"], tests["low_bootstrap"])
@@ -360,7 +352,7 @@ def summary(d: np.ndarray, level: float = 0.95) -> Columns:
 
     is_incomplete = moments.n < len(d)
     deviation = np.sqrt(moments.variance)
-    deviation = bootstrap.without_noise(deviation, d)
+    deviation = resampling.without_noise(deviation, d)
     return {
         "low": low,
         "high": high,
@@ -396,20 +388,20 @@ def _joined(blocks: list[Columns]) -> Columns:
 class Draws(NamedTuple):
     """The random draws for a number of units: both kinds of resamples, and signs."""
 
-    plain: bootstrap.Counts
-    sequential: bootstrap.Counts
+    plain: resampling.Counts
+    sequential: resampling.Counts
     signs: list[np.ndarray]  # patterns as bits, in blocks
 
 
 def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     """Draw both kinds of resamples and the signs in this order, which decides every number."""
     generator = np.random.default_rng(seed)
-    plain: bootstrap.Counts = []
-    sequential: bootstrap.Counts = []
+    plain: resampling.Counts = []
+    sequential: resampling.Counts = []
     if n >= FEWEST_FOR_BOOTSTRAP:
-        plain = bootstrap.resample(n, resamples, generator)
+        plain = resampling.resample(n, resamples, generator)
     if n >= FEWEST_FOR_ALL:
-        sequential = bootstrap.resample_sequentially(n, resamples, generator)
+        sequential = resampling.resample_sequentially(n, resamples, generator)
     signs = list(drawn_signs(n, patterns, generator))
     return Draws(plain, sequential, signs)
 

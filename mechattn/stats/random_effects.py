@@ -46,29 +46,13 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     """
     units, conditions = d.shape[:2]
     cells = units * conditions
-
-    # Mean squares of the analysis of variance [source, cell]: of units, conditions and the rest.
     mean = d.mean((0, 1))
-    unit_effects = d.mean(1) - mean
-    condition_effects = d.mean(0) - mean
-    residuals = d - mean - unit_effects[:, None] - condition_effects[None]
-    unit_squares = conditions * (unit_effects**2).sum(0)
-    condition_squares = units * (condition_effects**2).sum(0)
-    rest_squares = (residuals**2).sum((0, 1))
-    sums = np.stack([unit_squares, condition_squares, rest_squares])
-
-    df_unit = units - 1
-    df_condition = conditions - 1
-    df_rest = df_unit * df_condition
-    df = np.array([[df_unit], [df_condition], [df_rest]])
-    mean_squares = sums / df
+    mean_squares, df = _mean_squares(d)
 
     # The variances that these mean squares imply; a negative estimate counts as none.
-    unit_mean_square, condition_mean_square, rest = mean_squares
-    unit_variance = (unit_mean_square - rest) / conditions
-    unit_variance = np.maximum(0.0, unit_variance)
-    condition_variance = (condition_mean_square - rest) / units
-    condition_variance = np.maximum(0.0, condition_variance)
+    of_units, of_conditions, rest = mean_squares
+    unit_variance = np.maximum(0.0, (of_units - rest) / conditions)
+    condition_variance = np.maximum(0.0, (of_conditions - rest) / units)
 
     # The variance of the mean, and that of a new condition in a new unit, which has three parts.
     variance = unit_variance / units + condition_variance / conditions + rest / cells
@@ -79,34 +63,50 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     new_variance = new_parts.sum(0)
 
     # Satterthwaite's degrees of freedom of both; 0 / 0 where a cell doesn't vary at all.
-    error = np.sqrt(variance)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean_df = (variance * cells) ** 2 / (mean_squares**2 / df).sum(0)
-        mean_df = np.clip(mean_df, 1, df_rest)
+        mean_df = np.clip(mean_df, 1, df[-1])
         new_df = new_variance**2 / (new_parts**2 / df).sum(0)
-
-        t = abs(mean) / error
-        p = 2 * stats.t.sf(t, mean_df)
-
+        p = 2 * stats.t.sf(abs(mean) / np.sqrt(variance), mean_df)
     p_without_variance = np.where(mean == 0, 1.0, 0.0)
-    p = np.where(variance > 0, p, p_without_variance)
 
-    known_df = np.nan_to_num(mean_df, nan=1.0)
-    half = t_quantile(level, known_df) * error
-    known_new_df = np.nan_to_num(new_df, nan=1.0)
-    new_half = t_quantile(level, known_new_df) * np.sqrt(new_variance)
-
+    half = _half_width(variance, mean_df, level)
+    new_half = _half_width(new_variance, new_df, level)
     return Crossed(
         mean=mean,
         low=mean - half,
         high=mean + half,
-        p=p,
+        p=np.where(variance > 0, p, p_without_variance),
         condition_sd=np.sqrt(condition_variance),
         unit_sd=np.sqrt(unit_variance),
         rest_sd=np.sqrt(rest),
         new_low=mean - new_half,
         new_high=mean + new_half,
     )
+
+
+def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean squares of units, conditions and the rest [source, cell], and their degrees of
+    freedom [source, 1].
+    """
+    units, conditions = d.shape[:2]
+    mean = d.mean((0, 1))
+    unit_effects = d.mean(1) - mean
+    condition_effects = d.mean(0) - mean
+    residuals = d - mean - unit_effects[:, None] - condition_effects[None]
+    of_units = conditions * (unit_effects**2).sum(0)
+    of_conditions = units * (condition_effects**2).sum(0)
+    rest = (residuals**2).sum((0, 1))
+
+    df = np.array([units - 1, conditions - 1, (units - 1) * (conditions - 1)])[:, None]
+    return np.stack([of_units, of_conditions, rest]) / df, df
+
+
+def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:
+    """Half of a t interval; the degrees of freedom don't matter where they are unknown, as nothing
+    varies there.
+    """
+    return t_quantile(level, np.nan_to_num(df, nan=1.0)) * np.sqrt(variance)
 
 
 class AgainstDraws(NamedTuple):

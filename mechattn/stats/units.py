@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import OptionError
 
 Unit = Literal["auto", "prompt"]
 ALONE = 2000  # units: up to this number, each is resampled on its own
@@ -115,11 +115,6 @@ def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
     order = np.random.default_rng(n).permutation(n)
     middle = (n + 1) // 2
     return np.sort(order[:middle]), np.sort(order[middle:])
-
-
-def check_unit(unit: str) -> None:
-    """Refuse an unknown unit."""
-    check_choice(Unit, unit=unit)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import mechattn as ma
-from mechattn.contrast.equivalence import with_equivalence
+from mechattn.contrast.further_columns import with_equivalence
 from mechattn.errors import OptionError
 from mechattn.stats.random_effects import crossed
 

@@ -70,7 +70,6 @@ def test_over_another_condition(changes):
     [
         (("a", "x"), "no condition 'x'"),
         (("a", "b", "a"), "is one of the two"),
-        (("a", "b", "baseline", "weights"), "choose one of 'activations'"),
     ],
 )
 def test_bad_input(changes, options, message):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mechattn.commands.accuracy_table import accuracy_table
+from mechattn.commands.evaluate import accuracy_table
 from mechattn.evaluation.evaluation import Evaluation
 from tests.evaluation import by_hand
 

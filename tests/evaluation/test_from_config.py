@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 import mechattn as ma
+from mechattn.commands.evaluate import evaluate_from_config
 from mechattn.commands.main import app
-from mechattn.commands.run_config import evaluate_from_config
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.stats.units import halves_of
@@ -66,7 +66,7 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     assert len(table) == 3
     (tmp_path / "answers" / "toy-llama.jsonl").unlink()
     monkeypatch.setattr(
-        "mechattn.commands.run_config.load_model", lambda *args, **options: pytest.fail("loaded")
+        "mechattn.commands.evaluate.load_model", lambda *args, **options: pytest.fail("loaded")
     )
     with running(StandIn(Engine(toy._mechattn.native, toy.tokenizer))) as server:
         words = ["evaluate", "config.toml", "--server", server.address, "--served-model", "toy"]

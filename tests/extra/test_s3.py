@@ -10,7 +10,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.results.arrays import is_lazy
+from mechattn.results.arrays import lazy_bytes
 from mechattn.store.objects import Place
 from mechattn.store.writing import merge_stored
 
@@ -51,7 +51,7 @@ def test_a_large_run_at_an_address(bucket, prompts, tmp_path, monkeypatch):
     )
     small, large = ma.run_job(job, "small.zarr"), job
     result = ma.run_job(large, f"{bucket}/r.zarr")
-    assert is_lazy(result)
+    assert lazy_bytes(result)
     assert result.digest() == small.digest()
     place = Place(f"{bucket}/r.zarr")
     place.files.rm_file(place.full_name("received_attention/received_by_segment/c/1/0/0/0/0"))

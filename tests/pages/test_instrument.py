@@ -9,8 +9,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.pages import report
-from mechattn.contrast.means import at_positions
-from mechattn.contrast.null_by_position import dilution_at_positions
+from mechattn.contrast.means import at_positions, dilution_at_positions
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.head_views import head_curves, head_patterns, head_texts
 from mechattn.pages.page_data import head_quantities, head_values, page_json

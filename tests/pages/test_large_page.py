@@ -15,7 +15,7 @@ from mechattn.commands.pages import heads_table, report
 from mechattn.contrast import quantities
 from mechattn.errors import MemoryOptionError
 from mechattn.pages.page import results_page
-from mechattn.results.arrays import LazyArray, is_lazy
+from mechattn.results.arrays import LazyArray, lazy_bytes
 from mechattn.store.objects import Listing
 from tests.pages.read import data_of, unpacked
 
@@ -57,7 +57,7 @@ def measured(place):
         lazy,
         datasets={name: dataset.copy(deep=True).load() for name, dataset in lazy.datasets.items()},
     )
-    assert not is_lazy(made)
+    assert not lazy_bytes(made)
     return made
 
 
@@ -126,7 +126,7 @@ def test_every_figure_and_table_is_the_same(measured, place):
         pd.testing.assert_frame_equal(got, table, rtol=1e-12, check_dtype=False)
 
     assert replace(lazy, memory=SMALL).resolution("slash") == measured.resolution("slash")
-    assert is_lazy(lazy)
+    assert lazy_bytes(lazy)
 
 
 def test_a_memory_that_is_too_small_is_said_before_anything_is_read(place, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import ModelError, OptionError
 from mechattn.published import measure, paper
-from mechattn.published.cells import NOT_MEASURABLE, WORDS
+from mechattn.published.comparison import NOT_MEASURABLE, WORDS
 from mechattn.published.measure import ModelRuns, Settings
 from mechattn.published.statements import read_statements
 

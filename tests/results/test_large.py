@@ -11,7 +11,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
-from mechattn.results.arrays import is_lazy
+from mechattn.results.arrays import lazy_bytes
 from mechattn.results.merge import merge_results
 from mechattn.results.result import in_half_the_space
 from mechattn.store.writing import merge_stored
@@ -52,7 +52,7 @@ def folder(parts, tmp_path_factory):
 def test_it_is_the_same_and_nothing_of_a_prompt_is_read(parts, folder):
     for number, part in enumerate(parts):
         loaded = ma.load_result(folder / f"{number}.zarr")
-        assert not is_lazy(part)
+        assert not lazy_bytes(part)
         lazy = [
             v for d in loaded.datasets.values() for v in d.variables.values() if not v._in_memory
         ]
@@ -116,9 +116,9 @@ def test_two_results_are_one(whole, folder, tmp_path, monkeypatch, target):
     for places in (sources[:1], sources):  # an earlier merge of some of them is replaced
         merge_stored(target, places)
     merged = ma.load_result(target)
-    assert is_lazy(merged)
+    assert lazy_bytes(merged)
     sent = pickle.loads(pickle.dumps(merged))  # reads the same objects, when it needs them
-    assert is_lazy(sent)
+    assert lazy_bytes(sent)
     assert sent.digest() == merged.digest() == whole.digest()
 
 

@@ -48,6 +48,14 @@ def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts)
             ma.merge_results([first, other])
 
 
+def test_datasets_of_another_meaning_are_refused(halves):
+    first, second = halves([0, 1]), halves([2, 3])
+    renamed = second["received_attention"].assign_attrs(unit="points")
+    other = replace(second, datasets={**second.datasets, "received_attention": renamed})
+    with pytest.raises(OptionError, match=r"dataset received_attention\.attributes\.unit is None"):
+        ma.merge_results([first, other])
+
+
 def test_other_weights_are_refused(halves, prompts):
     import torch
 

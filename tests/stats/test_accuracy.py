@@ -70,7 +70,7 @@ def test_power_and_nominal_rate():
     some = list(simulated(d, 350))
     assert 0.76 < np.mean([made.p < 0.05 for made in some]) < 0.86
     assert 0.92 < np.mean([made.low <= d <= made.high for made in some]) < 0.975
-    none = list(simulated(0.0, 1000, seed=1))
+    none = list(simulated(0.0, 700, seed=1))
     assert 0.03 < np.mean([made.p < 0.05 for made in none]) < 0.062
     assert 0.93 < np.mean([made.low <= 0 <= made.high for made in none]) < 0.97
 

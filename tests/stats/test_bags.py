@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mechattn.stats import sign_flips, units
+from mechattn.stats import resampling, units
 from mechattn.stats.paired import paired
-from mechattn.stats.sign_flips import drawn_signs, flipped
+from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.units import ALONE, Bags, resampled
 
 N = 2400  # 800 bags of 3
@@ -60,7 +60,7 @@ def rates(n_units, with_bags, monkeypatch):
     pointwise = []
     together = []
     false_findings = []
-    for table in range(60):
+    for table in range(40):
         shared = generator.lognormal(size=(n_units, 1))
         d = (generator.lognormal(size=(n_units, 40)) + shared) / 2 - np.exp(0.5)
         statistics = paired(d, None, resamples=199, seed=table)
@@ -72,7 +72,7 @@ def rates(n_units, with_bags, monkeypatch):
 
 
 def test_intervals_and_tests_are_as_good_as_without_bags(monkeypatch):
-    """Of 2,400 intervals and tests of 150 bags of 3, whose cells share half of what they are."""
+    """Of 1,600 intervals and tests of 150 bags of 3, whose cells share half of what they are."""
     bagged = rates(450, True, monkeypatch)
     alone = rates(450, False, monkeypatch)
     np.testing.assert_allclose(bagged[0], alone[0], atol=0.02)
@@ -110,11 +110,11 @@ def test_columns_that_no_pattern_reaches_are_not_tried(monkeypatch):
     generator = np.random.default_rng(5)
     d = generator.normal(size=(200, 6)) + np.array([0, 0.1, 0.3, 1, 3, 9])
     signs = list(drawn_signs(200, 3000, generator))
-    skipped = sign_flips._beyond_all(d, 3000)
+    skipped = resampling._beyond_all(d, 3000)
     assert skipped.tolist() == [False, False, False, True, True, True]
     got = flipped(d, signs)
     monkeypatch.setattr(
-        sign_flips, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool)
+        resampling, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool)
     )
     np.testing.assert_array_equal(got, flipped(d, signs))
     assert (got[3:] == 1 / 3001).all()

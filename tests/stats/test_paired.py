@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mechattn.stats import bootstrap
+from mechattn.stats import resampling
 from mechattn.stats.paired import paired
+from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.resolution import detectable_size, power_of
-from mechattn.stats.sign_flips import drawn_signs, flipped
 
 
 def drawn(n, cells, seed=0, mean=0.0, shared=0.0):
@@ -117,7 +117,7 @@ def test_a_cell_that_one_prompt_dominates_does_not_hide_the_others(monkeypatch):
         return np.mean(yes)
 
     assert found() > 0.8
-    monkeypatch.setattr(bootstrap, "_smallest_for_p", lambda n, cells: 0.1)
+    monkeypatch.setattr(resampling, "_smallest_for_p", lambda n, cells: 0.1)
     assert found() < 0.2, "negative control"
 
 

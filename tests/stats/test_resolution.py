@@ -8,8 +8,8 @@ import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.stats.paired import paired
 from mechattn.stats.random_effects import against_draws
+from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.resolution import EXACT, enough, random_words, resolution
-from mechattn.stats.sign_flips import drawn_signs, flipped
 
 
 def alone(n, tests, seed=0):

@@ -6,7 +6,7 @@ import pytest
 from mechattn.errors import OptionError
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
-from mechattn.stats.units import Units, check_unit, halves_of
+from mechattn.stats.units import Units, halves_of
 
 GROUPS = ["b", "a", "b", "c", "a", "b"]
 
@@ -83,8 +83,6 @@ def test_what_units_say_and_how_they_are_halved():
 def test_too_few_units(units, message):
     with pytest.raises(OptionError, match=message):
         units.refuse_below(3)
-    with pytest.raises(OptionError, match="unit='group'"):
-        check_unit("group")
 
 
 def test_intervals_over_groups_cover_and_those_over_their_prompts_do_not():

@@ -8,7 +8,7 @@ from scipy import stats
 
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.graded_answers import GradedAnswer
-from mechattn.published.cells import (
+from mechattn.published.comparison import (
     AS_PUBLISHED,
     NOT_MEASURABLE,
     OPPOSITE,

@@ -1,15 +1,19 @@
-"""Bootstrap-t intervals for many means, pointwise and simultaneous."""
+"""Tests and intervals of many means by resampling: sign flips, and the bootstrap-t, pointwise and
+simultaneous.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
 from mechattn.stats.intervals import ratio
+from mechattn.stats.resolution import EXACT
 
+_PATTERNS = 2000  # random sign patterns in a block
 _SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own
 _ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
 _ROWS = 2000  # resamples in memory at a time, of at most 2,000 prompts or bags
@@ -19,6 +23,84 @@ _FAR = 3  # a t this many times as far out as any t* of the pilot is beyond all
 
 # How often each prompt is in each resample [resample, prompt], in blocks of resamples.
 Counts = list[np.ndarray]
+
+
+# Sign flips.
+
+
+def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
+    """Two-sided p of mean 0 for each column of d [prompt, cell]: the fraction of sign patterns with
+    as large a mean.
+
+    Below 13 prompts all patterns are tried; with more, ``(1 + count) / (1 + resamples)`` of random
+    patterns. The test is exact if differences are symmetric about 0.
+
+    Args:
+        d: Differences [prompt, cell].
+        signs: Blocks of sign patterns as bits, from :func:`drawn_signs`.
+
+    Returns:
+        The p of each cell [cell].
+    """
+    signs = list(signs)
+    patterns = sum(map(len, signs))
+    count = np.zeros(d.shape[1])
+
+    # A copy of the values only where some columns need not be tried.
+    tried = np.flatnonzero(~_beyond_all(d, patterns))
+    values = d
+    if len(tried) < d.shape[1]:
+        values = d[:, tried]
+    # Equal means count, although they were summed in another order.
+    observed = abs(d.mean(0))[tried] * (1 - 1e-12)
+
+    for packed in signs:
+        bits = np.unpackbits(packed, axis=1, count=len(d))
+        pattern = np.where(bits, -1.0, 1.0)
+        flipped_means = abs(pattern @ values) / len(d)
+        is_as_large = flipped_means >= observed
+        count[tried] += is_as_large.sum(0)
+
+    if len(d) <= EXACT:
+        return count / patterns
+    return (1 + count) / (1 + patterns)
+
+
+def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
+    """The columns whose mean a pattern reaches with a probability below 1e-15, which need not be
+    tried.
+
+    ``P(|Σ s d| ≥ |Σ d|) ≤ 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963), multiplied by the number of
+    patterns.
+    """
+    squares = (d**2).sum(0)
+    smallest = 2 * squares * np.log(2e15 * patterns)
+    is_far: np.ndarray = d.sum(0) ** 2 > smallest
+    return is_far & (squares > 0)
+
+
+def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield sign patterns as bits, 1 for −1 [pattern, prompt / 8], in blocks: all 2ⁿ, or random
+    ones.
+
+    Args:
+        n: The number of prompts.
+        resamples: The number of random patterns, from 13 prompts on.
+        generator: Where they come from.
+    """
+    if n <= EXACT:
+        numbers = np.arange(2**n)[:, None]
+        bits = (numbers >> np.arange(n)) & 1
+        yield np.packbits(bits, axis=1)
+        return
+
+    for start in range(0, resamples, _PATTERNS):
+        rows = min(_PATTERNS, resamples - start)
+        signs = generator.choice([-1.0, 1.0], (rows, n))
+        yield np.packbits(signs < 0, axis=1)
+
+
+# The bootstrap.
 
 
 def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
@@ -183,22 +265,14 @@ def tails(
 
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
-    resamples = sum(map(len, counts))
     # The nearest first, so that the extremes so far are always those of cells no further out.
     order = np.argsort(abs(t), kind="stable")
     order = order[~np.isnan(t[order])]
-
-    # A first few resamples show which cells lie so far out that no resample will reach them.
-    furthest_of_pilot = 0.0
-    pilot = [counts[0][:_PILOT]]
-    for _, t_star in _t_star_by_columns(d, order, pilot, [_SMALLEST_SPREAD]):
-        furthest_of_columns = abs(t_star).max()
-        furthest_of_pilot = max(furthest_of_pilot, furthest_of_columns)
-    is_near = abs(t) <= _FAR * furthest_of_pilot
-
-    # The first spread is for p, the last for the extremes and the p of the family.
+    is_near = _near(d, t, order, counts)
     if tests is None:
         tests = len(order)
+
+    # The first spread is for p, the last for the extremes and the p of the family.
     spreads = [_smallest_for_p(len(d), tests)]
     resampled = order[is_near[order]]
     if extremes:
@@ -206,6 +280,7 @@ def tails(
         resampled = order
 
     # The furthest t* so far in the upper and in the lower tail, there with its sign changed.
+    resamples = sum(map(len, counts))
     furthest = np.zeros((2, len(spreads), resamples))
     p_alone = np.zeros(len(t))
     p_family = np.full((len(spreads), len(t)), 2 / (1 + resamples))
@@ -216,21 +291,13 @@ def tails(
             if not is_near[cell]:
                 continue
 
-            tail = 1
-            if t[cell] > 0:
-                tail = 0
-            distance = abs(t[cell])
-
-            # Of the cell alone: twice the share of its own t* in this tail.
-            is_as_far = both_tails[tail, 0] >= distance
-            own_count = np.count_nonzero(is_as_far)
+            # Of the cell alone: twice the share of its own t* in this tail. Of the family: the
+            # extreme t* of this cell and of those that are no further out.
+            tail = int(t[cell] <= 0)
+            own_count = np.count_nonzero(both_tails[tail, 0] >= abs(t[cell]))
+            family_count = np.count_nonzero(furthest[tail] >= abs(t[cell]), axis=1)
             p_alone[cell] = min(1.0, 2 * own_count / resamples)
-
-            # Of the family: the extreme t* of this cell and of those that are no further out.
-            is_family_as_far = furthest[tail] >= distance
-            count = np.count_nonzero(is_family_as_far, axis=1)
-            two_sided = 2 * (1 + count) / (1 + resamples)
-            p_family[:, cell] = np.minimum(1.0, two_sided)
+            p_family[:, cell] = np.minimum(1.0, 2 * (1 + family_count) / (1 + resamples))
 
     # No smaller than the p of the cells further out.
     furthest_first = order[::-1]
@@ -242,6 +309,15 @@ def tails(
     part_of_family = np.minimum(part_of_family, 1 / max(1, tests))
     p = np.maximum(p_alone, part_of_family)
     return Tails(furthest[0, -1], -furthest[1, -1], p, p_family[-1])
+
+
+def _near(d: np.ndarray, t: np.ndarray, order: np.ndarray, counts: Counts) -> np.ndarray:
+    """Which cells a first few resamples do not show to lie so far out that none will reach them."""
+    pilot = [counts[0][:_PILOT]]
+    furthest = 0.0
+    for _, t_star in _t_star_by_columns(d, order, pilot, [_SMALLEST_SPREAD]):
+        furthest = max(furthest, abs(t_star).max())
+    return abs(t) <= _FAR * furthest
 
 
 def _smallest_for_p(n: int, cells: int) -> float:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mechattn.stats import bootstrap
-from mechattn.stats.bootstrap import (
+from mechattn.stats import resampling
+from mechattn.stats.resampling import (
     of_extremes,
     resample,
     resample_sequentially,
@@ -144,7 +144,7 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     t = t_of(d)
     counts = resample_sequentially(24, 300, np.random.default_rng(1))
     drawn = t_of_each_resample(d, counts)
-    monkeypatch.setattr(bootstrap, "_COLUMNS", 4)
+    monkeypatch.setattr(resampling, "_COLUMNS", 4)
     got = tails(d, t, counts)
     np.testing.assert_allclose(got.family, step_down(t, drawn))
 
@@ -204,7 +204,7 @@ def test_one_prompt_that_makes_all_of_a_cells_spread_does_not_make_the_others_en
     both = np.hstack([d, wild])
     widened = widths(simultaneous(both, counts, 0.95))[:30]
     assert (widened < 6 * without).all()
-    monkeypatch.setattr(bootstrap, "_SMALLEST_SPREAD", 1e-12)
+    monkeypatch.setattr(resampling, "_SMALLEST_SPREAD", 1e-12)
     assert (widths(simultaneous(both, counts, 0.95))[:30] > 1e5 * without).all(), "negative control"
 
 

@@ -1,4 +1,6 @@
-"""Adds the columns from results of the same run on random weights to a comparison table."""
+"""Columns that options add to a table of heads: beside the same run on random weights, and within a
+margin.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
+from scipy import stats
 
 from mechattn.contrast.differences import layers_of
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError
 from mechattn.results.provenance import stored_condition
 from mechattn.results.result import Result
+from mechattn.stats.intervals import t_quantile
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
 from mechattn.stats.resolution import random_words
@@ -23,6 +27,9 @@ from mechattn.stats.units import Units
 # How the provenance of a model with redrawn weights starts its description of them.
 MARK = "random: "
 _PADDING = -2  # among stored tokens
+
+
+# Beside random weights.
 
 
 def check_random(random: Any, contrast: Question) -> None:
@@ -182,3 +189,45 @@ def _tokens(result: Result, condition: str) -> list[list[int]]:
 def _weights(result: Result) -> str:
     """How a result describes the weights of its model."""
     return str(result.provenance["model"].get("weights", ""))
+
+
+# Within a margin.
+
+
+def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
+    """Add q_same: whether the tested difference lies within ± margin, by two one-sided t tests
+    (Schuirmann 1987).
+
+    The bounds of a log-ratio are ``±log(1 + margin)``, so that a change and its reverse count
+    alike, as is usual for ratios: 5 % allows −4.8 % to +5 %.
+    """
+    check_margin(margin)
+    bound = margin
+    if len(table) and table.scale.iloc[0] == "log-ratio":
+        bound = np.log1p(margin)
+
+    # The standard error, from the t interval.
+    name = table.attrs["tested"]
+    low = table[f"{name}_low"]
+    high = table[f"{name}_high"]
+    freedom = table.n - 1
+    error = (high - low) / 2 / t_quantile(table.attrs["level"], freedom)
+
+    # One test at each end; both must reject.
+    difference = table[name]
+    p_above_lower_bound = stats.t.sf((difference + bound) / error, freedom)
+    p_below_upper_bound = stats.t.cdf((difference - bound) / error, freedom)
+    p = np.maximum(p_above_lower_bound, p_below_upper_bound)
+    without_error = np.where(abs(difference) < bound, 0.0, 1.0)
+    p = np.where(error > 0, p, without_error)
+    with_q = table.assign(q_same=false_discovery(p))
+    with_q.attrs = table.attrs | {"margin": margin}
+    return with_q
+
+
+def check_margin(margin: object) -> None:
+    """Refuse a margin that is not a positive number."""
+    if not isinstance(margin, (int, float)) or not 0 < margin < np.inf:
+        raise OptionError(
+            f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)"
+        )

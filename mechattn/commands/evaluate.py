@@ -1,0 +1,201 @@
+"""The command ``mechattn evaluate``: answers under conditions, and their accuracy as a Markdown
+table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mechattn.axes import BASELINE
+from mechattn.commands.from_config import made_conditions
+from mechattn.commands.run_config import (
+    TemplateWord,
+    places_of,
+    prompts_by_model,
+    read_config,
+    with_prompt_options,
+)
+from mechattn.errors import OptionError
+from mechattn.evaluation.evaluate import evaluate
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.server import Server
+from mechattn.model.checkpoint import tokenizer_named
+from mechattn.model.hooked import HookedModel
+from mechattn.model.load import Dtype, dtype_named, load_model
+from mechattn.store.atomic_writes import check_writable
+from mechattn.toml_sections import Config
+
+HEADER = (
+    "condition",
+    "right",
+    "95 %",
+    "against the baseline, points",
+    "p",
+    "gained, lost",
+    "detectable, points",
+    "unread",
+    "unfinished",
+)
+
+
+def evaluate_from_config(
+    path: Path,
+    server: str | None = None,
+    served_model: str | None = None,
+    server_key: str | None = None,
+    system: str | None = None,
+    template: TemplateWord | None = None,
+) -> tuple[dict[str, Evaluation], list[Path]]:
+    """Run the section [evaluation] of a config file.
+
+    Args:
+        path: The TOML file.
+        server: The address of a server that generates, in place of what the file says.
+        served_model: The name of its model, likewise.
+        server_key: The environment variable with its key, likewise.
+        system: The text before each question, likewise.
+        template: The template of the prompts, likewise.
+
+    Returns:
+        Each model's evaluation, and what was written.
+
+    Raises:
+        OptionError: There is no such section, or one server for several models.
+    """
+    config = with_prompt_options(read_config(path), system, template)
+    if config.evaluation is None:
+        raise OptionError(
+            f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
+        )
+
+    options = config.evaluation.model_dump()
+    section = options["server"] or {}
+    is_loaded = section.pop("weights", False)
+    options["server"] = _server(section, server, served_model, server_key)
+    if options["server"] is not None and len(config.models) > 1:
+        raise OptionError(
+            f"{path} names {len(config.models)} models, but a server has only one model: evaluate "
+            "each separately"
+        )
+
+    # Every place is checked before the first model is loaded.
+    places = {model: Path(place) for model, place in places_of(config, options["out"]).items()}
+    for place in places.values():
+        check_writable(place)
+
+    prompts = prompts_by_model(config)
+    dtype = dtype_named(config.dtype)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+
+    loads_weights = is_loaded or options["server"] is None
+    evaluations = {}
+    for name, place in places.items():
+        model, tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
+        conditions = made_conditions(config.conditions, tokenizer)
+        options["out"] = place
+        evaluations[name] = evaluate(
+            model,
+            prompts[name],
+            conditions,
+            seed=config.seed,
+            **options,
+        )
+
+    return evaluations, list(places.values())
+
+
+def _model_and_tokenizer(
+    config: Config, name: str, dtype: Dtype, loads_weights: bool
+) -> tuple[str | HookedModel, Callable[[], Any]]:
+    """A model to evaluate, by its name where its weights are not needed, and its tokenizer on
+    request."""
+    if not loads_weights:
+        return name, partial(tokenizer_named, name)
+
+    model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
+    return model, partial(getattr, model, "tokenizer")
+
+
+def _server(
+    section: Mapping[str, Any], address: str | None, model: str | None, key: str | None
+) -> Server | None:
+    """The server of a config, or what the command line says in its place; None if there is none.
+
+    Raises:
+        OptionError: The command line names its model or key, and nothing names its address.
+    """
+    options = dict(section)
+    for name, value in (("address", address), ("model", model), ("key", key)):
+        if value is not None:
+            options[name] = value
+
+    if not options:
+        return None
+    if "address" not in options:
+        raise OptionError(
+            "--served-model and --server-key need a server: give --server http://host:8000/v1 too"
+        )
+    return Server(**options)
+
+
+def accuracy_table(evaluation: Evaluation) -> str:
+    """The table, with cautions before it and the methods after it."""
+    accuracies = evaluation.accuracy()
+    tests = f"score and t intervals, sign flips, over {accuracies.attrs['unit']}"
+    lines = []
+    for caution in evaluation.cautions:
+        lines += [f"**{caution}**", ""]
+
+    lines.append(_row(HEADER))
+    lines.append("|---" * len(HEADER) + "|")
+    for row in accuracies.to_dict("records"):
+        cells = [
+            row["condition"],
+            f"{100 * row['accuracy']:.1f} %",
+            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
+        ]
+        if row["condition"] == BASELINE:
+            cells += [""] * 4
+        else:
+            change = evaluation.compare(row["condition"])
+            if "only_first" in change:
+                tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
+            cells += _change_cells(change)
+
+        cells += [row["unread"], row["unfinished"]]
+        lines.append(_row(cells))
+
+    first = accuracies.iloc[0]
+    lines += [
+        "",
+        f"n = {first.n}; {tests}; detectable: found with 80 % power. The {first.condition} can fall by"
+        f" {100 * first.accuracy:.1f} points.",
+    ]
+    return "\n".join(lines)
+
+
+def _change_cells(change: Any) -> list[str]:
+    """The difference from the baseline, its p, the problems that changed, what can be detected."""
+    difference = f"{100 * change['difference']:+.1f}"
+    interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
+    changed = ""
+    if "only_first" in change:
+        changed = f"{change['only_first']}, {change['only_second']}"
+
+    return [
+        f"{difference} {interval}",
+        f"{change['p']:.2g}",
+        changed,
+        f"{100 * change['detectable']:.1f}",
+    ]
+
+
+def _row(cells: Any) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
