@@ -9,7 +9,6 @@ from typing import cast
 import torch
 
 from mechattn.analysis.analysis import Window
-from mechattn.axes import BASELINE
 from mechattn.interventions.intervention import Intervention, Target
 from mechattn.model.hooked import HookedModel
 from mechattn.model.several_devices import device_of
@@ -54,7 +53,7 @@ class PlacedBatch:
 
         pairs: dict[torch.device, Pairs | None] = dict.fromkeys(copies)
         if needs_pairs:
-            pairs = {device: pairs_of(copy, BASELINE) for device, copy in copies.items()}
+            pairs = {device: pairs_of(copy) for device, copy in copies.items()}
 
         return cls(
             model=model,

@@ -15,9 +15,8 @@ from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
-from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import TokenSequence
+from mechattn.prompts.token_sequences import TokenSequence, with_changes
 from mechattn.prompts.tokenization import TokenizedModel
 
 # The arguments of ``run`` and ``record_…``.
@@ -193,7 +192,7 @@ def made_sequences(
                 _check_insertion(prompt, name, sequence, sequences[BASELINE])
 
     # Counterparts may change tokens: which ones is marked here.
-    return [with_changes(sequences, BASELINE) for sequences in of_prompts]
+    return [with_changes(sequences) for sequences in of_prompts]
 
 
 def _check_insertion(
