@@ -109,7 +109,7 @@ def evaluate(
     for by_condition in sequences:
         request_checks.check_is_unchanged(by_condition[BASELINE])
 
-    rope_factors = {}
+    rope_factors: dict[str, str] = {}
     if server is None:
         rope_factors = _checked_rope_factors(reader, prompts, sequences, new_tokens)
     else:

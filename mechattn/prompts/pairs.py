@@ -119,7 +119,7 @@ def _drawn(tokenizer: Any, source: str, count: int, seed: int) -> list[Prompt]:
     return prompts
 
 
-def _indirect_object(draw: random.Random, template: str, names: list[str]) -> dict[str, str]:
+def _indirect_object(draw: random.Random, template: str, names: list[str]) -> dict[str, Any]:
     """Who gets the thing: the name that is not repeated."""
     receiver, giver = (name.strip() for name in draw.sample(names, 2))
     place = draw.choice(_WORDING["places"])
@@ -134,7 +134,7 @@ def _indirect_object(draw: random.Random, template: str, names: list[str]) -> di
     }
 
 
-def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dict[str, str]:
+def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dict[str, Any]:
     """A year after the beginning; the other version begins early."""
     early = draw.choice([number for number in numbers if 20 < int(number) < 40])
     late = draw.choice([number for number in numbers if 60 <= int(number) < 80])
@@ -150,7 +150,7 @@ def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dic
     }
 
 
-def _capital(draw: random.Random, template: str, words: list[str], word: str) -> dict[str, str]:
+def _capital(draw: random.Random, template: str, words: list[str], word: str) -> dict[str, Any]:
     """The capital of a country; the other version asks for another."""
     other_word = draw.choice([other for other in words if other != word])
     country = word.strip()
@@ -178,11 +178,11 @@ def _shuffled(model: TokenizedModel, prompt: Prompt, seed: int) -> Prompt:
     answer = span[cut]
 
     # The last token must have a successor in the other order too, and another one.
-    other_answer = None
-    while other_answer in (None, answer):
+    while True:
         other_order = draw.sample(span, len(span))
-        successors = dict(pairwise(other_order))
-        other_answer = successors.get(last_token)
+        other_answer = dict(pairwise(other_order)).get(last_token)
+        if other_answer is not None and other_answer != answer:
+            break
 
     return Prompt(
         tokens=(*bos, *span, *span[:cut]),
