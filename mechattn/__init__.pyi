@@ -15,10 +15,10 @@ from .engine.run import RunOptions as RunOptions
 from .engine.run import run as run
 from .engine.run import run_random as run_random
 from .errors import MechattnError as MechattnError
-from .evaluation.answer_file import load_evaluation as load_evaluation
 from .evaluation.evaluate import baseline_noise as baseline_noise
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.evaluation import Evaluation as Evaluation
+from .evaluation.evaluation import load_evaluation as load_evaluation
 from .evaluation.server import Server as Server
 from .evaluation.while_answering import while_answering as while_answering
 from .jobs.job import Job as Job

@@ -22,7 +22,8 @@ import torch
 from ways import SHAPES, new_model
 
 import mechattn as ma
-from mechattn.evaluation.generate import Generation, Request, answers
+from mechattn.evaluation.generate import Generation, answers
+from mechattn.evaluation.generating_rows import Request
 from mechattn.model.checkpoint import load_tokenizer
 from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 

@@ -24,7 +24,7 @@ from mechattn.analysis.analysis import (
     means_of,
     zeros,
 )
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import SEGMENTS
 from mechattn.errors import check_choice, check_counts
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
@@ -202,7 +202,7 @@ def _key_groups(
 def _pairs(batch: Batch) -> tuple[Pairs, Bool[Tensor, " pair"]]:
     """Each sequence with its baseline, and whether it has the baseline's tokens, none of them
     changed."""
-    pairs = pairs_of(batch, BASELINE)
+    pairs = pairs_of(batch)
     tokens = batch.tokens.gather(1, pairs.place)
     baseline_tokens = tokens[pairs.baseline]
     return pairs, ((tokens == baseline_tokens) | ~pairs.original).all(-1)

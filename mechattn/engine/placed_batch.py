@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import PairedRows, Window
-from mechattn.axes import BASELINE
 from mechattn.errors import ModelError
 from mechattn.functional.attention import AnyRows, Rows
 from mechattn.interventions.intervention import Intervention, Target
@@ -59,7 +58,7 @@ class PlacedBatch:
 
         pairs: dict[torch.device, Pairs | None] = dict.fromkeys(copies)
         if needs_pairs:
-            pairs = {device: pairs_of(copy, BASELINE) for device, copy in copies.items()}
+            pairs = {device: pairs_of(copy) for device, copy in copies.items()}
 
         return cls(
             model=model,

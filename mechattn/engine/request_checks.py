@@ -17,9 +17,8 @@ from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
-from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import TokenSequence
+from mechattn.prompts.token_sequences import TokenSequence, with_changes
 from mechattn.prompts.tokenization import TokenizedModel
 
 # The arguments of ``run`` and ``record_…``.
@@ -240,7 +239,7 @@ def made_sequences(
             _check_insertion(prompt, name, sequence, sequences[BASELINE])
 
         # A counterpart may change tokens: which ones is marked here.
-        of_prompts.append(with_changes(sequences, BASELINE))
+        of_prompts.append(with_changes(sequences))
     return of_prompts
 
 

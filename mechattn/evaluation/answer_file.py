@@ -1,22 +1,21 @@
-"""The file of a run's answers: JSON lines, one written as each answer ends, and extended by later
-calls."""
+"""Graded answers, and their file: JSON lines, the provenance first, then a line as each answer ends.
+Later calls extend it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.graded_answers import GradedAnswer, as_lines
+from mechattn.store.atomic_writes import check_writable, write_whole
 
 Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
 # A server may come back at another address; problems, conditions and samples may be added.
@@ -33,6 +32,42 @@ _MAY_DIFFER = (
 
 
 @dataclass(frozen=True)
+class GradedAnswer:
+    """A generated and graded answer.
+
+    Args:
+        prompt: The prompt's id.
+        condition: The condition.
+        sample: The index of the answer among several to the same question.
+        text: The generated text.
+        tokens: Its token ids.
+        answer: The final answer; None if none was found.
+        solution: The reference.
+        right: Whether the final answer equals the reference.
+        finished: Whether the model ended the answer before the limit.
+        logprob: Mean log-probability of its tokens, in nats, at temperature 1.
+        read: A digest of the token ids that the model read.
+    """
+
+    prompt: str
+    condition: str
+    sample: int
+    text: str
+    tokens: tuple[int, ...]
+    answer: str | None
+    solution: str
+    right: bool
+    finished: bool
+    logprob: float = float("nan")
+    read: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells it from the other answers of a run."""
+        return self.prompt, self.condition, self.sample
+
+
+@dataclass(frozen=True)
 class Kept:
     """The answers so far, and where they come from; also in a file if one is given.
 
@@ -46,27 +81,43 @@ class Kept:
     path: Path | None
     about: dict[str, Any]
 
-    def note(self, name: str, value: Any, without: Sequence[Key] = ()) -> None:
-        """Record one more fact about where the answers come from, which may cost some of them."""
+    def note(self, name: str, value: Any) -> None:
+        """Record one more fact about where the answers come from."""
         self.about[name] = value
-        for key in without:
-            self.answers.pop(key, None)
         if self.path is not None:
-            Evaluation(tuple(self.answers.values()), self.about).save(self.path)
+            write_answers(self.path, self.about, self.answers.values())
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Leave answers out; the file is without them from the next note on."""
+        for key in keys:
+            self.answers.pop(key, None)
 
     def add(self, answer: GradedAnswer) -> None:
         """Add an answer; if the disk is full, earlier answers are kept."""
-        self.answers[answer.prompt, answer.condition, answer.sample] = answer
+        self.answers[answer.key] = answer
         if self.path is None:
             return
         try:
             with open(self.path, "a", encoding="utf-8") as lines:
-                lines.write(as_lines([asdict(answer)]))
+                lines.write(_line(asdict(answer)))
         except OSError as error:
             raise OutputError(
                 f"answers could not be added to {self.path}: {error.strerror or error}. Earlier "
                 "answers are kept; free some space, and call evaluate again with the same arguments"
             ) from error
+
+
+class _Provenance(BaseModel):
+    """What is needed of a file's provenance."""
+
+    conditions: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+
+
+class _FirstLine(BaseModel):
+    """The first line of a file."""
+
+    provenance: _Provenance
 
 
 @contextmanager
@@ -108,24 +159,14 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
         lock.release()
 
 
-def load_evaluation(path: str | Path) -> Evaluation:
-    """Load an evaluation written by ``Evaluation.save`` or ``evaluate(out=…)``.
-
-    Raises:
-        OutputError: The file is not an evaluation.
-    """
-    about, answers = _read(Path(path))
-    return Evaluation(tuple(answers.values()), about)
-
-
 def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
     """The answers already in the file, if this run may extend it; a new file gets its first
     line."""
     if not path.exists() or not path.stat().st_size:
-        Evaluation((), about).save(path)
+        write_answers(path, about, ())
         return Kept({}, path, dict(about))
 
-    stored, answers = _read(path)
+    stored, answers = read_answers(path)
     about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
     _check_same_run(path, stored, about_as_stored)
 
@@ -141,7 +182,7 @@ def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
         extended["samples"] = max(stored["samples"], about["samples"])
 
     # Written at once, also without a last line that was cut off.
-    Evaluation(tuple(answers.values()), extended).save(path)
+    write_answers(path, extended, answers.values())
     return Kept(answers, path, extended)
 
 
@@ -165,7 +206,36 @@ def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, A
         )
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
+def write_answers(
+    path: Path, provenance: Mapping[str, Any], answers: Iterable[GradedAnswer]
+) -> None:
+    """Write provenance and answers, completely or not at all; only an evaluation is replaced."""
+    check_writable(path)
+    if not _is_replaceable(path):
+        raise OutputError(
+            f"{path} exists and is not an evaluation; give another name, or move the file"
+        )
+    lines = [_line({"provenance": provenance}), *(_line(asdict(answer)) for answer in answers)]
+    write_whole(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether the path is free, or holds an evaluation, judged by its first line."""
+    try:
+        with open(path, "rb") as stored:
+            first_line = stored.readline()
+        return not first_line or set(json.loads(first_line)) == {"provenance"}
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     """The provenance and the answers of a file.
 
     Raises:
@@ -174,15 +244,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     try:
         content = path.read_bytes()
         lines = content.rstrip(b"\n").split(b"\n")
-        about = json.loads(lines[0])["provenance"]
-
-        by_name = [about.get("conditions", {}), about.get("groups", {})]
-        if not all(isinstance(section, dict) for section in by_name):
-            raise ValueError("its provenance, conditions or groups are not by name")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason: Any = error
-        if isinstance(error, KeyError):
-            reason = "its first line has no provenance"
+        _FirstLine.model_validate_json(lines[0], strict=True)
+    except (OSError, ValidationError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            reason = f"in its first line {_mistake(error)}"
         raise OutputError(
             f"{path} is not an evaluation: {reason}; give another name, or move the file"
         ) from None
@@ -197,12 +263,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
             if is_cut_off:  # a run was killed while it wrote this line
                 break
 
-            mistake = error.errors()[0]
-            reason = mistake["msg"]
-            if mistake["loc"]:
-                reason = f"its {mistake['loc'][0]} is {mistake['input']!r:.40} ({reason})"
-            raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
+            raise OutputError(
+                f"line {number} of {path} is not an answer: {_mistake(error)}"
+            ) from None
 
-        answers[answer.prompt, answer.condition, answer.sample] = answer
+        answers[answer.key] = answer
 
-    return about, answers
+    return json.loads(lines[0])["provenance"], answers
+
+
+def _mistake(error: ValidationError) -> str:
+    """What is wrong with a line."""
+    mistake = error.errors()[0]
+    fields = [name for name in mistake["loc"] if isinstance(name, str)]
+    if not fields:
+        return mistake["msg"]
+    return f"its {fields[-1]} is {mistake['input']!r:.40} ({mistake['msg']})"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,15 @@ from torch import Tensor
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks
 from mechattn.errors import Interrupted, OptionError, PromptError, check_counts
-from mechattn.evaluation import generate
 from mechattn.evaluation import grader as graders
-from mechattn.evaluation.answer_file import Kept, Key, kept
+from mechattn.evaluation.answer_file import GradedAnswer, Kept, kept
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.generate import Answer, Generation, Request, Sampling
-from mechattn.evaluation.graded_answers import GradedAnswer
+from mechattn.evaluation.generate import Answer, checked_sampling, local_answers, native_of
+from mechattn.evaluation.generating_rows import Request
 from mechattn.evaluation.grader import Grader
-from mechattn.evaluation.progress import AnswerBar
 from mechattn.evaluation.served_answers import check_room, check_servable, served_answers
 from mechattn.evaluation.server import Server
-from mechattn.model.checkpoint import UnloadedModel, end_tokens
+from mechattn.model.architectures import PARTICULARS, Particulars
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked, load_model, unloaded
 from mechattn.model.weights import weights_hash
@@ -92,6 +91,12 @@ def evaluate(
     if server is not None and not isinstance(server, Server):
         server = Server(server)
 
+    prompts = as_prompts(prompts)
+    named = request_checks.with_baseline(conditions)
+    sampling = checked_sampling(new_tokens, samples, temperature, seed)
+    check_counts(batch=batch)
+    _check_references(prompts, grader)
+
     # A server needs only the tokenizer here; weights are used where they are loaded already.
     reader: Any
     if server is None:
@@ -99,56 +104,45 @@ def evaluate(
     else:
         reader = unloaded(model)
 
-    prompts = as_prompts(prompts)
-    named = request_checks.with_baseline(conditions)
-    sampling = generate.checked_sampling(new_tokens, samples, temperature, seed)
-    check_counts(batch=batch)
-    _check_references(prompts, grader)
-    native = None
-    if server is None:
-        native = generate.native_of(reader)
-
     sequences = request_checks.made_sequences(named, prompts, reader, seed)
-    requested = _requested(prompts, sequences, sampling.samples)
-    rope_factors = _checked_rope_factors(
-        reader,
-        native,
-        prompts,
-        sequences,
-        sampling.new_tokens,
-        requested,
-    )
+    requests = _requests(prompts, sequences, sampling.samples)
+    for by_condition in sequences:
+        request_checks.check_is_unchanged(by_condition[BASELINE])
 
-    about = _about(reader, server, prompts)
-    about |= asdict(sampling)
+    rope_factors: dict[str, str] = {}
+    if server is None:
+        rope_factors = _checked_rope_factors(reader, prompts, sequences, new_tokens)
+    else:
+        check_servable(reader, prompts, sequences, new_tokens)
+    check_room(requests, new_tokens, reader.cfg.n_ctx, str(reader.cfg.model_name))
+
+    about = _about(reader, server, prompts) | asdict(sampling)
     about["conditions"] = {name: identity(condition) for name, condition in named.items()}
     about["grader"] = grader
     if rope_factors:
         about["rope_factors"] = dict(Counter(rope_factors.values()))
 
-    with kept(out, about) as file:
-        _check_kept(file, requested)
-        todo = [key for key in requested if key not in file.answers]
+    with kept(out, about) as file, _interruption_told(file, requests):
+        _check_kept(file, requests)
+        todo = [request for request in requests if request.key not in file.answers]
+        if server is None:
+            kept_count = len(requests) - len(todo)
+            answers = local_answers(reader, todo, sampling, batch, rope_factors, kept_count)
+        else:
+            answers = served_answers(server, reader, requests, todo, sampling, batch, file)
 
-        with _interruption_told(file, requested):
-            if server is None:
-                answers = _generated(reader, native, requested, todo, batch, rope_factors, sampling)
-            else:
-                answers = served_answers(server, reader, requested, todo, sampling, batch, file)
-
-            with closing(answers):  # so that after an error nothing more is asked for
-                for key, answer, text in answers:
-                    graded = _graded(requested[key], answer, text, grader)
-                    file.add(graded)
+        with closing(answers):  # so that after an error nothing more is asked for
+            for request, answer, text in answers:
+                file.add(_graded(request, answer, text, grader))
 
     if "probe" in file.about:
         about["probe"] = file.about["probe"]
 
-    # By condition, and within each in the order of the prompts.
+    # By condition, and within each in the order of the prompts. A server that takes only text may
+    # leave problems out.
     names = list(named)
-    ordered = sorted(requested, key=lambda key: names.index(key[1]))
-    # A server that takes only text may leave problems out.
-    answered = [file.answers[key] for key in ordered if key in file.answers]
+    in_order = sorted(requests, key=lambda request: names.index(request.condition))
+    answered = [file.answers[request.key] for request in in_order if request.key in file.answers]
     return Evaluation(tuple(answered), about)
 
 
@@ -157,9 +151,13 @@ def baseline_noise(
     model: Any,
     prompts: Prompt | str | Sequence[Prompt | str],
     *,
+    grader: Grader = "auto",
     batch: int = 32,
     other_batch: int = 8,
-    **options: Any,
+    seed: int = 0,
+    new_tokens: int = 256,
+    samples: int = 1,
+    temperature: float | None = None,
 ) -> pd.DataFrame:
     """Measure how much baseline answers change with the batch size and with the dtype.
 
@@ -172,9 +170,13 @@ def baseline_noise(
         model: As for ``evaluate``. For the other dtype a copy of its parameters is held
             temporarily.
         prompts: Prompts with a ``solution``.
+        grader: As for ``evaluate``, like the other options below.
         batch: The batch size of the first run.
         other_batch: The batch size of the second run.
-        options: Options of ``evaluate``, such as ``new_tokens``.
+        seed: The seed of all draws.
+        new_tokens: The longest answer in tokens.
+        samples: The number of answers to each question.
+        temperature: The temperature of the draws.
 
     Returns:
         One row per repetition: accuracy, difference with Newcombe's interval, mid-p McNemar,
@@ -184,85 +186,82 @@ def baseline_noise(
     Raises:
         OptionError: The second run has the batch size of the first.
     """
-    forbidden = sorted({"out", "conditions", "server"} & set(options))
-    if forbidden:
-        raise OptionError(
-            f"{forbidden[0]}=… cannot be given: only the baseline is answered, again in each "
-            "repetition"
-        )
+    if batch == other_batch:
+        raise OptionError(f"batch={batch} in both runs shows no noise; choose another value")
 
     model = load_model(as_hooked(model))
     prompts = as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if batch == other_batch:
-        raise OptionError(f"batch={batch} in both runs shows no noise; choose another value")
-
     other_dtype = "float32"
     if dtype == "float32":
         other_dtype = "bfloat16"
     twin = load_model(
-        copy.deepcopy(generate.native_of(model)),
+        copy.deepcopy(native_of(model)),
         tokenizer=model.tokenizer,
         dtype=getattr(torch, other_dtype),
         verify=False,
     )
 
-    def answered(by: Any, batch: int) -> Evaluation:
-        return evaluate(by, prompts, batch=batch, **options)
-
-    first = answered(model, batch)
+    answered = partial(
+        evaluate,
+        prompts=prompts,
+        grader=grader,
+        seed=seed,
+        new_tokens=new_tokens,
+        samples=samples,
+        temperature=temperature,
+    )
+    first = answered(model, batch=batch)
     repetitions = {
         f"{dtype}, batch {batch}": first,
-        f"{dtype}, batch {other_batch}": answered(model, other_batch),
-        f"{other_dtype}, batch {batch}": answered(twin, batch),
+        f"{dtype}, batch {other_batch}": answered(model, batch=other_batch),
+        f"{other_dtype}, batch {batch}": answered(twin, batch=batch),
     }
 
-    first_right = first.right(BASELINE)
-    rows = []
-    for name, repetition in repetitions.items():
-        right = repetition.right(BASELINE)
-        comparison = repetition.compare(BASELINE, other=first)
-        figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
-
-        pairs = zip(repetition.answers, first.answers, strict=True)
-        changed_texts = [answer.text != first_answer.text for answer, first_answer in pairs]
-        rows.append(
-            {
-                "repetition": name,
-                "accuracy": float(right.mean()),
-                **figures,
-                "flipped": float((right != first_right).mean()),
-                "texts": float(np.mean(changed_texts)),
-            }
-        )
-
+    rows = [_beside(name, repetition, first) for name, repetition in repetitions.items()]
     return pd.DataFrame(rows)
 
 
-def _requested(
+def _beside(name: str, repetition: Evaluation, first: Evaluation) -> dict[str, Any]:
+    """How much the answers of a repetition differ from the first ones."""
+    comparison = repetition.compare(BASELINE, other=first)
+    figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
+
+    right = repetition.right(BASELINE)
+    pairs = zip(repetition.answers, first.answers, strict=True)
+    changed_texts = [answer.text != first_answer.text for answer, first_answer in pairs]
+    return {
+        "repetition": name,
+        "accuracy": float(right.mean()),
+        **figures,
+        "flipped": float((right != first.right(BASELINE)).mean()),
+        "texts": float(np.mean(changed_texts)),
+    }
+
+
+def _requests(
     prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]], samples: int
-) -> dict[Key, Request]:
+) -> list[Request]:
     """Everything that is asked for, each problem's conditions one after the other."""
-    requested = {}
+    requests = []
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         for name, sequence in by_condition.items():
             for sample in range(samples):
-                request = Request(prompt.id, sequence, sample, name, str(prompt.solution))
-                requested[prompt.id, name, sample] = request
+                requests.append(Request(prompt.id, sequence, sample, name, str(prompt.solution)))
 
-    return requested
+    return requests
 
 
-def _check_kept(file: Kept, requested: Mapping[Key, Request]) -> None:
+def _check_kept(file: Kept, requests: Sequence[Request]) -> None:
     """Refuse kept answers to other token ids, or with another reference, than those of this
     call."""
-    for key, request in requested.items():
-        answer = file.answers.get(key)
+    for request in requests:
+        answer = file.answers.get(request.key)
         if answer is None:
             continue
 
         different = None
-        if answer.read != read_digest(request.sequence):
+        if answer.read != _read_digest(request):
             different = "the tokens"
         elif answer.solution != request.solution:
             different = "the solution"
@@ -274,13 +273,13 @@ def _check_kept(file: Kept, requested: Mapping[Key, Request]) -> None:
             )
 
 
-def read_digest(sequence: TokenSequence) -> str:
+def _read_digest(request: Request) -> str:
     """A digest of the token ids that the model reads, stored with each answer."""
-    return provenance.digest([sequence.tokens.tolist()])
+    return provenance.digest([request.sequence.tokens.tolist()])
 
 
 @contextmanager
-def _interruption_told(file: Kept, requested: Mapping[Key, Request]) -> Iterator[None]:
+def _interruption_told(file: Kept, requests: Sequence[Request]) -> Iterator[None]:
     """On Ctrl-C, say how many answers are kept and how to go on."""
     try:
         yield
@@ -289,54 +288,13 @@ def _interruption_told(file: Kept, requested: Mapping[Key, Request]) -> Iterator
             "stopped; no answer is kept, since no file was given: with out=… each one is stored"
             " when it ends"
         )
-
         if file.path is not None:
-            count = sum(key in file.answers for key in requested)
+            count = sum(request.key in file.answers for request in requests)
             message = (
-                f"stopped; {count} of {len(requested)} answers are kept in {file.path}. The same"
+                f"stopped; {count} of {len(requests)} answers are kept in {file.path}. The same"
                 " call goes on with the rest"
             )
         raise Interrupted(message) from None
-
-
-def _generated(
-    model: HookedModel,
-    native: Any,
-    requested: Mapping[Key, Request],
-    todo: Sequence[Key],
-    batch: int,
-    rope_factors: Mapping[str, str],
-    sampling: Sampling,
-) -> Generator[tuple[Key, Answer, str], None, None]:
-    """Each answer with its text, as soon as it ends."""
-    generation_config = getattr(native, "generation_config", None)
-    end = end_tokens(generation_config, model.tokenizer)
-
-    # LongRoPE has other factors beyond a length, and chooses them for a whole batch.
-    keys_by_factors: dict[str, list[Key]] = {}
-    shortest_first = sorted(todo, key=lambda key: len(requested[key].sequence))
-    for key in shortest_first:
-        factors = rope_factors.get(key[0], "")
-        keys_by_factors.setdefault(factors, []).append(key)
-
-    kept_count = len(requested) - len(todo)
-    with AnswerBar(len(todo), kept_count) as bar:
-        for keys in keys_by_factors.values():
-            generation = Generation(
-                native,
-                [requested[key] for key in keys],
-                batch,
-                sampling.new_tokens,
-                end,
-                sampling.temperature,
-                sampling.seed,
-                bar.add_tokens,
-            )
-            while generation.is_open:
-                for number, answer in generation.advance().items():
-                    text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-                    bar.add_answer()
-                    yield keys[number], answer, text
 
 
 def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
@@ -353,7 +311,7 @@ def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> Grad
         right=grade.right,
         finished=answer.finished,
         logprob=answer.logprob,
-        read=read_digest(request.sequence),
+        read=_read_digest(request),
     )
 
 
@@ -385,43 +343,51 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
 
 @alone
 def _checked_rope_factors(
-    model: Any,
-    native: Any,
+    model: HookedModel,
     prompts: Sequence[Prompt],
     sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
-    requested: Mapping[Key, Request],
 ) -> dict[str, str]:
     """The rope factors with which a LongRoPE model reads each prompt: the "short" or "long" ones.
 
     All prompts are checked, before a token is generated.
     """
-    for by_condition in sequences:
-        request_checks.check_is_unchanged(by_condition[BASELINE])
-
-    hooked = model
-    if isinstance(model, UnloadedModel):
-        check_servable(sequences)
-        hooked = model.loaded
-    if hooked is not None:
-        for prompt, by_condition in zip(prompts, sequences, strict=True):
-            request_checks.check_side(prompt, by_condition, hooked, new_tokens)
-
-    model_name = str(model.cfg.model_name)
-    check_room(requested.values(), new_tokens, model.cfg.n_ctx, model_name)
-    if isinstance(model, UnloadedModel):
-        return {}
-
-    for by_condition in sequences:
+    native = native_of(model)
+    for prompt, by_condition in zip(prompts, sequences, strict=True):
+        request_checks.check_side(prompt, by_condition, model, new_tokens)
         for name, sequence in by_condition.items():
-            generate.refuse_what_cannot_generate(native, sequence, name)
+            _check_cut_edges(native, sequence, name)
 
     ids = [prompt.id for prompt in prompts]
-    sequences_by_name = [dict(by_condition) for by_condition in sequences]
-    request_checks.check_variants(model, sequences_by_name)
-    request_checks.check_interventions(model, ids, sequences_by_name)
+    request_checks.check_variants(model, sequences)
+    request_checks.check_interventions(model, ids, sequences)
     factors = request_checks.sides_of(model, sequences)
-    return dict(zip(ids, factors, strict=False))
+    return dict(zip(ids, factors, strict=False))  # a model without LongRoPE has none
+
+
+def _check_cut_edges(native: Any, sequence: TokenSequence, name: str) -> None:
+    """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
+    if sequence.edge_mask is None:
+        return
+
+    if sequence.edge_mask.layers is not None:
+        raise OptionError(
+            f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"
+        )
+
+    config = getattr(native.config, "text_config", native.config)
+    kind = getattr(config, "model_type", "")
+    if not PARTICULARS.get(kind, Particulars()).masks_edges:
+        reason = "has ALiBi"
+    elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        reason = "has layers with windows, whose cache is cut short"
+    else:
+        return
+
+    raise OptionError(
+        f"{name!r} cuts edges, and a {kind} model {reason}: generation with cut edges is not "
+        "supported here. Omit the condition"
+    )
 
 
 def _about(model: Any, server: Server | None, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError, OutputError, check_choice, check_counts
+from mechattn.errors import OptionError, check_choice, check_counts
+from mechattn.evaluation.answer_file import GradedAnswer, read_answers, write_answers
 from mechattn.evaluation.followed_answers import follows
-from mechattn.evaluation.graded_answers import GradedAnswer, as_lines, cautions, is_replaceable
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.accuracy import (
     deviation,
@@ -27,8 +27,8 @@ from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import false_discovery, paired
 from mechattn.stats.resolution import detectable_size
 from mechattn.stats.units import Unit, Units
-from mechattn.store.atomic_writes import check_writable, write_whole
 
+_MANY = 0.1  # the share of cut-off or unread answers above which a sentence says so
 _NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
 
 
@@ -67,7 +67,36 @@ class Evaluation:
         They name the conditions where more than a tenth of the answers were cut off, or cannot be
         read, and a baseline that cannot fall or cannot rise.
         """
-        return cautions({name: self._under(name) for name in self.conditions})
+        cut_off = []
+        unread = []
+        for name in self.conditions:
+            answers = self._under(name)
+            finished = [answer for answer in answers if answer.finished]
+            cut_off_count = len(answers) - len(finished)
+            unread_count = sum(answer.answer is None for answer in finished)
+            if cut_off_count > _MANY * len(answers):
+                cut_off.append(f"{cut_off_count} of {len(answers)} under {name!r}")
+            if unread_count > _MANY * len(answers):
+                unread.append(f"{unread_count} of {len(answers)} under {name!r}")
+
+        sentences = []
+        if cut_off:
+            sentences.append(
+                f"Careful: many answers were cut off and count as wrong ({', '.join(cut_off)}). "
+                "Allow more new_tokens before you compare."
+            )
+        if unread:
+            sentences.append(
+                f"Careful: many answers end without a final answer ({', '.join(unread)}). Does the "
+                "prompt ask for a mark, such as \\boxed{…}?"
+            )
+
+        right = [answer.right for answer in self._under(BASELINE)]
+        if len(right) > 1 and all(right):
+            sentences.append("Careful: every answer of the baseline is right; it can only fall.")
+        if len(right) > 1 and not any(right):
+            sentences.append("Careful: no answer of the baseline is right; it can only rise.")
+        return sentences
 
     @property
     def samples(self) -> int:
@@ -246,8 +275,7 @@ class Evaluation:
             OptionError: There are fewer than two problems, or no condition other than the baseline.
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
-        groups = self.provenance.get("groups", {})
-        group_of = {prompt: groups.get(prompt, prompt) for prompt in self._problems()}
+        group_of = self._groups()
         problems = sorted(group_of, key=lambda prompt: _hash(group_of[prompt]))
         units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
@@ -350,12 +378,12 @@ class Evaluation:
         Raises:
             OptionError: A prompt has no answer under this condition.
         """
-        answers = {
-            answer.prompt: answer
-            for answer in self._under(condition)
-            if answer.sample == sample and answer.tokens
-        }
-        missing = [prompt.id for prompt in prompts if prompt.id not in answers]
+        answers = self._first_answers(condition, sample)
+        missing = [
+            prompt.id
+            for prompt in prompts
+            if prompt.id not in answers or not answers[prompt.id].tokens
+        ]
         if missing:
             raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; omit it")
 
@@ -365,6 +393,10 @@ class Evaluation:
             answered.append(replace(prompt, answer=answer.text, answer_tokens=answer.tokens))
 
         return answered
+
+    def _first_answers(self, condition: str, sample: int = 0) -> dict[str, GradedAnswer]:
+        """The answer to each problem under a condition, by the problem's id."""
+        return {a.prompt: a for a in self._under(condition) if a.sample == sample}
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
@@ -377,30 +409,22 @@ class Evaluation:
         Raises:
             OutputError: The path cannot be written to, or an existing file is not an evaluation.
         """
-        path = Path(path)
-        check_writable(path)
-        if not is_replaceable(path):
-            raise OutputError(
-                f"{path} exists and is not an evaluation; give another name, or move the file"
-            )
-        first_line = {"provenance": self.provenance}
-        text = as_lines([first_line, *map(asdict, self.answers)])
-        write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
+        write_answers(Path(path), self.provenance, self.answers)
 
     def _units(self, unit: Unit) -> Units:
         """The problems, or their groups, in the order of ``right``."""
         check_choice(Unit, unit=unit)
-        problems = list(self._problems())
-        groups = self.provenance.get("groups", {})
-        if unit == "prompt" or not groups:
-            return Units(len(problems))
-
-        # A problem without a group is one of its own.
-        units = Units.grouped([groups.get(problem, problem) for problem in problems])
-        if units.inflation <= _NEGLIGIBLE:
-            return Units(len(problems))
+        group_of = self._groups()
+        units = Units.grouped(list(group_of.values()))
+        if unit == "prompt" or units.inflation <= _NEGLIGIBLE:
+            return Units(len(group_of))
         units.refuse_below(FEWEST)
         return units
+
+    def _groups(self) -> dict[str, str]:
+        """The group of each problem by its id; a problem without one is a group of its own."""
+        groups = self.provenance.get("groups", {})
+        return {problem: groups.get(problem, problem) for problem in self._problems()}
 
     def _restricted_to(self, problems: Sequence[str]) -> Evaluation:
         """The evaluation of some problems only, in their order."""
@@ -416,6 +440,16 @@ class Evaluation:
     def _problems(self) -> dict[str, str]:
         """The reference of each problem, by its id."""
         return {answer.prompt: answer.solution for answer in self.answers}
+
+
+def load_evaluation(path: str | Path) -> Evaluation:
+    """Load an evaluation written by ``Evaluation.save`` or ``evaluate(out=…)``.
+
+    Raises:
+        OutputError: The file is not an evaluation.
+    """
+    provenance, answers = read_answers(Path(path))
+    return Evaluation(tuple(answers.values()), provenance)
 
 
 def _intervals(

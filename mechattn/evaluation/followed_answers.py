@@ -83,5 +83,5 @@ def _answers_under(evaluation: Evaluation, condition: str) -> dict[str, str | No
     """The final answer to each problem under a condition; an error where one is missing."""
     evaluation.right(condition)  # refuses where one is missing
 
-    answers = {a.prompt: a.answer for a in evaluation.answers if a.condition == condition}
-    return {prompt: answers[prompt] for prompt in evaluation._problems()}
+    answers = evaluation._first_answers(condition)
+    return {prompt: answers[prompt].answer for prompt in evaluation._problems()}

@@ -7,28 +7,32 @@ place, so that no row waits for the longest answer (continuous batching).
 from __future__ import annotations
 
 import inspect
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from mechattn.axes import BASELINE
 from mechattn.errors import ModelError, OptionError, check_counts
-from mechattn.evaluation.generating_rows import GeneratingRow, GeneratingRows, PaddedPrompts
+from mechattn.evaluation.generating_rows import (
+    GeneratingRow,
+    GeneratingRows,
+    PaddedPrompts,
+    Request,
+    acting_on_answers,
+    acting_on_prompts,
+    last_logits_only,
+)
 from mechattn.functional.activations import keyed_uniform, token_keys
-from mechattn.interventions.intervention import Target, read_first
-from mechattn.model.architectures import PARTICULARS, Particulars
-from mechattn.model.hooked import HookedModel, alone, facts_of
-from mechattn.model.hooks import keeping_one
+from mechattn.model.checkpoint import end_tokens
+from mechattn.model.hooked import HookedModel, facts_of, holding, measuring
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.prompt import MOST
-from mechattn.prompts.token_sequences import PADDING, TokenSequence
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,8 @@ def checked_sampling(
     Raises:
         OptionError: A number is not allowed, or several answers would be the same.
     """
-    check_counts(new_tokens=new_tokens, samples=samples)
-    if samples > MOST:
-        raise OptionError(f"samples={samples}: give at most {MOST:,} answers to a question")
+    check_counts(new_tokens=new_tokens)
+    check_counts(most=MOST, samples=samples)
     if temperature is None:
         temperature = 1.0
         if samples == 1:
@@ -76,25 +79,6 @@ def checked_sampling(
         )
 
     return Sampling(new_tokens, samples, float(temperature), seed)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A requested answer.
-
-    Args:
-        prompt: The prompt's id.
-        sequence: The sequence to read.
-        sample: Which of several answers.
-        condition: The name of the condition.
-        solution: The reference.
-    """
-
-    prompt: str
-    sequence: TokenSequence
-    sample: int
-    condition: str = BASELINE
-    solution: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,13 +116,99 @@ def native_of(model: HookedModel) -> Any:
     return facts.native
 
 
+def local_answers(
+    model: HookedModel,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    batch: int,
+    rope_factors: Mapping[str, str],
+    kept_count: int,
+) -> Generator[tuple[Request, Answer, str], None, None]:
+    """Each answer with its text, as soon as it ends.
+
+    Args:
+        model: The hooked model, whose twin without hooks generates.
+        requests: What is asked for.
+        sampling: How answers are sampled.
+        batch: How many sequences are in a batch.
+        rope_factors: Of a LongRoPE model, the factors with which it reads each prompt.
+        kept_count: How many answers an earlier run has left, for the bar.
+    """
+    native = native_of(model)
+    end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
+
+    # LongRoPE has other factors beyond a length, and chooses them for a whole batch.
+    shortest_first = sorted(requests, key=lambda request: len(request.sequence))
+    with_same_factors: dict[str, list[Request]] = {}
+    for request in shortest_first:
+        factors = rope_factors.get(request.prompt, "")
+        with_same_factors.setdefault(factors, []).append(request)
+
+    with AnswerBar(len(requests), kept_count) as bar:
+        for group in with_same_factors.values():
+            generation = Generation(
+                native,
+                group,
+                batch,
+                sampling.new_tokens,
+                end,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+                count_tokens=bar.add_tokens,
+            )
+            while generation.is_open:
+                for number, answer in generation.advance().items():
+                    text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+                    bar.add_answer()
+                    yield group[number], answer, text
+
+
+class AnswerBar:
+    """Counts answers and tokens; it is drawn from the first token on, not from the first answer.
+
+    Args:
+        answer_count: The number of answers to come.
+        kept_count: The number of answers that an earlier run has left.
+    """
+
+    def __init__(self, answer_count: int, kept_count: int) -> None:
+        # miniters=0: also drawn where tokens have come and no answer has ended.
+        self._bar = tqdm(
+            desc="answers",
+            initial=kept_count,
+            total=kept_count + answer_count,
+            unit="answer",
+            miniters=0,
+            mininterval=1.0,
+        )
+        self._start = time.monotonic()
+        self._tokens = 0
+
+    def add_tokens(self, count: int) -> None:
+        """Count new tokens."""
+        self._tokens += count
+        seconds = max(time.monotonic() - self._start, 1e-3)
+        text = f"{self._tokens:,} tokens, {self._tokens / seconds:,.0f} tokens/s"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(0)
+
+    def add_answer(self) -> None:
+        """Count an answer that has ended."""
+        self._bar.update()
+
+    def __enter__(self) -> AnswerBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
 def answers(
     model: Any,
     requests: Sequence[Request],
     new_tokens: int,
     end: frozenset[int],
     temperature: float = 0.0,
-    seed: int = 0,
 ) -> list[Answer]:
     """Generate one answer for each sequence, all at the same time.
 
@@ -148,12 +218,11 @@ def answers(
         new_tokens: The longest answer, in tokens.
         end: The tokens that end an answer.
         temperature: 0 takes the likeliest token.
-        seed: The seed of the draws.
 
     Returns:
         The answers in the order of the requests.
     """
-    generation = Generation(model, requests, len(requests), new_tokens, end, temperature, seed)
+    generation = Generation(model, requests, len(requests), new_tokens, end, temperature)
     answers_by_number: dict[int, Answer] = {}
     while generation.is_open:
         answers_by_number |= generation.advance()
@@ -198,19 +267,29 @@ class Generation:
 
     def advance(self) -> dict[int, Answer]:
         """Generate until at least one answer has ended; the answers that have, by number."""
-        return _advanced(self.model, self)
+        with holding(self.model), measuring(self.model), torch.no_grad():
+            ended = self.read_next_prompts()
+            if ended:  # with its first token
+                return ended
 
-    def read_next_prompts(self) -> None:
-        """Put the next prompts in the place of the rows that have ended."""
+            with acting_on_answers(self.rows):
+                while not ended:
+                    logits = self.rows.read_last_tokens(last_logits_only(self.model))
+                    ended = self.write(self.rows.rows, logits)
+            return ended
+
+    def read_next_prompts(self) -> dict[int, Answer]:
+        """Put the next prompts in the place of the rows that have ended, and write their first
+        tokens; the answers that end with it, by number."""
         self.rows.drop_ended()
         if self.rows.count and not self.rows.can_change:
-            return  # the rest of the batch has to end first
+            return {}  # the rest of the batch has to end first
 
         free = self.rows_at_once - self.rows.count
         count = min(free, len(self.waiting))
         numbers = [self.waiting.popleft() for _ in range(count)]
         if not numbers:
-            return
+            return {}
 
         requests = [self.requests[number] for number in numbers]
         prompts = PaddedPrompts([request.sequence for request in requests], self.rows.device)
@@ -220,29 +299,36 @@ class Generation:
                 **prompts.inputs,
                 past_key_values=cache,
                 use_cache=True,
-                **self.only_last_logits,
+                **last_logits_only(self.model),
             )
 
-        new_rows = [GeneratingRow(number, self.requests[number].sequence) for number in numbers]
+        new_rows = [GeneratingRow(number, self.requests[number]) for number in numbers]
         self.rows.add(new_rows, prompts, cache)
-        self.write(new_rows, output.logits[:, -1].float())
+        return self.write(new_rows, output.logits[:, -1].float())
 
-    def write(self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]) -> None:
-        """Choose the next token of each row."""
+    def write(
+        self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]
+    ) -> dict[int, Answer]:
+        """Write the next token of each row; the answers that end with it, by number."""
         tokens = self.chosen(rows, logits)
         logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
+        ended = {}
         written = 0
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.is_ended:
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.is_ended = token in self.end or len(row.tokens) == self.new_tokens
             written += 1
+            if token in self.end or len(row.tokens) == self.new_tokens:
+                row.is_ended = True
+                row_logprobs = torch.tensor(row.logprobs, dtype=torch.float64)
+                ended[row.number] = until_end(row.tokens, row_logprobs, self.end)
 
         if self.count_tokens is not None:
             self.count_tokens(written)
+        return ended
 
     def chosen(
         self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]
@@ -254,8 +340,8 @@ class Generation:
         # Keyed by prompt, sample and position, so that batches do not change the draws.
         keys = []
         for row in rows:
-            request = self.requests[row.number]
-            position = torch.tensor([[len(row.sequence) + len(row.tokens)]], device=logits.device)
+            request = row.request
+            position = torch.tensor([[row.length + 1]], device=logits.device)
             keys.append(token_keys(self.seed, [request.prompt], position, request.sample, "answer"))
 
         # A uniform point below the last cumulative probability, which rounding may leave below 1.
@@ -263,42 +349,6 @@ class Generation:
         point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
         last_token = logits.shape[-1] - 1
         return torch.searchsorted(cumulative, point).clamp(max=last_token)[:, 0]
-
-    @property
-    def only_last_logits(self) -> dict[str, Any]:
-        """The option that keeps the logits of the last position alone, where a model has it."""
-        return keeping_one(self.model.config.get_text_config(decoder=True))
-
-    def ended(self) -> dict[int, Answer]:
-        """The answers that have ended and are not handed over yet."""
-        answers_by_number = {}
-        for row in self.rows.rows:
-            if row.is_ended and not row.is_handed_over:
-                logprobs = torch.tensor(row.logprobs, dtype=torch.float64)
-                answers_by_number[row.number] = until_end(row.tokens, logprobs, self.end)
-                row.is_handed_over = True
-
-        return answers_by_number
-
-
-@alone
-@torch.no_grad()
-def _advanced(model: Any, generation: Generation) -> dict[int, Answer]:
-    """Generate until at least one answer has ended, alone on the model; see ``advance``."""
-    generation.read_next_prompts()
-    ended = generation.ended()
-    if ended:  # with its first token
-        return ended
-
-    rows = generation.rows
-    requests = [generation.requests[row.number] for row in rows.rows]
-    with acting_on_answers(model, requests, rows):
-        while not ended:
-            logits = rows.read_last_tokens(generation.only_last_logits)
-            generation.write(rows.rows, logits)
-            ended = generation.ended()
-
-    return ended
 
 
 def until_end(tokens: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
@@ -313,89 +363,3 @@ def until_end(tokens: list[int], logprobs: Float[Tensor, " token"], end: frozens
         if token in end:
             return Answer(tuple(tokens[:place]), True, float(logprobs[: place + 1].mean()))
     return Answer(tuple(tokens), False, float(logprobs[: len(tokens)].mean()))
-
-
-@contextmanager
-def acting_on_prompts(
-    model: Any, requests: Sequence[Request], prompts: PaddedPrompts
-) -> Iterator[None]:
-    """The interventions of some prompts, each acting on its rows."""
-
-    def target(rows: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
-        return Target(rows, ids, prompts.origin[rows], prompts.segments[rows])
-
-    with _acting(model, requests, prompts.tokens.device, target):
-        interventions = [
-            intervention for request in requests for intervention in request.sequence.interventions
-        ]
-        if read_first(interventions):
-            model(
-                **prompts.inputs,
-                use_cache=False,
-                **keeping_one(model.config.get_text_config(decoder=True)),
-            )
-        yield
-
-
-@contextmanager
-def acting_on_answers(
-    model: Any, requests: Sequence[Request], rows: GeneratingRows
-) -> Iterator[None]:
-    """The interventions of some prompts, each acting on the tokens that are generated after it.
-
-    They have no segment. One that reads first has learned from the prompt and acts on it alone.
-    """
-
-    def target(places: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
-        origin = rows.origin[places]
-        return Target(places, ids, origin, torch.full_like(origin, PADDING))
-
-    with _acting(model, requests, rows.device, target):
-        yield
-
-
-@contextmanager
-def _acting(
-    model: Any,
-    requests: Sequence[Request],
-    device: torch.device,
-    target: Callable[[Int[Tensor, " row"], tuple[str, ...]], Target],
-) -> Iterator[None]:
-    """The interventions of sequences, in the order of each, acting on all rows that have them."""
-    rows_of: dict[tuple[int, ...], list[int]] = {}
-    for row, request in enumerate(requests):
-        identities = tuple(id(intervention) for intervention in request.sequence.interventions)
-        rows_of.setdefault(identities, []).append(row)
-
-    with ExitStack() as stack:
-        for row_list in rows_of.values():
-            rows = torch.tensor(row_list, device=device)
-            ids = tuple(requests[row].prompt for row in row_list)
-            for intervention in requests[row_list[0]].sequence.interventions:
-                stack.enter_context(intervention.acting(model, partial(target, rows, ids)))
-        yield
-
-
-def refuse_what_cannot_generate(model: Any, sequence: TokenSequence, name: str) -> None:
-    """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
-    if sequence.edge_mask is None:
-        return
-
-    if sequence.edge_mask.layers is not None:
-        raise OptionError(
-            f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"
-        )
-
-    config = getattr(model.config, "text_config", model.config)
-    kind = getattr(config, "model_type", "")
-    if not PARTICULARS.get(kind, Particulars()).masks_edges:
-        reason = "has ALiBi"
-    elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        reason = "has layers with windows, whose cache is cut short"
-    else:
-        return
-
-    raise OptionError(
-        f"{name!r} cuts edges, and a {kind} model {reason}: generation with cut edges is not "
-        "supported here. Omit the condition"
-    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,43 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from mechattn.prompts.token_sequences import PADDING, TokenSequence
+from mechattn.axes import BASELINE
+from mechattn.evaluation.answer_file import Key
+from mechattn.functional.attention import EdgeMask
+from mechattn.interventions.intervention import Target, read_first
+from mechattn.model.hooks import keeping_one
+from mechattn.prompts.token_sequences import PADDING, TokenSequence, cut_edges
+
+Question = tuple[str, str]  # a prompt's id and the name of a condition
+
+
+@dataclass(frozen=True)
+class Request:
+    """A requested answer.
+
+    Args:
+        prompt: The prompt's id.
+        sequence: The sequence to read.
+        sample: Which of several answers.
+        condition: The name of the condition.
+        solution: The reference.
+    """
+
+    prompt: str
+    sequence: TokenSequence
+    sample: int
+    condition: str = BASELINE
+    solution: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells its answer from the other answers of a run."""
+        return self.prompt, self.condition, self.sample
+
+    @property
+    def question(self) -> Question:
+        """What it has in common with its other samples."""
+        return self.prompt, self.condition
 
 
 class PaddedPrompts:
@@ -42,21 +80,15 @@ class PaddedPrompts:
         origins = [_origin(sequence) for sequence in sequences]
         self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
 
-        # Edges that are cut: these queries don't see these keys.
-        self.blind_queries: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
-        self.unseen_keys: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
-        # Of these keys, those that no generated token sees either.
-        self.hidden_from_answers: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
-        self.has_cut_edges = False
-        for row, sequence in enumerate(sequences):
-            edge_mask = sequence.edge_mask
-            if edge_mask is None:
-                continue
-            start = self.longest - len(sequence)
-            self.blind_queries[row, start:] = edge_mask.queries
-            self.unseen_keys[row, start:] = edge_mask.keys
-            self.hidden_from_answers[row, start:] = edge_mask.keys & edge_mask.later
-            self.has_cut_edges = True
+        # Edges that are cut, and the keys that no generated token sees either.
+        masks = [cut_edges(sequence) for sequence in sequences]
+        self.edge_mask = EdgeMask(
+            queries=padded([mask.queries for mask in masks], False),
+            keys=padded([mask.keys for mask in masks], False),
+        )
+        self.has_cut_edges = any(sequence.edge_mask for sequence in sequences)
+        hidden = [mask.keys & mask.later for mask in masks]
+        self.hidden_from_answers: Bool[Tensor, "row pos"] = padded(hidden, False)
 
         # Position ids with gaps need a mask: without one, transformers takes them for several
         # sequences that are packed into one row.
@@ -76,9 +108,8 @@ class PaddedPrompts:
         positions = torch.arange(self.longest, device=self.real.device)
         is_self = positions[:, None] == positions
         is_causal = positions[:, None] >= positions
-        is_cut = self.blind_queries[:, :, None] & self.unseen_keys[:, None]
-        visible = is_causal & self.real[:, None]
-        visible &= ~is_cut
+        is_cut = self.edge_mask.unseen(positions.expand_as(self.real), slice(None))
+        visible = is_causal & self.real[:, None] & ~is_cut
 
         # A query without any key would have NaN as its attention: each sees itself.
         return (visible | is_self)[:, None]
@@ -104,24 +135,23 @@ def _origin(sequence: TokenSequence) -> Int[Tensor, " pos"]:
 class GeneratingRow:
     """An answer that is being generated."""
 
-    number: int  # of its request
-    sequence: TokenSequence  # the prompt
+    number: int
+    request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_ended: bool = False
-    is_handed_over: bool = False
     last_origin: int = field(init=False)  # of the prompt; generated tokens count on from it
     last_position_id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        origin = _origin(self.sequence)
-        self.last_origin = int(origin.max())
-        self.last_position_id = int(self.sequence.position_ids[-1])
+        sequence = self.request.sequence
+        self.last_origin = int(_origin(sequence).max())
+        self.last_position_id = int(sequence.position_ids[-1])
 
     @property
     def length(self) -> int:
         """How many tokens of it are in the cache: all but the last one."""
-        return len(self.sequence) + len(self.tokens) - 1
+        return len(self.request.sequence) + len(self.tokens) - 1
 
 
 class GeneratingRows:
@@ -285,3 +315,64 @@ def _joined(
 ) -> Shaped[Tensor, ...]:
     """Rows and new rows, all of this length."""
     return torch.cat([_fitted(rows, length), _fitted(new_rows, length)])
+
+
+@contextmanager
+def acting_on_prompts(
+    model: Any, requests: Sequence[Request], prompts: PaddedPrompts
+) -> Iterator[None]:
+    """The interventions of some prompts, each acting on its rows."""
+
+    def target(rows: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
+        return Target(rows, ids, prompts.origin[rows], prompts.segments[rows])
+
+    with _acting(model, requests, prompts.tokens.device, target):
+        interventions = [
+            intervention for request in requests for intervention in request.sequence.interventions
+        ]
+        if read_first(interventions):
+            model(**prompts.inputs, use_cache=False, **last_logits_only(model))
+        yield
+
+
+@contextmanager
+def acting_on_answers(rows: GeneratingRows) -> Iterator[None]:
+    """The interventions of a batch's prompts, each acting on the tokens that are generated after it.
+
+    They have no segment. One that reads first has learned from the prompt and acts on it alone.
+    """
+
+    def target(places: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
+        origin = rows.origin[places]
+        return Target(places, ids, origin, torch.full_like(origin, PADDING))
+
+    requests = [row.request for row in rows.rows]
+    with _acting(rows.model, requests, rows.device, target):
+        yield
+
+
+@contextmanager
+def _acting(
+    model: Any,
+    requests: Sequence[Request],
+    device: torch.device,
+    target: Callable[[Int[Tensor, " row"], tuple[str, ...]], Target],
+) -> Iterator[None]:
+    """The interventions of sequences, in the order of each, acting on all rows that have them."""
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, request in enumerate(requests):
+        identities = tuple(id(intervention) for intervention in request.sequence.interventions)
+        rows_of.setdefault(identities, []).append(row)
+
+    with ExitStack() as stack:
+        for row_list in rows_of.values():
+            rows = torch.tensor(row_list, device=device)
+            ids = tuple(requests[row].prompt for row in row_list)
+            for intervention in requests[row_list[0]].sequence.interventions:
+                stack.enter_context(intervention.acting(model, partial(target, rows, ids)))
+        yield
+
+
+def last_logits_only(model: Any) -> dict[str, Any]:
+    """The option that keeps the logits of the last position alone, where a model has it."""
+    return keeping_one(model.config.get_text_config(decoder=True))

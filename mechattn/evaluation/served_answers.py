@@ -9,20 +9,21 @@ from zlib import crc32
 
 import torch
 
+from mechattn.engine.request_checks import check_side
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError, warn
 from mechattn.evaluation import server_probe
-from mechattn.evaluation.answer_file import Kept, Key
-from mechattn.evaluation.generate import Answer, Request, Sampling, until_end
-from mechattn.evaluation.progress import AnswerBar
-from mechattn.evaluation.server import Server
-from mechattn.evaluation.server_completions import (
+from mechattn.evaluation.answer_file import Kept
+from mechattn.evaluation.generate import Answer, AnswerBar, Sampling, until_end
+from mechattn.evaluation.generating_rows import Question, Request
+from mechattn.evaluation.server import (
     Completion,
     CompletionRequest,
     Connection,
+    Server,
     connected,
 )
-from mechattn.evaluation.server_probe import Question
 from mechattn.model.checkpoint import UnloadedModel
+from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
 _MOST_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
@@ -33,12 +34,12 @@ _EVERY_CHARACTER = {"skip_special_tokens": False, "clean_up_tokenization_spaces"
 def served_answers(
     server: Server,
     model: UnloadedModel,
-    requested: Mapping[Key, Request],
-    todo: Sequence[Key],
+    requests: Sequence[Request],
+    todo: Sequence[Request],
     sampling: Sampling,
     at_once: int,
     file: Kept,
-) -> Generator[tuple[Key, Answer, str], None, None]:
+) -> Generator[tuple[Request, Answer, str], None, None]:
     """Each answer with its text, in the order of arrival; meanwhile the server is probed again.
 
     What is found out about the server is noted in the file of the run.
@@ -46,7 +47,7 @@ def served_answers(
     Args:
         server: The server.
         model: The model here, of which only the tokenizer is needed.
-        requested: Everything that is asked for in the run.
+        requests: Everything that is asked for in the run.
         todo: What of it is not answered yet.
         sampling: How answers are sampled.
         at_once: The number of requests at a time.
@@ -59,38 +60,38 @@ def served_answers(
         return
 
     # Samples of a question read the same tokens.
-    requests = {question_of(key): request for key, request in requested.items()}
-    longest = max(len(request.sequence) for request in requests.values())
+    questions = {request.question: request.sequence for request in requests}
+    longest = max(len(sequence) for sequence in questions.values())
     tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
     with connected(server, model, at_once, tokens) as connection:
-        check_room(requested.values(), sampling.new_tokens, connection.longest, "the server")
+        check_room(requests, sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
 
         # What cannot be sent as text is left out.
-        sent = _sent(connection, requests)
-        requests = {question: requests[question] for question in sent}
-        todo = [key for key in todo if question_of(key) in sent]
+        sent = _sent(connection, questions)
+        todo = [request for request in todo if request.question in sent]
 
-        before = file.about.get("probe", {})
-        probe = server_probe.begun(connection, requests, sent, sampling, before)
+        earlier = file.about.get("probe", {})
+        probe = server_probe.begun(connection, questions, sent, sampling, earlier)
         file.note("probe", probe.about)
 
         with AnswerBar(len(todo), len(file.answers)) as bar:
             for start in range(0, len(todo), _PROBED_AFTER):
-                keys = todo[start : start + _PROBED_AFTER]
+                stretch = todo[start : start + _PROBED_AFTER]
 
-                asked = ((key, _sampled(sent[question_of(key)], key, sampling)) for key in keys)
-                for key, completion in connection.completions(asked):
+                asked = ((request, _sampled(sent, request, sampling)) for request in stretch)
+                for request, completion in connection.completions(asked):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
                     bar.add_answer()
-                    yield key, answer, text
+                    yield request, answer, text
 
                 reason = probe.again()
                 if reason is not None:
-                    file.note("probe", probe.about, without=keys)
+                    file.drop(request.key for request in stretch)
+                    file.note("probe", probe.about)
                     raise server.error(
-                        f"no longer serves the model, {reason}. Its {len(keys)} answers since it"
+                        f"no longer serves the model, {reason}. Its {len(stretch)} answers since it"
                         " last did are dropped; serve the model, and call evaluate again with the"
                         " same arguments"
                     )
@@ -98,18 +99,14 @@ def served_answers(
         file.note("probe", probe.about)
 
 
-def question_of(key: Key) -> Question:
-    """The prompt and the condition of an answer."""
-    prompt, condition, _ = key
-    return prompt, condition
-
-
-def _sampled(request: CompletionRequest, key: Key, sampling: Sampling) -> CompletionRequest:
+def _sampled(
+    sent: Mapping[Question, CompletionRequest], request: Request, sampling: Sampling
+) -> CompletionRequest:
     """The request of an answer, whose seed is the same under each condition."""
-    prompt, _, sample = key
-    seed = crc32(f"{sampling.seed} {sample} {prompt}".encode(errors="backslashreplace"))
+    name = f"{sampling.seed} {request.sample} {request.prompt}"
+    seed = crc32(name.encode(errors="backslashreplace"))
     return replace(
-        request,
+        sent[request.question],
         new_tokens=sampling.new_tokens,
         temperature=sampling.temperature,
         seed=seed >> 1,  # 31 bits, which every server takes
@@ -134,7 +131,7 @@ def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
 
 
 def _sent(
-    connection: Connection, requests: Mapping[Question, Request]
+    connection: Connection, questions: Mapping[Question, TokenSequence]
 ) -> dict[Question, CompletionRequest]:
     """What the server gets: token ids if it takes them, or else texts that give the same ids.
 
@@ -144,46 +141,47 @@ def _sent(
     Raises:
         PromptError: More than a tenth of the texts would be read as other tokens.
     """
-    with_ids = {}
-    for question, request in requests.items():
-        ids = request.sequence.tokens.tolist()
-        with_ids[question] = CompletionRequest(ids, len(ids), new_tokens=1)
+    ids = {question: sequence.tokens.tolist() for question, sequence in questions.items()}
+    requests = {
+        question: CompletionRequest(tokens, len(tokens), new_tokens=1)
+        for question, tokens in ids.items()
+    }
 
     # One token is asked for, to see whether ids are taken.
     try:
-        connection.completion(next(iter(with_ids.values())))
-        return with_ids
+        connection.completion(next(iter(requests.values())))
+        return requests
     except ServerError as error:
         if error.status not in (400, 422):  # it has taken texts, so these are bad input to it
             raise
 
-    with_texts = {}
-    for question, with_id in with_ids.items():
-        ids = requests[question].sequence.tokens.tolist()
-        text = text_of(connection.reader.tokenizer, ids)
-        if text is not None:
-            with_texts[question] = replace(with_id, prompt=text)
+    tokenizer = connection.reader.tokenizer
+    texts = {question: text_of(tokenizer, tokens) for question, tokens in ids.items()}
+    refused = [question for question, text in texts.items() if text is None]
+    if refused:
+        _tell_left_out(refused, len(texts))
 
-    refused = [question for question in with_ids if question not in with_texts]
-    if not refused:
-        return with_texts
+    left_out = {prompt for prompt, _ in refused}
+    return {
+        question: replace(requests[question], prompt=text)
+        for question, text in texts.items()
+        if text is not None and question[0] not in left_out
+    }
 
+
+def _tell_left_out(refused: Sequence[Question], count: int) -> None:
+    """Warn of texts that would be read as other tokens; refuse a run with more than a few."""
     prompt, name = refused[0]
     message = (
         f"the server takes only text, and the text of prompt {prompt} with the condition {name!r}"
-        f" would be read as other tokens, as would {len(refused)} of {len(with_ids)} in all"
+        f" would be read as other tokens, as would {len(refused)} of {count} in all"
     )
-    if len(refused) > _MOST_LEFT_OUT * len(with_ids):
+    if len(refused) > _MOST_LEFT_OUT * count:
         raise PromptError(
             f"{message}. Omit them, or serve the model with an engine that takes token ids, such as"
             " vLLM or SGLang"
         )
-
     warn(f"{message}. These problems are left out under every condition")
-    left_out = {prompt for prompt, _ in refused}
-    return {
-        question: request for question, request in with_texts.items() if question[0] not in left_out
-    }
 
 
 def text_of(tokenizer: Any, ids: list[int]) -> str | None:
@@ -195,9 +193,15 @@ def text_of(tokenizer: Any, ids: list[int]) -> str | None:
     return None
 
 
-def check_servable(sequences: Sequence[Mapping[str, TokenSequence]]) -> None:
-    """Refuse conditions that act inside the model, which a server does not allow."""
-    for by_condition in sequences:
+def check_servable(
+    model: UnloadedModel,
+    prompts: Sequence[Prompt],
+    sequences: Sequence[Mapping[str, TokenSequence]],
+    new_tokens: int,
+) -> None:
+    """Refuse conditions that act inside the model, which a server does not allow, and prompts that
+    are not read alike under all conditions, where a loaded model tells it."""
+    for prompt, by_condition in zip(prompts, sequences, strict=True):
         for name, sequence in by_condition.items():
             is_masked = sequence.edge_mask is not None
             if sequence.interventions or is_masked or sequence.keeps_positions:
@@ -206,6 +210,8 @@ def check_servable(sequences: Sequence[Mapping[str, TokenSequence]]) -> None:
                     " and a server takes tokens and nothing else. Omit the condition, or evaluate"
                     " it here, without server=…"
                 )
+        if model.loaded is not None:
+            check_side(prompt, by_condition, model.loaded, new_tokens)
 
 
 def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:

@@ -1,17 +1,39 @@
-"""A server that generates answers: its address, and its key, which no file, log or error shows."""
+"""A server that generates answers: its address and key, and its completions by the client of the
+package openai, several at a time, with replies that are bounded and checked.
+
+No file, log or error shows the key.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.pool import ThreadPool
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import HttpUrl, TypeAdapter, ValidationError
+from pydantic import AliasPath, BaseModel, Field, FiniteFloat, HttpUrl, TypeAdapter, ValidationError
 
 from mechattn.errors import OptionError, ServerError
+from mechattn.model.checkpoint import UnloadedModel
 
 _SHORT = 8  # characters: a shorter key may stand in an answer by chance
+_RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections
+_HELLO = 10.0  # seconds in which a server must respond at first
+_LONGEST_REASON = 300  # characters
+_BYTES = 2**16
+_BYTES_A_TOKEN = 2**10  # vLLM writes about 180: text, id, log-probability, alternatives
+# vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option
+# is sent.
+_PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
+_BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+_SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
+Name = TypeVar("Name")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True)
@@ -57,8 +79,6 @@ class Server:
                 f'address={self.address!r}: give an address such as "http://host:8000/v1"'
             ) from None
 
-        if self.model == "":
-            raise OptionError("model='': give the model's name on the server")
         is_number = isinstance(self.timeout, (int, float))
         if not is_number or not 0 < self.timeout < float("inf"):
             raise OptionError(f"timeout={self.timeout!r}: give a number of seconds")
@@ -83,3 +103,262 @@ class Server:
     def error(self, complaint: str) -> ServerError:
         """An error about this server."""
         return ServerError(f"the server at {self.address} {self.without_key(complaint)}")
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A requested completion of token ids, or of a text.
+
+    ``length`` is the number of tokens that the server must read; None if that is not known.
+    ``prompt_logprobs`` of 0 asks for the log-probabilities of the prompt, without alternatives.
+    """
+
+    prompt: list[int] | str
+    length: int | None
+    new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    prompt_logprobs: int | None = None
+
+
+def _reported(name: str, *place: str | int) -> Any:
+    """What a server may report at this place of its reply."""
+    return Field(None, validation_alias=AliasPath(name, *place))
+
+
+class _Token(BaseModel, strict=True):
+    logprob: FiniteFloat
+    id: TokenId | None = None
+
+
+class Completion(BaseModel, strict=True):
+    """A server's completion; what a server does not report is None.
+
+    ``finish_reason`` is "stop" if the model ended it; ``read`` is the number of tokens of the
+    prompt.
+    """
+
+    text: str = Field(validation_alias=AliasPath("choices", 0, "text"))
+    finish_reason: Literal["stop", "length"] = Field(
+        validation_alias=AliasPath("choices", 0, "finish_reason")
+    )
+    read: int | None = _reported("usage", "prompt_tokens")
+    ids: list[TokenId] | None = _reported("choices", 0, "token_ids")
+    logprobs: list[FiniteFloat | None] | None = _reported(
+        "choices", 0, "logprobs", "token_logprobs"
+    )
+    # As llama.cpp reports both.
+    content: list[_Token] | None = _reported("choices", 0, "logprobs", "content")
+    # As vLLM reports them: None for the first token, then {"its id": {"logprob": …}}.
+    prompt: list[dict[str, _Token] | None] | None = _reported("choices", 0, "prompt_logprobs")
+
+    def model_post_init(self, context: Any) -> None:
+        """One form for what servers report in two."""
+        if self.content:
+            self.ids = [token.id for token in self.content if token.id is not None]
+            self.logprobs = [token.logprob for token in self.content]
+
+    @property
+    def prompt_logprobs(self) -> list[float]:
+        """The log-probability of each token of the prompt after the first."""
+        entries = [entry for entry in self.prompt or () if entry]
+        return [next(iter(entry.values())).logprob for entry in entries]
+
+
+class _ListedModel(BaseModel):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ListedModels(BaseModel):
+    data: list[_ListedModel]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A client of openai, and what the server says of its model.
+
+    ``longest`` is the number of tokens that a prompt may have with its answer.
+    """
+
+    server: Server
+    client: Any
+    reader: UnloadedModel
+    model: str
+    longest: int
+    at_once: int
+
+    def completions(
+        self, requests: Iterable[tuple[Name, CompletionRequest]]
+    ) -> Iterator[tuple[Name, Completion]]:
+        """Each completion in the order of arrival; if a request fails, its error after the others
+        in progress."""
+        failures: list[Exception] = []
+
+        def completed(item: tuple[Name, CompletionRequest]) -> tuple[Name, Completion] | None:
+            name, request = item
+            if failures:
+                return None
+            try:
+                return name, self.completion(request)
+            except Exception as error:
+                failures.append(error)
+                return None
+
+        # Its threads are daemons: after Ctrl-C nobody waits for a slow server.
+        with ThreadPool(self.at_once) as pool:
+            for outcome in pool.imap_unordered(completed, requests):
+                if outcome is not None:
+                    yield outcome
+
+        if failures:
+            raise failures[0]
+
+    def completion(self, request: CompletionRequest) -> Completion:
+        """One completion, read and checked."""
+        body: dict[str, Any] = {
+            **_PLAIN,
+            "model": self.model,
+            "prompt": request.prompt,
+            "max_tokens": request.new_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+        }
+        if not isinstance(request.prompt, str):
+            body |= _BESIDE_OPENAI
+            body["stop_token_ids"] = sorted(self.reader.end)
+            body["prompt_logprobs"] = request.prompt_logprobs
+
+        content = _replied(self.server, self.client.post, "/completions", body=body)
+        try:
+            completion = Completion.model_validate_json(content)
+        except ValidationError:
+            reply = content.decode()[:_LONGEST_REASON]
+            raise self.server.error(
+                f"gives no finished completion but {reply}; is the address right, such as"
+                ' "http://host:8000/v1"?'
+            ) from None
+
+        self._check(completion, request)
+        return completion
+
+    def _check(self, completion: Completion, request: CompletionRequest) -> None:
+        """Refuse the completion of another prompt than was sent."""
+        if request.length is None:
+            return
+        if completion.read is None and self.server.verify:
+            raise self.server.error(
+                "does not say how many tokens it has read (usage.prompt_tokens), so a prompt that"
+                " it changes or cuts short would not be noticed. With verify=False its answers are"
+                " accepted, and that nothing was counted is recorded with them"
+            )
+
+        if completion.read not in (None, request.length):
+            raise self.server.error(
+                f"has read {completion.read} tokens of a prompt that has {request.length}: it adds"
+                " a BOS token or a template, cuts prompts short, or has another tokenizer, so its"
+                " answers are not to this prompt"
+            )
+
+
+@contextmanager
+def connected(
+    server: Server, reader: UnloadedModel, at_once: int, tokens: int
+) -> Iterator[Connection]:
+    """A connection inside a ``with`` block, whose replies hold at most this number of tokens."""
+    with _client(server, _BYTES + _BYTES_A_TOKEN * tokens) as client:
+        limits = _models(client, server)
+        if not server.model and len(limits) != 1:
+            names = ", ".join(map(repr, limits))[:_LONGEST_REASON]
+            raise server.error(f"has more models than one, or lists none ({names}): give model=…")
+        model = server.model or next(iter(limits))
+        longest = min(reader.cfg.n_ctx, limits.get(model) or reader.cfg.n_ctx)
+        yield Connection(server, client, reader, model, longest, at_once)
+
+
+def _client(server: Server, most: int) -> Any:
+    """A client that sends nothing of the environment but the key, follows no redirect, and reads
+    no more bytes of a reply."""
+    import httpx2
+    import openai
+
+    def send_only_ours(request: httpx2.Request) -> None:
+        # Others are for OpenAI, such as OPENAI_CUSTOM_HEADERS, or describe this machine.
+        for name in set(request.headers) - _SENT_HEADERS:
+            del request.headers[name]
+        request.headers["Authorization"] = f"Bearer {server.secret or 'none'}"
+        request.headers["Accept-Encoding"] = "identity"
+
+    def read_bounded(response: httpx2.Response) -> None:
+        stream: Any = response.stream
+        content = bytearray()
+        for piece in stream:
+            content += piece
+            if len(content) > most:
+                # An error of the client's own is neither retried nor taken for a lost connection.
+                raise openai.OpenAIError(f"its reply has more than {most:,} bytes")
+        stream.close()
+        text = server.without_key(content.decode("utf-8", "replace"))
+        response.stream = httpx2.ByteStream(text.encode())
+        response.headers.pop("Content-Encoding", None)  # few bytes may be many decompressed ones
+
+    is_here = urlsplit(server.address).hostname in ("localhost", "127.0.0.1", "::1")
+    http_client = openai.DefaultHttpxClient(
+        trust_env=not is_here,  # its proxies
+        verify=httpx2.create_ssl_context(),  # with SSL_CERT_FILE in any case
+        follow_redirects=False,
+        event_hooks={"request": [send_only_ours], "response": [read_bounded]},
+    )
+    return openai.OpenAI(
+        base_url=server.address,
+        api_key="none",  # each request gets the key above
+        timeout=server.timeout,
+        max_retries=_RETRIES,
+        http_client=http_client,
+    )
+
+
+def _replied(server: Server, ask: Callable[..., Any], path: str, **options: Any) -> bytes:
+    """What a server replies; errors of the client in words."""
+    import httpx2
+    import openai
+
+    try:
+        return bytes(ask(path, cast_to=httpx2.Response, **options).content)
+    except openai.APIStatusError as error:
+        status = error.status_code
+        reason = " ".join(error.response.text.split())[:_LONGEST_REASON]
+        refusal = server.error(
+            f'answers {status}: {reason}. Check its address (such as "http://host:8000/v1"), the'
+            " name of the model, and its key, which is read from an environment variable that you"
+            ' name (key="SERVER_KEY")'
+        )
+        refusal.status = status
+        raise refusal from None
+    except openai.OpenAIError as error:
+        cause = str(error.__cause__ or error)[:_LONGEST_REASON]
+        raise server.error(
+            f"cannot be reached, closed the connection or gives no answer that can be read in time"
+            f" ({cause}). Send fewer requests at a time (batch=…), or allow more than"
+            f" timeout={server.timeout:g} seconds"
+        ) from None
+
+
+def _models(client: Any, server: Server) -> dict[str, int | None]:
+    """The models that a server lists, and how many tokens each takes.
+
+    None from a server without a list: `transformers serve` lists its cache, and fails if there is
+    none.
+    """
+    client = client.with_options(timeout=min(_HELLO, server.timeout), max_retries=1)
+    try:
+        content = _replied(server, client.get, "/models")
+        models = _ListedModels.model_validate_json(content).data
+    except ServerError as error:
+        if error.status < 400 or error.status in (401, 403):
+            raise
+        return {}
+    except ValidationError:
+        return {}
+
+    return {model.id: model.max_model_len for model in models}

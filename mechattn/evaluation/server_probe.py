@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from mechattn.errors import ModelError, warn
-from mechattn.evaluation.generate import Request, Sampling, answers, native_of
-from mechattn.evaluation.server_completions import Completion, CompletionRequest, Connection
+from mechattn.evaluation.generate import Sampling, answers, native_of
+from mechattn.evaluation.generating_rows import Question, Request
+from mechattn.evaluation.server import Completion, CompletionRequest, Connection
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.model.hooked import alone
 from mechattn.model.several_devices import device_of
 from mechattn.model.weights import weights_hash
+from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 
-Question = tuple[str, str]  # a prompt's id and the name of a condition
 ANSWERS = 16
 TOKENS = 32
 # The least share of answers that are the local model's: on the toys bfloat16 has 1, and noise of
@@ -102,21 +103,28 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Questions to a server, the answers with which its own are compared, and the figures.
+class References:
+    """The answers with which a server's are compared.
 
     Args:
-        connection: The connection to the server.
-        requests: The questions as the server gets them.
-        references: The answers with which its own are compared.
-        least: The share of its answers that must be alike.
-        about: What is recorded of the probe.
+        source: Whose answers they are, in words.
+        answers: An answer to each question.
+        least: The share of the server's answers that must be alike.
     """
+
+    source: str
+    answers: Mapping[Question, Reference]
+    least: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Questions to a server, as it gets them; the answers with which its own are compared; and what
+    is recorded."""
 
     connection: Connection
     requests: Mapping[Question, CompletionRequest]
-    references: Mapping[Question, Reference]
-    least: float
+    references: References
     about: dict[str, Any]
 
     def again(self) -> str | None:
@@ -133,117 +141,135 @@ class Probe:
         count = len(completions)
         alike = 0
         differences = []
-        for question, reference in self.references.items():
+        for question, reference in self.references.answers.items():
             completion = completions[question]
             alike += reference.agrees(completion.text)
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
             differences += [abs(own - theirs) for own, theirs in pairs]
 
+        share = alike / count
         low, high = wilson_interval(alike, count)
-        figures = {"alike": alike / count, "alike_low": low, "alike_high": high}
+        figures = {"alike": share, "alike_low": low, "alike_high": high}
         difference = 0.0
         if differences:
             difference = sum(differences) / len(differences)
             figures["logprob_difference"] = difference
         self.about["rounds"].append(figures)
 
-        is_good = alike >= self.least * count and difference <= LOGPROB
+        least = self.references.least
+        is_good = share >= least and difference <= LOGPROB
         if is_good or not self.connection.server.verify:
             return None
         return (
-            f"against {self.about['against']}: {100 * alike / count:.0f} % [{100 * low:.0f},"
+            f"against {self.references.source}: {100 * share:.0f} % [{100 * low:.0f},"
             f" {100 * high:.0f}] of {count} greedy answers are alike, log-probabilities are"
-            f" {difference:.3f} nats apart (at least {100 * self.least:.0f} %, at most {LOGPROB}"
-            " nats)"
+            f" {difference:.3f} nats apart (at least {100 * least:.0f} %, at most {LOGPROB} nats)"
         )
 
 
 def begun(
     connection: Connection,
-    requests: Mapping[Question, Request],
+    sequences: Mapping[Question, TokenSequence],
     sent: Mapping[Question, CompletionRequest],
     sampling: Sampling,
-    before: Mapping[str, Any],
+    earlier: Mapping[str, Any],
 ) -> Probe:
     """Ask a server the first questions, and compare its answers with the model's.
 
     Args:
         connection: The connection.
-        requests: What is asked for.
-        sent: What the server gets in its place.
+        sequences: All questions of the run.
+        sent: Those that the server gets, as it gets them.
         sampling: That of the run; its seed draws the questions.
-        before: What the file says about earlier probes, if the run is resumed.
+        earlier: What the file says about the probe of the run, if it is resumed.
 
     Raises:
         ServerError: It is not the model, or no longer that of the run that is resumed.
     """
-    first_texts = {(prompt, name): text for prompt, name, text in before.get("texts", ())}
-    questions = [question for question in first_texts if question in requests]
+    first_texts = {(prompt, name): text for prompt, name, text in earlier.get("texts", ())}
+    questions = [question for question in first_texts if question in sent]
     is_resumed = bool(questions)
     if not is_resumed:
         drawn = random.Random(sampling.seed)
-        count = min(ANSWERS, len(requests))
-        questions = drawn.sample([*requests], count)
+        questions = drawn.sample([*sent], min(ANSWERS, len(sent)))
 
-    longest = max(len(requests[question].sequence) for question in questions)
+    longest = max(len(sequences[question]) for question in questions)
     new_tokens = min(TOKENS, connection.longest - longest)
     asked = {
         question: replace(sent[question], new_tokens=new_tokens, prompt_logprobs=0)
         for question in questions
     }
     completions = dict(connection.completions(asked.items()))
+    if not is_resumed:
+        first_texts = {question: completions[question].text for question in questions}
 
-    # What a run is resumed with: later probes have the same questions.
-    texts = [[*question, completions[question].text] for question in questions]
+    # Without the weights here, the first answers of a run have nothing to be compared with.
+    references = _local_answers(connection.reader, sequences, questions, new_tokens)
+    has_references = references is not None or is_resumed
+    if references is None:
+        _warn_of_other_weights(connection)
+        references = _own_first_answers(first_texts, completions)
+
+    sends_text = isinstance(asked[questions[0]].prompt, str)
     about = {
         "model": name_of(connection.model),
-        "sent": {str: "text", list: "token ids"}[type(asked[questions[0]].prompt)],
+        "sent": "text" if sends_text else "token ids",
         "counted": all(completion.read is not None for completion in completions.values()),
-        "texts": before["texts"] if is_resumed else texts,
-        "against": "its answers when this run began",
-        "rounds": list(before.get("rounds", ())),
+        # What a run is resumed with: later probes have the same questions.
+        "texts": [[*question, text] for question, text in first_texts.items()],
+        "against": references.source,
+        "rounds": list(earlier.get("rounds", ())),
     }
-
-    native = _native(connection.reader)
-    if native is None:
-        least = ITSELF
-        references = {}
-        for question, completion in completions.items():
-            first_text = first_texts.get(question, completion.text)
-            references[question] = Reference(first_text, completion.prompt_logprobs)
-        _warn_of_other_weights(connection)
-    else:
-        least = ALIKE
-        dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
-        weights = weights_hash(connection.reader.loaded)
-        about["against"] = f"the model here ({dtype}, weights {weights})"
-        local_requests = {question: requests[question] for question in questions}
-        references = _local_references(native, connection.reader, local_requests, new_tokens)
-
-    # Without a local model, the first answers of a run have nothing to be compared with.
-    probe = Probe(connection, asked, references, least, about)
-    if native is not None or is_resumed:
-        reason = probe.compared(completions)
-        if reason is not None:
-            raise connection.server.error(
-                f"is not the model, {reason}. Is it quantised, another revision, or does it change"
-                " the prompt? With verify=False its answers are accepted, and these figures are"
-                " recorded"
-            )
+    probe = Probe(connection, asked, references, about)
+    reason = probe.compared(completions) if has_references else None
+    if reason is not None:
+        raise connection.server.error(
+            f"is not the model, {reason}. Is it quantised, another revision, or does it change the"
+            " prompt? With verify=False its answers are accepted, and these figures are recorded"
+        )
 
     if sampling.temperature > 0:
         _check_samples(connection, asked, completions)
     return probe
 
 
-def _native(model: UnloadedModel) -> Any | None:
-    """The local model without hooks, if it is loaded and can generate."""
-    if model.loaded is None:
+def _local_answers(
+    reader: UnloadedModel,
+    sequences: Mapping[Question, TokenSequence],
+    questions: Sequence[Question],
+    new_tokens: int,
+) -> References | None:
+    """The answers of the model here; None where its weights are not loaded or it cannot generate."""
+    if reader.loaded is None:
         return None
     try:
-        return native_of(model.loaded)
+        native = native_of(reader.loaded)
     except ModelError:
         return None
+
+    requests = [Request(prompt, sequences[prompt, name], 0, name) for prompt, name in questions]
+    greedy = answers(native, requests, new_tokens, reader.end)
+    references = {}
+    for request, answer in zip(requests, greedy, strict=True):
+        prompt_ids = request.sequence.tokens.tolist()
+        references[request.question] = reference_of(
+            native, reader.tokenizer, prompt_ids, list(answer.tokens)
+        )
+
+    dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
+    source = f"the model here ({dtype}, weights {weights_hash(reader.loaded)})"
+    return References(source, references, ALIKE)
+
+
+def _own_first_answers(
+    first_texts: Mapping[Question, str], completions: Mapping[Question, Completion]
+) -> References:
+    """The server's own first answers."""
+    references = {
+        question: Reference(first_texts[question], completion.prompt_logprobs)
+        for question, completion in completions.items()
+    }
+    return References("its answers when this run began", references, ITSELF)
 
 
 def _warn_of_other_weights(connection: Connection) -> None:
@@ -275,20 +301,6 @@ def _check_samples(
             " `transformers serve` samples only if generation_config.json of the checkpoint says"
             " do_sample = true"
         )
-
-
-def _local_references(
-    native: Any, reader: UnloadedModel, requests: Mapping[Question, Request], new_tokens: int
-) -> dict[Question, Reference]:
-    """The local model's answers."""
-    local_answers = answers(native, list(requests.values()), new_tokens, reader.end)
-    references = {}
-    for (question, request), answer in zip(requests.items(), local_answers, strict=True):
-        prompt_ids = request.sequence.tokens.tolist()
-        references[question] = reference_of(
-            native, reader.tokenizer, prompt_ids, list(answer.tokens)
-        )
-    return references
 
 
 @alone

@@ -17,7 +17,6 @@ from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError, check_choice
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
@@ -87,13 +86,15 @@ class WhileAnswering:
         rows = []
         for name in self.conditions:
             answers = self._answers(name, to).mean(("layer", "head"))
-            row: dict[str, Any] = {"condition": name}
-            for kind in ("right", "wrong"):
-                row |= self._of_kind(kind, answers, level)
-
-            for column, values in self._matched(answers, level).items():
-                row[column] = values[0]
-            rows.append(row)
+            matched = self._matched(answers, level)
+            rows.append(
+                {
+                    "condition": name,
+                    **self._of_kind("right", answers, level),
+                    **self._of_kind("wrong", answers, level),
+                    **{column: values[0] for column, values in matched.items()},
+                }
+            )
 
         table = pd.DataFrame(rows)
         table.attrs = {"unit": self.units.unit}
@@ -144,21 +145,20 @@ class WhileAnswering:
         chosen = answers.isel(prompt=places)
         values = self._units(places).means(chosen.flow.values)
 
-        names = [kind, *(f"{kind}_{end}" for end in ("low", "high", "uniform", "tokens"))]
-        figures: dict[str, Any] = dict.fromkeys(names, np.nan)
-        figures[f"{kind}_n"] = len(places)
-
-        if len(places):
-            figures[kind] = float(values.mean())
-            figures[f"{kind}_uniform"] = float(chosen.uniform.mean())
-            figures[f"{kind}_tokens"] = float(chosen.tokens.mean())
-
+        low = high = np.nan
         if len(values) >= FEWEST:
             interval = t_interval(values[:, None], level)
-            figures[f"{kind}_low"] = float(interval.low[0])
-            figures[f"{kind}_high"] = float(interval.high[0])
+            low = float(interval.low[0])
+            high = float(interval.high[0])
 
-        return figures
+        return {
+            kind: _mean(values),
+            f"{kind}_low": low,
+            f"{kind}_high": high,
+            f"{kind}_uniform": _mean(chosen.uniform.values),
+            f"{kind}_tokens": _mean(chosen.tokens.values),
+            f"{kind}_n": len(places),
+        }
 
     def _matched(self, answers: xr.Dataset, level: float) -> dict[str, np.ndarray]:
         """Right minus wrong, over pairs of about the same length [cell]."""
@@ -217,6 +217,13 @@ class WhileAnswering:
         table = self.table()[columns]
         rows = table.to_string(index=False, float_format=lambda value: f"{value:.3g}")
         return f"{title}\n{rows}"
+
+
+def _mean(values: np.ndarray) -> float:
+    """The mean; NaN of nothing."""
+    if not len(values):
+        return float("nan")
+    return float(values.mean())
 
 
 def matched_pairs(
@@ -290,6 +297,25 @@ def while_answering(
     """
     model = load_model(as_hooked(model))
     named = with_baseline(conditions)
+    _check_evaluated(evaluation, named, prompts)
+
+    measured = [
+        _measured(model, evaluation, prompts, name, condition, predicting, layers, seed)
+        for name, condition in named.items()
+    ]
+    ids = [prompt.id for prompt in prompts]
+    return WhileAnswering(
+        data=xr.concat(measured, pd.Index(list(named), name="condition")),
+        units=evaluation._restricted_to(ids)._units("auto"),
+        about=str(model.cfg.model_name),
+        predicting=predicting,
+    )
+
+
+def _check_evaluated(
+    evaluation: Evaluation, named: Mapping[str, Condition], prompts: Sequence[Prompt]
+) -> None:
+    """Refuse conditions and prompts that were not evaluated."""
     lacking = [name for name in named if name not in evaluation.conditions]
     if lacking:
         have = ", ".join(map(repr, evaluation.conditions))
@@ -297,49 +323,39 @@ def while_answering(
             f"the condition {lacking[0]!r} was not evaluated; the evaluation has {have}"
         )
 
-    ids = [prompt.id for prompt in prompts]
-    unknown = set(ids) - {answer.prompt for answer in evaluation.answers}
+    unknown = {prompt.id for prompt in prompts} - {answer.prompt for answer in evaluation.answers}
     if unknown:
         raise OptionError(
             f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation"
         )
 
-    measured = []
-    for name, condition in named.items():
-        answers = {
-            answer.prompt: answer
-            for answer in evaluation.answers
-            if answer.condition == name and answer.sample == 0
-        }
-        written = [prompt for prompt in prompts if answers[prompt.id].tokens]
-        if not written:
-            raise OptionError(
-                f"no answer under {name!r} has any token, so there is nothing to measure"
-            )
 
-        analysed = {} if name == BASELINE else {name: condition}  # every run has the baseline
-        result = run(
-            model,
-            evaluation.answered(written, name),
-            analysed,
-            SegmentFlow(predicting),
-            layers=layers,
-            seed=seed,
-        )
-        data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
-        measured.append(_of_all_prompts(data, [answers[prompt_id] for prompt_id in ids]))
-
-    names = pd.Index(list(named), name="condition")
-    return WhileAnswering(
-        data=xr.concat(measured, names),
-        units=evaluation._restricted_to(ids)._units("auto"),
-        about=str(model.cfg.model_name),
-        predicting=predicting,
-    )
-
-
-def _of_all_prompts(data: xr.Dataset, answers: Sequence[GradedAnswer]) -> xr.Dataset:
+def _measured(
+    model: Any,
+    evaluation: Evaluation,
+    prompts: Sequence[Prompt],
+    name: str,
+    condition: Condition,
+    predicting: bool,
+    layers: Sequence[int] | int | None,
+    seed: int,
+) -> xr.Dataset:
     """The attention of the answers under a condition, NaN where one is empty, and what they are."""
+    answers = evaluation._first_answers(name)
+    written = [prompt for prompt in prompts if answers[prompt.id].tokens]
+    if not written:
+        raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
+
+    result = run(
+        model,
+        evaluation.answered(written, name),
+        {} if name == BASELINE else {name: condition},  # every run has the baseline
+        SegmentFlow(predicting),
+        layers=layers,
+        seed=seed,
+    )
+    data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
+
     uniform = data.flow_uniform.broadcast_like(data.flow)
     flow = xr.Dataset({"flow": data.flow, "uniform": uniform}).astype(np.float64)
     flow = flow.rename(to_segment="segment").transpose("prompt", "layer", "head", "segment")
@@ -347,7 +363,8 @@ def _of_all_prompts(data: xr.Dataset, answers: Sequence[GradedAnswer]) -> xr.Dat
     is_absent = flow.isnull().all(("prompt", "layer", "head"))
     flow = flow.fillna(0).where(~is_absent)
 
-    flow = flow.reindex(prompt=[answer.prompt for answer in answers])
-    flow["right"] = ("prompt", [answer.right for answer in answers])
-    flow["tokens"] = ("prompt", [len(answer.tokens) for answer in answers])
+    in_order = [answers[prompt.id] for prompt in prompts]
+    flow = flow.reindex(prompt=[answer.prompt for answer in in_order])
+    flow["right"] = ("prompt", [answer.right for answer in in_order])
+    flow["tokens"] = ("prompt", [len(answer.tokens) for answer in in_order])
     return flow

@@ -156,15 +156,18 @@ class Insertion(ABC):
             return self.filler(prompt, model, seed)
         tokenizer = require_tokenizer(model)
         line = fillers.line_break(tokenizer)
-        shorter: Any = replace(self, count=self.count - 1)  # type: ignore
-        filler = shorter.filler(prompt, model, seed)
+        with_room: Any = replace(self, count=self.count - 1)  # type: ignore
+        filler = with_room.filler(prompt, model, seed)
         if self.place == "after_question":
             return [*line, *filler]
+
+        # Qwen's tokenizer has ".\n" as a single token, so that the filler may be a token longer.
         last_tokens = fillers.tokens_of(tokenizer, tokenizer.decode(filler[-1:]) + "\n")
-        if len(last_tokens) == 1:  # Qwen's tokenizer has ".\n" as a single token
-            longer = self.filler(prompt, model, seed)
-            if longer[-1] == filler[-1]:
-                return [*longer[:-1], *last_tokens]
+        if len(last_tokens) == 1:
+            longer_filler = self.filler(prompt, model, seed)
+            if longer_filler[-1] == filler[-1]:
+                return [*longer_filler[:-1], *last_tokens]
+
         return [*filler, *line]
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:

@@ -33,7 +33,7 @@ class Counterpart:
     Args:
         versions: The other versions by prompt id, or in the order of prompts whose ids count from
             0: texts, or token ids for prompts that are token ids. By default each prompt's own
-                ``counterpart``.
+            ``counterpart``.
         from_the_end: Also pair the tokens of replaced stretches of unequal length, from their last
             tokens backwards: a subject's last token, where its attributes are read, then has a
             partner.
@@ -141,26 +141,3 @@ def _pairs(
         if kind == "equal" or (kind == "replace" and is_paired):
             for step in range(min(own_length, other_length), 0, -1):
                 yield own_stop - step, other_stop - step
-
-
-def with_changes(sequences: Mapping[str, TokenSequence], baseline: str) -> dict[str, TokenSequence]:
-    """The sequences of a prompt, with every token that a counterpart changes or lacks in the
-    segment "changed"."""
-    in_all = torch.ones(len(sequences[baseline]), dtype=torch.bool)
-    for sequence in sequences.values():
-        if sequence.counterpart:
-            is_same = ~sequence.inserted & ~sequence.of_segment("changed")
-            in_this = torch.zeros_like(in_all)
-            in_this[sequence.origin[is_same]] = True
-            in_all &= in_this
-
-    if in_all.all():
-        return dict(sequences)
-
-    marked = {}
-    for name, sequence in sequences.items():
-        changed = ~sequence.inserted & ~in_all[sequence.origin.clamp(min=0)]
-        segment = sequence.segment.masked_fill(changed, SEGMENTS.index("changed"))
-        marked[name] = replace(sequence, segment=segment)
-
-    return marked

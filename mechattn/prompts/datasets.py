@@ -363,15 +363,16 @@ def repeated_random(
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
     """This number of ordinary tokens, all different."""
     size = int(model.cfg.d_vocab)
-    if model.tokenizer is None and size >= count:
-        return draw.sample(range(size), count)
-    drawn: dict[int, None] = {}
-    # Draws are with replacement, so a small vocabulary needs several rounds.
-    rounds = _MOST_ROUNDS if size >= count else 0
-    for _ in range(rounds):
-        drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
-        if len(drawn) >= count:
-            return list(drawn)[:count]
+    if size >= count:
+        if model.tokenizer is None:
+            return draw.sample(range(size), count)
+
+        # Draws are with replacement, so a small vocabulary needs several rounds.
+        drawn: dict[int, None] = {}
+        for _ in range(_MOST_ROUNDS):
+            drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
+            if len(drawn) >= count:
+                return list(drawn)[:count]
 
     raise OptionError(
         f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"

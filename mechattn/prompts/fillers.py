@@ -3,8 +3,10 @@ inserted."""
 
 from __future__ import annotations
 
+import json
 import random
 from bisect import bisect_left, bisect_right
+from pathlib import Path
 from typing import Any, Literal
 
 from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
@@ -17,31 +19,8 @@ MOST_REPETITIONS = 256  # per token
 FURTHEST_COUNT = 10  # tokens away from the requested count
 _MOST_DRAWS = 1000
 
-_DETERMINERS = ("the", "a", "every", "this", "that", "one", "another")
-_ADJECTIVES = (
-    "old", "quiet", "green", "heavy", "small", "strange", "narrow", "warm", "distant", "wooden", "empty", "gentle",
-    "broken", "silver", "early", "dusty",
-)  # fmt: skip
-_NOUNS = (
-    "river", "teacher", "window", "garden", "letter", "mountain", "doctor", "bridge", "kitchen", "song", "farmer",
-    "lantern", "village", "road", "painter", "cloud", "library", "boat", "neighbour", "horse", "market", "clock",
-)  # fmt: skip
-_VERBS = (
-    "watches", "follows", "remembers", "carries", "paints", "leaves", "finds", "describes", "crosses", "visits",
-    "repairs", "admires", "forgets", "hears", "draws", "keeps",
-)  # fmt: skip
-_PREPOSITIONS = (
-    "behind",
-    "near",
-    "under",
-    "beyond",
-    "beside",
-    "above",
-    "across from",
-    "in front of",
-)
-_ADVERBS = ("slowly", "often", "quietly", "never", "always", "gladly", "rarely", "carefully")
-_CONJUNCTIONS = ("and", "while", "because", "although", "until", "before")
+# The words of random sentences, by their part of speech.
+_WORDS = json.loads(Path(__file__).with_name("sentence_words.json").read_text("utf-8"))
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
@@ -156,7 +135,7 @@ def _sentence(draw: random.Random) -> str:
     """A sentence of one or two clauses."""
     words = _clause(draw)
     if draw.random() < 0.4:
-        words += [draw.choice(_CONJUNCTIONS), *_clause(draw)]
+        words += [draw.choice(_WORDS["conjunctions"]), *_clause(draw)]
     text = " ".join(words)
     return text[0].upper() + text[1:] + "."
 
@@ -165,19 +144,19 @@ def _clause(draw: random.Random) -> list[str]:
     """A subject, a verb and an object, perhaps with an adverb and a place."""
     words = _noun_phrase(draw)
     if draw.random() < 0.5:
-        words.append(draw.choice(_ADVERBS))
-    words += [draw.choice(_VERBS), *_noun_phrase(draw)]
+        words.append(draw.choice(_WORDS["adverbs"]))
+    words += [draw.choice(_WORDS["verbs"]), *_noun_phrase(draw)]
     if draw.random() < 0.5:
-        words += [draw.choice(_PREPOSITIONS), *_noun_phrase(draw)]
+        words += [draw.choice(_WORDS["prepositions"]), *_noun_phrase(draw)]
     return words
 
 
 def _noun_phrase(draw: random.Random) -> list[str]:
     """A noun with its determiner, and perhaps an adjective."""
-    determiner = draw.choice(_DETERMINERS)
-    words = [draw.choice(_NOUNS)]
+    determiner = draw.choice(_WORDS["determiners"])
+    words = [draw.choice(_WORDS["nouns"])]
     if draw.random() < 0.6:
-        words.insert(0, draw.choice(_ADJECTIVES))
+        words.insert(0, draw.choice(_WORDS["adjectives"]))
     if determiner == "a" and words[0][0] in "aeiou":
         determiner = "an"
     return [determiner, *words]

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 from numbers import Integral
 from typing import Any, Literal
 
@@ -18,10 +18,10 @@ from mechattn.errors import PromptError, check_choice, warn
 from mechattn.markup import plain
 
 Template = Literal["plain", "chat", "joined"]
-MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory
-HALVES = re.compile(
-    "[\ud800-\udfff]"
-)  # halves of surrogate pairs, which neither tokenizers nor files accept
+# Generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory.
+MOST = 1_000_000
+# Halves of surrogate pairs, which neither tokenizers nor files accept.
+HALVES = re.compile("[\ud800-\udfff]")
 _EXCERPT = 40  # characters of a text in a message
 _FEWEST = 4  # prompts; with fewer, intervals are wide in any case
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -63,9 +63,8 @@ class Prompt:
     id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
-    group: str | None = field(
-        default=None, repr=False
-    )  # not part of the prompts' hash: nothing measured depends on it
+    # Not part of the prompts' hash: nothing measured depends on it.
+    group: str | None = field(default=None, repr=False)
     answer_tokens: tuple[int, ...] = ()
     counterpart: str | tuple[int, ...] = ""
     other_answer: str | tuple[int, ...] = ""
@@ -129,13 +128,13 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
-    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU":
-        prompts = prompts.tolist()  # of texts
-    if isinstance(prompts, (Tensor, np.ndarray)):
-        return _from_tokens(torch.as_tensor(prompts))
-    is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
     if isinstance(prompts, Mapping):
         return _from_encoding(prompts)
+    is_array_of_texts = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU"
+    if isinstance(prompts, (Tensor, np.ndarray)) and not is_array_of_texts:
+        return _from_tokens(torch.as_tensor(prompts))
+
+    is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
     is_unordered = isinstance(prompts, (bytes, Set))
     if is_table or is_unordered or not isinstance(prompts, Iterable):
         raise PromptError(
@@ -152,14 +151,10 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     if count > 1:
         raise PromptError(f"several prompts have the id {name!r}; give every prompt its own")
 
+    # Beside prompts with groups, one without is a group of its own.
     if not any(prompt.group for prompt in named):
         return named
-    grouped = []
-    for prompt in named:
-        group = prompt.group or f"prompt {prompt.id} alone"
-        grouped.append(replace(prompt, group=group))
-
-    return grouped
+    return [replace(prompt, group=prompt.group or f"prompt {prompt.id} alone") for prompt in named]
 
 
 def _named(index: int, prompt: object) -> Prompt:
@@ -177,7 +172,7 @@ def _named(index: int, prompt: object) -> Prompt:
             f"prompt {index} is {prompt!r}, the name of a file: load_prompts({prompt!r}) reads its "
             "prompts"
         )
-    return Prompt(prompt, id=str(index))
+    return Prompt(str(prompt), id=str(index))
 
 
 def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
@@ -191,19 +186,27 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
     masks = [[1] * len(row) for row in rows]
     if "attention_mask" in encoding:
         masks = _rows(encoding["attention_mask"])
+
     prompts = []
     for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        tokens = tuple(token for token, is_read in zip(row, mask, strict=True) if is_read)
+        tokens = tuple(compress(row, mask))
         prompts.append(Prompt(tokens=tokens, id=str(index)))
     return prompts
 
 
 def _rows(numbers: Any) -> list[list[int]]:
     """One row of whole numbers or several, from a tensor, an array or lists, as lists."""
-    rows = numbers.tolist() if hasattr(numbers, "tolist") else [*numbers]
+    rows = _listed(numbers)
     if rows and isinstance(rows[0], Integral):
         return [rows]
-    return [row.tolist() if hasattr(row, "tolist") else [*row] for row in rows]
+    return [_listed(row) for row in rows]
+
+
+def _listed(numbers: Any) -> list[Any]:
+    """A tensor, an array or a sequence as a list."""
+    if hasattr(numbers, "tolist"):
+        numbers = numbers.tolist()
+    return list(numbers)
 
 
 def _from_tokens(tokens: Tensor) -> list[Prompt]:

@@ -3,9 +3,9 @@ baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mechattn import markup
-from mechattn.axes import SEGMENTS
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import ConditionError
 from mechattn.functional.attention import EdgeMask
 
@@ -215,6 +215,29 @@ def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequ
     )
 
 
+def with_changes(sequences: Mapping[str, TokenSequence]) -> dict[str, TokenSequence]:
+    """The sequences of a prompt, with every token that a counterpart changes or lacks in the
+    segment "changed"."""
+    in_all = torch.ones(len(sequences[BASELINE]), dtype=torch.bool)
+    for sequence in sequences.values():
+        if sequence.counterpart:
+            is_same = ~sequence.inserted & ~sequence.of_segment("changed")
+            in_this = torch.zeros_like(in_all)
+            in_this[sequence.origin[is_same]] = True
+            in_all &= in_this
+
+    if in_all.all():
+        return dict(sequences)
+
+    marked = {}
+    for name, sequence in sequences.items():
+        changed = ~sequence.inserted & ~in_all[sequence.origin.clamp(min=0)]
+        segment = sequence.segment.masked_fill(changed, SEGMENTS.index("changed"))
+        marked[name] = replace(sequence, segment=segment)
+
+    return marked
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Sequences padded on the right to one length; padding has origin and segment −2 and never
@@ -300,30 +323,39 @@ def inserted_span(batch: Batch) -> tuple[int, int]:
     return int(places[0]), int(places[-1]) + 1
 
 
+def cut_edges(sequence: TokenSequence) -> CutEdges:
+    """The edges of a sequence that are cut, if any."""
+    no_token = torch.zeros(len(sequence), dtype=torch.bool)
+    return sequence.edge_mask or CutEdges(no_token, no_token)
+
+
 def pad_right(
     sequences: Sequence[TokenSequence], rows: Sequence[tuple[int, str]], pad_token: int
 ) -> Batch:
     """Put sequences into one batch, padded on the right."""
-    padded = partial(pad_sequence, batch_first=True)
+
+    def padded(attribute: str, value: int = PADDING) -> Tensor:
+        rows = [getattr(sequence, attribute) for sequence in sequences]
+        return pad_sequence(rows, batch_first=True, padding_value=value)
+
     edge_mask = None
     layers: list[tuple[int, ...] | None] = [None] * len(sequences)
     if any(sequence.edge_mask for sequence in sequences):
-        cuts = []
-        for sequence in sequences:
-            no_token = torch.zeros(len(sequence), dtype=torch.bool)
-            cuts.append(sequence.edge_mask or CutEdges(no_token, no_token))
-        queries = padded([cut.queries for cut in cuts])
-        keys = padded([cut.keys for cut in cuts])
-        edge_mask = EdgeMask(queries, keys)
+        cuts = [cut_edges(sequence) for sequence in sequences]
+        edge_mask = EdgeMask(
+            queries=pad_sequence([cut.queries for cut in cuts], batch_first=True),
+            keys=pad_sequence([cut.keys for cut in cuts], batch_first=True),
+        )
         layers = [cut.layers for cut in cuts]
 
     position_ids = None
     if any(sequence.keeps_positions for sequence in sequences):
-        position_ids = padded([sequence.position_ids for sequence in sequences])
+        position_ids = padded("position_ids", 0)
+
     return Batch(
-        tokens=padded([sequence.tokens for sequence in sequences], padding_value=pad_token),
-        origin=padded([sequence.origin for sequence in sequences], padding_value=PADDING),
-        segment=padded([sequence.segment for sequence in sequences], padding_value=PADDING),
+        tokens=padded("tokens", pad_token),
+        origin=padded("origin"),
+        segment=padded("segment"),
         lengths=torch.tensor([len(sequence) for sequence in sequences]),
         rows=tuple(rows),
         edge_mask=edge_mask,
@@ -351,13 +383,11 @@ class Pairs:
     reach: tuple[int, ...]
 
 
-def pairs_of(batch: Batch, baseline: str) -> Pairs:
+def pairs_of(batch: Batch) -> Pairs:
     """The pairs of a batch that holds all conditions of its prompts."""
-    row_of_baseline = {}
-    for row, (prompt, condition) in enumerate(batch.rows):
-        if condition == baseline:
-            row_of_baseline[prompt] = row
-
+    row_of_baseline = {
+        prompt: row for row, (prompt, condition) in enumerate(batch.rows) if condition == BASELINE
+    }
     baseline_rows = torch.tensor([row_of_baseline[prompt] for prompt, _ in batch.rows])
 
     # Where each original token of a row stands: the inverse of ``origin``.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,9 +15,19 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError, warn
-from mechattn.prompts.chat_template import Span, chat_text
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence, baseline_sequence
+
+Span = tuple[str, int, int]  # segment, first character, character after the last
+
+# A chat template is rendered a second time with these in place of a prompt's texts, to see where they
+# stand: a search for the texts would fail where the template holds them too, such as for the question
+# "assistant". They are private-use characters, which no prompt contains and no template treats in a
+# special way.
+_SYSTEM_SLOT = "\ue000\ue001"
+_QUESTION_SLOT = "\ue000\ue002"
+_SLOT = re.compile(f"({_SYSTEM_SLOT}|{_QUESTION_SLOT})")
+
 
 TOKEN_CLASSES = ("digit", "operator", "conjunction", "other")
 _OPERATOR = re.compile(r"[-+*/=<>^%×÷·±√≤≥≠∑∏−]+|\\(?:times|div|cdot|frac|sqrt|pm|leq|geq|neq)")
@@ -52,7 +63,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
 
     tokenizer = require_tokenizer(model)
     if prompt.template == "chat":
-        text, spans = chat_text(prompt, tokenizer)
+        text, spans = _chat_text(prompt, tokenizer)
         if prompt.answer:
             spans.append(("answer", len(text), len(text) + len(prompt.answer)))
             text += prompt.answer
@@ -167,6 +178,79 @@ def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
     if prompt.answer:
         joined = joined.removesuffix(separator)
     return joined, spans
+
+
+def _chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
+    """The rendered chat up to the answer, and the characters that hold the system text and the
+    question.
+
+    Raises:
+        ModelError: The tokenizer has no chat template, or the template fails.
+        PromptError: The template changes the texts beyond surrounding white space.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ModelError('this tokenizer has no chat template; use template="plain"')
+
+    text = _rendered(prompt, tokenizer, prompt.system, prompt.question)
+    system_slot = _SYSTEM_SLOT if prompt.system else ""
+    outline = _rendered(prompt, tokenizer, system_slot, _QUESTION_SLOT)
+
+    for system, question in product(_trimmed(prompt.system), _trimmed(prompt.question)):
+        filled, spans = _filled(outline, system, question)
+        if filled == text:
+            return text, spans
+
+    raise PromptError(
+        f"the chat template changes the texts of {prompt.where}, so their tokens cannot be found; "
+        'use template="plain"'
+    )
+
+
+def _trimmed(text: str) -> list[str]:
+    """The text as it is, and as templates trim it."""
+    return [text, text.strip(), text.rstrip(), text.lstrip()]
+
+
+def _filled(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
+    """The outline with the texts in their slots, and where they stand.
+
+    A template may repeat a text: the first place of the system text and the last one of the
+    question count.
+    """
+    slots = {_SYSTEM_SLOT: ("system", system), _QUESTION_SLOT: ("question", question)}
+    text = ""
+    spans: dict[str, list[Span]] = {"system": [], "question": [], "template": []}
+    for piece in _SLOT.split(outline):
+        segment, filling = slots.get(piece, ("template", piece))
+        spans[segment].append((segment, len(text), len(text) + len(filling)))
+        text += filling
+
+    return text, spans["system"][:1] + spans["question"][-1:]
+
+
+def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str:
+    """The template with these texts; the system text opens the user's turn if there is no such
+    role."""
+    conversations = [[{"role": "user", "content": question}]]
+    if system:
+        own_turn = {"role": "system", "content": system}
+        opening = {"role": "user", "content": f"{system}\n\n{question}"}
+        conversations = [[own_turn, *conversations[0]], [opening]]
+
+    failure = None
+    for messages in conversations:
+        try:
+            text: str = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **prompt.template_options
+            )
+            return text
+        except Exception as error:  # a template is a program and may fail in any way
+            failure = error
+
+    raise ModelError(
+        f"the chat template of this tokenizer fails on prompt {prompt.id} "
+        f'({type(failure).__name__}: {failure}); use template="plain"'
+    ) from failure
 
 
 def _tokens_in_spans(

@@ -482,7 +482,7 @@ def test_conditions_that_cannot_be(make, message):
     [
         (lambda n: ma.load_prompts("word-problems", limit=n), "the package has 512 questions .word-problems. with seed=0"),
         (lambda n: ma.MeaninglessTokens("/", count=n), "count=.*at most 1,000,000"),
-        (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
+        (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000"),
         (lambda n: ma.random_weights("toy:llama", seed=n), "seed=.*at most 9,223"),
     ],
 )  # fmt: skip

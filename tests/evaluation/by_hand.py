@@ -1,7 +1,7 @@
 """Evaluations whose answers are written by hand."""
 
+from mechattn.evaluation.answer_file import GradedAnswer
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.graded_answers import GradedAnswer
 
 
 def answer(prompt, condition="baseline", right=True, **fields):

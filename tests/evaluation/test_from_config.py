@@ -48,7 +48,7 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
     again = CliRunner().invoke(app, ["evaluate", "config.toml"])
     assert [line for line in again.output.splitlines() if line.startswith("| ")] == rows
     monkeypatch.setattr(
-        "mechattn.evaluation.evaluate.Generation.advance", lambda self: pytest.fail("asked again")
+        "mechattn.evaluation.generate.Generation.advance", lambda self: pytest.fail("asked again")
     )
     evaluate_from_config(tmp_path / "config.toml")
 

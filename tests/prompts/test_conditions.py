@@ -43,6 +43,8 @@ def test_plain_segments(toy):
     assert text_of(toy, sequence, "system") == PROMPT.system
     assert text_of(toy, sequence, "answer") == PROMPT.answer
     assert sequence.origin.tolist() == list(range(len(sequence)))
+    text = f"{PROMPT.system}\n{PROMPT.question}\n{PROMPT.answer}"
+    assert sequence.tokens.tolist() == toy.tokenizer(text)["input_ids"]
 
 
 def test_a_sequence_is_shown_in_one_short_line(toy):
@@ -53,12 +55,6 @@ def test_a_sequence_is_shown_in_one_short_line(toy):
     assert repr(sequence).startswith(f"TokenSequence({len(sequence)} tokens, 5 inserted; first 1, ")
     short = baseline_sequence([1, 2], ["bos", "question"], lambda ids: "ab")
     assert repr(short) == "TokenSequence(2 tokens, 0 inserted; first 1, question 1: 'ab')"
-
-
-def test_tokens_are_those_of_the_whole_text(toy):
-    sequence = tokenize(PROMPT, toy)
-    text = f"{PROMPT.system}\n{PROMPT.question}\n{PROMPT.answer}"
-    assert sequence.tokens.tolist() == toy.tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize("opening", ["", "<bos>"])
@@ -182,13 +178,15 @@ def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
 
 @pytest.mark.parametrize("condition", controls_with("draw"), ids=lambda c: type(c).__name__)
 def test_controls_are_drawn_for_each_prompt_and_seed(toy, condition):
-    other = dataclasses.replace(PROMPT, id="b")
+    other_prompt = dataclasses.replace(PROMPT, id="b")
+    other_draw = dataclasses.replace(condition, draw=1)
     drawn = {
-        tuple(condition.apply(prompt, toy, seed).tokens[5:].tolist())
-        for prompt in (PROMPT, other)
+        tuple(_filler(kind.apply(prompt, toy, seed)))
+        for kind in (condition, other_draw)
+        for prompt in (PROMPT, other_prompt)
         for seed in (0, 1)
     }
-    assert len(drawn) == 4
+    assert len(drawn) == 8
 
 
 def test_a_shuffled_sentence_has_the_tokens_of_the_sentence(toy):
@@ -196,12 +194,6 @@ def test_a_shuffled_sentence_has_the_tokens_of_the_sentence(toy):
     one, other = (c.apply(PROMPT, toy, 3) for c in (sentence, shuffled))
     assert sorted(one.tokens.tolist()) == sorted(other.tokens.tolist())
     assert one.tokens.tolist() != other.tokens.tolist()
-
-
-def test_another_draw_is_another_sentence(toy):
-    for kind in (ma.RandomSentence, ma.conditions.RandomTokens, ma.conditions.ShuffledSentence):
-        drawn = {tuple(_filler(kind(20, draw=n).apply(PROMPT, toy))) for n in (0, 1, 2)}
-        assert len(drawn) == 3
 
 
 def test_random_tokens_are_ordinary(toy):
@@ -352,7 +344,7 @@ class InDigits:
 
 
 @pytest.mark.parametrize("place", ["before_question", "after_question", "middle", "before_answer"])
-@pytest.mark.parametrize("count", [5, 24, 25, 26, 27, 55])
+@pytest.mark.parametrize("count", [5, 25, 26])
 def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place):
     model = SimpleNamespace(tokenizer=InDigits(), cfg=toy.cfg)
     filler = ma.conditions.Counting(count, place).filler(PROMPT, model)
@@ -461,8 +453,7 @@ def test_a_line_break_is_tokenized_with_the_mark_before_it(toy, condition):
     assert tokenizer(text)["input_ids"] == filler
 
 
-@pytest.mark.parametrize("count", [20, 33, 55])
-@pytest.mark.parametrize("own_line", [False, True])
+@pytest.mark.parametrize(("count", "own_line"), [(20, True), (33, False)])
 def test_whole_sentences_have_exactly_the_count(toy, count, own_line):
     condition = ma.RandomSentence(count, own_line=own_line, cut=False)
     fillers = {

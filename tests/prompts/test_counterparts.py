@@ -18,8 +18,8 @@ from mechattn.prompts.tokenization import tokenize
 
 
 @pytest.fixture(scope="module")
-def model():
-    return ma.load_model("toy:llama")
+def model(toy):
+    return toy
 
 
 def both(model, prompt, condition):
@@ -176,8 +176,7 @@ def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source):
         assert (prompt.answer or prompt.answer_tokens) != prompt.other_answer
 
 
-def test_the_answers_of_generated_pairs_follow_from_their_versions():
-    model = ma.load_model("toy:llama")
+def test_the_answers_of_generated_pairs_follow_from_their_versions(model):
     for prompt in ma.pairs(model, "repeated-random", 20, span=(5, 9)):
         for version, answer in (
             (prompt.tokens, prompt.answer_tokens[0]),
@@ -213,8 +212,7 @@ def test_the_answers_of_generated_pairs_follow_from_their_versions():
 
 
 @pytest.mark.parametrize("source", ["ioi", "greater-than", "capitals"])
-def test_pairs_are_grouped_by_template_and_may_have_one_length(source):
-    model = ma.load_model("toy:llama")
+def test_pairs_are_grouped_by_template_and_may_have_one_length(model, source):
     prompts = ma.pairs(model, source, 40)
     groups = [prompt.group for prompt in prompts]
     templates = len(set(groups))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mechattn.evaluation.answer_file import GradedAnswer
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.published.comparison import (
     AS_PUBLISHED,
     NOT_MEASURABLE,

@@ -11,8 +11,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.evaluation.answer_file import kept
-from mechattn.evaluation.graded_answers import GradedAnswer
+from mechattn.evaluation.answer_file import GradedAnswer, kept
 from mechattn.jobs.resumable_run import chunks_folder
 from mechattn.store.atomic_writes import write_whole
 from mechattn.store.objects import Place

@@ -190,7 +190,7 @@ def test_the_probe_has_room_where_the_answers_have(toy, prompts, engine):
 
 def test_a_bar_says_tokens_a_second(prompts, server, capsys, monkeypatch):
     monkeypatch.setattr(
-        "mechattn.evaluation.progress.tqdm",
+        "mechattn.evaluation.generate.tqdm",
         lambda **options: tqdm(**options | {"mininterval": 0, "disable": False}),
     )
     served(server, prompts[:2])
