@@ -165,7 +165,7 @@ def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
         of_prompt = _of_prompt(first_mass, magnitude, masses.layer.values)
         blocks.append(of_prompt.assign(prompt=prompt))
     queries = pd.concat(blocks, ignore_index=True)
-    queries.attrs = {"layers": masses.layer.values.tolist(), "prompts": len(is_member)}
+    queries.attrs = {"layers": masses.layer.values.tolist()}
     return queries
 
 
@@ -199,8 +199,10 @@ def _of_prompt(first_mass: np.ndarray, magnitude: np.ndarray, layers: np.ndarray
 def _over_prompts(result: Result, queries: pd.DataFrame) -> Interval:
     """The mean over prompts of each prompt's mean; prompts without such queries are left out."""
     means = queries.groupby("prompt").impact.mean()
-    means = means.reindex(range(queries.attrs["prompts"]))
+    ids = result["sequences"].prompt.values
+    means = means.reindex(range(len(ids)))
     if means.isna().all():
         nan = np.array(np.nan)
         return Interval(nan, nan, nan)
-    return mean_over_prompts(result, xr.DataArray(means.to_numpy(), dims="prompt"))
+    by_prompt = xr.DataArray(means.to_numpy(), coords={"prompt": ids}, dims="prompt")
+    return mean_over_prompts(result, by_prompt)

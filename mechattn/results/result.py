@@ -263,7 +263,7 @@ def alike_words(result: Result) -> str:
 
 def units_in(result: Result, values: xr.DataArray) -> Units:
     """The units of some prompts of a result, by their ids."""
-    if "prompt" not in values.coords or "group" not in result["sequences"]:
+    if "group" not in result["sequences"]:
         return Units(values.sizes["prompt"])
     ids = values["prompt"].values.tolist()
     groups = result["sequences"].group.sel(prompt=ids)

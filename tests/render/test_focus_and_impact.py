@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
@@ -92,6 +93,29 @@ def test_the_loops_would_notice_another_heads_updates(result):
     theirs = focus_and_impact(changed)
     assert (mine.queries == theirs.queries).all()
     assert abs(mine["median"] - theirs["median"]).max() > 0.05
+
+
+def test_an_interval_is_over_groups_where_prompts_have_them(toy, prompts):
+    grouped = [replace(prompt, group=f"g{index % 3}") for index, prompt in enumerate(prompts[:6])]
+    result = ma.run(toy, grouped, analyses=ANALYSES, keep="prompts")
+    table = focus_and_impact(result)
+    layers = result["head_updates"].layer.values.tolist()
+    rows = impacts_by_loops(result, "baseline", "question", layers)
+
+    # The bin that most queries are in has some of each prompt.
+    row = table.loc[table.queries.idxmax()]
+    impacts = {number: [] for number in range(6)}
+    for prompt, share, impact in rows:
+        if row.above < share <= row.up_to:
+            impacts[prompt].append(impact)
+    of_prompts = np.array([np.mean(impacts[number]) for number in range(6)])
+    of_groups = (of_prompts[:3] + of_prompts[3:]) / 2
+
+    def interval(values):
+        return stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
+
+    np.testing.assert_allclose([row.low, row.high], interval(of_groups), rtol=1e-6)
+    assert not np.allclose([row.low, row.high], interval(of_prompts), rtol=1e-3)
 
 
 def test_groups_of_layers():
