@@ -37,7 +37,7 @@ kind = "{analysis}"
 @pytest.fixture(autouse=True)
 def sooner(toy, monkeypatch):
     """One loaded model, and pages without figures: what is written where does not depend on them."""
-    for module in ("mechattn.jobs.job", "mechattn.commands.run_config"):
+    for module in ("mechattn.jobs.job", "mechattn.commands.evaluate"):
         monkeypatch.setattr(f"{module}.load_model", lambda *args, **options: toy)
     for sections in ("lead_sections", "_drawn_sections"):
         monkeypatch.setattr(f"mechattn.pages.page.{sections}", lambda *args: [])
