@@ -30,7 +30,7 @@ from mechattn.results.result import memory_bytes
 _SQUARES = 6
 _FLOAT32 = 4  # bytes
 _LARGEST_BATCH = 64
-_FULLEST = 0.75  # a batch is not padded beyond its shortest prompt / 0.75
+_LEAST_FILL = 0.75  # the shortest prompt of a batch, as a share of its longest
 _CPU_WORDS = (
     "not enough memory",
     "can't allocate memory",
@@ -47,14 +47,13 @@ class Cost:
 
     heads: int  # attention heads per layer
     width: int  # numbers in memory at the same time for each position: residual stream, MLP, projections
-    square: (
-        bool  # whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming)
-    )
+    # Whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming).
+    holds_pattern: bool
 
     def of(self, length: int) -> int:
         """Bytes for one sequence."""
         row = 2 * BLOCK
-        if self.square:
+        if self.holds_pattern:
             row = _SQUARES * length
         attention = self.heads * length * row
         return _FLOAT32 * (attention + length * self.width)
@@ -65,22 +64,22 @@ def batch_plan(
 ) -> list[list[int]]:
     """Group prompts of similar length so that one layer of a batch fits the budget."""
     budget = memory_bytes(memory)
-    longest_of = [max(own) for own in lengths]
+    longest_by_prompt = [max(condition_lengths) for condition_lengths in lengths]
     side_of = list(sides) or [""] * len(lengths)
     order = sorted(
-        range(len(lengths)), key=lambda index: (side_of[index], longest_of[index], index)
+        range(len(lengths)), key=lambda index: (side_of[index], longest_by_prompt[index], index)
     )
 
     batches: list[list[int]] = []
     shortest = 0
     for index in order:
-        longest = longest_of[index]
+        longest = longest_by_prompt[index]
         if batches:
             batch = batches[-1]
             rows = (len(batch) + 1) * len(lengths[index])
             is_full = rows * cost.of(longest) > budget or rows > _LARGEST_BATCH
             is_other_side = side_of[batch[0]] != side_of[index]
-            if not is_full and not is_other_side and shortest >= _FULLEST * longest:
+            if not is_full and not is_other_side and shortest >= _LEAST_FILL * longest:
                 batch.append(index)
                 continue
 

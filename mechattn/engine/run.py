@@ -241,7 +241,7 @@ class Run:
         cfg = self.plan.model.cfg
         # About how many numbers are in memory at the same time for each position of a sequence.
         width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
-        return Cost(cfg.n_heads, width, square=self.forward is forward_through_hooks)
+        return Cost(cfg.n_heads, width, holds_pattern=self.forward is forward_through_hooks)
 
     def _measured(
         self, indices: Sequence[int], sequences: Sequences, ids: list[str]

@@ -250,8 +250,9 @@ def _received_details(result: Result, options: Mapping[str, Any]) -> str:
     """What the title of a figure of received attention adds: layers, choice of heads, condition."""
     condition = result.shown_condition(options.get("condition"))
     layers = ", ".join(map(str, np.atleast_1d(options["layer"])))
-    choice = "by the data" if options.get("heads") is None else "by hand"
-    return f", layer {layers}, heads chosen {choice}, condition “{condition}”"
+    # Heads that are named, or the first ones where there are too few prompts to choose by.
+    choice = "chosen" if options.get("heads") is None else "not chosen"
+    return f", layer {layers}, heads {choice} by the data, condition “{condition}”"
 
 
 def _received_note(result: Result, options: Mapping[str, Any]) -> str:

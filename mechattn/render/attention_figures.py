@@ -121,7 +121,7 @@ def received_attention(
         ranking = None if by == "difference" else by
         Selection(None, None, ranking)  # refuses what compare refuses
         panels = listed_panels(result, layers, listed)
-        choice = "chosen by hand"
+        choice = "as given"
     else:
         Selection("half", top, by)
         panels = chosen_panels(result, layers, top, condition, by)

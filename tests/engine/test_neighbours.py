@@ -51,7 +51,7 @@ def one_batch(monkeypatch):
         seen.append([len(sequence) for sequence in sequences])
         return pad(sequences, *arguments)
 
-    monkeypatch.setattr(batch_plans, "_FULLEST", 0.0)
+    monkeypatch.setattr(batch_plans, "_LEAST_FILL", 0.0)
     monkeypatch.setattr(module, "pad_right", noting)
     return seen
 

@@ -56,13 +56,13 @@ def batches(monkeypatch):
         seen.append([len(sequence) for sequence in sequences])
         return pad(sequences, *arguments)
 
-    monkeypatch.setattr(batch_plans, "_FULLEST", 0.0)
+    monkeypatch.setattr(batch_plans, "_LEAST_FILL", 0.0)
     monkeypatch.setattr(module, "pad_right", noting)
     return seen
 
 
 def test_a_plan_crosses_no_boundary():
-    cost = Cost(4, 64, square=False)
+    cost = Cost(4, 64, holds_pattern=False)
     lengths = [[n, n + 2] for n in (5, 90, 30, 33, 70, 8)]
     side = ["long" if max(pair) > 32 else "short" for pair in lengths]
     made = batch_plan(lengths, cost, "2GiB", side)

@@ -43,7 +43,7 @@ def test_the_caption_has_title_small_print_and_sentence(slash_result):
         "toy:llama (toy, 1.0 M parameters): received attention; mean over 12 prompts, pointwise"
     )
     assert (
-        "heads chosen by hand; shaded: the inserted tokens; each panel has its own vertical scale. "
+        "heads as given; shaded: the inserted tokens; each panel has its own vertical scale. "
         "Attention received by the question" in said
     )
     assert "<" not in said
