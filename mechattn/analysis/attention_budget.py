@@ -159,7 +159,8 @@ class AttentionBudget(AnalysisBase):
             )
 
             if layer == 0:  # whose hidden states are embeddings
-                is_unchanged += fn.is_unchanged(before, attention.of(longer))
+                unchanged_rows = fn.is_unchanged(before, attention.of(longer))
+                is_unchanged[longer] = unchanged_rows[:, None, None].to(moved.dtype)
             masses = fn.segment_masses(before, shared.members[longer], queries)
             weights = shared.question_weights[longer, :, queries]
 

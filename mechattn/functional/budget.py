@@ -146,8 +146,8 @@ def before_hidden_states(
     return replace(own, q=q, k=k)
 
 
-def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, ""]:
-    """Whether two rotations instead of one are all that tells queries and keys apart.
+def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, " row"]:
+    """Whether two rotations instead of one are all that tells the queries and keys of a row apart.
 
     So it is in layer 0, whose hidden states are embeddings. What large biases, as Qwen's, make of
     this rounding must not appear as a change.
@@ -157,16 +157,16 @@ def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, ""]:
         after: Attention with the changed hidden states, at the same positions.
 
     Returns:
-        A single truth value, on the device of the queries.
+        A truth value for each row, on the device of the queries.
     """
     are_equal = []
     for x_before, x_after in ((before.q, after.q), (before.k, after.k)):
-        largest = x_after.abs().max()
+        largest = x_after.abs().amax((1, 2, 3))
         rounding = 8 * torch.finfo(x_after.dtype).eps * largest
-        difference = (x_before - x_after).abs().max()
+        difference = (x_before - x_after).abs().amax((1, 2, 3))
         are_equal.append(difference <= rounding)
 
-    # As a tensor: reading it here would wait for the GPU.
+    # As tensors: reading them here would wait for the GPU.
     return are_equal[0] & are_equal[1]
 
 

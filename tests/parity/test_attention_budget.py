@@ -100,6 +100,17 @@ def test_kept_positions_leave_no_distance(budgets):
     np.testing.assert_allclose(distance.fillna(0), 0, rtol=0, atol=1e-6)
 
 
+def test_changed_words_beside_an_insertion_do_not_make_its_rounding_a_change(shared):
+    """Layer 0 reads embeddings: an insertion changes none of them, a counterpart in the same batch does."""
+    question = "Anna has 3 shells and Eli has 5. How many?"
+    prompt = ma.Prompt(question, counterpart=question.replace("5", "8"))
+    conditions = {"slash": SLASH, "words": ma.conditions.Counterpart()}
+    result = ma.run(shared("toy:qwen2"), prompt, conditions, BUDGET, layers=[0])
+    hidden_states = abs(result["attention_budget"].by_cause.sel(cause="hidden states"))
+    assert float(hidden_states.sel(condition="slash").max()) == 0
+    assert float(hidden_states.sel(condition="words").max()) > 1e-3
+
+
 def test_rotations_are_found_again_when_the_frequencies_change():
     model = ma.load_model("toy:llama", verify=False)
     before, _ = rotations_of(model, [0])
