@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import mechattn
 
@@ -89,16 +90,17 @@ def entered(call: Callable[[], object]) -> int:
     seen: set[str] = set()
     root = str(PACKAGE)
 
-    def note(frame: object, event: str, _: object) -> None:
-        name = frame.f_code.co_filename  # type: ignore[attr-defined]
-        if (
-            event == "call"
-            and name.startswith(root)
-            and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-        ):  # type: ignore[attr-defined]
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+        is_ours = is_function and name.startswith(root)
+        caller = frame.f_back
+        # A comprehension at the top of a module runs when the module is imported.
+        is_importing = caller is not None and caller.f_code.co_name == "<module>"
+        if event == "call" and is_ours and not is_importing:
             seen.add(name)
 
-    sys.setprofile(note)  # type: ignore[arg-type]
+    sys.setprofile(note)
     try:
         call()
     finally:

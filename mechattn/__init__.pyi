@@ -48,7 +48,7 @@ from .prompts.sweeps import sweep as sweep
 from .published.paper import paper as paper
 from .results.merge import merge_results as merge_results
 from .results.result import Result as Result
-from .stats.resolution import power as power
+from .stats.units import power as power
 from .store.reading import load_result as load_result
 
 __version__: str

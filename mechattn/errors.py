@@ -1,15 +1,30 @@
-"""The errors that mechattn raises, all of them MechattnErrors, and its warnings."""
+"""The errors that mechattn raises, all of them MechattnErrors, and its warnings; checks of arguments;
+and text without control characters or passwords, as it is printed or quoted.
+"""
 
+import re
 import sys
 import warnings
 from types import FrameType
 from typing import Any, get_args
 
-from mechattn.markup import shown
-
 # Frames of these packages are passed over in the search of the user's line: run-time type checks
 # put some between ours.
 _OURS = {"mechattn", "beartype", "jaxtyping"}
+_BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
+# Everything that moves the cursor, colours, rings the bell or changes the writing direction;
+# newlines and tabs stay.
+_ACTS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+# A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @,
+# not a user.
+_USER = re.compile(
+    r"(?<=://)(?<!abfs://)(?<!abfss://)"
+    r"(?:[^/?#\s\"'<>:@]{0,1000}:[^\s\"'<>@]{0,1000}@|[^/?#\s\"'<>@]{0,1000}@)+"
+)
+_QUERY = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
 
 
 class MechattnError(Exception):
@@ -91,6 +106,14 @@ def check_choice(known: Any, **given: Any) -> None:
             raise OptionError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
+def memory_bytes(memory: str) -> int:
+    """The number of bytes of a budget such as "2GiB"."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
+    return int(float(match[1]) * _BUDGETS[match[2].upper()])
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that called mechattn, however many of our own calls lie between."""
     frame = sys._getframe(1)
@@ -104,3 +127,27 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def _is_ours(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
     return package in _OURS
+
+
+def plain(text: str) -> str:
+    """A text with its control characters escaped, such as ``\\x1b[31m``, so that they do not act on
+    a terminal."""
+    return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def without_secrets(text: str) -> str:
+    """A text with user names, passwords and query strings (which hold keys and tokens) removed from
+    its URLs."""
+    return _QUERY.sub(r"\1…", _USER.sub("…@", text))
+
+
+def shown(text: str) -> str:
+    """Both of the above, for anything printed or quoted in an error."""
+    return without_secrets(plain(text))
+
+
+def visible(token: str) -> str:
+    """A token's text with newlines made visible, and a placeholder if it is blank."""
+    if not token.strip(_INVISIBLE):
+        return "·"
+    return token.replace("\n", "⏎")

@@ -1,12 +1,12 @@
-"""Text fit to be shown: HTML for notebooks, and no control characters or passwords in a terminal or
-an error."""
+"""HTML for notebooks: tables, and tokens on the colours of their segments."""
 
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from mechattn.errors import visible
 
 # Faint backgrounds, so that the notebook's text stays readable in light and dark themes.
 GROUNDS = {
@@ -18,26 +18,6 @@ GROUNDS = {
     "answer": "rgba(150,90,200,.18)",
     "changed": "rgba(230,150,30,.32)",
 }
-_INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
-# Everything that moves the cursor, colours, rings the bell or changes the writing direction;
-# newlines and tabs stay.
-_ACTS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-# A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @,
-# not a user.
-_USER = re.compile(
-    r"(?<=://)(?<!abfs://)(?<!abfss://)"
-    r"(?:[^/?#\s\"'<>:@]{0,1000}:[^\s\"'<>@]{0,1000}@|[^/?#\s\"'<>@]{0,1000}@)+"
-)
-_QUERY = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
-
-
-def visible(token: str) -> str:
-    """A token's text with newlines made visible, and a placeholder if it is blank."""
-    if not token.strip(_INVISIBLE):
-        return "·"
-    return token.replace("\n", "⏎")
 
 
 def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str] = ()) -> str:
@@ -88,20 +68,3 @@ def _token(text: str, segment: str) -> str:
         f' style="background:{GROUNDS[segment]};padding:2px;margin:1px;border-radius:3px;'
         f'white-space:pre-wrap;unicode-bidi:isolate">{html.escape(text)}</span>'
     )
-
-
-def plain(text: str) -> str:
-    """A text with its control characters escaped, such as ``\\x1b[31m``, so that they do not act on
-    a terminal."""
-    return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def without_secrets(text: str) -> str:
-    """A text with user names, passwords and query strings (which hold keys and tokens) removed from
-    its URLs."""
-    return _QUERY.sub(r"\1…", _USER.sub("…@", text))
-
-
-def shown(text: str) -> str:
-    """Both of the above, for anything printed or quoted in an error."""
-    return without_secrets(plain(text))

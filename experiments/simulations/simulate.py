@@ -27,8 +27,7 @@ from mechattn.stats.accuracy import share_difference, share_interval
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import false_discovery, paired
 from mechattn.stats.random_effects import against_draws, crossed
-from mechattn.stats.resolution import detectable_size
-from mechattn.stats.units import Units
+from mechattn.stats.units import Units, detectable_size
 
 HEADS, RESAMPLES, SHARED = 32, 1999, 0.5
 SKEWED, WORST = "lognormal, σ = 1 (skewness 6.2)", "lognormal, σ = 2 (skewness 414)"

@@ -15,8 +15,8 @@ from mechattn.errors import ModelError
 from mechattn.functional.attention import AnyRows, visible_keys
 from mechattn.functional.fused import Fused
 from mechattn.functional.received import segment_means
-from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
+from mechattn.model.hooks import split_heads
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Pairs, TokenSequence
 

@@ -32,10 +32,11 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from mechattn.functional.attention import for_each_head
+from mechattn.functional.attention import for_each_head, wide
 from mechattn.functional.head_outputs import update_product
-from mechattn.model.head_parts import output_weights, split_heads, wide
+from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel, limit_of
+from mechattn.model.hooks import split_heads
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_of
 from mechattn.prompts.token_sequences import Batch

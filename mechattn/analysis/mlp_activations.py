@@ -31,10 +31,9 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice, warn
 from mechattn.functional import activations as fn
 from mechattn.functional.received import segment_mean
-from mechattn.model.hooked import HookedModel
+from mechattn.model.hooked import HookedModel, device_of
 from mechattn.model.hooks import forward_to
 from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
-from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt

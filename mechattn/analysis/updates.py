@@ -31,9 +31,9 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.attention import for_each_head
+from mechattn.functional.attention import for_each_head, wide
 from mechattn.functional.focus import top_two
-from mechattn.model.head_parts import output_weights, wide
+from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.prompts.token_sequences import Batch

@@ -12,7 +12,7 @@ from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.commands.from_config import made_conditions
 from mechattn.commands.run_config import head_choice, prepared
 from mechattn.engine.run import run
-from mechattn.markup import plain
+from mechattn.errors import plain
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mechattn.markup import shown
+from mechattn.errors import shown
 
 FIRST_LOOK = """\
 mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mechattn.axes import by_head
 from mechattn.errors import OptionError
+from mechattn.results.result import by_head
 from mechattn.stats.paired import false_discovery
 
 _ABOUT = ("models", "condition", "to", "quantity", "segment")

@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from mechattn.axes import by_head, head_named
 from mechattn.contrast import stability, table
 from mechattn.contrast.differences import (
     aligned,
@@ -21,17 +20,16 @@ from mechattn.contrast.differences import (
     labels_of,
     layers_of,
 )
-from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.quantities import Null, check_measured, variable_of
-from mechattn.contrast.question import Question
+from mechattn.contrast.question import Question, first_token_words
 from mechattn.contrast.table import Columns, Ranking
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_choice, check_counts
-from mechattn.results.result import Result, units_of
+from mechattn.results.result import Result, by_head, head_named, units_of
 from mechattn.stats.intervals import FEWEST, Interval, ratio, relative_change
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
-from mechattn.stats.resolution import Resolution, random_words, resolution
+from mechattn.stats.units import Resolution, random_words, resolution
 
 # With fewer, the interval is that of a t distribution with 4 degrees of freedom or less.
 FEWEST_CONDITIONS = 6

@@ -21,8 +21,7 @@ from mechattn.results.result import Result
 from mechattn.stats.intervals import t_quantile
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
-from mechattn.stats.resolution import random_words
-from mechattn.stats.units import Units
+from mechattn.stats.units import Units, random_words
 
 # How the provenance of a model with redrawn weights starts its description of them.
 MARK = "random: "

@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.axes import BASELINE, by_head
+from mechattn.axes import BASELINE
 from mechattn.contrast import quantities
 from mechattn.errors import OptionError, check_choice, check_counts
-from mechattn.results.result import Result, part_of, units_of
+from mechattn.results.result import Result, by_head, part_of, units_of
 from mechattn.stats.intervals import FEWEST, shrunken, t_interval
 from mechattn.stats.units import Unit, halves_of
 

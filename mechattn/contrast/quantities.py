@@ -11,10 +11,9 @@ import numpy as np
 import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.results.result import Result, memory_bytes
-from mechattn.stats.resolution import enough
-from mechattn.stats.units import resampled
+from mechattn.errors import MemoryOptionError, OptionError, memory_bytes
+from mechattn.results.result import Result
+from mechattn.stats.units import enough, resampled
 
 Scale = Literal["log-ratio", "difference"]
 Null = Literal["dilution", "uniform", "blind"]

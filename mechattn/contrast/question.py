@@ -1,5 +1,5 @@
-"""What a comparison asks: a quantity, two conditions, a null, units and levels; and whether they can
-be compared.
+"""What a comparison asks: a quantity, two conditions, a null, units and levels; whether they can be
+compared; and whether a condition takes the sink from the first token.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import xarray as xr
 from typing_extensions import Self
 
 from mechattn.axes import BASELINE
@@ -17,13 +18,13 @@ from mechattn.contrast.quantities import (
     check_condition,
     check_layer,
     has_dilution,
+    in_parts,
     variable_of,
 )
 from mechattn.errors import OptionError, check_choice, check_counts
-from mechattn.results.result import Result, part_of
-from mechattn.stats.intervals import check_level
-from mechattn.stats.resolution import RESAMPLES
-from mechattn.stats.units import Unit
+from mechattn.results.result import Result, part_of, units_of
+from mechattn.stats.intervals import Moments, check_level
+from mechattn.stats.units import RESAMPLES, Unit
 
 
 @dataclass(frozen=True)
@@ -153,3 +154,147 @@ class Question:
                 f" {reference_count[prompt]}, so their difference would be one of length too. Give"
                 " both the same count, or say matched=False"
             )
+
+
+SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
+FEWEST_SINK_HEADS = 0.1  # of all heads: with fewer, a sink that moves is not worth a sentence
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The attention to the first token of the baseline, without and with a condition.
+
+    Attention is that of a counted query, averaged over the queries of a prompt, then over prompts.
+    A head has its sink there if it pays more than 0.3 in the baseline, and has lost it if it pays
+    less than half of that in the condition.
+
+    Args:
+        text: The text of the token, in the first prompt.
+        text_now: The text of the token that comes first in the condition, in the first prompt.
+        before: Attention in the baseline, mean over layers and heads.
+        after: The same in the condition.
+        now: Attention to the token that comes first in the condition, mean over layers and heads;
+            NaN if not stored.
+        sink_heads: The number of heads that have their sink there in the baseline.
+        lost_heads: The number of these that have lost it in the condition.
+        heads: The number of heads in all layers.
+        preceded: Whether the condition puts tokens before the first token of the baseline.
+    """
+
+    text: str
+    text_now: str
+    before: float
+    after: float
+    now: float
+    sink_heads: int
+    lost_heads: int
+    heads: int
+    preceded: bool
+
+    @property
+    def moved(self) -> bool:
+        """Whether the sink has moved: at least half of the heads with a sink there, a tenth of all,
+        have lost it.
+        """
+        enough = self.sink_heads >= FEWEST_SINK_HEADS * self.heads
+        return enough and 2 * self.lost_heads >= self.sink_heads
+
+
+def first_token(result: Result, condition: str) -> FirstToken | None:
+    """How much attention the first token of the baseline gets, without and with a condition.
+
+    Args:
+        result: A result with received attention.
+        condition: A condition.
+
+    Returns:
+        None for the baseline, or where the attention to the first token was not measured
+        (``skip_first``).
+
+    Raises:
+        OptionError: There is no such condition.
+    """
+    check_condition(result, condition)
+    dataset = result.datasets.get("received_attention")
+    if condition == BASELINE or dataset is None or "mass_by_segment" not in dataset:
+        return None
+    if "first" not in dataset.segment.values or BASELINE not in result.conditions:
+        return None
+    masses = dataset.mass_by_segment.sel(segment="first")
+    baseline = masses.sel(condition=BASELINE)
+    changed = masses.sel(condition=condition)
+    head_means = _head_means(result, baseline)
+    head_means_after = _head_means(result, changed)
+    if np.isnan(head_means).all():
+        return None
+    has_sink = head_means > SINK_ABOVE
+    has_lost_it = has_sink & (head_means_after < head_means / 2)
+    sequences = result["sequences"]
+    origin = sequences.origin.sel(condition=condition).isel(pos=0).values
+    return FirstToken(
+        text=_first_text(sequences, BASELINE),
+        text_now=_first_text(sequences, condition),
+        before=float(np.nanmean(head_means)),
+        after=float(np.nanmean(head_means_after)),
+        now=_attention_to_position_0(dataset, condition),
+        sink_heads=int(has_sink.sum()),
+        lost_heads=int(has_lost_it.sum()),
+        heads=has_sink.size,
+        preceded=bool((origin == -1).any()),
+    )
+
+
+def first_token_words(result: Result, condition: str) -> str:
+    """One sentence on the first token where a condition comes before it or takes its sink;
+    otherwise "".
+
+    It says how much attention the token held and holds, and that it is not part of the question's
+    numbers.
+    """
+    token = first_token(result, condition)
+    if token is None or not (token.preceded or token.moved):
+        return ""
+    sentence = (
+        f"The baseline's first token (“{token.text.strip()}” in the first prompt) held"
+        f" {100 * token.before:.1f} points of 100 of the attention, and {100 * token.after:.1f} with “{condition}”"
+    )
+    if token.preceded:
+        sentence += f", whose tokens come before it (now “{token.text_now.strip()}” is first"
+        if not np.isnan(token.now):
+            sentence += f", and gets {100 * token.now:.1f}"
+        sentence += ")"
+    if token.moved:
+        sentence += (
+            f": the sink moves, as {token.lost_heads} of the {token.sink_heads} heads that had their"
+            " sink there lose it"
+        )
+    return f"{sentence}. The first token is counted by itself, in no other segment."
+
+
+def _head_means(result: Result, masses: xr.DataArray) -> np.ndarray:
+    """The mean over prompts or groups of each head's attention [layer, head], a few layers at a
+    time.
+    """
+    units = units_of(result, masses.sizes["prompt"])
+    means = []
+    for block in in_parts(masses, "layer", result.memory):
+        of_prompts = block.transpose("prompt", "layer", "head").values
+        moments = Moments.of(units.means(of_prompts))
+        means.append(moments.known_mean)
+    return np.concatenate(means)
+
+
+def _first_text(sequences: xr.Dataset, condition: str) -> str:
+    """The text of the first position in the first prompt; empty if no texts are stored."""
+    if "first_prompt_text" not in sequences:
+        return ""
+    return str(sequences.first_prompt_text.sel(condition=condition).isel(pos=0).item())
+
+
+def _attention_to_position_0(dataset: xr.Dataset, condition: str) -> float:
+    """Received attention of the first position, mean over prompts, layers and heads; NaN if not
+    stored.
+    """
+    if "received" not in dataset:
+        return float("nan")
+    return float(dataset.received.sel(condition=condition).isel(key=0).mean())

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pandas as pd
 
-from mechattn.axes import by_head
 from mechattn.contrast.differences import (
     Blocks,
     Differences,
@@ -29,11 +28,10 @@ from mechattn.contrast.further_columns import (
 from mechattn.contrast.quantities import segment_of, variable_of
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError, check_choice, check_counts
-from mechattn.results.result import Result, alike_words, shared_units
+from mechattn.results.result import Result, alike_words, by_head, shared_units
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import Paired, PairedStream
-from mechattn.stats.resolution import EXACT, enough, resolution
-from mechattn.stats.units import Bags, Units, halves_of
+from mechattn.stats.units import EXACT, Bags, Units, enough, halves_of, resolution
 
 # The fewest units of one half. With 6, the two most extreme of 2⁶ sign patterns give p = 0.03, so
 # that q < 0.05 can be reached at all. So few are lenient: where measured values were centred, so

@@ -14,16 +14,21 @@ import torch
 from mechattn.analysis.analysis import ActivationAnalysis, Analysis, PairAnalysis
 from mechattn.engine.engines import Forward
 from mechattn.engine.nulls import Nulls
-from mechattn.engine.pending_sums import AllArrived, LayerValues, PendingSums
+from mechattn.engine.pending_sums import (
+    AllArrived,
+    LayerValues,
+    PendingSums,
+    RowReceiver,
+    receiving_activations,
+    receiving_captures,
+)
 from mechattn.engine.placed_batch import PlacedBatch, Windows
-from mechattn.engine.receivers import RowReceiver, receiving_activations, receiving_captures
-from mechattn.errors import ModelError, RowError
+from mechattn.errors import ModelError, RowError, memory_bytes
 from mechattn.functional.attention import BLOCK
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch
-from mechattn.results.result import memory_bytes
 
 # Scores, masked scores, pattern and the working copies of a reduction are in memory at the same
 # time, in float32.

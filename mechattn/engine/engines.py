@@ -14,9 +14,8 @@ from mechattn.analysis.analysis import OF_ROWS, Analysis
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
+from mechattn.model.hooked import HookedModel, ModelFacts, device_of, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
-from mechattn.model.several_devices import device_of
 from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.prompts.token_sequences import Batch
 

@@ -1,18 +1,27 @@
-"""The sums of a pass, which become the values of each analysis once all its data has arrived."""
+"""What a pass gives to the analyses (rows of attention, tensors at hooks, activations of MLPs), and
+their sums, which become values once all data of a layer has arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import PROTOCOLS, Analysis, Sums, Values
 from mechattn.axes import SEGMENTS
 from mechattn.engine.nulls import Nulls
-from mechattn.engine.placed_batch import PlacedBatch
+from mechattn.engine.placed_batch import PairedLayer, PlacedBatch, paired_layer
 from mechattn.errors import ModelError, OptionError
+from mechattn.functional.activations import minimum_of
+from mechattn.functional.attention import Rows
+from mechattn.functional.fused import Fused
+from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 from mechattn.prompts.token_sequences import Batch
 from mechattn.results.provenance import is_ours
 
@@ -210,3 +219,230 @@ def on_cpu(values: Values) -> Values:
     """A layer's values on the CPU; valid once the GPU has done the work queued so far."""
     # Of a GPU to pinned memory, without waiting.
     return {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in values.items()}
+
+
+Stream = Float[Tensor, "batch pos d_model"]
+Activity = Float[Tensor, "*token d_mlp"]
+
+
+class RowReceiver:
+    """Receives blocks of attention rows, layer by layer."""
+
+    def __init__(self, pending: PendingSums) -> None:
+        """Receive for these sums.
+
+        Args:
+            pending: The sums of the analyses, to which blocks are added.
+        """
+        self.batch = pending.batch
+        self.pending = pending
+
+        # Numbers and analyses, see PendingSums.receivers.
+        self.of_rows = pending.receivers("rows")
+        self.of_pairs = pending.receivers("pairs")
+
+        # Of the layers whose blocks are arriving.
+        self.paired_layers: dict[int, PairedLayer] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any analysis reads attention."""
+        return bool(self.of_rows or self.of_pairs)
+
+    def see(self, layer: int, rows: Rows | Fused) -> None:
+        """Receive a block of a layer, or a whole layer.
+
+        Args:
+            layer: The layer.
+            rows: A block of query rows, whose memory the next block reuses; or the layer's
+                attention from a fused kernel.
+        """
+        if isinstance(rows, Fused):
+            self._see_whole(layer, rows)
+            return
+
+        self._see_rows(layer, rows)
+        if self.of_pairs:
+            self._see_pairs(layer, rows)
+
+        # Blocks arrive in the order of the queries.
+        is_last_block = rows.queries.stop == self.batch.placed.tokens.shape[1]
+        if not is_last_block:
+            return
+
+        self.paired_layers.pop(layer, None)  # it holds the baselines' attention
+        for number, _ in self.of_rows:
+            self.pending.complete(number, layer, "rows")
+        for number, _ in self.of_pairs:
+            self.pending.complete(number, layer, "pairs")
+
+    def _see_whole(self, layer: int, fused: Fused) -> None:
+        """Pass a whole layer on: the analyses that take one need no rows."""
+        batch = self.batch.at(layer)
+        window = self.batch.windows[layer]
+        attention = protocols.WholeAttention(layer, fused, batch, window)
+
+        for number, analysis in self.of_rows:
+            analysis.add_whole(self.pending.of(number, layer), attention)
+            self.pending.complete(number, layer, "rows")
+
+    def _see_rows(self, layer: int, rows: Rows) -> None:
+        """Pass a block on to the analyses of rows."""
+        v = None
+        if rows.attention is not None:
+            v = rows.attention.v
+
+        block = protocols.AttentionRows(
+            layer=layer,
+            pattern=rows.pattern,
+            queries=rows.queries,
+            keys=rows.keys,
+            batch=self.batch.at(layer),
+            window=self.batch.windows[layer],
+            v=v,
+            attention=rows.attention,
+        )
+
+        for number, analysis in self.of_rows:
+            analysis.add(self.pending.of(number, layer), block)
+
+    def _see_pairs(self, layer: int, rows: Rows) -> None:
+        """Pass a block on beside the baseline's rows of the same queries."""
+        if layer not in self.paired_layers:
+            # The layer's first block: what its blocks have in common is made once.
+            pairs = self.batch.pairs_at(layer)
+            window = self.batch.windows[layer]
+            self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
+
+        block = self.paired_layers[layer].rows(rows)
+        for number, analysis in self.of_pairs:
+            analysis.add_pairs(self.pending.of(number, layer), block)
+
+
+@contextmanager
+def receiving_captures(pending: PendingSums) -> Iterator[None]:
+    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has
+    fired, and the final residual stream.
+
+    Args:
+        pending: The sums of the analyses; those with ``captures`` or ``add_final`` are served.
+
+    Yields:
+        With the hooks set; they are removed at the end of the ``with`` block, also after an error.
+    """
+    batch = pending.batch
+    capturing = pending.receivers("hooks")
+    of_final = pending.receivers("final")
+    if not capturing and not of_final:
+        yield
+        return
+
+    def see_final(module: Any, args: Any, resid_post: Stream) -> None:
+        """Give the final stream to every layer's sums, on the layer's device."""
+        for number, analysis in of_final:
+            for layer, device in batch.devices.items():
+                analysis.add_final(pending.of(number, layer), resid_post.detach().to(device))
+                pending.complete(number, layer, "final")
+
+    hook_dict = batch.model.hook_dict  # listing the hooks takes a while
+    with ExitStack() as stack:
+        for number, analysis in capturing:
+            for layer in batch.windows:
+                # Its tensors are passed on together, so that an analysis can relate them.
+                capture = _Capture(pending, number, analysis, layer)
+                for name in analysis.captures:
+                    hook = hook_dict[f"blocks.{layer}.{name}"]
+                    handle = hook.register_forward_hook(partial(capture.see, name))
+                    stack.callback(handle.remove)
+
+        if of_final:
+            last_hook = hook_dict[f"blocks.{pending.last_layer}.hook_resid_post"]
+            handle = last_hook.register_forward_hook(see_final)
+            stack.callback(handle.remove)
+
+        yield
+
+
+class _Capture:
+    """The tensors at the hooks of a layer that an analysis asked for, until all have fired."""
+
+    def __init__(self, pending: PendingSums, number: int, analysis: Any, layer: int) -> None:
+        self.pending = pending
+        self.number = number
+        self.analysis = analysis
+        self.layer = layer
+        self.tensors: dict[str, Tensor] = {}
+
+    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
+        """Keep the tensor of a hook; with the last one, pass all on."""
+        batch = self.pending.batch.at(self.layer)
+
+        # A layer's first input comes from the layer before, which may lie on another device.
+        out = out.detach().to(batch.tokens.device)
+        # OPT runs its MLP on one row of all tokens.
+        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
+            out = out.unflatten(0, batch.tokens.shape)
+
+        self.tensors[name] = out
+        if len(self.tensors) < len(self.analysis.captures):
+            return
+
+        window = self.pending.batch.windows[self.layer]
+        batch_of_layer = batch.at(self.layer)
+        captures = protocols.Captures(self.layer, self.tensors, batch_of_layer, window)
+
+        # The captures hold the tensors now, and free them once they are passed on.
+        self.tensors = {}
+        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
+
+    def _pass_on(self, captures: protocols.Captures) -> None:
+        """Give the tensors to the analysis, once it has its rows."""
+        sums = self.pending.of(self.number, self.layer)
+        self.analysis.add_captures(sums, captures)
+        self.pending.complete(self.number, self.layer, "hooks")
+
+
+def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
+    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this
+    call.
+
+    Args:
+        pending: The sums of the analyses; those with ``add_activations`` are served.
+
+    Returns:
+        A context in which each MLP passes its activations on.
+
+    Raises:
+        ModelError: An MLP reads some tokens only, found when it runs.
+    """
+    batch = pending.batch
+    watching = pending.receivers("mlps")
+    layers = batch.windows if watching else {}
+
+    # Once for the pass: a minimum is looked for on a fine grid.
+    minimums = {layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in layers}
+
+    def see(layer: int, pre: Activity, post: Activity) -> None:
+        """Give the activations of a layer to the analyses, by sequence and token."""
+        tokens = batch.placed.tokens
+        d_mlp = pre.shape[-1]
+        if pre.numel() != d_mlp * tokens.numel():
+            raise ModelError(
+                f"the MLP of layer {layer} doesn't read every token, so its activations cannot be"
+                " compared by token"
+            )
+
+        activations = protocols.Activations(
+            layer=layer,
+            pre=pre.detach().reshape(*tokens.shape, d_mlp),
+            post=post.detach().reshape(*tokens.shape, d_mlp),
+            minimum=minimums[layer],
+            batch=batch.at(layer),
+            pairs=batch.pairs_at(layer),
+        )
+
+        for number, analysis in watching:
+            analysis.add_activations(pending.of(number, layer), activations)
+            pending.complete(number, layer, "mlps")
+
+    return at_nonlinearity(batch.model, dict.fromkeys(minimums, see))

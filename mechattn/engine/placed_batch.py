@@ -15,8 +15,7 @@ from mechattn.analysis.analysis import PairedRows, Window
 from mechattn.errors import ModelError
 from mechattn.functional.attention import AnyRows, Rows
 from mechattn.interventions.intervention import Intervention, Target
-from mechattn.model.hooked import HookedModel
-from mechattn.model.several_devices import device_of
+from mechattn.model.hooked import HookedModel, device_of
 from mechattn.prompts.token_sequences import Batch, Pairs, pairs_of
 
 Windows = Mapping[int, Window]  # of the measured layers

@@ -38,10 +38,9 @@ from mechattn.interventions.ablation import HeadMeans, Z
 from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
 from mechattn.model import hooks
 from mechattn.model.head_parts import is_latent
-from mechattn.model.hooked import HookedModel, alone, limit_of
+from mechattn.model.hooked import HookedModel, alone, device_of, limit_of
 from mechattn.model.load import load_model
 from mechattn.model.patch.keys_values_z import Part, changing_z
-from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Batch, pad_right

@@ -14,7 +14,6 @@ from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
 from mechattn.engine.batches import Cost, batch_plan, in_halves, measure_batch
-from mechattn.engine.description import condition_data, model_data, sequences_dataset
 from mechattn.engine.engines import (
     ENGINES,
     Engine,
@@ -22,10 +21,16 @@ from mechattn.engine.engines import (
     chosen_forward,
     forward_through_hooks,
 )
-from mechattn.engine.labelled_datasets import Collector, Keep
+from mechattn.engine.labelled_datasets import (
+    Collector,
+    Keep,
+    condition_data,
+    model_data,
+    sequences_dataset,
+)
 from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import Analyses, AnyPrompts, ChosenLayers, Conditions
-from mechattn.errors import check_choice, check_counts
+from mechattn.errors import check_choice, check_counts, memory_bytes
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
@@ -34,7 +39,7 @@ from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
 from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right
 from mechattn.results import provenance
-from mechattn.results.result import MEMORY, Result, memory_bytes
+from mechattn.results.result import MEMORY, Result
 from mechattn.stats.random_effects import FEWEST_DRAWS
 
 Sequences = list[dict[str, TokenSequence]]

@@ -25,8 +25,7 @@ from mechattn.stats.accuracy import (
 )
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import false_discovery, paired
-from mechattn.stats.resolution import detectable_size
-from mechattn.stats.units import Unit, Units
+from mechattn.stats.units import Unit, Units, detectable_size
 
 _MANY = 0.1  # the share of cut-off or unread answers above which a sentence says so
 _NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval

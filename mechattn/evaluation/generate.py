@@ -30,8 +30,7 @@ from mechattn.evaluation.generating_rows import (
 )
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.checkpoint import end_tokens
-from mechattn.model.hooked import HookedModel, facts_of, holding, measuring
-from mechattn.model.several_devices import device_of
+from mechattn.model.hooked import HookedModel, device_of, facts_of, holding, measuring
 from mechattn.prompts.prompt import MOST
 
 

@@ -20,8 +20,7 @@ from mechattn.evaluation.generate import Sampling, answers, native_of
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import Completion, CompletionRequest, Connection
 from mechattn.model.checkpoint import UnloadedModel
-from mechattn.model.hooked import alone
-from mechattn.model.several_devices import device_of
+from mechattn.model.hooked import alone, device_of
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results.provenance import name_of

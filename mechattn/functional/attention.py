@@ -446,3 +446,8 @@ def for_each_head(
     """
     group = heads // x.shape[1]
     return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=group)
+
+
+def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Convert to float32 at least."""
+    return tensor.to(widened(tensor))

@@ -1,4 +1,4 @@
-"""What heads are made of: values, z, W_O and biases by head, whatever layout a bridge uses."""
+"""What heads are made of: values, W_O and biases by head, whatever layout a bridge uses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import widened
-from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
-from mechattn.model.several_devices import device_of, weights_here
+from mechattn.model.hooked import (
+    HookedModel,
+    config_of,
+    device_of,
+    limit_of,
+    original_of,
+    unwrapped,
+    weights_here,
+)
 
 
 def as_mixed(
@@ -71,17 +77,6 @@ def norm_of_values(model: HookedModel, layer: int) -> nn.Module | None:
 def attention_module(model: HookedModel, layer: int) -> Any:
     """The transformers attention module of a layer; None if there is none behind the hooks."""
     return getattr(getattr(model.blocks[layer], "attn", None), "original_component", None)
-
-
-def split_heads(
-    shown: Float[Tensor, "batch pos *rest"], heads: int
-) -> Float[Tensor, "batch pos {heads} d_head"]:
-    """Queries, keys, values or z of each head, however a bridge splits the last dimensions."""
-    if shown.ndim == 4 and shown.shape[2] == heads:
-        return shown
-    return rearrange(
-        shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads
-    )
 
 
 def kv_heads_of(model: HookedModel) -> int:
@@ -154,11 +149,6 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     if factor == 1:
         return w_o
     return w_o * factor
-
-
-def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Convert to float32 at least."""
-    return tensor.to(widened(tensor))
 
 
 def score_biases(

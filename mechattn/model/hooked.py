@@ -1,5 +1,5 @@
-"""A hooked model: its interface, what mechattn records and sets on it, and the lock that one thread
-at a time holds."""
+"""A hooked model: its interface, what mechattn records and sets on it, the lock that one thread at a
+time holds, and the devices on which accelerate has placed its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import warn
@@ -244,3 +244,45 @@ def _locks_of(model: Any) -> list[Any]:
     owners = [owner for owner in (config, first_parameter) if owner is not None]
     with _finding:
         return [_locks.setdefault(owner, RLock()) for owner in owners]
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model takes its tokens, or a layer its input: with its first weights, or where these
+    are brought to."""
+    for module in (original_of(model) or model).modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_meta:
+                return torch.device(_hook_of(module).execution_device)
+            return parameter.device
+    return torch.device("cpu")
+
+
+def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
+    """A parameter or buffer of this name; if it is offloaded, what is stored of it."""
+    if not tensor.is_meta:
+        return tensor
+    owner, _, own = name.rpartition(".")
+    return _hook_of(model.get_submodule(owner)).weights_map[own]
+
+
+@contextmanager
+def weights_here(module: Any) -> Iterator[None]:
+    """Inside a ``with`` block, the offloaded weights of a module can be read; tensors taken then
+    remain."""
+    from accelerate.utils import align_module_device
+
+    submodules = module.modules() if isinstance(module, nn.Module) else ()
+    with ExitStack() as stack:
+        for submodule in submodules:
+            if "_hf_hook" in vars(submodule):
+                stack.enter_context(align_module_device(submodule))
+        yield
+
+
+def _hook_of(module: Any) -> Any:
+    """The hook of accelerate that places a module's weights."""
+    hook = vars(module)["_hf_hook"]
+    for inner in getattr(hook, "hooks", ()):
+        if getattr(inner, "offload", False):
+            return inner
+    return hook

@@ -1,5 +1,5 @@
-"""Hook names, sizes and windows of a hooked model, and a forward pass that hands over its
-patterns."""
+"""Hook names, sizes and windows of a hooked model, the length at which its frequencies change, and a
+forward pass that hands over its patterns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -17,11 +17,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError, RowError
-from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens, visible_keys
+from mechattn.functional.attention import (
+    EdgeMask,
+    Marked,
+    Pattern,
+    Tokens,
+    visible_keys,
+)
 from mechattn.model.architectures import particulars_of
 from mechattn.model.head_parts import as_mixed, positions_first
-from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
-from mechattn.model.several_devices import weights_here
+from mechattn.model.hooked import (
+    HookedModel,
+    attribute_set,
+    config_of,
+    original_of,
+    unwrapped,
+    weights_here,
+)
 
 _COMPUTED_TWICE = (  # the transformers norm, and the values of its two hooks
     "_hf_autograd_forward_with_hooks"
@@ -356,3 +368,79 @@ def _once(
         if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
             return twice(x)
     return norm.original_component(x).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The number of positions up to which a model uses its frequencies for short texts; beyond it
+    uses others.
+
+    In "longrope" there is a second set of factors, and transformers uses the set for the longest
+    row on the whole batch. In "dynamic" (NTK) the frequencies of a long text are those of the
+    longest text that was read so far.
+    """
+
+    at: int
+    kind: Literal["longrope", "dynamic"]
+
+    def side(self, positions: int) -> Literal["short", "long"]:
+        """The factors for a row of this length."""
+        return "long" if positions > self.at else "short"
+
+    def __str__(self) -> str:
+        if self.kind == "longrope":
+            return f"short factors up to {self.at:,} positions, long ones beyond (LongRoPE)"
+        return f"dynamic NTK beyond {self.at:,} positions, which is not measured"
+
+
+def boundary_of(model: Any) -> Boundary | None:
+    """The boundary of a hooked model or a transformers model, from its configuration; None for
+    most."""
+    config = config_of(model)
+    if original_of(model) is None:
+        config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+
+    boundaries = {_boundary(settings, config) for settings in _rope_settings(config)} - {None}
+    if len(boundaries) > 1:
+        lengths = ", ".join(f"{length:,}" for length in sorted(b.at for b in boundaries if b))
+        raise ModelError(
+            f"the layers of a {type(model).__name__} change their frequencies at different lengths"
+            f" ({lengths}), so mechattn cannot separate its prompts by length"
+        )
+    return next(iter(boundaries), None)
+
+
+def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The RoPE settings, for all layers or for each kind of them, under the new name or the old
+    one."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(config, name, None)
+        if isinstance(settings, Mapping):
+            yield settings
+            yield from (value for value in settings.values() if isinstance(value, Mapping))
+
+
+def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
+    """The boundary that some RoPE settings state; None for most."""
+    kind = str(settings.get("rope_type") or settings.get("type") or "")
+    longest = getattr(config, "max_position_embeddings", None)
+    if "dynamic" in kind and longest:
+        return Boundary(int(longest), "dynamic")
+
+    if kind in ("longrope", "su") or "long_factor" in settings:
+        name = "original_max_position_embeddings"
+        length = settings.get(name) or getattr(config, name, longest)
+        return Boundary(int(length), "longrope") if length else None
+    return None
+
+
+def split_heads(
+    shown: Float[Tensor, "batch pos *rest"], heads: int
+) -> Float[Tensor, "batch pos {heads} d_head"]:
+    """Queries, keys, values or z of each head, however a bridge splits the last dimensions."""
+    if shown.ndim == 4 and shown.shape[2] == heads:
+        return shown
+    return rearrange(
+        shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads
+    )

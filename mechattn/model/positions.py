@@ -1,12 +1,10 @@
-"""How a model counts positions: the length at which its frequencies change, which position ids it
-takes, and how each layer rotates its queries and keys by position, found among its frequencies by
-trying them."""
+"""How a model counts positions: which position ids it takes, and how each layer rotates its queries
+and keys by position, found among its frequencies by trying them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,81 +18,15 @@ from mechattn.model import hooks
 from mechattn.model.hooked import (
     HookedModel,
     ModelFacts,
-    config_of,
+    device_of,
     facts_of,
     original_of,
     rounding_of,
 )
 from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.several_devices import device_of
 
 PROBE_LENGTH = 6  # tokens on which position ids are tried
 ROUNDING = (1e-3, 0.1)  # in float32 and in half precision
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The number of positions up to which a model uses its frequencies for short texts; beyond it
-    uses others.
-
-    In "longrope" there is a second set of factors, and transformers uses the set for the longest
-    row on the whole batch. In "dynamic" (NTK) the frequencies of a long text are those of the
-    longest text that was read so far.
-    """
-
-    at: int
-    kind: Literal["longrope", "dynamic"]
-
-    def side(self, positions: int) -> Literal["short", "long"]:
-        """The factors for a row of this length."""
-        return "long" if positions > self.at else "short"
-
-    def __str__(self) -> str:
-        if self.kind == "longrope":
-            return f"short factors up to {self.at:,} positions, long ones beyond (LongRoPE)"
-        return f"dynamic NTK beyond {self.at:,} positions, which is not measured"
-
-
-def boundary_of(model: Any) -> Boundary | None:
-    """The boundary of a hooked model or a transformers model, from its configuration; None for
-    most."""
-    config = config_of(model)
-    if original_of(model) is None:
-        config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config
-
-    boundaries = {_boundary(settings, config) for settings in _rope_settings(config)} - {None}
-    if len(boundaries) > 1:
-        lengths = ", ".join(f"{length:,}" for length in sorted(b.at for b in boundaries if b))
-        raise ModelError(
-            f"the layers of a {type(model).__name__} change their frequencies at different lengths"
-            f" ({lengths}), so mechattn cannot separate its prompts by length"
-        )
-    return next(iter(boundaries), None)
-
-
-def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The RoPE settings, for all layers or for each kind of them, under the new name or the old
-    one."""
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = getattr(config, name, None)
-        if isinstance(settings, Mapping):
-            yield settings
-            yield from (value for value in settings.values() if isinstance(value, Mapping))
-
-
-def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
-    """The boundary that some RoPE settings state; None for most."""
-    kind = str(settings.get("rope_type") or settings.get("type") or "")
-    longest = getattr(config, "max_position_embeddings", None)
-    if "dynamic" in kind and longest:
-        return Boundary(int(longest), "dynamic")
-
-    if kind in ("longrope", "su") or "long_factor" in settings:
-        name = "original_max_position_embeddings"
-        length = settings.get(name) or getattr(config, name, longest)
-        return Boundary(int(length), "longrope") if length else None
-    return None
 
 
 def takes_position_ids(model: HookedModel) -> bool:
@@ -180,7 +112,7 @@ def _tried_rotations(
     reason = why_not(model)
     if reason:
         return {}, reason
-    boundary = boundary_of(model)
+    boundary = hooks.boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
         return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
 

@@ -17,8 +17,7 @@ from mechattn.functional.scores import alibi_slopes, score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of, score_biases
-from mechattn.model.hooked import HookedModel, config_of, rounding_of
-from mechattn.model.several_devices import device_of
+from mechattn.model.hooked import HookedModel, config_of, device_of, rounding_of
 
 Q = "attn.hook_q"
 K = "attn.hook_k"

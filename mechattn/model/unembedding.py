@@ -11,11 +11,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
+from mechattn.functional.attention import wide
 from mechattn.model.architectures import particulars_of
-from mechattn.model.head_parts import wide
-from mechattn.model.hooked import HookedModel, config_of, limit_of, rounding_of, unwrapped
+from mechattn.model.hooked import (
+    HookedModel,
+    config_of,
+    device_of,
+    limit_of,
+    rounding_of,
+    unwrapped,
+    weights_here,
+)
 from mechattn.model.hooks import logits_and_values
-from mechattn.model.several_devices import device_of, weights_here
 
 _TRIED = 4  # vectors
 # The largest errors from rounding of a norm and of logits, relative, in float32 and in half

@@ -4,6 +4,7 @@ verification again after a change."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,15 +17,18 @@ from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import (
     HookedModel,
     ModelFacts,
+    device_of,
     facts_of,
     making,
     modules_of,
     original_of,
     remember,
 )
-from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING
+
+# In the name of a module that TransformerLens has wrapped.
+WRAPPED = re.compile(r"\._?original_component")
 
 Outcome = TypeVar("Outcome")
 State = Mapping[str, dict[str, Any]]  # by what can be changed, and the name of the part
@@ -265,3 +269,41 @@ def _rebuilt(hooked: Any) -> Any:
             buffer.data = buffer.data.to(device)
 
     return dispatched_like(twin, hooked).eval()
+
+
+def dispatched_like(twin: Any, model: Any) -> Any:
+    """The twin, with its activations moved and its weights brought from where they are offloaded as
+    the model's are."""
+    from accelerate.hooks import add_hook_to_module
+
+    hooks = {
+        WRAPPED.sub("", name): vars(module)["_hf_hook"]
+        for name, module in model.named_modules()
+        if "_hf_hook" in vars(module)
+    }
+    for name, module in twin.named_modules():
+        if name in hooks:
+            add_hook_to_module(module, _copied(hooks[name]))
+        elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            # A hook with the weights of all modules, not of one.
+            of_all = next(
+                hook
+                for hook in hooks.values()
+                if getattr(hook, "offload", False) and hasattr(hook.weights_map, "dataset")
+            )
+            add_hook_to_module(module, _copied(of_all, name))
+
+    return twin
+
+
+def _copied(hook: Any, name: str = "") -> Any:
+    """The hook for another module; with its name, for a module that TransformerLens has split or
+    renamed."""
+    from accelerate.utils import PrefixedDataset
+
+    copied = copy.copy(hook)
+    if hasattr(hook, "hooks"):
+        copied.hooks = tuple(map(_copied, hook.hooks))
+    if name:
+        copied.weights_map = PrefixedDataset(hook.weights_map.dataset, f"{name}.")
+    return copied

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.gguf_files import REAL, SUFFIX, packaged_file
-from mechattn.model.hooked import ModelFacts, alone, facts_of, making
+from mechattn.model.hooked import ModelFacts, alone, device_of, facts_of, making, unoffloaded
 from mechattn.model.load import load_model
-from mechattn.model.several_devices import device_of, unoffloaded
 
 Kind = Literal["initialised", "shuffled"]
 

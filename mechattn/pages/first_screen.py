@@ -11,7 +11,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
-from mechattn.contrast.first_token import first_token_words
+from mechattn.contrast.question import first_token_words
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.budget_figures import budget_sentences, own_attention_words
 from mechattn.render.words import (

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.axes import BASELINE
-from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.markup import plain
+from mechattn.errors import MemoryOptionError, OptionError, plain
 from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,

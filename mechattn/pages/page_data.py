@@ -1,7 +1,9 @@
-"""The data of a page as JSON: the map of heads, by condition and as a change.
+"""The data of a page as JSON: the map of heads, by condition and as a change; and on each head its
+curves over positions, the coloured text, and its patterns.
 
 The scripts of the page (``templates/data.js``) read what is returned here. Arrays are packed by
 ``embedded.packed``; a number for each head is [layer, head].
+Where there is nothing to show, ``missing`` says why.
 """
 
 from __future__ import annotations
@@ -10,24 +12,27 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import head_quantities, layer_blocks, variable_of
+from mechattn.contrast.means import at_positions, shares_by_position
+from mechattn.contrast.quantities import has_dilution, head_quantities, layer_blocks, variable_of
 from mechattn.contrast.table import LARGER_THAN, marked
 from mechattn.contrast.table import table as contrast_table
-from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.embedded import packed, squeezed
+from mechattn.errors import MemoryOptionError, OptionError, visible
+from mechattn.pages.embedded import kind_for, packed, squeezed
 from mechattn.pages.first_screen import ShownModel, captions
-from mechattn.pages.head_views import NAME, head_curves, head_patterns, head_texts
-from mechattn.render.words import NULL_NAMES, quantity_words
+from mechattn.render.attention_figures import inserted_span
+from mechattn.render.html_views import prompt_tokens
+from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result
-from mechattn.stats.resolution import RESAMPLES
+from mechattn.stats.units import RESAMPLES
 
 # A t interval is symmetric, so half of it is enough.
 CHANGE_COLUMNS = (
@@ -223,3 +228,231 @@ def _by_layer_and_head(
     if np.isnan(values).all():
         return None
     return packed(values)
+
+
+NAME = "received_attention"
+PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
+PROMPTS = 3
+# Why a part of a page is empty.
+MISSING = {
+    "curves": "The run did not measure received attention by position (ma.ReceivedAttention()).",
+    "text": (
+        "The text is not coloured: the run has not kept single prompts' positions"
+        ' (keep="prompts").'
+    ),
+    "patterns": (
+        "There are no attention patterns: run with ma.analyses.AttentionMap() on a few short"
+        " prompts."
+    ),
+    "large": (
+        "The attention patterns are too large for a page; ma.pattern(model, prompt, layer) shows"
+        " one."
+    ),
+}
+
+
+def head_curves(result: Result) -> dict[str, Any]:
+    """Received attention by original position, of every head in each condition, and its null.
+
+    Returns:
+        ``mean`` and ``half`` (of the interval, relative to the mean) [condition, layer, head, key],
+        ``n`` [condition, layer, key] and uniform attention in ``null`` [condition, layer, key];
+        ``shares`` [layer, head, key], what dilution leaves of the baseline's line, by condition,
+        which is the null where it is known; ``inserted``, what inserted tokens receive, by
+        condition; ``segments`` of the baseline, and where its ``question`` starts; the number of
+        ``prompts``, and what ``bands`` are.
+    """
+    dataset = result.datasets.get(NAME)
+    if dataset is None or "received_by_origin_variance" not in dataset:
+        return {"missing": MISSING["curves"]}
+
+    prompts = dataset.sizes["prompt"]
+    dims = ("condition", "layer", "head", "original_key")
+    mean, half = _means(dataset, "received_by_origin", dims)
+    counts = dataset["received_by_origin_n"].max("head").transpose("condition", "layer", ...).values
+    null = dataset["received_uniform_by_origin"].transpose("condition", "layer", "original_key")
+
+    # Keys that too few prompts have are at the end.
+    has_mean = np.isfinite(mean).any(axis=(0, 1, 2))
+    keys = int(np.flatnonzero(has_mean).max(initial=0)) + 1
+    mean = mean[..., :keys]
+    half = half[..., :keys]
+    kind = kind_for(mean.size)
+
+    shares = {}
+    inserted = {}
+    for condition in result.conditions:
+        if condition == BASELINE:
+            continue
+        inserted[condition] = _inserted(result, condition)
+        if has_dilution((result, condition), "received", "question"):
+            by_key = shares_by_position(result, condition)[..., :keys]
+            shares[condition] = packed(by_key, kind_for(by_key.size))
+
+    return {
+        "shares": shares,
+        "mean": packed(mean, kind),
+        "half": packed(half, kind),
+        "n": packed(counts[..., :keys], "u2"),
+        "null": packed(null.values[..., :keys]),
+        "segments": _segments(result, keys),
+        "question": _question_start(result),
+        "inserted": inserted,
+        "prompts": prompts,
+        "bands": f"pointwise 95 % intervals over prompts{band_words(result)}",
+    }
+
+
+def _means(
+    dataset: xr.Dataset, quantity: str, dims: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means, and half of their intervals relative to them; NaN where too few prompts have one."""
+    prompt_numbers = np.arange(dataset.sizes["prompt"])
+    moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
+    # All heads' positions as if they were those of one.
+    cells = moments.stack(cell=dims, create_index=False)
+    cells = cells.assign_coords(prompt=prompt_numbers)
+    statistics = at_positions(cells, quantity, {}, prompt_numbers)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        half = statistics.high / statistics.mean - 1
+
+    half = np.where(statistics.mean > 0, half, 0.0)
+    shape = [dataset.sizes[dim] for dim in dims]
+    numbers = np.full((2, cells.sizes["cell"]), np.nan)
+    numbers[:, statistics.at] = [statistics.mean, half]
+    mean, half = numbers.reshape(2, *shape)
+    return mean, half
+
+
+def _inserted(result: Result, condition: str) -> dict[str, Any] | None:
+    """Where inserted tokens are, and what they receive [layer, head, key]; None if prompts
+    differ, or other tokens stand between them."""
+    span = inserted_span(result, condition)
+    if span is None:
+        return None
+    start, last = span
+    origin = result["sequences"].origin.sel(condition=condition).isel(prompt=0).values
+    if (origin[start : last + 1] != -1).any():
+        return None
+
+    dataset = result[NAME].isel(key=slice(start, last + 1)).sel(condition=condition)
+    mean, half = _means(dataset, "received", ("layer", "head", "key"))
+    null = dataset["received_uniform"].transpose("layer", "key").values
+    kind = kind_for(mean.size)
+    return {
+        "start": start,
+        "count": last + 1 - start,
+        "mean": packed(mean, kind),
+        "half": packed(half, kind),
+        "null": packed(null),
+    }
+
+
+def _question_start(result: Result) -> int | None:
+    """The position in the baseline where the question starts; None if prompts differ."""
+    segment_indices = result["sequences"].segment_index.sel(condition=BASELINE).values
+    in_question = segment_indices == SEGMENTS.index("question")
+    starts = set(in_question.argmax(axis=1).tolist())
+    if len(starts) != 1 or not in_question.any(axis=1).all():
+        return None
+    return int(starts.pop())
+
+
+def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
+    """Runs of positions of the baseline in one segment in most prompts: its name, first and last
+    position."""
+    sequences = result["sequences"].sel(condition=BASELINE)
+    names = []
+    for indices in sequences.segment_index.values[:, :keys].T:
+        present = indices[indices >= 0]  # below, beyond the end of a prompt
+        if not len(present):
+            break
+        names.append(SEGMENTS[int(np.bincount(present).argmax())])
+
+    runs = []
+    first = 0
+    for name, run in groupby(names):
+        last = first + len(list(run)) - 1
+        runs.append((name, first, last))
+        first = last + 1
+
+    return runs
+
+
+def head_texts(result: Result) -> dict[str, Any]:
+    """The first prompt in each condition: its tokens, their segments, what every head gives them.
+
+    Returns:
+        By condition: in ``tokens`` each token with its segment, and in ``received`` what each token
+        receives [layer, head, key], if the run kept single prompts.
+    """
+    sequences = result["sequences"].isel(prompt=0)
+    tokens = {}
+    for condition in result.conditions:
+        texts = prompt_tokens(result, condition, 0)
+        indices = sequences.segment_index.sel(condition=condition).values[: len(texts)]
+        tokens[condition] = [
+            [visible(text), SEGMENTS[index]] for text, index in zip(texts, indices, strict=True)
+        ]
+
+    values = _received_in_first_prompt(result)
+    if values is None:
+        return {"tokens": tokens, "missing": MISSING["text"]}
+
+    values = values.transpose("condition", "layer", "head", "key")
+    received = {}
+    for condition, token_list in tokens.items():
+        of_condition = values.sel(condition=condition).values[..., : len(token_list)]
+        kind = kind_for(of_condition.size * len(tokens))
+        received[condition] = packed(of_condition, kind)
+
+    return {"tokens": tokens, "received": received}
+
+
+def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
+    """What each position of the first prompt receives; None if only means over prompts were
+    kept."""
+    dataset = result.datasets.get(NAME, xr.Dataset())
+    if "received_per_prompt" in dataset:
+        return dataset["received_per_prompt"].isel(prompt=0)
+    if "received" in dataset and result["sequences"].sizes["prompt"] == 1:
+        return dataset["received"]
+    return None
+
+
+def head_patterns(result: Result) -> dict[str, Any]:
+    """Attention maps of a few prompts.
+
+    Returns:
+        Their ``layers``, and for each of the ``prompts`` by condition: its ``tokens``, the number
+        ``inserted``, and ``rows``, the lower triangles [layer, head, query · key], as whole numbers
+        from 0 to 65,535.
+    """
+    if "attention_map" not in result.datasets:
+        return {"missing": MISSING["patterns"]}
+    maps = result["attention_map"].pattern
+    maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
+    numbers_left = PATTERNS
+    inserted = (result["sequences"].origin == -1).sum("pos")
+    prompts: list[dict[str, Any]] = []
+    for prompt in range(min(PROMPTS, maps.sizes["prompt"])):
+        patterns = {}
+        for condition in result.conditions:
+            cell = {"prompt": prompt, "condition": result.conditions.index(condition)}
+            tokens = prompt_tokens(result, condition, prompt)
+            queries, keys = np.tril_indices(len(tokens))
+            in_triangle = maps.isel(cell).values[..., queries, keys]
+            numbers_left -= in_triangle.size
+            if numbers_left < 0:
+                break
+            patterns[condition] = {
+                "tokens": [visible(text) for text in tokens],
+                "inserted": int(inserted.isel(cell)),
+                "rows": packed(np.round(65535 * in_triangle.astype(np.float64)), "u2"),
+            }
+        if patterns:
+            prompts.append(patterns)
+
+    if not prompts:
+        return {"missing": MISSING["large"]}
+    return {"layers": maps.layer.values.tolist(), "prompts": prompts}

@@ -14,8 +14,7 @@ import numpy as np
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import choose_heads
-from mechattn.errors import check_counts
-from mechattn.markup import visible
+from mechattn.errors import check_counts, visible
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget, budget_rows
 from mechattn.render.draw import take_heading

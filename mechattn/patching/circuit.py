@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice, check_counts, warn
 from mechattn.model.hooked import alone
@@ -22,11 +21,11 @@ from mechattn.patching.carried import Ablation, Carried, CircuitEffects, first_e
 from mechattn.patching.edges import edges
 from mechattn.patching.effects import DIRECTIONS, Patching
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
-from mechattn.patching.memory import check_edges_fit
 from mechattn.patching.pairs import PatchingRequest, request_of
+from mechattn.patching.plan import check_edges_fit
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.results.result import MEMORY
+from mechattn.results.result import MEMORY, head_named
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 

@@ -13,8 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, check_counts
-from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.several_devices import device_of
+from mechattn.model.hooked import HookedModel, alone, device_of
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import as_long
 from mechattn.patching.effects import CHECKED, Patching, checked_sample
@@ -28,16 +27,22 @@ from mechattn.patching.graph import (
     run_edges,
     showing_edges,
 )
-from mechattn.patching.memory import (
+from mechattn.patching.pairs import (
+    Direction,
+    Pair,
+    PromptEffects,
+    Unpatched,
+    check_gradients,
+    request_of,
+)
+from mechattn.patching.patched_runs import places_of
+from mechattn.patching.plan import (
     check_edges_fit,
     edges_fixed_bytes,
     edges_row_bytes,
     gradients_row_bytes,
     rows_within,
 )
-from mechattn.patching.pairs import Pair, PromptEffects, Unpatched, request_of
-from mechattn.patching.patched_runs import places_of
-from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY

@@ -12,13 +12,12 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.axes import by_head
 from mechattn.errors import check_choice, check_counts
 from mechattn.patching.answer_metrics import WORDS
+from mechattn.results.result import by_head
 from mechattn.stats.intervals import FEWEST, Interval, ratio_interval, t_interval
 from mechattn.stats.many_tests import PairedTests, paired_tests
-from mechattn.stats.resolution import Resolution, resolution
-from mechattn.stats.units import Units, halves_of
+from mechattn.stats.units import Resolution, Units, halves_of, resolution
 
 Columns = dict[str, np.ndarray]  # of a table, by name
 

@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.direct_logits import POST, norms_after
-from mechattn.axes import head_named
 from mechattn.errors import ModelError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
@@ -26,6 +25,7 @@ from mechattn.model.unembedding import FrozenNorm
 from mechattn.patching.answer_metrics import Logits
 from mechattn.patching.patched_runs import ActivationChange, logits_of
 from mechattn.prompts.token_sequences import TokenSequence
+from mechattn.results.result import head_named
 
 # Which edges, such as those that exist or those of a circuit.
 EdgeSet = Bool[np.ndarray, "writer reader"]

@@ -15,19 +15,19 @@ from torch import Tensor
 from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.axes import BASELINE
 from mechattn.engine.run import run
+from mechattn.errors import memory_bytes
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Logits, answer_logprob
 from mechattn.patching.effects import Patching
-from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
+from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, check_gradients
 from mechattn.patching.patched_runs import Where, read
 from mechattn.patching.plan import PatchingPlan
-from mechattn.patching.refusals import check_gradients
 from mechattn.patching.sites import PatchTarget, target_in
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import repeated_random
 from mechattn.prompts.prompt import Prompt
-from mechattn.results.result import MEMORY, memory_bytes
+from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import t_interval
 
 _MEAN_OVER = 32  # further spans, over which heads' outputs are averaged

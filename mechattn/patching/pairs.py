@@ -1,5 +1,5 @@
-"""The two runs of each prompt: which is patched, from which, at which tokens, and what is
-measured."""
+"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured;
+and what cannot be patched, told before the first forward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -16,10 +16,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mechattn.axes import BASELINE
-from mechattn.engine.request_checks import made_sequences, with_baseline
-from mechattn.errors import check_choice, warn
-from mechattn.model.head_parts import wide
-from mechattn.model.hooked import HookedModel
+from mechattn.engine.request_checks import check_side, check_variants, made_sequences, with_baseline
+from mechattn.errors import (
+    ModelError,
+    OptionError,
+    PromptError,
+    PromptTooLong,
+    check_choice,
+    memory_bytes,
+    warn,
+)
+from mechattn.functional.attention import wide
+from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import (
     Logits,
@@ -30,18 +38,11 @@ from mechattn.patching.answer_metrics import (
     metric_words,
 )
 from mechattn.patching.effects import Patching
-from mechattn.patching.patched_runs import SharedTokens
-from mechattn.patching.refusals import (
-    Direction,
-    check_metric,
-    check_sequences,
-    warn_of_junctions,
-)
+from mechattn.patching.patched_runs import SharedTokens, logits_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results import provenance
-from mechattn.results.result import memory_bytes
 from mechattn.stats.units import Units
 
 # The effects of a prompt [*axes], those of each control, and the whole effect.
@@ -229,3 +230,120 @@ def request_of(
     metric = chosen_metric(metric, prompts)
     metric_words(metric)  # refuses what is no metric
     return PatchingRequest(load_model(model), prompts, condition, metric, direction, budget, seed)
+
+
+Direction = Literal["denoising", "noising"]
+
+
+def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
+    """Refuse to attribute where there are no gradients, or where all are 0."""
+    if getattr(original_of(model), "is_quantized", False):
+        raise ModelError(
+            f"the weights of {model.cfg.model_name} are quantised and have no gradients: load"
+            " it dequantised, or name heads (ma.patch(…, at=…)), which are patched without any"
+        )
+    if metric == "kl" and direction == "noising":
+        raise OptionError(
+            'metric="kl" is smallest in the baseline, which direction="noising" patches, so every'
+            " gradient is 0: name heads, which are patched without gradients, or choose"
+            ' direction="denoising" or another metric'
+        )
+
+
+def check_sequences(
+    model: HookedModel, prompts: Sequence[Prompt], sequences: list[dict[str, TokenSequence]]
+) -> None:
+    """Refuse prompts without an answer, conditions that change more than tokens, and sequences too
+    long for the model.
+    """
+    longest = model.cfg.n_ctx
+    predicted_by_inserted = 0  # prompts in which an inserted token predicts the answer's first
+    for prompt, by_condition in zip(prompts, sequences, strict=True):
+        changed = by_condition["condition"]
+        if not changed.inserted.any() and not changed.counterpart:
+            raise OptionError(
+                f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same"
+            )
+        if changed.edge_mask is not None or changed.interventions:
+            raise OptionError(
+                "the condition hides tokens or acts inside the model; patching compares two runs"
+                " that differ only in their tokens"
+            )
+        answer_places = changed.of_segment("answer").nonzero()
+        if not len(answer_places):
+            raise PromptError(
+                f"{prompt.where} has no reference answer for the model to read: use load_prompts(…,"
+                " with_answer=True), or Prompt(…, answer=…)"
+            )
+        if len(changed) > longest:
+            raise PromptTooLong(
+                f"{prompt.where} has {len(changed):,} tokens with the condition;"
+                f" {model.cfg.model_name} takes {longest:,}"
+            )
+        check_side(prompt, by_condition, model)
+        predicted_by_inserted += int(changed.inserted[answer_places[0] - 1])
+    check_variants(model, sequences)
+
+    if predicted_by_inserted:
+        warn(
+            f"in {predicted_by_inserted} of {len(prompts)} prompts the token right before the answer"
+            " is an inserted one, which has no counterpart in the baseline: nothing is patched there,"
+            " so the answer's first token is not restored. Insert elsewhere, or begin the answer with"
+            " a token that the model is sure of"
+        )
+
+
+def warn_of_junctions(
+    model: HookedModel, prompts: Sequence[Prompt], baselines: Sequence[TokenSequence]
+) -> None:
+    """Warn where the answer does not follow the question as a text would: a blank is missing, or a
+    line break comes before one. Says what the model would write there.
+    """
+    suspicious = [index for index, prompt in enumerate(prompts) if _is_odd_junction(prompt)]
+    if not suspicious:
+        return
+
+    prompt = prompts[suspicious[0]]
+    logits = logits_of(model, [baselines[suspicious[0]]])
+    likeliest = int(logits[0, 0].argmax())
+    separator = ""
+    advice = f"write answer={' ' + prompt.answer!r}"
+    if prompt.template == "plain":
+        separator = "\n"
+        advice = 'template="plain" puts a line break there; template="joined" adds nothing'
+    junction = f"{prompt.question[-20:]}{separator}{prompt.answer[:20]}"
+    warn(
+        f"in {len(suspicious)} of {len(prompts)} prompts the answer hardly follows the question: "
+        f"prompt {prompt.id} reads {junction!r}, where the model would write "
+        f"{model.tokenizer.decode([likeliest])!r}; {advice}"
+    )
+
+
+def _is_odd_junction(prompt: Prompt) -> bool:
+    if not prompt.answer or not prompt.question:
+        return False
+    goes_on = prompt.question[-1].isalpha() and prompt.answer[0].isalpha()
+    if prompt.template == "joined":
+        return goes_on
+    # A line break is meant after a question, not within the sentence that a pair completes.
+    is_broken = prompt.answer[0] == " " or (goes_on and bool(prompt.other_answer))
+    return prompt.template == "plain" and is_broken
+
+
+def check_metric(values: Any, rows: int, gradients: bool) -> None:
+    """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
+    that is needed.
+    """
+    if not isinstance(values, Tensor) or tuple(values.shape) != (rows,):
+        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise OptionError(
+            f"the metric gives {shape} for {rows} rows; give one number per row: a function of"
+            " logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
+        )
+    if not bool(values.isfinite().all()):
+        raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
+    if gradients and not values.requires_grad:
+        raise OptionError(
+            "the metric has no gradient with respect to the logits (like an argmax), so heads"
+            " cannot be attributed: name heads, which are patched without gradients"
+        )

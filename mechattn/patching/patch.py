@@ -50,10 +50,9 @@ from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import aligned, partners_of, random_steps
 from mechattn.patching.effects import CHECKED, CONTROLS, Control, Patching, checked_sample
-from mechattn.patching.pairs import Pair, PatchingRequest, request_of
+from mechattn.patching.pairs import Direction, Pair, PatchingRequest, check_gradients, request_of
 from mechattn.patching.patched_runs import Part, Where, Z, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan
-from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import CellTokens, PatchTarget, Sites, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt

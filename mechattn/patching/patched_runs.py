@@ -13,11 +13,10 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.model.head_parts import kv_heads_of, split_heads
-from mechattn.model.hooked import HookedModel, attribute_set
-from mechattn.model.hooks import blocks_of, keeping_nothing
+from mechattn.model.head_parts import kv_heads_of
+from mechattn.model.hooked import HookedModel, attribute_set, device_of
+from mechattn.model.hooks import blocks_of, keeping_nothing, split_heads
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
-from mechattn.model.several_devices import device_of
 from mechattn.patching.answer_metrics import Logits
 from mechattn.prompts.token_sequences import TokenSequence
 

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.axes import head_named
 from mechattn.errors import OptionError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
@@ -21,8 +20,14 @@ from mechattn.model.hooks import attention_layers
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import as_long
 from mechattn.patching.effects import Patching
-from mechattn.patching.memory import paths_row_bytes, rows_within
-from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched, request_of
+from mechattn.patching.pairs import (
+    Direction,
+    Pair,
+    PatchingRequest,
+    PromptEffects,
+    Unpatched,
+    request_of,
+)
 from mechattn.patching.patched_runs import (
     RecordedRun,
     Where,
@@ -32,11 +37,11 @@ from mechattn.patching.patched_runs import (
     possible_starts,
     read,
 )
-from mechattn.patching.refusals import Direction
+from mechattn.patching.plan import paths_row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.results.result import MEMORY
+from mechattn.results.result import MEMORY, head_named
 
 Output = Float[Tensor, "shared d_head"]  # of a head, at the original tokens that both runs have
 

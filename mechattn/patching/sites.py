@@ -13,13 +13,12 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from mechattn.axes import head_named
 from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.model.head_parts import kv_heads_of
-from mechattn.model.hooked import HookedModel
+from mechattn.model.hooked import HookedModel, device_of
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
-from mechattn.model.several_devices import device_of
 from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing
+from mechattn.results.result import head_named
 
 
 @dataclass(frozen=True)

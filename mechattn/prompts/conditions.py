@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
-from mechattn.markup import fields_table, plain
+from mechattn.errors import ConditionError, OptionError, check_choice, check_counts, plain
+from mechattn.markup import fields_table
 from mechattn.prompts import fillers
 from mechattn.prompts.fillers import Place, behind, check_run, position
 from mechattn.prompts.prompt import MOST, Prompt

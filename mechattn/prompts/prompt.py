@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechattn.errors import PromptError, check_choice, warn
-from mechattn.markup import plain
+from mechattn.errors import PromptError, check_choice, plain, warn
 
 Template = Literal["plain", "chat", "joined"]
 # Generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory.

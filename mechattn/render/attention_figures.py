@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 import xarray as xr
 
-from mechattn.axes import BASELINE, head_named
+from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import (
     Positions,
@@ -31,7 +31,7 @@ from mechattn.render.words import (
     model_caption,
     says,
 )
-from mechattn.results.result import Result, units_of
+from mechattn.results.result import Result, head_named, units_of
 from mechattn.stats.intervals import FEWEST, Interval
 
 NAME = "received_attention"

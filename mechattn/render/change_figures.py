@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechattn.axes import BASELINE, head_name
+from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import Null
 from mechattn.errors import OptionError
@@ -31,7 +31,7 @@ from mechattn.render.words import (
     says,
     with_ends,
 )
-from mechattn.results.result import Result
+from mechattn.results.result import Result, head_name
 from mechattn.stats.paired import ROUNDING
 
 # The null of a condition among others; over an option it is a dotted line.

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import plotly.graph_objects as go
 
-from mechattn.axes import BASELINE, head_named
+from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, check_counts
-from mechattn.results.result import Result
+from mechattn.results.result import Result, head_named
 
 Draw = TypeVar("Draw", bound=Callable)
 # Every "<" except in tags that our own titles and hovers use.

@@ -20,14 +20,13 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from mechattn.axes import BASELINE, head_name, head_named
+from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import check_condition, check_layer
-from mechattn.errors import OptionError, OutputError
-from mechattn.markup import visible
+from mechattn.errors import OptionError, OutputError, visible
 from mechattn.render.draw import FONT, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import check_heads
 from mechattn.render.words import model_caption
-from mechattn.results.result import Result
+from mechattn.results.result import Result, head_name, head_named
 from mechattn.store.atomic_writes import check_writable, write_whole
 
 DIGITS = 3

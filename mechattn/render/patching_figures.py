@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechattn.axes import head_name
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import GREY, THIRD, WITH
 from mechattn.render.figure_declaration import declare
 from mechattn.render.words import in_digits, number_words, says
+from mechattn.results.result import head_name
 from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:

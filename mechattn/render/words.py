@@ -14,9 +14,9 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
-from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.means import over_units, overall_mean
 from mechattn.contrast.quantities import Null
+from mechattn.contrast.question import first_token_words
 from mechattn.contrast.table import LARGER_THAN
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, alike_words, units_of

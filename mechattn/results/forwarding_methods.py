@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mechattn.contrast.contrast import Contrast, Verdict
     from mechattn.results.result import Result
-    from mechattn.stats.resolution import Resolution
+    from mechattn.stats.units import Resolution
 
 
 class Options(TypedDict, total=False):

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mechattn.errors import OptionError
-from mechattn.markup import without_secrets
+from mechattn.errors import OptionError, without_secrets
 
 if TYPE_CHECKING:
     from mechattn.results.result import Result

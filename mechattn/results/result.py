@@ -13,15 +13,15 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.axes import BASELINE, head_named
-from mechattn.errors import OptionError, check_choice
-from mechattn.markup import shown, table
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError, check_choice, shown
+from mechattn.markup import table
 from mechattn.results.forwarding_methods import Questions
 from mechattn.results.provenance import Provenance
 from mechattn.stats.units import Unit, Units
 
 MEMORY = "2GiB"  # by default
-_BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_HEAD = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 
 @dataclass(frozen=True)
@@ -197,14 +197,6 @@ class Result(Questions):
         return shown(f"Result({model}: {sizes}; {', '.join(self._analyses())})")
 
 
-def memory_bytes(memory: str) -> int:
-    """The number of bytes of a budget such as "2GiB"."""
-    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
-    if not match or not float(match[1]):
-        raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
-    return int(float(match[1]) * _BUDGETS[match[2].upper()])
-
-
 def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
     """The result for some layers or prompts only, without reading any values."""
     if isinstance(indices, slice) and indices == slice(None):
@@ -285,3 +277,28 @@ def _groups_of(result: Result) -> list[str] | None:
     if "group" not in sequences:
         return None
     return sequences.group.values.tolist()
+
+
+def head_name(layer: int, head: int) -> str:
+    """A head as it is written, such as "L1H2"."""
+    return f"L{int(layer)}H{int(head)}"
+
+
+def head_named(name: object) -> tuple[int, int] | None:
+    """The layer and head of a name such as "L1H2"; None if it is not one."""
+    if not isinstance(name, str):
+        return None
+    match = _HEAD.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
+
+
+def by_head(table: pd.DataFrame) -> pd.DataFrame:
+    """Name the rows of a table by their heads, so that ``table.loc["L1H2"]`` finds one."""
+    if {"layer", "head"} <= set(table.columns):
+        table.index = [
+            head_name(layer, head)
+            for layer, head in zip(table["layer"], table["head"], strict=True)
+        ]
+    return table

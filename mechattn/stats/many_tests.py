@@ -17,8 +17,7 @@ from mechattn.stats.paired import (
     summary,
 )
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.resolution import EXACT, RESAMPLES, enough
-from mechattn.stats.units import ALONE
+from mechattn.stats.units import ALONE, EXACT, RESAMPLES, enough
 
 _SEED = 0  # of sign flips and resamples
 _MANY = 4000  # cells; fewer are tested by `paired`, in a second or two

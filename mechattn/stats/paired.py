@@ -12,8 +12,7 @@ from scipy import stats
 from mechattn.stats import resampling
 from mechattn.stats.intervals import Moments, blocks_of, ratio
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.resolution import RESAMPLES, detectable_size, enough
-from mechattn.stats.units import Bags
+from mechattn.stats.units import RESAMPLES, Bags, detectable_size, enough
 
 FEWEST_FOR_BOOTSTRAP = 20
 # Below, false findings among skewed differences are more than 5 % (docs/concepts/intervals.md).

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from mechattn.stats.intervals import ratio
-from mechattn.stats.resolution import EXACT
+from mechattn.stats.units import EXACT
 
 _PATTERNS = 2000  # random sign patterns in a block
 _SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own

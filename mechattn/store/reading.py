@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from mechattn.errors import MechattnError, OutputError
-from mechattn.markup import plain
+from mechattn.errors import MechattnError, OutputError, memory_bytes, plain
 from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
 from mechattn.results.consistency import problem_of
-from mechattn.results.result import MEMORY, Result, memory_bytes
+from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import recover
 from mechattn.store.objects import (
     ROOT,

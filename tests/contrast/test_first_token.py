@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 import mechattn as ma
-from mechattn.contrast.first_token import first_token, first_token_words
+from mechattn.contrast.question import first_token, first_token_words
 from mechattn.contrast.table import LARGER_THAN, marked
 from mechattn.errors import OptionError
 from mechattn.results.result import Result

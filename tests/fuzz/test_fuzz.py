@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 import mechattn as ma
 from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
 from mechattn.commands.run_config import FIGURES, read_config
-from mechattn.errors import MechattnError
+from mechattn.errors import MechattnError, memory_bytes
 from mechattn.jobs.resumable_run import parse_shard
 from mechattn.results.arrays import datasets_digest
-from mechattn.results.result import memory_bytes
 from mechattn.toml_sections import Config
 
 fuzz = settings(settings.get_profile("fuzz"))

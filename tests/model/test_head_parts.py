@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.head_parts import output_projection, split_heads
+from mechattn.model.head_parts import output_projection
+from mechattn.model.hooks import split_heads
 from mechattn.model.patch.keys_values_z import changing_z
 from tests.tiny_families import tiny_model
 
@@ -24,7 +25,7 @@ def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
     def elsewhere(shown, heads):
         return split_heads(shown.flatten(2)[..., cut.to(shown.device)], heads)
 
-    monkeypatch.setattr("mechattn.model.head_parts.split_heads", elsewhere)
+    monkeypatch.setattr("mechattn.model.hooks.split_heads", elsewhere)
     with pytest.raises(ma.MechattnError, match="values failed"):
         ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
 

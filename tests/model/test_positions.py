@@ -7,12 +7,8 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model.positions import (
-    Boundary,
-    boundary_of,
-    takes_negative_ids,
-    takes_position_ids,
-)
+from mechattn.model.hooks import Boundary, boundary_of
+from mechattn.model.positions import takes_negative_ids, takes_position_ids
 from tests.model.unusual import BOUNDARY, DYNAMIC, LONGROPE, TABLES, unusual_model
 from tests.tiny_families import FAMILIES, tiny_model
 

@@ -11,8 +11,14 @@ import mechattn as ma
 from mechattn.commands.pages import report
 from mechattn.contrast.means import at_positions, dilution_at_positions
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.head_views import head_curves, head_patterns, head_texts
-from mechattn.pages.page_data import head_quantities, head_values, page_json
+from mechattn.pages.page_data import (
+    head_curves,
+    head_patterns,
+    head_quantities,
+    head_texts,
+    head_values,
+    page_json,
+)
 from tests.pages.read import data_of, unpacked
 
 
@@ -187,7 +193,7 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
     np.testing.assert_allclose(
         unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6
     )
-    monkeypatch.setattr("mechattn.pages.head_views.PATTERNS", 10)
+    monkeypatch.setattr("mechattn.pages.page_data.PATTERNS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
 
 

@@ -16,8 +16,8 @@ from mechattn.model.checkpoint import lettered_tokenizer, toy_folder
 from mechattn.patching import effects
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
-from mechattn.patching.memory import edges_fixed_bytes, edges_row_bytes
 from mechattn.patching.pairs import request_of
+from mechattn.patching.plan import edges_fixed_bytes, edges_row_bytes
 from mechattn.stats.many_tests import paired_tests
 from tests.conftest import loaded_once
 from tests.patching.test_pairs import LONGER, PARTNERS

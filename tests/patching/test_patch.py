@@ -28,9 +28,8 @@ from mechattn.patching.answer_metrics import (
     answer_margin,
     divergence,
 )
-from mechattn.patching.pairs import request_of
+from mechattn.patching.pairs import request_of, warn_of_junctions
 from mechattn.patching.patched_runs import logits_of, read
-from mechattn.patching.refusals import warn_of_junctions
 from mechattn.render import words
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, halves_of

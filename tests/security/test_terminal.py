@@ -7,8 +7,7 @@ import sys
 import pytest
 
 import mechattn as ma
-from mechattn.errors import MechattnError, OptionError
-from mechattn.markup import plain, shown, without_secrets
+from mechattn.errors import MechattnError, OptionError, plain, shown, without_secrets
 
 RED = "\x1b[31mred\x1b]0;title\x07"
 

@@ -7,7 +7,7 @@ from scipy import stats
 from mechattn.stats import resampling
 from mechattn.stats.paired import paired
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.resolution import detectable_size, power_of
+from mechattn.stats.units import detectable_size, power_of
 
 
 def drawn(n, cells, seed=0, mean=0.0, shared=0.0):

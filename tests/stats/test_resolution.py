@@ -9,7 +9,7 @@ from mechattn.errors import OptionError
 from mechattn.stats.paired import paired
 from mechattn.stats.random_effects import against_draws
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.resolution import EXACT, enough, random_words, resolution
+from mechattn.stats.units import EXACT, enough, random_words, resolution
 
 
 def alone(n, tests, seed=0):

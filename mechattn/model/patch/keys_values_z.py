@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.head_parts import is_latent, split_heads
-from mechattn.model.hooks import Needed, blocks_of, chosen_layers
+from mechattn.model.head_parts import is_latent
+from mechattn.model.hooks import Needed, blocks_of, chosen_layers, split_heads
 
 # What families call the output projection of attention.
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")

@@ -17,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 from mechattn.functional.attention import Pattern, Rows, Tokens
 from mechattn.functional.fused import Fused
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
+from mechattn.model.hooked import HookedModel, ModelFacts, config_of, device_of, original_of
+from mechattn.model.hooks import boundary_of
 from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.positions import boundary_of
-from mechattn.model.several_devices import device_of
 from mechattn.model.verify import verification as probe
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, check_layers

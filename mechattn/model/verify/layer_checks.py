@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from mechattn.functional.attention import mix, visible_keys
 from mechattn.model import head_parts, hooks
-from mechattn.model.hooked import HookedModel, facts_of
-from mechattn.model.several_devices import device_of, weights_here
+from mechattn.model.hooked import HookedModel, device_of, facts_of, weights_here
 from mechattn.model.verify.verification import (
     ANOTHER_VERSION,
     PROBABILITY,
@@ -309,4 +308,4 @@ def _by_head(model: HookedModel, z: Float[Tensor, ...]) -> Float[Tensor, ...]:
     heads = int(model.cfg.n_heads)
     if z[0, 0].numel() % heads:
         return z
-    return head_parts.split_heads(z, heads)
+    return hooks.split_heads(z, heads)
