@@ -1,5 +1,5 @@
 """Units of replication (prompts, groups of prompts, or random bags where there are many), and what
-tests over so many can find: the smallest p and q, and the power of one test among many."""
+tests over them can find: the smallest p and q, and the power of one test among many."""
 
 from __future__ import annotations
 
