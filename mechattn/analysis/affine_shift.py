@@ -87,7 +87,11 @@ class AffineShift(AnalysisBase):
 
         shifts = "over the shifts of the original queries after the insertion"
         quantities["shift_rank_one_share"] = Quantity(
-            ("head",), "share", f"s1^2 / sum s^2 {shifts}", no_null=_NO_NULL
+            ("head",),
+            "share",
+            f"s1^2 / sum s^2 {shifts}",
+            no_null=_NO_NULL,
+            title="rank-one share of the shift Σσ",
         )
         quantities["shift_effective_rank"] = Quantity(
             ("head",),

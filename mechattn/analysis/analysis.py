@@ -193,6 +193,7 @@ class Quantity:
             may be 0.
         no_null: Why uniform attention gives no null: the argmax is tied, or the quantity is not
             linear in values or hooks that it needs. Empty if uniform attention does give one.
+        title: Its words in the title of a figure; its name if empty.
     """
 
     dims: tuple[str, ...]
@@ -200,6 +201,7 @@ class Quantity:
     description: str
     compared: Literal["ratio", "difference"] = "ratio"
     no_null: str = ""
+    title: str = ""
 
 
 def means_of(quantities: Quantities, members: str = "queries") -> dict[str, Quantity]:

@@ -32,22 +32,53 @@ _DIMS = ("head", "segment")
 # What may be 0 in the baseline is compared by its difference.
 _OF_QUERIES = {
     "self_share": Quantity(
-        _DIMS, "share", "1 if the strongest target is the query", "difference", _NO_LARGEST
+        _DIMS,
+        "share",
+        "1 if the strongest target is the query",
+        "difference",
+        _NO_LARGEST,
+        title="strongest target: the query itself",
     ),
     "first_share": Quantity(
-        _DIMS, "share", "1 if the strongest target is the first token", "difference", _NO_LARGEST
+        _DIMS,
+        "share",
+        "1 if the strongest target is the first token",
+        "difference",
+        _NO_LARGEST,
+        title="strongest target: the first token",
     ),
     "previous_share": Quantity(
-        _DIMS, "share", "1 if the strongest target is the token before", "difference", _NO_LARGEST
+        _DIMS,
+        "share",
+        "1 if the strongest target is the token before",
+        "difference",
+        _NO_LARGEST,
+        title="strongest target: the token before",
     ),
-    "self_mass": Quantity(_DIMS, "probability", "attention of a query to itself"),
-    "first_mass": Quantity(_DIMS, "probability", "attention of a query to the first token"),
-    "previous_mass": Quantity(_DIMS, "probability", "attention of a query to the token before"),
+    "self_mass": Quantity(
+        _DIMS,
+        "probability",
+        "attention of a query to itself",
+        title="attention to the query itself",
+    ),
+    "first_mass": Quantity(
+        _DIMS,
+        "probability",
+        "attention of a query to the first token",
+        title="attention to the first token",
+    ),
+    "previous_mass": Quantity(
+        _DIMS,
+        "probability",
+        "attention of a query to the token before",
+        title="attention to the token before",
+    ),
     "duplicate_mass": Quantity(
         _DIMS,
         "probability",
         "attention of a query to earlier occurrences of its own token, of queries that have one",
         "difference",
+        title="attention to earlier occurrences of the same token",
     ),
     "induction_mass": Quantity(
         _DIMS,
@@ -55,21 +86,29 @@ _OF_QUERIES = {
         "attention of a query to the tokens after earlier occurrences of its own token, of queries"
         " that have one",
         "difference",
+        title="attention to the tokens after earlier occurrences of the same token",
     ),
     "inserted_mass": Quantity(
-        _DIMS, "probability", "attention of a query to all inserted tokens together", "difference"
+        _DIMS,
+        "probability",
+        "attention of a query to all inserted tokens together",
+        "difference",
+        title="attention to the inserted tokens",
     ),
     "concentration": Quantity(
         _DIMS,
         "probability",
         "p(1) - p(2): the largest probability minus the second largest",
         no_null="it is 0 under uniform attention for any number of keys",
+        title="p(1) − p(2)",
     ),
     "entropy": Quantity(_DIMS, "nats", "- sum over keys of A log A"),
     "entropy_share": Quantity(
         _DIMS, "share", "entropy / log of the number of keys that the query sees: 1 if uniform"
     ),
-    "distance": Quantity(_DIMS, "positions", "sum over keys of A (query - key)"),
+    "distance": Quantity(
+        _DIMS, "positions", "sum over keys of A (query - key)", title="mean distance"
+    ),
     "half_mass_keys": Quantity(
         _DIMS, "keys", "size of the smallest set of keys that holds half of the attention"
     ),

@@ -52,10 +52,6 @@ _OF_PATTERNS_FROM_ZERO = {
     "sinks": ("keys", "the number of sinks, among keys that enough queries see"),
     "inserted_alpha": ("probability", "the largest mean attention of an inserted token"),
     "inserted_sink": ("share", "1 if an inserted token is a sink"),
-    "span_mass": (
-        "probability",
-        "attention to all inserted tokens, mean over the original queries after them",
-    ),
     "span_sink": (
         "share",
         "1 if the inserted tokens together are a sink: that mass is above the threshold",
@@ -160,6 +156,13 @@ class AttentionSinks(AnalysisBase):
         return {
             **_quantities(_OF_PATTERNS, by_head),
             **_quantities(_OF_PATTERNS_FROM_ZERO, by_head, "difference"),
+            "span_mass": Quantity(
+                by_head,
+                "probability",
+                "attention to all inserted tokens, mean over the original queries after them",
+                "difference",
+                title="attention to all inserted tokens",
+            ),
             "strongest_position": Quantity(
                 by_head, "position", position, "difference", "uniform attention has no largest key"
             ),

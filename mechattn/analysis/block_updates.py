@@ -38,7 +38,10 @@ _OUTS = ("hook_attn_out", "hook_mlp_out")
 _DIMS = ("block", "segment")
 _DIRECTIONS = {
     "block_magnitude": Quantity(
-        _DIMS, "ratio", "|update of the block| / |residual stream before it|"
+        _DIMS,
+        "ratio",
+        "|update of the block| / |residual stream before it|",
+        title="magnitude of the block's update",
     ),
     "block_orientation": Quantity(
         _DIMS,

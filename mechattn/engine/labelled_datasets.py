@@ -226,7 +226,9 @@ class Collector:
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
         """What a variable says of itself."""
         options = [f"{key}={value!r}" for key, value in self.analysis.options.items()]
-        return {
+        # xarray's own figures, too, take ``long_name`` as title.
+        title = {"long_name": quantity.title} if quantity.title else {}
+        return title | {
             "units": quantity.units,
             "description": quantity.description,
             "compared": quantity.compared,

@@ -57,7 +57,9 @@ def _null_of(quantity: Quantity, kind: str, description: str) -> Quantity:
     dims = quantity.dims
     if kind == UNIFORM:  # the same in every head
         dims = tuple(dim for dim in dims if dim != "head")
-    return replace(quantity, dims=dims, description=f"{quantity.description}, {description}")
+    return replace(
+        quantity, dims=dims, description=f"{quantity.description}, {description}", title=""
+    )
 
 
 def has_null(name: str, quantity: Quantity) -> bool:

@@ -22,22 +22,6 @@ from mechattn.render.words import NULL_NAMES, count_words, mean_words, model_cap
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-_WORDS = {
-    "self_share": "strongest target: the query itself",
-    "first_share": "strongest target: the first token",
-    "previous_share": "strongest target: the token before",
-    "self_mass": "attention to the query itself",
-    "first_mass": "attention to the first token",
-    "previous_mass": "attention to the token before",
-    "duplicate_mass": "attention to earlier occurrences of the same token",
-    "induction_mass": "attention to the tokens after earlier occurrences of the same token",
-    "inserted_mass": "attention to the inserted tokens",
-    "span_mass": "attention to all inserted tokens",
-    "block_magnitude": "magnitude of the block's update",
-    "distance": "mean distance",
-    "concentration": "p(1) − p(2)",
-    "shift_rank_one_share": "rank-one share of the shift Σσ",
-}
 _AFFINE = "affine_shift"
 
 
@@ -75,7 +59,7 @@ def heads_by_layer(
         draw.rule(figure, y=0, column=column)
         _null_line(figure, shown, name, colour, column)
 
-    heading = f"{model_caption(result)}: {_words(quantity)}, every head"
+    heading = f"{model_caption(result)}: {shown.title}, every head"
     note = f"n = {count_words(result)}; a point per head, sorted within each layer"
     draw.title(figure, heading, shown.small_print(note), 460)
     return _with_axes(figure, shown)
@@ -121,7 +105,7 @@ def by_layer(
 
     heads = "mean over heads; " if "head" in variable.dims else ""
     note = f"{heads}n = {count_words(result)}; bands: 95 % intervals"
-    heading = f"{model_caption(result)}: {_words(quantity)} by layer"
+    heading = f"{model_caption(result)}: {shown.title} by layer"
     draw.title(figure, heading, shown.small_print(note), 440)
     return _with_axes(figure, shown)
 
@@ -227,6 +211,11 @@ class _Shown:
         variable, null, null_kind = values_by_layer(result, quantity, segment, names)
         return cls(result, quantity, segment, names, variable, null, null_kind)
 
+    @property
+    def title(self) -> str:
+        """The quantity in a title."""
+        return str(self.variable.attrs.get("long_name") or self.quantity.replace("_", " "))
+
     def null_of(self, condition: str) -> xr.DataArray | None:
         """The null of a condition, where it is another line: the baseline is its own dilution."""
         if self.null is None or (condition == BASELINE and self.null_kind == "dilution"):
@@ -278,7 +267,7 @@ def _with_axes(figure: go.Figure, shown: _Shown) -> go.Figure:
     variable = shown.variable
     units = variable.attrs["units"]
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
-    axis_words = f"{_words(shown.quantity)}<br>({units})"
+    axis_words = f"{shown.title}<br>({units})"
     figure.update_yaxes(title_text=axis_words, col=1)
 
     phrases = []
@@ -316,11 +305,6 @@ def _line(
         line=dict(color=colour),
         hovertemplate=f"{hover}<extra>{words}</extra>",
     )
-
-
-def _words(quantity: str) -> str:
-    """A quantity in a title."""
-    return _WORDS.get(quantity, quantity.replace("_", " "))
 
 
 def _strips(
