@@ -223,7 +223,7 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
     return with_q
 
 
-def check_margin(margin: object) -> None:
+def check_margin(margin: Any) -> None:
     """Refuse a margin that is not a positive number."""
     is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
     if not is_number or not 0 < margin < np.inf:
