@@ -69,7 +69,9 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
         model = _measure(hooked, prompts[name], inserted, config.seed, place)
         measured.append(model)
 
-    models = [ShownModel(model.result, model.maps, choice.named_head) for model in measured]
+    models = [
+        ShownModel(model.result, model.maps, choice.named_head(model.result)) for model in measured
+    ]
     sections = []
     for model in measured:
         sections += lead_sections(model.result, choice)

@@ -23,8 +23,6 @@ from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
 from mechattn.stats.units import Units, random_words
 
-# How the provenance of a model with redrawn weights starts its description of them.
-MARK = "random: "
 _PADDING = -2  # among stored tokens
 
 
@@ -84,18 +82,16 @@ def with_random(
     contrast: Question,
     units: Units,
     unit_indices: np.ndarray,
-    is_reported: np.ndarray,
 ) -> pd.DataFrame:
     """Return the table with the columns null_random, random_low, random_high, p_random and
     q_random.
 
     Args:
-        table: A table of some cells.
+        table: A table of some cells, in any order.
         random: The results of random models.
         contrast: The comparison.
         units: The units of all prompts.
         unit_indices: Those that the table reports.
-        is_reported: Which cells the table has [*cells].
     """
     # The mean difference of each cell in the model, and in each random one.
     means, rounding = _mean_differences(contrast, units, unit_indices)
@@ -116,18 +112,25 @@ def with_random(
         rounding.values,
     )
 
-    # Of cells that the other half of the prompts didn't choose, p is 1.
-    p_both = np.where(np.isnan(beside.p), np.nan, 1.0)
-    p_of_units = table[f"p_{table.attrs['tested']}"]
-    p_both[is_reported] = np.maximum(p_of_units, beside.p[is_reported])
-    extended = table.assign(
-        null_random=beside.mean[is_reported],
-        random_low=beside.low[is_reported],
-        random_high=beside.high[is_reported],
-        p_random=beside.p[is_reported],
-        q_random=false_discovery(p_both)[is_reported],
+    columns = pd.DataFrame(
+        {
+            "null_random": beside.mean.ravel(),
+            "random_low": beside.low.ravel(),
+            "random_high": beside.high.ravel(),
+            "p_random": beside.p.ravel(),
+        },
+        index=means.to_series().index,
     )
-    kind = _weights(random[0]).split(",")[0].removeprefix(MARK)
+    extended = table.join(columns, on=list(means.dims))
+
+    # Of cells that the other half of the prompts didn't choose, p is 1.
+    p_of_units = table[f"p_{table.attrs['tested']}"]
+    p_of_rows = np.maximum(p_of_units, extended.p_random)
+    not_chosen = columns.p_random.count() - extended.p_random.count()
+    p_both = np.append(p_of_rows, np.ones(not_chosen))
+    extended["q_random"] = false_discovery(p_both)[: len(table)]
+
+    kind = random[0].provenance["model"]["random_weights"]["kind"]
     tests = int((~np.isnan(p_both)).sum())
     extended.attrs = table.attrs | {
         "null_random": (
@@ -159,7 +162,7 @@ def _mean_differences(
 def _unlike(draw: Result, result: Result, conditions: Sequence[str]) -> str:
     """How the run of a random model differs from that of the result; empty if it does not."""
     model = draw.provenance["model"]
-    if not _weights(draw).startswith(MARK):
+    if model.get("random_weights") is None:
         return f"comes from {model['name']}, whose weights are not random"
     for detail in ("architecture", "layers", "heads", "parameters"):
         if model.get(detail) != result.provenance["model"].get(detail):
@@ -183,11 +186,6 @@ def _tokens(result: Result, condition: str) -> list[list[int]]:
     """
     rows = result["sequences"].tokens.sel(condition=condition).values
     return [row[row != _PADDING].tolist() for row in rows]
-
-
-def _weights(result: Result) -> str:
-    """How a result describes the weights of its model."""
-    return str(result.provenance["model"].get("weights", ""))
 
 
 # Within a margin.
@@ -224,9 +222,10 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
     return with_q
 
 
-def check_margin(margin: object) -> None:
+def check_margin(margin: Any) -> None:
     """Refuse a margin that is not a positive number."""
-    if not isinstance(margin, (int, float)) or not 0 < margin < np.inf:
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if not is_number or not 0 < margin < np.inf:
         raise OptionError(
             f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)"
         )

@@ -172,8 +172,7 @@ def table(
     if margin is not None:
         heads = with_equivalence(heads, margin)
     if random is not None:
-        is_reported = np.concatenate(cells.masks)
-        heads = with_random(heads, random, contrast, units, reported_units, is_reported)
+        heads = with_random(heads, random, contrast, units, reported_units)
     if sizes is not None and selection.top is not None:
         order = np.argsort(-sizes[is_selected], kind="stable")
         heads = heads.iloc[order].reset_index(drop=True)

@@ -275,6 +275,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
         "hooked_by": type(model).__name__,
         "revision": revision(model),
         "weights": facts.weights,
+        "random_weights": facts.random_weights,
     }
 
     if facts.gguf is not None:

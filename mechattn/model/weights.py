@@ -63,7 +63,8 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
     drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
     facts_of_drawn = facts_of(drawn)
     assert facts_of_drawn is not None, "load_model remembers what it made"
-    facts_of_drawn.weights = f"random: {kind}, seed {seed}"
+    facts_of_drawn.weights = "random"
+    facts_of_drawn.random_weights = {"kind": kind, "seed": seed}
     return drawn
 
 

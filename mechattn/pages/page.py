@@ -154,7 +154,7 @@ def results_page(
 
     title = f"mechattn: {', '.join(map(model_caption, results))}"
     about = About(title, subtitle(results), command)
-    models = [ShownModel(result, start=choice.named_head) for result in results]
+    models = [ShownModel(result, start=choice.named_head(result)) for result in results]
     return write_page(path, about, models, sections, force)
 
 

@@ -4,58 +4,26 @@ read them, and a prompt as the model reads it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import choose_heads
 from mechattn.errors import check_counts, visible
 from mechattn.render.attention_figures import received_attention
-from mechattn.render.budget_figures import attention_budget, budget_rows
+from mechattn.render.budget_figures import attention_budget
 from mechattn.render.draw import take_heading
-from mechattn.render.figure_declaration import check_heads, several
+from mechattn.render.figure_declaration import FIGURES, check_heads, several
 from mechattn.render.html_views import in_script
 from mechattn.render.model_figures import received_by_model
-from mechattn.render.words import choice_words, model_caption, said
+from mechattn.render.words import model_caption, said
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST
 
 Drawing = tuple[Callable, Mapping[str, Any]]  # a figure and its options
 FIRST_LAYERS = 3  # the paper shows one head in its layers 1, 2 and 3
-QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
-# How to read a figure of received attention.
-READING = {
-    "measure": (
-        "Received attention of a key is the mean attention that {queries} after it pay to it{own}."
-    ),
-    "baseline": (
-        "Blue: the unchanged prompts; dotted: uniform attention. A key's value falls with its"
-        " position by definition, as fewer tokens come after it; compare with uniform attention."
-    ),
-    "condition": (
-        "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original"
-        " tokens, aligned; bottom row: the whole sequence with the inserted span shaded. Part of a"
-        " fall is there by definition, as attention is positive and sums to 1; compare with the"
-        " dotted line, {null}."
-    ),
-    "bands": (
-        "Bands are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few"
-        " prompts have are hidden."
-    ),
-}
-DOTTED_MEANS = {
-    "dilution": (
-        "what the original tokens would receive if they kept their attention to each other "
-        "(dilution; the same share for all tokens of a segment)"
-    ),
-    "uniform": "what uniform attention would give",
-}
 CITATION = """\
 {title}. {runs}. Made with mechattn {mechattn}, transformer-lens {transformer_lens}.
 
@@ -114,12 +82,30 @@ class HeadChoice:
     heads: Sequence[int] | None = None
     top: int = 3
 
-    @property
-    def named_head(self) -> tuple[int, int] | None:
-        """The layer and head that were named first; None if the data choose."""
+    def named_head(self, result: Result) -> tuple[int, int] | None:
+        """The layer, by default the first that was measured, and the head that were named first;
+        None if the data choose."""
         if not self.heads:
             return None
-        return self.layer or 0, int(self.heads[0])
+        layer = self.layer
+        if layer is None:
+            layer = result.provenance["measured_layers"][0]
+        return layer, int(self.heads[0])
+
+
+@dataclass(frozen=True)
+class LineHeads:
+    """The heads whose lines lead a page.
+
+    Args:
+        layer: Their layer.
+        heads: The heads; None if the data choose them.
+        top: How many of the layer the data choose; None if they are listed.
+    """
+
+    layer: int
+    heads: Sequence[int] | None
+    top: int | None
 
 
 def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
@@ -146,33 +132,34 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     if "received_attention" not in result.datasets:
         return figures
 
-    layer, heads, top = _line_heads(result, condition, choice)
-    options = {"layer": layer, "condition": condition, "heads": heads, "top": top}
+    lines = _line_heads(result, condition, choice)
+    options = {"condition": condition, **vars(lines)}
     figures.append((received_attention, options))
     if not compares:
         return figures
 
-    first_head = None if heads is None else heads[0]
+    first_listed = None
+    first_head = replace(lines, top=1)
+    if lines.heads is not None:
+        first_listed = lines.heads[0]
+        first_head = replace(lines, heads=[first_listed])
+
     if control is not None:
         both = (condition, control)
         figures.append(
-            (received_by_model, {"layer": layer, "conditions": both, "heads": first_head})
+            (received_by_model, {"layer": lines.layer, "conditions": both, "heads": first_listed})
         )
 
     first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
     if len(first_layers) > 1:
-        one_head: dict[str, Any] = {"heads": None, "top": 1}
-        if heads is not None:
-            one_head = {"heads": heads[:1]}
-        figures.append((received_attention, {**options, "layer": first_layers, **one_head}))
+        options = {"condition": condition, **vars(first_head), "layer": first_layers}
+        figures.append((received_attention, options))
 
     return figures
 
 
-def _line_heads(
-    result: Result, condition: str, choice: HeadChoice
-) -> tuple[int, list[int] | None, int | None]:
-    """The layer of the lines, and their heads, or how many heads of it the data choose.
+def _line_heads(result: Result, condition: str, choice: HeadChoice) -> LineHeads:
+    """The heads of a choice.
 
     The layer is that of the head that changes most, unless one is named. Without prompts to choose
     by, the first heads are shown.
@@ -183,19 +170,19 @@ def _line_heads(
     if layer is None:
         layer = int(dataset.layer.values[0])
     if choice.heads is not None:
-        return layer, check_heads(choice.heads, head_count, layer), None
+        return LineHeads(layer, check_heads(choice.heads, head_count, layer), None)
 
     check_counts(top=choice.top)
     top = min(choice.top, head_count)
     units = units_of(result, dataset.sizes["prompt"])
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
-        return layer, list(range(top)), None
+        return LineHeads(layer, list(range(top)), None)
 
     if choice.layer is None:
         choosing, _ = units.halves()
         ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
-    return layer, None, top
+    return LineHeads(layer, None, top)
 
 
 def prompt_section(result: Result, condition: str | None = None) -> Section:
@@ -218,62 +205,24 @@ def drawn_section(
     results: Result | Sequence[Result],
     options: Mapping[str, Any],
 ) -> Section:
-    """Turn a figure into a section, described by the text in the figure itself."""
+    """Turn a figure into a section, with what its declaration says beside it."""
     figure = draw(results, **options)
-    title = take_heading(figure)
-    note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
-
     result_list = several(results)
-    result = result_list[0]
-    table: dict[str, Any] = {}
-    if draw is received_attention:
-        title += _received_details(result, options)
-        note = _received_note(result, options)
-    elif draw is attention_budget:
-        columns, rows = budget_rows(result, options.get("conditions"))
-        table = {"rows_title": "As a table: who pays, and why", "columns": columns, "rows": rows}
+    words = FIGURES[draw.__name__].page_words(result_list[0], options)
+    title = take_heading(figure) + words.title_end
 
     return Section(
         title,
-        note,
-        **table,
+        words.note,
         says=said(figure),
         figure=in_script(figure.to_json()),
         height=int(figure.layout.height or 450),
         results=result_list,
         citation=citation(title, result_list),
+        rows_title=words.rows_title,
+        columns=words.columns,
+        rows=words.rows,
     )
-
-
-def _received_details(result: Result, options: Mapping[str, Any]) -> str:
-    """What the title of a figure of received attention adds: layers, choice of heads, condition."""
-    condition = result.shown_condition(options.get("condition"))
-    layers = ", ".join(map(str, np.atleast_1d(options["layer"])))
-    # Heads that are named, or the first ones where there are too few prompts to choose by.
-    choice = "chosen" if options.get("heads") is None else "not chosen"
-    return f", layer {layers}, heads {choice} by the data, condition “{condition}”"
-
-
-def _received_note(result: Result, options: Mapping[str, Any]) -> str:
-    """How to read a figure of received attention, and by what its heads were chosen."""
-    analysis = result.provenance["analyses"]["received_attention"]
-    queries = QUERY_WORDS.get(analysis["queries"], f"the {analysis['queries']}")
-    own_position = " (its own position counts)" if analysis["include_self"] else ""
-    sentences = [READING["measure"].format(queries=queries, own=own_position)]
-
-    condition = result.shown_condition(options.get("condition"))
-    if condition == BASELINE:
-        return " ".join([*sentences, READING["baseline"], READING["bands"]])
-
-    null_kind = Contrast(result, condition).null_used
-    sentences.append(READING["condition"].format(null=DOTTED_MEANS[null_kind]))
-    sentences.append(READING["bands"])
-    top = options.get("top")
-    if isinstance(top, int):
-        for layer in np.atleast_1d(options["layer"]).tolist():
-            sentences.append(choice_words(result, condition, layer, top))
-
-    return " ".join(filter(None, sentences))
 
 
 def citation(title: str, results: Sequence[Result]) -> str:

@@ -5,6 +5,7 @@ changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -24,7 +25,7 @@ from mechattn.contrast.budget_table import (
 )
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
-from mechattn.render.figure_declaration import declare
+from mechattn.render.figure_declaration import PageWords, declare
 from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
@@ -72,7 +73,13 @@ SENTENCES = {
 }
 
 
-@declare(NAME, report=[{}])
+def _with_table(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
+    """What a page says beside the figure, with a table."""
+    columns, rows = budget_rows(result, options.get("conditions"))
+    return replace(words, rows_title="As a table: who pays, and why", columns=columns, rows=rows)
+
+
+@declare(NAME, report=[{}], page_words=_with_table)
 def attention_budget(result: Result, conditions: Sequence[str] | None = None) -> go.Figure:
     """Plot what the question attends to by layer, and the change of its attention to itself by
     cause.

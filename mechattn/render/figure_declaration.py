@@ -24,6 +24,27 @@ _MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")
 _NOT_DRAWN = ("template", "meta", "type")
 
 
+# From what a page says of a figure, with its result and options, to what it says with more.
+AddWords = Callable[["PageWords", Result, Mapping[str, Any]], "PageWords"]
+
+
+@dataclass(frozen=True)
+class PageWords:
+    """What a page says beside a figure.
+
+    Args:
+        note: How to read it.
+        title_end: What follows its title.
+        rows_title: The heading of a folded table; it has ``columns`` and ``rows``.
+    """
+
+    note: str
+    title_end: str = ""
+    rows_title: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
 @dataclass(frozen=True)
 class Declared:
     """A figure: the function that draws it, and what it needs.
@@ -34,6 +55,7 @@ class Declared:
         compares: Whether it needs a condition other than the baseline.
         report: With which options a report shows it, besides layer and condition.
         chooses_heads: Whether the data choose its heads where none are listed.
+        add_words: Adds to what a page says beside it.
     """
 
     draw: Callable
@@ -41,6 +63,7 @@ class Declared:
     compares: bool
     report: Sequence[Mapping[str, Any]]
     chooses_heads: bool
+    add_words: AddWords | None
 
     @property
     def takes(self) -> Mapping[str, Any]:
@@ -92,6 +115,14 @@ class Declared:
                 return dataset_name
         return None
 
+    def page_words(self, result: Result, options: Mapping[str, Any]) -> PageWords:
+        """What a page says beside it: its docstring up to the arguments, and what it adds."""
+        docstring = inspect.getdoc(self.draw) or ""
+        words = PageWords(note=docstring.split("\n\nArgs:")[0])
+        if self.add_words is None:
+            return words
+        return self.add_words(words, result, options)
+
     def analysis(self, options: Mapping[str, Any]) -> str:
         """The dataset that it shows with these options; "" if ``quantity`` decides."""
         if isinstance(self.needs, str):
@@ -108,6 +139,7 @@ def declare(
     compares: bool = False,
     report: Sequence[Mapping[str, Any]] = (),
     chooses_heads: bool = False,
+    page_words: AddWords | None = None,
 ) -> Callable[[Draw], Draw]:
     """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its
     names are escaped.
@@ -117,6 +149,7 @@ def declare(
         compares: Whether it needs a condition other than the baseline.
         report: With which options a report shows it, besides layer and condition.
         chooses_heads: Whether the data choose its heads where none are listed.
+        page_words: Adds to what a page says beside it, which is the docstring up to the arguments.
 
     Returns:
         A decorator for the function that draws it.
@@ -129,7 +162,9 @@ def declare(
             _one_legend_entry_each(figure)
             return with_plain_names(figure)
 
-        FIGURES[draw.__name__] = Declared(drawn, needs, compares, tuple(report), chooses_heads)
+        FIGURES[draw.__name__] = Declared(
+            drawn, needs, compares, tuple(report), chooses_heads, page_words
+        )
         return cast(Draw, drawn)
 
     return declared

@@ -119,5 +119,5 @@ def _p_of_resamples(
     error = columns["deviation"] / np.sqrt(units)
     t = resampling.t_of(columns["mean"], error)
 
-    tails = resampling.tails(values, t, counts, extremes=False, tests=cells)
-    return tails.p[: len(possible)]
+    p = resampling.p_values(values, t, counts, family_size=cells)
+    return p[: len(possible)]

@@ -308,7 +308,6 @@ class PairedStream:
         tests = dict.fromkeys([*_ENDS, "p_family"], unknown)
 
         p_flip = flipped(values, draws.signs)
-        p_flip = np.where(np.isnan(mean), np.nan, p_flip)
         tests["p_flip"] = p_flip
         tests["p"] = p_flip
 
@@ -320,13 +319,14 @@ class PairedStream:
             return tests
 
         t = resampling.t_of(mean, error)
-        tails = resampling.tails(values, t, draws.sequential, self.bootstrap_ends)
-        p = np.maximum(p_flip, tails.p)
-        tests["p"] = p
         if not self.bootstrap_ends:
+            p_bootstrap = resampling.p_values(values, t, draws.sequential)
+            tests["p"] = np.maximum(p_flip, p_bootstrap)
             return tests
 
-        tests["p_family"] = np.maximum(p, tails.family)
+        tails = resampling.tails(values, t, draws.sequential)
+        tests["p"] = np.maximum(p_flip, tails.p)
+        tests["p_family"] = np.maximum(tests["p"], tails.family)
         largest, smallest = resampling.of_extremes(tails.largest, tails.smallest, self.level)
 
         # A simultaneous interval is at least as wide as the pointwise ones.

@@ -40,11 +40,12 @@ def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
         signs: Blocks of sign patterns as bits, from :func:`drawn_signs`.
 
     Returns:
-        The p of each cell [cell].
+        The p of each cell [cell]; NaN where a prompt has no value.
     """
     signs = list(signs)
     patterns = sum(map(len, signs))
-    count = np.zeros(d.shape[1])
+    means = d.mean(0)
+    count = np.where(np.isnan(means), np.nan, 0.0)
 
     # A copy of the values only where some columns need not be tried.
     tried = np.flatnonzero(~_beyond_all(d, patterns))
@@ -52,7 +53,7 @@ def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
     if len(tried) < d.shape[1]:
         values = d[:, tried]
     # Equal means count, although they were summed in another order.
-    observed = abs(d.mean(0))[tried] * (1 - 1e-12)
+    observed = abs(means)[tried] * (1 - 1e-12)
 
     for packed in signs:
         bits = np.unpackbits(packed, axis=1, count=len(d))
@@ -237,62 +238,90 @@ class Tails:
     family: np.ndarray
 
 
-def tails(
-    d: np.ndarray,
-    t: np.ndarray,
-    counts: Counts,
-    extremes: bool = True,
-    tests: int | None = None,
-) -> Tails:
+def tails(d: np.ndarray, t: np.ndarray, counts: Counts) -> Tails:
     """Compare the t of each column of d [prompt, cell] with resamples of all columns.
 
     A resample uses the same prompts in all cells, which preserves their correlation; each tail is
     treated by itself, which preserves skewness. A t more than three times as far out as any t* of
-    the first 500 resamples counts as further out than all; without ``extremes`` such cells are not
-    resampled, and only ``p`` is of use. Where the columns are some of a larger family, ``tests`` is
-    its size: then a cell's part of the family's p is estimated from these columns, and at most
-    ``1 / tests``.
+    the first 500 resamples counts as further out than all.
 
     Args:
         d: Differences [prompt, cell].
         t: The t of each column [cell]; NaN for those that are not tested.
         counts: Resamples of these prompts.
-        extremes: Whether to resample also the cells that are further out than all.
-        tests: The size of the family; the number of columns that are tested by default.
 
     Returns:
-        The tails, in the order of the columns.
+        The tails, in the order of the columns; the p of a column that is not tested are NaN.
 
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
-    # The nearest first, so that the extremes so far are always those of cells no further out.
+    order = _nearest_first(t)
+    t = _infinite_where_far(d, t, order, counts)
+    spreads = [_smallest_for_p(len(d), len(order)), _SMALLEST_SPREAD]
+    reached = _reached(d, t, order, counts, spreads)
+    p = _p_of_each_cell(reached, len(order), len(order))
+    return Tails(reached.furthest[0, 1], -reached.furthest[1, 1], p, reached.p_family[1])
+
+
+def p_values(
+    d: np.ndarray, t: np.ndarray, counts: Counts, family_size: int | None = None
+) -> np.ndarray:
+    """Return ``tails(…).p`` without the extremes and the p of the family, which take most of its
+    time: cells that are further out than all are not resampled.
+
+    Args:
+        d: Differences [prompt, cell].
+        t: The t of each column [cell]; NaN for those that are not tested.
+        counts: Resamples of these prompts.
+        family_size: The number of cells in the family of which the columns are some; then a cell's
+            part of the family's p is estimated from these columns, and at most ``1 / family_size``.
+            The number of columns that are tested by default.
+    """
+    order = _nearest_first(t)
+    if family_size is None:
+        family_size = len(order)
+    t = _infinite_where_far(d, t, order, counts)
+    near = order[np.isfinite(t[order])]
+    reached = _reached(d, t, near, counts, [_smallest_for_p(len(d), family_size)])
+    return _p_of_each_cell(reached, len(order), family_size)
+
+
+def _nearest_first(t: np.ndarray) -> np.ndarray:
+    """The cells that are tested, so that the extremes up to a cell are those of the cells that are
+    no further out."""
     order = np.argsort(abs(t), kind="stable")
-    order = order[~np.isnan(t[order])]
-    is_near = _near(d, t, order, counts)
-    if tests is None:
-        tests = len(order)
+    return order[~np.isnan(t[order])]
 
-    # The first spread is for p, the last for the extremes and the p of the family.
-    spreads = [_smallest_for_p(len(d), tests)]
-    resampled = order[is_near[order]]
-    if extremes:
-        spreads.append(_SMALLEST_SPREAD)
-        resampled = order
 
-    # The furthest t* so far in the upper and in the lower tail, there with its sign changed.
+@dataclass(frozen=True, eq=False)
+class _Reached:
+    """How often resamples reach the t of cells.
+
+    Args:
+        p_alone: Twice the share of a cell's own t* that reach it [cell].
+        p_family: That of the extreme t* of the cells that are no further out [spread, cell].
+        furthest: The furthest t* of all cells in the upper and in the lower tail, there with its
+            sign changed [tail, spread, resample].
+    """
+
+    p_alone: np.ndarray
+    p_family: np.ndarray
+    furthest: np.ndarray
+
+
+def _reached(
+    d: np.ndarray, t: np.ndarray, cells: np.ndarray, counts: Counts, spreads: list[float]
+) -> _Reached:
+    """Resample these cells, the nearest first; the first of the spreads is for ``p_alone``."""
     resamples = sum(map(len, counts))
     furthest = np.zeros((2, len(spreads), resamples))
-    p_alone = np.zeros(len(t))
-    p_family = np.full((len(spreads), len(t)), 2 / (1 + resamples))
-    for columns, t_star in _t_star_by_columns(d, resampled, counts, spreads):
+    p_alone = np.where(np.isnan(t), np.nan, 0.0)
+    p_family = np.tile(p_alone + 2 / (1 + resamples), (len(spreads), 1))
+    for columns, t_star in _t_star_by_columns(d, cells, counts, spreads):
         for cell, t_star_of_cell in zip(columns, t_star, strict=True):
             both_tails = np.stack([t_star_of_cell, -t_star_of_cell])
             np.maximum(furthest, both_tails, out=furthest)
-            if not is_near[cell]:
-                continue
 
-            # Of the cell alone: twice the share of its own t* in this tail. Of the family: the
-            # extreme t* of this cell and of those that are no further out.
             tail = int(t[cell] <= 0)
             own_count = np.count_nonzero(both_tails[tail, 0] >= abs(t[cell]))
             family_count = np.count_nonzero(furthest[tail] >= abs(t[cell]), axis=1)
@@ -300,24 +329,29 @@ def tails(
             p_family[:, cell] = np.minimum(1.0, 2 * (1 + family_count) / (1 + resamples))
 
     # No smaller than the p of the cells further out.
-    furthest_first = order[::-1]
+    furthest_first = cells[::-1]
     p_by_distance = p_family[:, furthest_first]
     p_family[:, furthest_first] = np.maximum.accumulate(p_by_distance, axis=1)
-
-    # A cell's own p is at least its part of the family's.
-    part_of_family = p_family[0] / max(1, len(order))
-    part_of_family = np.minimum(part_of_family, 1 / max(1, tests))
-    p = np.maximum(p_alone, part_of_family)
-    return Tails(furthest[0, -1], -furthest[1, -1], p, p_family[-1])
+    return _Reached(p_alone, p_family, furthest)
 
 
-def _near(d: np.ndarray, t: np.ndarray, order: np.ndarray, counts: Counts) -> np.ndarray:
-    """Which cells a first few resamples do not show to lie so far out that none will reach them."""
+def _p_of_each_cell(reached: _Reached, tested: int, family_size: int) -> np.ndarray:
+    """A cell's own p, which is at least its part of the family's."""
+    part_of_family = reached.p_family[0] / max(1, tested)
+    part_of_family = np.minimum(part_of_family, 1 / max(1, family_size))
+    return np.maximum(reached.p_alone, part_of_family)
+
+
+def _infinite_where_far(
+    d: np.ndarray, t: np.ndarray, order: np.ndarray, counts: Counts
+) -> np.ndarray:
+    """The t, infinite where a first few resamples show that it is so far out that none will reach
+    it."""
     pilot = [counts[0][:_PILOT]]
     furthest = 0.0
     for _, t_star in _t_star_by_columns(d, order, pilot, [_SMALLEST_SPREAD]):
         furthest = max(furthest, abs(t_star).max())
-    return abs(t) <= _FAR * furthest
+    return np.where(abs(t) > _FAR * furthest, np.copysign(np.inf, t), t)
 
 
 def _smallest_for_p(n: int, cells: int) -> float:

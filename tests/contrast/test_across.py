@@ -85,6 +85,6 @@ def test_a_change_within_a_margin_is_the_same(result):
     words = ma.render.verdict_words(result, "/", margin=0.5)
     assert "In 32 of 32 heads the change is that of the null to within ± 50\u00a0%" in words
     assert "that of the null" not in ma.render.verdict_words(result, "/")
-    for wrong in (0, "2 %"):
+    for wrong in (0, "2 %", True):
         with pytest.raises(OptionError, match="margin="):
             result.compare("/", margin=wrong, columns="all")

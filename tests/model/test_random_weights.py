@@ -59,7 +59,8 @@ def test_a_toy_is_drawn_and_verified(name, kind, shared):
 
 def test_results_say_that_the_weights_are_random(toy):
     about = ma.run(ma.random_weights(toy, seed=7), "Tom has 3 apples.").provenance["model"]
-    assert about["weights"] == "random: initialised, seed 7"
+    assert about["random_weights"] == {"kind": "initialised", "seed": 7}
+    assert ma.run(toy, "Tom has 3 apples.").provenance["model"]["random_weights"] is None
     assert about["name"] == "toy:llama, random weights (initialised, seed 7)"
     assert about["verified"]
 

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from mechattn.pages.page_data import (
     head_values,
     page_json,
 )
+from mechattn.pages.sections import HeadChoice
 from tests.pages.read import data_of, unpacked
 
 
@@ -200,6 +202,8 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
 def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):
     named = slash_result.page(tmp_path / "named.html", layer=2, heads=[5, 1])
     assert data_of(named)["models"][0]["start"] == [2, 5]
+    provenance = {**slash_result.provenance, "measured_layers": [3]}
+    assert HeadChoice(heads=[5]).named_head(replace(slash_result, provenance=provenance)) == (3, 5)
     chosen = slash_result.page(tmp_path / "chosen.html", layer=3)
     assert data_of(chosen)["models"][0]["start"] is None
     report([_saved(slash_result, tmp_path)], tmp_path / "report.html", layer=1, heads=[4])

@@ -6,7 +6,10 @@ from scipy import stats
 
 from mechattn.stats import resampling
 from mechattn.stats.resampling import (
+    drawn_signs,
+    flipped,
     of_extremes,
+    p_values,
     resample,
     resample_sequentially,
     t_quantiles,
@@ -146,6 +149,7 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     drawn = t_of_each_resample(d, counts)
     monkeypatch.setattr(resampling, "_COLUMNS", 4)
     got = tails(d, t, counts)
+    np.testing.assert_array_equal(p_values(d, t, counts), got.p)
     np.testing.assert_allclose(got.family, step_down(t, drawn))
 
     mild = t_of_each_resample(d, counts, smallest=1 / stats.t.isf(0.025 / 9, 23))
@@ -159,6 +163,16 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     in_one_step = two_sided(np.where(t > 0, upper, lower).sum(0), 300)
     assert (got.family <= in_one_step).all()
     assert (got.family < in_one_step).any(), "negative control: one step for all would be larger"
+
+
+def test_a_cell_that_is_not_tested_has_no_p():
+    d = lognormal(24, 3, seed=0)
+    d[5, 1] = np.nan
+    counts = resample_sequentially(24, 99, np.random.default_rng(1))
+    all_tails = tails(d, t_of(d), counts)
+    p_flip = flipped(d, drawn_signs(24, 99, np.random.default_rng(1)))
+    for p in (all_tails.p, all_tails.family, p_values(d, t_of(d), counts), p_flip):
+        assert np.isnan(p).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(("n", "shared"), [(20, 0.0), (64, 0.67)])
