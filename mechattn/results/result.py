@@ -24,7 +24,7 @@ MEMORY = "2GiB"  # by default
 _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result(Questions):
     """The result of a run: one xarray dataset per analysis, and their provenance.
 
