@@ -1,6 +1,9 @@
 """What an installed package holds, and that it is found whatever folder Python is started in."""
 
+import dataclasses
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -76,3 +79,18 @@ def test_of_xarray_only_what_its_manual_documents():
         "LazilyIndexedArray",
         "explicit_indexing_adapter",
     }
+
+
+def test_what_holds_arrays_is_compared_by_identity():
+    """Two arrays are equal element by element, so a dataclass of them would raise when it is compared."""
+    compared = {True: [], False: []}
+    for module in pkgutil.walk_packages(mechattn.__path__, "mechattn."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if dataclasses.is_dataclass(value) and isinstance(value, type):
+                types = [str(field.type) for field in dataclasses.fields(value)]
+                if any(
+                    re.search(r"^(?!Callable).*(Tensor|ndarray|xr\.|pd\.)", name) for name in types
+                ):
+                    compared[value.__dataclass_params__.eq].append(value.__name__)
+    assert {"TokenSequence", "Paired"} < set(compared[False])
+    assert compared[True] == []

@@ -28,13 +28,7 @@ SHAPES = {  # layers, query heads, d_model, d_mlp
     "7B": (28, 28, 3584, 18944),
     "llama-7B": (32, 32, 4096, 11008),
 }
-
-
-class Nowhere:
-    """Takes values as a collector would, and counts them."""
-
-    def add(self, layer: int, batch: Batch, values: dict) -> None:
-        assert all(len(value) == len(batch.tokens) for value in values.values())
+IDS = [str(number) for number in range(64)]  # of prompts, for messages
 
 
 def size_of(shape: str) -> tuple[int, int, int]:
@@ -124,7 +118,7 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
 
     def ours(forward: Callable) -> Callable[[Batch], None]:
         def run(batch: Batch) -> None:
-            measure_batch(bridge, batch, forward, windows, [ReceivedAttention()], [Nowhere()])
+            measure_batch(bridge, batch, forward, windows, [ReceivedAttention()], IDS)
 
         return run
 
@@ -154,9 +148,7 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
         assert len([s @ batch.members().to(s).mT for s in sums.values()]) == len(windows)
 
     def one_layer(batch: Batch) -> None:
-        measure_batch(
-            bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], [Nowhere()]
-        )
+        measure_batch(bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], IDS)
 
     def output_attentions(batch: Batch) -> None:
         with eager(plain):
@@ -218,9 +210,7 @@ def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str,
         ]
 
         def run(batch: Batch) -> None:
-            measure_batch(
-                bridge, batch, forward_in_blocks, windows, ready, [Nowhere()] * len(ready)
-            )
+            measure_batch(bridge, batch, forward_in_blocks, windows, ready, IDS)
 
         return run
 

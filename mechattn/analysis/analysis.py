@@ -29,7 +29,7 @@ Layers = Sequence[int]
 Prompts = Sequence[Prompt]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionRows:
     """A block of query rows of one layer's attention pattern, with its batch.
 
@@ -90,7 +90,7 @@ class WholeAttention:
     window: Window
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairedRows:
     """A block of query rows of every sequence, with the rows of the same queries in the prompt's
     baseline.
@@ -129,7 +129,7 @@ class PairedRows:
     window: Window
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Activations:
     """One layer's MLP activations for a batch, right before and after the nonlinearity
     (``act(gate)`` in gated MLPs).
@@ -153,7 +153,7 @@ class Activations:
     pairs: Pairs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captures:
     """The tensors at the hooks of one block that an analysis asked for: the model's own, so reduce
     or copy them.

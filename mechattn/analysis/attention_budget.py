@@ -129,10 +129,14 @@ class AttentionBudget(AnalysisBase):
         some causes."""
         shared = _shared(rows.batch)
         question = shared.question
-        if question.start < rows.queries.stop and rows.queries.start < question.stop:
+        begins_before_end = rows.queries.start < question.stop
+        ends_after_start = rows.queries.stop > question.start
+        if begins_before_end and ends_after_start:
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
-        if "moved" not in sums and isinstance(rows.attention, Attention) and not rows.null:
+
+        is_model = isinstance(rows.attention, Attention) and not rows.null
+        if is_model and "moved" not in sums:
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:

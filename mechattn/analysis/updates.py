@@ -99,7 +99,7 @@ def _with_words(quantities: Quantities, words: str) -> Quantities:
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _LayerWeights:
     """What turns the z of a layer's heads into their updates."""
 

@@ -35,7 +35,7 @@ from mechattn.stats.units import Resolution, random_words, resolution
 FEWEST_CONDITIONS = 6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Verdict:
     """The change of a quantity between two conditions, over prompts and over all layers and heads.
 

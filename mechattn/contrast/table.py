@@ -227,7 +227,7 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
 # The cells, block by block.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Cells:
     """The cells of all blocks: their coordinates and means, their statistics, and which cells of
     each block they are.

@@ -141,7 +141,7 @@ def measure_batch(
     forward: Forward,
     windows: Windows,
     analyses: Sequence[Analysis],
-    prompt_ids: Sequence[str] = (),
+    prompt_ids: Sequence[str],
     blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU.

@@ -16,7 +16,7 @@ from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import sides_of
 from mechattn.errors import plain
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, device_of, facts_of
+from mechattn.model.hooked import HookedModel, ModelFacts, architecture_of, device_of, facts_of
 from mechattn.model.hooks import boundary_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
@@ -258,14 +258,13 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
     """
     cfg = model.cfg
     facts = facts_of(model) or ModelFacts()
-    architecture = getattr(cfg, "architecture", None) or cfg.original_architecture
     parameters = next(model.parameters())
 
     described: dict[str, Any] = {"name": provenance.name_of(str(cfg.model_name))}
     if paths:
         described["path"] = str(cfg.model_name)
     described |= {
-        "architecture": str(architecture),
+        "architecture": architecture_of(model),
         "parameters": hooks.count_parameters(model if facts.native is None else facts.native),
         "heads": int(cfg.n_heads),
         "layers": int(cfg.n_layers),

@@ -86,10 +86,7 @@ class PlacedBatch:
     def name_of_row(self, row: int) -> str:
         """A row of the batch, for messages."""
         prompt, condition = self.placed.rows[row]
-        name = f"number {prompt}"
-        if prompt < len(self.prompt_ids):
-            name = self.prompt_ids[prompt]
-        return f'prompt {name} with the condition "{condition}"'
+        return f'prompt {self.prompt_ids[prompt]} with the condition "{condition}"'
 
     def interventions(self) -> list[tuple[Intervention, Target]]:
         """Each intervention of each condition, in order, with the tokens that it acts on.
@@ -119,7 +116,7 @@ class PlacedBatch:
         return with_targets
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairedLayer:
     """What the blocks of one layer have in common: the baselines' attention, and values."""
 

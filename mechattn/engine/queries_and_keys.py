@@ -21,7 +21,7 @@ Values = Float[Tensor, "batch kv_head pos d_value"]
 PerHead = Float[Tensor, " head"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionScores:
     """How a model makes the scores of its attention, ``cap(scale · q·k) + alibi · k``, and which of
     them it sees.

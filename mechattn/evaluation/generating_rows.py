@@ -225,7 +225,8 @@ class GeneratingRows:
         length = max(self.real.shape[1], prompts.longest)
         for layer, new_layer in zip(self.cache.layers, cache.layers, strict=True):
             if layer.is_initialized:
-                kept_length = _set_length(layer, length)
+                kept_length = _kept_length(layer, length)
+                _count_tokens(layer, length)
                 layer.keys = _joined(layer.keys, new_layer.keys, kept_length)
                 layer.values = _joined(layer.values, new_layer.values, kept_length)
 
@@ -248,7 +249,8 @@ class GeneratingRows:
         length = max(row.length for row in self.rows)
         for layer in self.cache.layers:
             if layer.is_initialized:
-                kept_length = _set_length(layer, length)
+                kept_length = _kept_length(layer, length)
+                _count_tokens(layer, length)
                 layer.keys = _fitted(layer.keys, kept_length)[open_places]
                 layer.values = _fitted(layer.values, kept_length)[open_places]
 
@@ -288,14 +290,18 @@ class GeneratingRows:
         return logits
 
 
-def _set_length(layer: Any, length: int) -> int:
-    """Note how many tokens a layer's cache has from now on; how many of them it holds."""
+def _kept_length(layer: Any, length: int) -> int:
+    """How many of so many tokens a layer's cache holds."""
     if not layer.is_sliding:
         return length
-
     # A window holds the keys of its width less one: the next token brings its own.
-    layer.cumulative_length = length
     return min(length, layer.sliding_window - 1)
+
+
+def _count_tokens(layer: Any, length: int) -> None:
+    """Let a layer's cache go on after so many tokens; without a window it counts its keys."""
+    if layer.is_sliding:
+        layer.cumulative_length = length
 
 
 def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:

@@ -33,7 +33,7 @@ def widened(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EdgeMask:
     """Edges of attention that are cut before the softmax: some queries don't see some keys. A token
     sees itself."""
@@ -89,7 +89,7 @@ def visible_keys(
     return visible
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
     """The inputs of causal attention. ``A[q, k] = softmax over visible k of cap(scale · q·k) +
     bias[k]``.
@@ -171,7 +171,7 @@ class Attention:
         return pattern * _left_by_sinks(scores, self.sinks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PatternRows:
     """A whole pattern from a hook, and its values; rows are looked up."""
 
@@ -201,7 +201,7 @@ class PatternRows:
 AnyRows = Attention | PatternRows  # one layer's attention, from which single rows can be requested
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """A block of query rows of one layer's attention. The pattern's memory is reused for the next
     block.

@@ -21,7 +21,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _LOG_OF_ZERO = -200.0  # small enough, also for float16 after division by the scale
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fused:
     """A layer's attention from a fused kernel, and the sums over queries that can be computed from
     it.

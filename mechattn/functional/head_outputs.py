@@ -104,7 +104,7 @@ def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Bins:
     return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """The exact decomposition of each head's output [batch head query d_head] under inserted
     tokens.

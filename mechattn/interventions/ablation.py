@@ -26,7 +26,7 @@ from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadMeans:
     """Each head's mean output before W_O over the tokens of some prompts; see
     :func:`mechattn.head_means`.

@@ -17,7 +17,7 @@ from mechattn.model.hooked import attribute_set, holding
 from mechattn.prompts.token_sequences import TokenSequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
     """The tokens of a forward pass that an intervention acts on."""
 

@@ -248,33 +248,46 @@ def _quick_reader() -> Callable[[str], Any]:
             return super()._get(*arguments, **options)
 
         def _get_field_parts(self, offset: int | np.integer, value_type: int | np.integer) -> Any:
-            if value_type != GGUFValueType.ARRAY or self.byte_order == "S":
+            """The size of a field, its parts, which of them are values, and their types, as in gguf
+            0.17 to 0.19, which read an array item by item; the lengths of texts are no parts."""
+            is_swapped = self.byte_order == "S"
+            if value_type != GGUFValueType.ARRAY or is_swapped:
                 return super()._get_field_parts(offset, value_type)
+
             kind = self._get(offset, np.uint32)
             count = self._get(offset + 4, np.uint64)
             start = offset + 12
             item_type = GGUFValueType(int(kind[0]))
             if item_type == GGUFValueType.STRING:
-                end, items = self._texts(start, int(count[0]))
+                items, end = self._texts(start, int(count[0]))
             elif item_type in self.gguf_scalar_to_np:
                 values = self._get(start, self.gguf_scalar_to_np[item_type], int(count[0]))
                 end = start + values.nbytes
+                if len(values) < count[0]:
+                    raise ValueError("an array goes on after the end of the file")
                 items = list(values.reshape(-1, 1))
             else:
                 return super()._get_field_parts(offset, value_type)
 
-            types = [GGUFValueType.ARRAY, item_type][: 2 if items else 1]
-            return end - offset, [kind, count, *items], list(range(2, 2 + len(items))), types
+            parts = [kind, count, *items]
+            value_indices = list(range(2, len(parts)))
+            types = [GGUFValueType.ARRAY]
+            if items:
+                types.append(item_type)
+            return end - offset, parts, value_indices, types
 
-        def _texts(self, offset: int, count: int) -> tuple[int, list[Any]]:
+        def _texts(self, offset: int, count: int) -> tuple[list[Any], int]:
+            """Texts, each after its length, and the place where they end."""
             memory = memoryview(self.data)
             texts = []
             for _ in range(count):
                 length = int.from_bytes(memory[offset : offset + 8], "little")
                 start = offset + 8
                 offset = start + length
+                if offset > len(memory):
+                    raise ValueError("a text goes on after the end of the file")
                 texts.append(self.data[start:offset])
-            return offset, texts
+            return texts, offset
 
     return QuickReader
 

@@ -152,6 +152,14 @@ def facts_of(model: Any) -> ModelFacts | None:
     return getattr(model, "__dict__", {}).get(_NAME)
 
 
+def architecture_of(model: Any) -> str:
+    """The architecture of a hooked model, such as "LlamaForCausalLM"; "unknown" if it names none."""
+    architecture = getattr(model.cfg, "architecture", None)
+    if architecture is None:  # of a HookedTransformer
+        architecture = getattr(model.cfg, "original_architecture", None)
+    return str(architecture or "unknown")
+
+
 def limit_of(model: Any, check: str) -> str:
     """Why a check at the last verification limits what can be measured; "" if it does not."""
     facts = facts_of(model)

@@ -28,7 +28,7 @@ PROBE_TOKENS = range(5, 21)
 ROUNDING = (1e-3, 2e-2)  # in float32 and in half precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
     """The scores of one layer: ``score[q, k] = scale · q·k + alibi[k]``, with q and k that contain
     b_Q and b_K."""
@@ -73,7 +73,7 @@ class Scores:
         return content, bias, self.alibi(k.shape[2]), rest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlindScores:
     """What a model adds to its scores regardless of content: ALiBi, and learned sinks."""
 

@@ -31,7 +31,7 @@ _NORM_ROUNDING = (1e-3, 3e-2)
 _LOGIT_ROUNDING = (0.02, 0.15)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FrozenNorm:
     """``norm(x) = γ · (x − mean) / σ(x) + b``: with σ held fixed, a part Δ of x becomes ``γ · (Δ −
     mean) / σ(x)``."""
@@ -116,7 +116,7 @@ def _eps_of(norm: Any, model: HookedModel) -> float:
     return float(getattr(model.cfg, "eps", 1e-5))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unembedding:
     """``logit = f ⟨norm(x), W_U⟩ + b_U``, then ``cap · tanh(logit / cap)`` in a model that caps its
     logits."""

@@ -76,7 +76,7 @@ def random_steps(
     randomised = {}
     for (layer, head), value in values.items():
         places = base.places.to(value.device)
-        own = base.z[layer][places, head]
+        own = base.activations[layer][places, head]
         length, width = own.shape
 
         purpose = f"a random direction of head {head}"
@@ -135,7 +135,7 @@ def aligned(base: RecordedRun, source: RecordedRun, where: Where, part: Part = "
         part: What is patched; of patterns, the probabilities among original tokens, 0 elsewhere.
     """
     layer, head = where
-    device = base.z[layer].device
+    device = base.activations[layer].device
     own_places = base.places.to(device)
     own_tokens = base.sequence.tokens[base.places]
     source_tokens = source.sequence.tokens[source.places]
@@ -149,11 +149,11 @@ def aligned(base: RecordedRun, source: RecordedRun, where: Where, part: Part = "
     from_the_end = from_the_start + len(source_tokens) - own_length
     source_index = torch.where(in_shared_beginning, from_the_start, from_the_end)
     source_places = source.places[source_index].to(device)
-    value = source.z[layer][source_places, head]
+    value = source.activations[layer][source_places, head]
     if part != "pattern":
         return value
 
     # Columns are positions of a run, so those of the source go to the base run's.
-    pattern = torch.zeros_like(base.z[layer][own_places, head])
+    pattern = torch.zeros_like(base.activations[layer][own_places, head])
     pattern[:, own_places] = value[:, source_places]
     return pattern

@@ -132,7 +132,7 @@ def edges(
     return patching.compared(exact, sample)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EdgeRuns:
     """A pair's unpatched runs: what the base run writes, and what it would write with the source
     run's outputs at the tokens that both have."""

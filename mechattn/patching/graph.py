@@ -46,7 +46,7 @@ _SWITCHES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and the
     edges between them.
@@ -267,7 +267,7 @@ def _with_readers(x: Tensor) -> Tensor:
     return x[:, :, None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EdgeRun:
     """An unchanged run: its logits, what every writer writes, and the stream that the logits
     read."""

@@ -21,7 +21,7 @@ from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Logits, answer_logprob
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, check_gradients
-from mechattn.patching.patched_runs import Where, read
+from mechattn.patching.patched_runs import Where, recorded_runs
 from mechattn.patching.plan import PatchingPlan
 from mechattn.patching.sites import PatchTarget, target_in
 from mechattn.prompts.conditions import Baseline
@@ -206,8 +206,8 @@ def _mean_outputs(
     totals: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        [run_of_prompt] = read(model, [(sequence, sequence.origin)], target.layers, "z")
-        for layer, z in run_of_prompt.z.items():
+        [run_of_prompt] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
+        for layer, z in run_of_prompt.activations.items():
             totals[layer] = totals[layer] + z / len(prompts)
     return {(layer, head): totals[layer][:, head] for layer, head in target.heads}
 

@@ -52,7 +52,7 @@ _SHORTER = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pair:
     """A prompt's two sequences; ``origins`` are the original tokens that both have."""
 
@@ -80,7 +80,7 @@ class Pair:
         return self.base.tokens[self.base.of_segment("answer")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unpatched:
     """The logits of a pair's two unpatched runs, from which every effect is counted."""
 

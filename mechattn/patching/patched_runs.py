@@ -37,17 +37,17 @@ ActivationChange = Callable[[Tensor], Tensor]
 Change = tuple[Where, Int[Tensor, " place"], Float[Tensor, "place d_head"]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """One run of a sequence that ends in the reference answer: a part by layer, and the logits
-    before the answer.
+    """One run of a sequence that ends in the reference answer: the activations of a part by layer,
+    and the logits before the answer.
 
     ``origins`` are the original tokens that the other run has, too; ``inputs_of`` is what the block
     before a layer returned, for each layer at which patched passes may start.
     """
 
     sequence: TokenSequence
-    z: Mapping[int, Z]
+    activations: Mapping[int, Z]
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: SharedTokens
     inputs_of: Mapping[int, Any] = field(default_factory=dict)
@@ -102,13 +102,13 @@ def changing(
         else:
             name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
             heads = model.cfg.n_heads if part == "q" else 1
-            by_head: Any = partial(_by_head, heads=heads)
+            change_part: Any = partial(_change_heads, heads=heads)
             if part == "pattern":
-                by_head = _by_query
+                change_part = _change_queries
 
             for layer, change in layers.items():
                 hook = model.hook_dict[f"blocks.{layer}.{name}"]
-                function = partial(by_head, change)
+                function = partial(change_part, change)
                 stack.enter_context(hook.register_forward_hook(function))
         yield
 
@@ -117,23 +117,25 @@ def _only(part: Part, change: ActivationChange, heads: int, kind: str, x: Tensor
     """Keys and values come to the same function; only one of the two is changed."""
     if kind != part:
         return x
-    return _by_head(change, None, None, x, heads)
+    return _change_heads(change, None, None, x, heads)
 
 
-def _by_head(change: ActivationChange, module: Any, inputs: Any, x: Tensor, heads: int) -> Tensor:
+def _change_heads(
+    change: ActivationChange, module: Any, inputs: Any, x: Tensor, heads: int
+) -> Tensor:
     """A forward hook that changes an activation [batch pos head d_head], whatever its shape."""
     changed = change(split_heads(x, heads))
     return changed.reshape(x.shape)
 
 
-def _by_query(change: ActivationChange, module: Any, inputs: Any, pattern: Tensor) -> Tensor:
+def _change_queries(change: ActivationChange, module: Any, inputs: Any, pattern: Tensor) -> Tensor:
     """A forward hook that changes a pattern with its queries first, as other parts have theirs."""
     by_query = rearrange(pattern, "batch head query key -> batch query head key")
     changed = change(by_query)
     return rearrange(changed, "batch query head key -> batch head query key")
 
 
-def read(
+def recorded_runs(
     model: HookedModel,
     sequences: Sequence[tuple[TokenSequence, SharedTokens]],
     layers: Sequence[int],
@@ -150,11 +152,11 @@ def read(
         part: What is recorded.
         starts: The layers at which patched passes may start.
     """
-    activations: dict[int, Tensor] = {}
+    batch_activations: dict[int, Tensor] = {}
     block_outputs: dict[int, Any] = {}
 
     def record(layer: int, z: Tensor) -> Tensor:
-        activations[layer] = z.detach()
+        batch_activations[layer] = z.detach()
         return z
 
     def record_block(layer: int, module: Any, inputs: Any, out: Any) -> None:
@@ -179,9 +181,9 @@ def read(
             logits = logits_of(model, [sequences[index][0] for index in indices])
             for row, index in enumerate(indices):
                 sequence, origins = sequences[index]
-                z_by_layer = {layer: z[row] for layer, z in activations.items()}
+                activations = {layer: rows[row] for layer, rows in batch_activations.items()}
                 inputs_of = {layer: _row(out, row) for layer, out in block_outputs.items()}
-                runs[index] = RecordedRun(sequence, z_by_layer, logits[[row]], origins, inputs_of)
+                runs[index] = RecordedRun(sequence, activations, logits[[row]], origins, inputs_of)
     return [runs[index] for index in range(len(sequences))]
 
 
@@ -218,7 +220,7 @@ def possible_starts(
 
     copies = [sequence, sequence]
     with_origins = [(copy, copy.origin) for copy in copies]
-    runs = read(model, with_origins, (), "z", starts)
+    runs = recorded_runs(model, with_origins, (), "z", starts)
     unpatched = torch.cat([run.logits for run in runs])
     try:
         for layer in starts:
@@ -226,7 +228,7 @@ def possible_starts(
                 logits = logits_of(model, copies)
             if not torch.equal(logits, unpatched):
                 return []
-    except Exception:
+    except (LookupError, AttributeError, TypeError, NameError):
         # A block misses what an earlier one leaves it, such as shared keys: start at the first.
         return []
     return starts

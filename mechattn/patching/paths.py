@@ -35,7 +35,7 @@ from mechattn.patching.patched_runs import (
     logits_of,
     patched_logits,
     possible_starts,
-    read,
+    recorded_runs,
 )
 from mechattn.patching.plan import paths_row_bytes, rows_within
 from mechattn.patching.sites import check_head
@@ -164,8 +164,8 @@ def _effects(request: PatchingRequest, named: Sequence[Path], pair: Pair) -> Pro
     starts = possible_starts(model, pair.base, receiving_layers)
 
     layers = attention_layers(model)
-    [base_run] = read(model, [(pair.base, pair.origins)], layers, "z", starts)
-    [source_run] = read(model, [(pair.source, pair.origins)], layers, "z")
+    [base_run] = recorded_runs(model, [(pair.base, pair.origins)], layers, "z", starts)
+    [source_run] = recorded_runs(model, [(pair.source, pair.origins)], layers, "z")
     unpatched = Unpatched(pair, base_run.logits, source_run.logits)
 
     # What each sender puts out, in the order of the paths, as the random steps are drawn in it.
@@ -173,8 +173,8 @@ def _effects(request: PatchingRequest, named: Sequence[Path], pair: Pair) -> Pro
     outputs: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
     senders = dict.fromkeys(path.sender for path in named)
     for layer, head in senders:
-        z = base_run.z[layer][base_run.places, head]
-        source_z = source_run.z[layer][source_run.places, head]
+        z = base_run.activations[layer][base_run.places, head]
+        source_z = source_run.activations[layer][source_run.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         outputs["effect"][layer, head] = source_z
         outputs["random"][layer, head] = z + as_long(direction, source_z - z)
@@ -218,7 +218,7 @@ def _patched(
     recorded: dict[tuple[str, int], Tensor] = {}
 
     def hold(layer: int, z: Tensor) -> Tensor:
-        z = base_run.z[layer].expand_as(z).clone()
+        z = base_run.activations[layer].expand_as(z).clone()
         places = base_run.places.to(z.device)
         for row, path in enumerate(named):
             sender_layer, head = path.sender
@@ -231,7 +231,7 @@ def _patched(
         return x
 
     with ExitStack() as stack:
-        holds = {layer: partial(hold, layer) for layer in base_run.z}
+        holds = {layer: partial(hold, layer) for layer in base_run.activations}
         stack.enter_context(changing(model, "z", holds))
         for part, receivers in receivers_by_part.items():
             layers = {layer for layer, _ in receivers.values()}

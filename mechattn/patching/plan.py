@@ -24,7 +24,7 @@ from mechattn.patching.patched_runs import (
     Z,
     gradients_of,
     patched_logits,
-    read,
+    recorded_runs,
     shape_of,
 )
 from mechattn.patching.sites import PatchCell, PatchTarget
@@ -36,7 +36,7 @@ _MOST_ROWS = 32  # in a pass: more are no faster
 _ENOUGH_ROWS_ON_CPU = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairRuns:
     """Both runs of a pair, unpatched, and what else its copies need.
 
@@ -72,7 +72,7 @@ class PairRuns:
         return self.pair.origins == tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PatchedCopy:
     """A copy of a base run with one cell patched.
 
@@ -166,6 +166,10 @@ class PatchingPlan:
             }
             effects_by_pair.append(effects)
 
+            # A segment may have no token in this prompt.
+            patchable = [
+                index for index, cell in enumerate(self.cells) if runs.patched_tokens(cell).any()
+            ]
             replacements = self.replacements(runs)
             for name in ("effect", *self.controls):
                 of_cells = np.full(len(self.cells), np.nan)
@@ -173,11 +177,9 @@ class PatchingPlan:
                 if name not in replacements:  # no other prompt is long enough
                     continue
 
-                for index, cell in enumerate(self.cells):
-                    # A segment may have no token in this prompt.
-                    if runs.patched_tokens(cell).any():
-                        copies.append(PatchedCopy(runs, cell, replacements[name]))
-                        destinations.append((of_cells, index))
+                for index in patchable:
+                    copies.append(PatchedCopy(runs, self.cells[index], replacements[name]))
+                    destinations.append((of_cells, index))
 
         measured = _first_order(copies) if self.target.attributed else self._exact(pairs, copies)
         for (of_cells, index), effect in zip(destinations, measured, strict=True):
@@ -191,12 +193,12 @@ class PatchingPlan:
         part = self.target.part
         base_sequences = [(pair.base, pair.origins) for pair in pairs]
         source_sequences = [(pair.source, pair.origins) for pair in pairs]
-        bases = read(model, base_sequences, layers, part, self.starts)
-        sources = read(model, source_sequences, layers, part)
+        bases = recorded_runs(model, base_sequences, layers, part, self.starts)
+        sources = recorded_runs(model, source_sequences, layers, part)
 
         partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
         partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
-        partner_runs = read(model, partner_sequences, layers, part)
+        partner_runs = recorded_runs(model, partner_sequences, layers, part)
         partner_run_of = dict(zip(partners, partner_runs, strict=True))
 
         all_runs = []
@@ -253,7 +255,7 @@ def _first_order(copies: Sequence[PatchedCopy]) -> Float[np.ndarray, " copy"]:
     effects = []
     for copy in copies:
         [((layer, head), places, value)] = copy.changes
-        z = copy.runs.base.z[layer]
+        z = copy.runs.base.activations[layer]
         places = places.to(z.device)
         step = value.double() - z[places, head].double()
         gradient = copy.runs.gradients[layer][places, head].double()

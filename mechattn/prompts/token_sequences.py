@@ -25,7 +25,7 @@ _TOKENS_IN_REPR = 99
 _CHARACTERS_IN_REPR = 40
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CutEdges:
     """The edges of attention that are cut in a sequence: some tokens don't see some others."""
 
@@ -35,7 +35,7 @@ class CutEdges:
     later: bool = True  # whether tokens generated after the sequence are blind too
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenSequence:
     """Token ids with the origin and segment of every position.
 
@@ -140,21 +140,28 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) ->
     texts: list[str] = []
     while len(texts) < len(token_ids):
         start = len(texts)
-        following = token_ids[start : start + _MOST_PARTS]
-        for count, token_id in enumerate(following, 1):
-            text = text_of(*following[:count])
-            # A token of whole characters completes nothing, so the search ends there.
-            if _NO_CHARACTER not in text or _NO_CHARACTER not in text_of(token_id):
-                break
+        first_id = token_ids[start]
+        count = _tokens_of_character(text_of, token_ids[start : start + _MOST_PARTS])
+        text = text_of(*token_ids[start : start + count])
 
-        if _NO_CHARACTER in text:
-            # Bytes that are no character, or the replacement character itself.
-            texts.append(f"{text_of(following[0])} (token {following[0]})")
-            continue
-
-        pieces = [f"{text} {number}/{count}" for number in range(1, count + 1)]
-        texts += pieces if count > 1 else [text]
+        if count == 0:
+            texts.append(f"{text_of(first_id)} (token {first_id})")
+        elif count == 1:
+            texts.append(text)
+        else:
+            texts += [f"{text} {number}/{count}" for number in range(1, count + 1)]
     return texts
+
+
+def _tokens_of_character(text_of: Callable[..., str], token_ids: Sequence[int]) -> int:
+    """How many of these tokens, from the first on, make whole characters; 0 if the first is of no
+    character, or is the replacement character itself."""
+    for count, token_id in enumerate(token_ids, 1):
+        if _NO_CHARACTER not in text_of(*token_ids[:count]):
+            return count
+        if _NO_CHARACTER not in text_of(token_id):
+            return 0  # a token of whole characters completes nothing
+    return 0
 
 
 def baseline_sequence(
@@ -335,8 +342,8 @@ def pad_right(
     """Put sequences into one batch, padded on the right."""
 
     def padded(attribute: str, value: int = PADDING) -> Tensor:
-        rows = [getattr(sequence, attribute) for sequence in sequences]
-        return pad_sequence(rows, batch_first=True, padding_value=value)
+        values = [getattr(sequence, attribute) for sequence in sequences]
+        return pad_sequence(values, batch_first=True, padding_value=value)
 
     edge_mask = None
     layers: list[tuple[int, ...] | None] = [None] * len(sequences)
@@ -365,7 +372,7 @@ def pad_right(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pairs:
     """Every sequence of a batch paired with the baseline of its prompt; a baseline with itself."""
 

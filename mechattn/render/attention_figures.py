@@ -20,8 +20,8 @@ from mechattn.contrast.means import (
     uniform_at_positions,
 )
 from mechattn.contrast.quantities import Null, check_layer, values_of
-from mechattn.contrast.table import Ranking, Selection
-from mechattn.errors import OptionError
+from mechattn.contrast.table import Ranking
+from mechattn.errors import OptionError, check_choice
 from mechattn.render import draw
 from mechattn.render.draw import SHADE, WITH, WITHOUT
 from mechattn.render.figure_declaration import (
@@ -192,14 +192,14 @@ def received_attention(
     null_kind = null_by_position([result], [condition], null)
     layers = _layers(result[NAME], layer)
 
+    check_choice(Ranking, by=by)
     listed, top = listed_or_chosen(heads, top)
     if top is None:
-        ranking = None if by == "difference" else by
-        Selection(None, None, ranking)  # refuses what compare refuses
+        if by != "difference":
+            raise OptionError(f"by={by!r} ranks heads, so say top=… too, how many of them")
         panels = listed_panels(result, layers, listed)
         choice = "as given"
     else:
-        Selection("half", top, by)
         panels = chosen_panels(result, layers, top, condition, by)
         largest = "distances from uniform attention" if is_alone else _RANKED_BY[by]
         choice = f"with the largest {largest} in the other half of the prompts"
@@ -269,8 +269,9 @@ def listed_panels(
     for layer in layers:
         for head in heads:
             head_layer = layer
-            if layer is None:
-                head_layer, head = head_named(head) or (None, head)  # "L1H2" is (1, 2)
+            named_head = head_named(head)
+            if layer is None and named_head is not None:
+                head_layer, _ = named_head
             if head_layer is None:
                 raise OptionError(
                     f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'

@@ -248,7 +248,11 @@ def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None
     """
     numbers = []
     for head in heads:
-        head_layer, number = head_named(head) or (layer, head)
+        named_head = head_named(head)
+        head_layer = layer
+        number = head
+        if named_head is not None:  # "L1H2" is (1, 2)
+            head_layer, number = named_head
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
             raise OptionError(
                 f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"

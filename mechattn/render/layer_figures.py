@@ -175,7 +175,7 @@ def scale_by_layer(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Shown:
     """What a figure by layer shows: a quantity of some conditions, with its null.
 

@@ -66,7 +66,7 @@ def merge_results(results: Sequence[Result]) -> Result:
 
     ids = pd.Index([prompt_id for _, prompt_id in places_and_ids])
     if ids.has_duplicates:
-        repeated = ids[ids.duplicated()]
+        repeated = ids[ids.duplicated()].unique()
         raise OptionError(
             f"prompt {repeated[0]} is in two of the results ({len(repeated)} such prompts in all); "
             "give each result different prompts, with different ids"
@@ -251,6 +251,7 @@ COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda ours, theirs: ours + theirs,
     "prompts.hash": added_hash,
     "prompts.alike": lambda ours, theirs: {**(ours or {}), **(theirs or {})},
+    # Each is in whole milliseconds, so the sum is the same in every order.
     "seconds": lambda ours, theirs: round((ours or 0) + (theirs or 0), 3),
     "time": _span,
     "halved": lambda ours, theirs: sorted([*(ours or []), *(theirs or [])], key=json.dumps),

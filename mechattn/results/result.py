@@ -24,7 +24,7 @@ MEMORY = "2GiB"  # by default
 _HEAD = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result(Questions):
     """The result of a run: one xarray dataset per analysis, and their provenance.
 

@@ -23,7 +23,7 @@ class Interval(NamedTuple):
     high: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Moments:
     """Per-cell count, mean and sum of squared deviations (M2) in float64, mergeable; NaN means
     absent.

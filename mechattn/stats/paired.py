@@ -27,7 +27,7 @@ _ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneo
 Columns = dict[str, np.ndarray]  # each [cell], or [unit or bag, cell]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Paired:
     """Paired statistics over ``n`` prompts for each cell (such as layer × head), as arrays in the
     shape of the cells.

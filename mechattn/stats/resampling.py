@@ -213,7 +213,7 @@ def t_of(mean: np.ndarray, error: np.ndarray) -> np.ndarray:
     return ratio(mean, error, otherwise=without_error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tails:
     """Resampled t of many cells: the extreme ones over all cells, and how far out each cell's own t
     lies.

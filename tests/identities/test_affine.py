@@ -62,7 +62,7 @@ def parts_of(model, prompt, condition):
         layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)
     }
     analysis = Parts()
-    measure_batch(model, batch, forward_in_blocks, windows, [analysis])
+    measure_batch(model, batch, forward_in_blocks, windows, [analysis], [prompt.id])
     names = ("output", "before", "scale", "shift", "rerouting", "new_values")
     for layer, blocks in analysis.seen.items():
         yield (
@@ -185,7 +185,7 @@ def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts, shared)
 
     batch = pad_right(made, [(0, "baseline"), (0, "inserted")], 0)
     measure_batch(
-        model, batch, forward_in_blocks, {0: hooks.attention_window(model, 0)}, [Ratios()]
+        model, batch, forward_in_blocks, {0: hooks.attention_window(model, 0)}, [Ratios()], [""]
     )
     first = int((made[0].segment == made[0].segment.max()).nonzero()[0])
     question = made[0].of_segment("question")

@@ -235,7 +235,11 @@ def test_a_job_notices_another_file(llama, quantised, tmp_path):
 @pytest.mark.parametrize("load", [ma.load_model, tokenizer_named, layers_and_heads])
 def test_a_file_that_cannot_be_read_is_refused(load, llama, quantised, tmp_path, monkeypatch):
     content = quantised.read_bytes()
+    key = b"tokenizer.ggml.tokens"
+    count_at = content.index(key) + len(key) + 8  # after the types of the field and its items
+    endless = content[:count_at] + (2**60).to_bytes(8, "little") + content[count_at + 8 :]
     damaged = {
+        "endless.gguf": (endless, "damaged or cut off"),
         "cut.gguf": (content[: len(content) // 2], r"cut.gguf is .*damaged or cut off.*again"),
         "header.gguf": (content[:900], "damaged or cut off"),
         "renamed.gguf": (b"Not a model.", "is no GGUF file, or is damaged"),

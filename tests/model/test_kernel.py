@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mechattn.model.verify.checks import _ThroughIdentity
+from mechattn.model import hooks
+from mechattn.model.verify.checks import _kernel, _ThroughIdentity
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,15 @@ def test_identity_values_give_the_pattern(keys, masked):
     torch.testing.assert_close(
         got.double(), expected @ v.double().repeat_interleave(2, 1), atol=1e-5, rtol=1e-5
     )
+
+
+def test_a_layer_without_a_pattern_at_its_hook_is_reported(toy):
+    layers = hooks.attention_layers(toy)
+    pattern = torch.rand(1, 2, 3, 3)
+    hook_values = {hooks.pattern_hook(layer): pattern for layer in layers}
+    patterns = [pattern] * len(layers)
+    assert _kernel(toy, hook_values, patterns, "", torch.float32).outcome == "passed"
+    del hook_values[hooks.pattern_hook(1)]
+    check = _kernel(toy, hook_values, patterns, "", torch.float32)
+    assert check.outcome == "not checked"
+    assert "layers [1]" in check.detail

@@ -34,6 +34,14 @@ def test_a_boundary_that_is_not_known_is_found_however_far_it_is(at, tokenizer, 
         facts_of(model).report.require()
 
 
+def test_a_model_that_says_no_number_of_positions_is_not_read_at_negative_ones(
+    tokenizer, monkeypatch
+):
+    monkeypatch.setattr(checks, "_positions_of", lambda model: 1)
+    model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+    assert "at positions 0 to" in facts_of(model).report["neighbours"].detail
+
+
 def test_what_rows_share_is_found(tokenizer):
     """A layer that adds the mean over the batch to each row."""
     native_model = tiny_model("Llama", len(tokenizer))

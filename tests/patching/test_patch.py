@@ -29,7 +29,7 @@ from mechattn.patching.answer_metrics import (
     divergence,
 )
 from mechattn.patching.pairs import request_of, warn_of_junctions
-from mechattn.patching.patched_runs import logits_of, read
+from mechattn.patching.patched_runs import logits_of, recorded_runs
 from mechattn.render import words
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, halves_of
@@ -318,7 +318,7 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
 
     def small_step(base, source, where, part="z"):
         layer, head = where
-        own = base.z[layer][base.places, head]
+        own = base.activations[layer][base.places, head]
         return own + 1e-2 * (aligned(base, source, where) - own)
 
     monkeypatch.setattr(patching, "aligned", small_step)
@@ -402,14 +402,14 @@ def runs_of(model, prompt, part):
     sequences = [
         (condition.apply(prompt, model, 0), origins) for condition in (SLASH, ma.Baseline())
     ]
-    return read(model, sequences, [0, 1], part)
+    return recorded_runs(model, sequences, [0, 1], part)
 
 
 def test_the_random_control_is_a_step_of_equal_norm(toy):
     base, source = runs_of(toy, prompts(1)[0], "z")
     where = (1, 2)
     value = controls.aligned(base, source, where)
-    own = base.z[1][base.places, 2]
+    own = base.activations[1][base.places, 2]
 
     def drawn_for(name):
         return controls.random_steps(toy, "z", 7, name, base, {where: value})[where]
@@ -474,17 +474,17 @@ def test_another_prompt_is_aligned_from_the_end_after_a_shared_beginning(toy):
     shared = int((short.tokens != long.tokens[: len(short)]).nonzero()[0])
     assert 0 < shared < len(short) < len(long)
     base = SLASH.apply(some[0], toy, 0)
-    [base_run, long_run] = read(toy, [(base, short.origin), (long, long.origin)], [1], "z")
+    [base_run, long_run] = recorded_runs(toy, [(base, short.origin), (long, long.origin)], [1], "z")
     value = controls.aligned(base_run, long_run, (1, 2))
     from_the_end = len(long) - (len(short) - shared)
-    assert torch.equal(value[:shared], long_run.z[1][:shared, 2])
-    assert torch.equal(value[shared:], long_run.z[1][from_the_end:, 2])
+    assert torch.equal(value[:shared], long_run.activations[1][:shared, 2])
+    assert torch.equal(value[shared:], long_run.activations[1][from_the_end:, 2])
 
     unpatched = [(sequence, sequence.origin) for sequence in (short, long)]
-    patterns = read(toy, unpatched, [1], "pattern")
+    patterns = recorded_runs(toy, unpatched, [1], "pattern")
     rows = controls.aligned(*patterns, (1, 2), "pattern")
     assert rows.shape == (len(short), len(short))
-    assert rows[-1, -1] == patterns[1].z[1][-1, 2, -1]
+    assert rows[-1, -1] == patterns[1].activations[1][-1, 2, -1]
 
 
 def test_the_longest_prompt_has_no_other_and_the_order_of_prompts_makes_no_difference(toy):
@@ -869,7 +869,7 @@ NO_ANSWER = {"prompts": ma.load_prompts("word-problems", limit=2)}
     ],
 )
 def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch, wrong, error, message):
-    monkeypatch.setattr(plan, "read", lambda *_: pytest.fail("a pass was made"))
+    monkeypatch.setattr(plan, "recorded_runs", lambda *_: pytest.fail("a pass was made"))
     options = {"prompts": prompts(3), "condition": SLASH} | wrong
     with pytest.raises(error, match=message):
         ma.patch(toy, options.pop("prompts"), options.pop("condition"), **options)

@@ -102,3 +102,18 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(missing, promp
         anywhere = staticmethod(lambda model, sequence, layers: layers)
         monkeypatch.setattr(patch, "possible_starts", anywhere)
         assert not patched.identical(effects()), "a pass that starts later would be noticed"
+
+
+def test_an_error_that_a_later_start_does_not_explain_is_raised(prompts):
+    model = ma.load_model("toy:llama", verify=False)
+    passes = []
+    model.blocks[0].mlp.register_forward_hook(lambda module, given, out: passes.append(1))
+
+    def fails(module, given, out):
+        if not passes:
+            raise MemoryError
+        passes.clear()
+
+    model.blocks[3].mlp.register_forward_hook(fails)
+    with pytest.raises(MemoryError):
+        ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)])

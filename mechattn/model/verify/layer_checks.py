@@ -50,7 +50,7 @@ Mixed = Float[Tensor, "query head d_head"]
 Pair = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProbedHooks:
     """What the hooks showed of the probe, the first row of the batch, in float32."""
 
@@ -177,7 +177,7 @@ def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
     return values.to(device_of(model.blocks[layer]), next(model.parameters()).dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Step:
     """A step between the mix and W_O."""
 
