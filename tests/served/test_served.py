@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from tqdm.auto import tqdm
 
 import mechattn as ma
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
@@ -183,15 +182,6 @@ def test_the_probe_has_room_where_the_answers_have(toy, prompts, engine):
     with running(StandIn(engine, longest=longest)) as server:
         served(server, prompts, new_tokens=2)
     assert all(len(body["prompt"]) + body["max_tokens"] <= longest for body in server.bodies[3:])
-
-
-def test_a_bar_says_tokens_a_second(prompts, server, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "mechattn.evaluation.generate.tqdm",
-        lambda **options: tqdm(**options | {"mininterval": 0, "disable": False}),
-    )
-    served(server, prompts[:2])
-    assert "tokens/s" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_wherever_the_server_is_now(prompts, engine, tmp_path):
