@@ -1,7 +1,5 @@
 """A model whose heads are known is found out; uniform rows; what cannot be measured."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -53,16 +51,6 @@ def test_known_heads_are_found_out(three_heads):
     np.testing.assert_allclose(here.distance.values[[0, 2]], [1, 0], atol=0.05)
     assert (here.concentration > 0.98).all()
     assert (here.entropy < 0.05).all()
-
-
-def test_a_uniform_row():
-    row = torch.full((1, 1, 1, 12), 1 / 12)
-    assert float(fn.entropy(row)) == pytest.approx(math.log(12))
-    assert int(fn.half_mass_keys(row)) == 6
-    assert float(fn.looking_back(row, 1, first_query=11)) == pytest.approx(1 / 12)
-    first, second, at = fn.top_two(row)
-    assert float(first - second) == 0
-    assert int(at) == 0
 
 
 @pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (8, 0), (8, 4), (8, 8)])

@@ -30,7 +30,7 @@ def result(toy, prompts):
 
 
 @pytest.mark.parametrize("condition", ["baseline", "slash"])
-def test_means_over_segments_are_those_of_whole_patterns(toy, prompts, result, condition):
+def test_means_over_segments_are_those_of_whole_patterns(toy, result, condition):
     sequences = result["sequences"].sel(condition=condition)
     for i in (0, 5):
         segment = sequences.segment_index.isel(prompt=i).values
@@ -56,7 +56,7 @@ def test_means_over_segments_are_those_of_whole_patterns(toy, prompts, result, c
                 )
 
 
-def test_its_null_is_that_of_uniform_attention(prompts, result):
+def test_its_null_is_that_of_uniform_attention(result):
     at = (
         result["reach"]
         .reach_uniform.sel(condition="baseline", layer=0, segment="question")

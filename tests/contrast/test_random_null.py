@@ -134,8 +134,10 @@ def test_what_is_no_list_of_random_models_is_refused(trained, random):
 
 
 def test_random_models_of_another_run_are_refused(trained, random, toy, prompts):
+    drawn = ma.random_weights(toy, seed=99)
+
     def run(some, conditions, seed=0):
-        return ma.run(ma.random_weights(toy, seed=99), some, conditions, seed=seed)
+        return ma.run(drawn, some, conditions, seed=seed)
 
     for other, why in (
         (run(prompts[6:], CONDITIONS), "has other prompts"),

@@ -63,8 +63,9 @@ def test_a_known_effect_is_found_and_nothing_else():
 
 
 def test_a_drop_by_definition_alone_is_not_beyond_the_null():
-    found = [simulated(0.0, seed).verdict("other") for seed in range(40)]
-    assert np.mean([(v.beyond | v.above).any() for v in found]) < 0.15
+    """More than 4 of 20 would come once in 390 times at a rate of 5 %."""
+    found = [simulated(0.0, seed).verdict("other") for seed in range(20)]
+    assert sum((v.beyond | v.above).any() for v in found) <= 4
     assert all(v.change.high < 0 for v in found)
 
 

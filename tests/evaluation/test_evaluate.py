@@ -3,7 +3,7 @@
 import json
 import resource
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,11 +24,6 @@ SLASH = ma.MeaninglessTokens("/", 20)
 NEVER = frozenset([10**6])  # a token that ends no answer
 
 
-@cache
-def loaded(name):
-    return ma.load_model(name, verify=False)
-
-
 @pytest.fixture(scope="module")
 def problems():
     return ma.load_prompts("word-problems", limit=8)
@@ -44,20 +39,20 @@ def evaluation(toy, problems):
 
 
 @pytest.mark.parametrize("name", ["toy:gemma3", "toy:falcon"])
-def test_answers_are_those_of_plain_generation(name, problems):
+def test_answers_are_those_of_plain_generation(name, problems, shared):
     """Left-padded batches with a cache against transformers' own generate, one prompt at a time, without padding."""
-    model = loaded(name)
+    model = shared(name)
     native = model._mechattn.native
     end = model.tokenizer.eos_token_id
     sequences = [SLASH.apply(problems[0], model)]
     sequences += [ma.Baseline().apply(prompt, model) for prompt in problems[1:3]]
     requests = [Request(str(number), sequence, 0) for number, sequence in enumerate(sequences)]
-    batched = answers(native, requests, 40, frozenset([end]))
+    batched = answers(native, requests, 24, frozenset([end]))
     for answer, sequence in zip(batched, sequences, strict=True):
         tokens = native.generate(
             sequence.tokens[None],
             attention_mask=torch.ones(1, len(sequence), dtype=torch.long),
-            max_new_tokens=40,
+            max_new_tokens=24,
             do_sample=False,
             eos_token_id=end,
             pad_token_id=0,
@@ -84,9 +79,9 @@ VARIANTS = {
         ("toy:gemma3", "unshifted"),
     ],
 )
-def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, problems):
+def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, problems, shared):
     """Every generated token is the likeliest one of a hooked forward pass over the whole sequence so far."""
-    model = loaded(name)
+    model = shared(name)
     sequence = VARIANTS[variant].apply(problems[0], model)
     other = ma.Baseline().apply(problems[1], model)
     requests = [Request("0", sequence, 0), Request("1", other, 0)]
@@ -200,8 +195,6 @@ def test_a_run_that_was_cut_off_goes_on(toy, problems, tmp_path, monkeypatch):
     texts = [answer.text for answer in expected.answers]
     assert [answer.text for answer in again.answers] == texts
     assert sorted(answer.text for answer in ma.load_evaluation(path).answers) == sorted(texts)
-    with pytest.raises(OptionError, match=r"answers of another run .seed differs"):
-        ma.evaluate(toy, problems, **options, out=path, seed=3)
 
 
 def test_more_problems_conditions_and_samples_extend_a_file(toy, problems, tmp_path, monkeypatch):
@@ -246,6 +239,7 @@ def test_a_file_of_another_run_is_not_extended(toy, problems, tmp_path):
         ({"prompts": swapped}, "the tokens of prompt 0 under 'baseline' differ"),
         ({"prompts": regraded}, "the solution of prompt 0 under 'baseline' differ"),
         ({"new_tokens": 9}, "new_tokens differs"),
+        ({"seed": 3}, "seed differs"),
     ):
         with pytest.raises(OptionError, match=message):
             ma.evaluate(toy, **options | changed)
@@ -253,9 +247,9 @@ def test_a_file_of_another_run_is_not_extended(toy, problems, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3"])
-def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, problems):
+def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, problems, shared):
     """Two rows at a time, many exchanges, masks and interventions: each answer as it is alone."""
-    model = loaded(name)
+    model = shared(name)
     native = model._mechattn.native
     end = frozenset([model.tokenizer.eos_token_id])
     ablation = ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1),)))
@@ -267,7 +261,7 @@ def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, problems):
         for sample, condition in enumerate(conditions)
         for prompt in problems[:2]
     ]
-    generation = Generation(native, requests, 2, 40, end)
+    generation = Generation(native, requests, 2, 24, end)
     together = {}
     lengths = set()
     while generation.is_open:
@@ -275,7 +269,7 @@ def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, problems):
         lengths.add(generation.rows.real.shape[1])
     assert len(lengths) > 4, "rows were exchanged"
     for number, request in enumerate(requests):
-        (alone,) = answers(native, [request], 40, end)
+        (alone,) = answers(native, [request], 24, end)
         assert together[number].tokens == alone.tokens, (name, number)
         assert together[number].finished == alone.finished
         assert together[number].logprob == pytest.approx(alone.logprob, abs=1e-4)
@@ -459,7 +453,7 @@ def test_pass_at_k_and_its_figure(toy, problems):
 
 def test_the_noise_of_the_baseline(toy, problems):
     """With an effect there is something to see: a model that rounding changes; without one, nothing."""
-    table = ma.baseline_noise(toy, problems[:4], new_tokens=60, batch=4, other_batch=1)
+    table = ma.baseline_noise(toy, problems[:4], new_tokens=12, batch=4, other_batch=1)
     assert list(table.repetition) == ["float32, batch 4", "float32, batch 1", "bfloat16, batch 4"]
     assert table.difference[0] == 0 == table.texts[0]
     assert next(toy.parameters()).dtype == torch.float32, "the model is as it was"
@@ -500,7 +494,7 @@ def test_missing_answers_and_odd_characters(tmp_path):
             call()
 
 
-def test_prompts_that_cannot_be_graded(toy):
+def test_prompts_that_cannot_be_graded(toy, shared):
     with pytest.raises(PromptError, match="has no solution"):
         ma.evaluate(toy, "Tom has 3 apples.")
     with pytest.raises(PromptError, match="already holds an answer"):
@@ -511,12 +505,10 @@ def test_prompts_that_cannot_be_graded(toy):
         ("toy:gemma3", "has layers with windows"),
     ):
         with pytest.raises(OptionError, match=message):
-            ma.evaluate(loaded(name), prompt, {"masked": SLASH.masked()}, new_tokens=5)
+            ma.evaluate(shared(name), prompt, {"masked": SLASH.masked()}, new_tokens=5)
 
 
 def test_different_problems_are_not_compared(toy, problems, evaluation):
     other = ma.evaluate(toy, problems[:3], new_tokens=5)
     with pytest.raises(OptionError, match="different problems"):
         evaluation.compare("slash", other=other)
-    with pytest.raises(OptionError, match="no condition 'dash'"):
-        evaluation.compare("dash")

@@ -36,7 +36,7 @@ def test_the_toy_that_computes_over_filler_follows_it():
 
 def test_the_toy_that_reads_past_filler_does_not(toy):
     """Inside the question, where keys and values differ from prompt to prompt, and 95 % of answers are right."""
-    problems = ma.load_prompts("word-problems", limit=20)
+    problems = ma.load_prompts("word-problems", limit=10)
     evaluation, sources = evaluated(
         toy, problems, ma.MeaninglessTokens("/", count=12, place="middle"), 60
     )

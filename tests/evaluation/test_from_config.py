@@ -12,6 +12,7 @@ import mechattn as ma
 from mechattn.commands.evaluate import evaluate_from_config
 from mechattn.commands.main import app
 from mechattn.errors import OptionError
+from mechattn.evaluation import server_probe
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.stats.units import halves_of
 from tests.evaluation import by_hand
@@ -33,6 +34,12 @@ intervention = { kind = "ARM", c = 0.3 }
 [output]
 result = "r.zarr"
 """
+# Three prompts, one condition, and answers that are cut off.
+SHORT = (
+    TEXT.replace("limit = 6", "limit = 3")
+    .replace("= 40", "= 12")
+    .replace('[conditions.arm]\nkind = "Baseline"\nintervention = { kind = "ARM", c = 0.3 }\n', "")
+)
 
 
 def test_a_table_and_a_file(tmp_path, monkeypatch):
@@ -57,9 +64,7 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
 def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     """The same table, from the file and from the command line, without the model."""
     monkeypatch.chdir(tmp_path)
-    text = TEXT.replace(
-        '[conditions.arm]\nkind = "Baseline"\nintervention = { kind = "ARM", c = 0.3 }\n', ""
-    )
+    text = SHORT
     (tmp_path / "config.toml").write_text(text)
     here = CliRunner().invoke(app, ["evaluate", "config.toml"])
     table = [line for line in here.output.splitlines() if line.startswith("| ")]
@@ -85,21 +90,20 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
         evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
 
 
-@pytest.mark.parametrize(("takes_ids", "change"), [(True, None), (False, "30 % noise")])
+@pytest.mark.parametrize(("takes_ids", "is_changed"), [(True, False), (False, True)])
 def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
-    toy, tmp_path, monkeypatch, takes_ids, change
+    toy, tmp_path, monkeypatch, takes_ids, is_changed
 ):
     """Another model with the same tokenizer, which no comparison with itself would tell."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(server_probe, "TOKENS", 8)
     native = copy.deepcopy(toy._mechattn.native)
     torch.manual_seed(0)
-    if change is not None:
+    if is_changed:
         with torch.no_grad():
             for parameter in native.parameters():
-                parameter += 0.3 * parameter.std() * torch.randn_like(parameter)
-    text = TEXT.replace(
-        '[conditions.arm]\nkind = "Baseline"\nintervention = { kind = "ARM", c = 0.3 }\n', ""
-    )
+                parameter += parameter.std() * torch.randn_like(parameter)
+    text = SHORT
     stand_in = StandIn(Engine(native, toy.tokenizer), takes_ids=takes_ids, tells_ids=takes_ids)
     with running(stand_in) as server:
         section = f'\n[evaluation.server]\naddress = "{server.address}"\n'
@@ -111,7 +115,7 @@ def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
 
         (tmp_path / "config.toml").write_text(text + section + "weights = true\n")
         compared = CliRunner().invoke(app, ["evaluate", "config.toml"])
-        if change is None:
+        if not is_changed:
             assert compared.exit_code == 0, compared.output
             evaluation = ma.load_evaluation(tmp_path / "answers" / "toy-llama.jsonl")
             assert "the model here" in evaluation.provenance["probe"]["against"]

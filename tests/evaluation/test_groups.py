@@ -128,10 +128,10 @@ def test_a_few_problems_of_one_group_leave_the_problem_the_unit():
 
 
 def test_groups_keep_false_findings_rare():
-    """400 evaluations in which the condition does nothing to a group but what chance does to it as a whole."""
-    compared = [simulated(seed).compare("slash") for seed in range(400)]
-    assert np.mean([figures["p"] < 0.05 for figures in compared]) < 0.08
-    assert np.mean([figures["low"] <= 0 <= figures["high"] for figures in compared]) > 0.92
+    """Of 200 evaluations in which the condition does to a group as a whole what chance does, at most 18 (5 % plus 2.6 errors)."""
+    compared = [simulated(seed).compare("slash") for seed in range(200)]
+    assert sum(figures["p"] < 0.05 for figures in compared) <= 18
+    assert sum(not figures["low"] <= 0 <= figures["high"] for figures in compared) <= 18
 
 
 def test_the_best_is_chosen_and_reported_on_different_groups(monkeypatch):

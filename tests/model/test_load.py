@@ -88,7 +88,7 @@ def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(
     assert asked_for["dtype"] == torch.bfloat16
 
 
-def test_bos_follows_the_tokenizer(checkpoint, native, tmp_path):
+def test_bos_follows_the_tokenizer(checkpoint):
     assert ma.load_model(str(checkpoint)).cfg.default_prepend_bos is True
     from tokenizers import processors
 

@@ -14,10 +14,11 @@ import mechattn as ma
 from mechattn.commands.pages import heads_table, report
 from mechattn.contrast import quantities
 from mechattn.errors import MemoryOptionError
-from mechattn.pages.page import results_page
+from mechattn.pages.first_screen import ShownModel
+from mechattn.pages.page_data import model_data
 from mechattn.results.arrays import LazyArray, lazy_bytes
 from mechattn.store.objects import Listing
-from tests.pages.read import data_of, unpacked
+from tests.pages.read import unpacked
 
 SMALL = "320KiB"  # a layer or two at a time
 
@@ -37,10 +38,8 @@ def place(toy, tmp_path_factory):
         ma.ReceivedAttention(),
         ma.analyses.AffineShift(),
         ma.analyses.MlpActivations(),
-        ma.analyses.AttentionFocus(),
         ma.analyses.BlockUpdates(),
     ]
-
     conditions = {"slash": ma.MeaninglessTokens(count=5), "sentence": ma.RandomSentence(count=5)}
     prompts = ma.load_prompts("word-problems", limit=13)
     made = ma.run(toy, prompts, conditions, analyses, keep="prompts")
@@ -62,18 +61,18 @@ def measured(place):
 
 
 @pytest.mark.filterwarnings("ignore:.*left out")
-def test_every_number_of_the_page_is_the_same(measured, place, tmp_path, monkeypatch):
+def test_every_number_of_the_page_is_the_same(measured, place, monkeypatch):
     blocks = []
 
     def counted(*args, **options):
         blocks.append(quantities.layer_blocks(*args, **options))
         return blocks[-1]
 
-    results_page([measured], tmp_path / "expected.html", [])
+    expected = model_data(ShownModel(measured))
     monkeypatch.setattr("mechattn.contrast.differences.layer_blocks", counted)
-    results_page([ma.load_result(place, memory=SMALL)], tmp_path / "page.html", [])
+    data = model_data(ShownModel(ma.load_result(place, memory=SMALL)))
     assert any(len(layers) > 1 for layers in blocks)
-    assert_same(data_of(tmp_path / "page.html"), data_of(tmp_path / "expected.html"))
+    assert_same(data, expected)
 
 
 def assert_same(value, expected):
@@ -97,7 +96,7 @@ def test_every_figure_and_table_is_the_same(measured, place):
     lazy = ma.load_result(place)
     draw = ma.render
     for make in (
-        lambda of: draw.by_layer(of, "self_share"),
+        lambda of: draw.by_layer(of, "scale"),
         lambda of: draw.by_layer(of, "block_magnitude"),
         lambda of: draw.changes(of, ["slash", "sentence"], layer=1),
         lambda of: draw.received_attention(of, 2, top=2),

@@ -22,7 +22,7 @@ def compared(tmp_path_factory):
     return ma.paper("toy:llama", out, **options), out, options
 
 
-def test_a_row_for_each_statement_and_model(compared):
+def test_a_row_for_each_statement_and_model(compared, toy):
     comparison, _, _ = compared
     table = comparison.table()
     assert list(table.statement) == [each.key for each in read_statements().statements]
@@ -32,7 +32,7 @@ def test_a_row_for_each_statement_and_model(compared):
     assert (measured.value <= measured.high).all()
     row = table.set_index("statement").loc["attention_falls"]
     result = ma.run(
-        "toy:llama",
+        toy,
         ma.load_prompts(
             "word-problems", limit=6, template="joined", system=comparison.statements.system
         ),

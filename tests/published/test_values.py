@@ -131,7 +131,7 @@ def test_nothing_changes_between_a_condition_and_itself(result, function):
     near(value_of(result, function, same), np.zeros(PROMPTS))
 
 
-def test_the_share_of_layers_that_fall(result, cached, toy):
+def test_the_share_of_layers_that_fall(result, cached):
     expected = [
         np.mean([log_change(cached, i, "slash", "baseline", n) < 0 for n in range(4)])
         for i in range(PROMPTS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.evaluation import server_probe
 from tests.served.stand_in import Engine, StandIn, running
 
 
@@ -33,6 +34,12 @@ def server(engine):
 def certificate():
     """What a server of the tests shows over TLS."""
     return Path(__file__).with_name("certificate.pem")
+
+
+@pytest.fixture(autouse=True)
+def short_probe(monkeypatch):
+    """A probe's answers have eight tokens, fewer than most tests' own (`StandIn.answers_asked` tells them by that)."""
+    monkeypatch.setattr(server_probe, "TOKENS", 8)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import ServerError
-from mechattn.evaluation import served_answers
+from mechattn.evaluation import served_answers, server_probe
 from mechattn.evaluation.server_probe import ALIKE, Reference
 from tests.served.stand_in import StandIn, running, served
 
@@ -35,16 +35,17 @@ def test_log_probabilities_of_prompts_tell_other_weights(toy, prompts, changed_e
     assert differences["8 bits"] < 0.1 * differences["4 bits"]
 
 
-def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_engine):
+def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_engine, monkeypatch):
     """A server of texts: noise of 30 % is told, four bits are not; the share comes with its interval."""
+    monkeypatch.setattr(server_probe, "TOKENS", 24)
     with running(StandIn(changed_engine("4 bits"), takes_ids=False)) as server:
-        served(server, prompts, SLASH, toy, 2)
+        served(server, prompts, None, toy, 2)
     with running(StandIn(changed_engine("30 % noise"), takes_ids=False)) as server:
         with pytest.raises(
-            ServerError, match=r"\d\d % \[\d\d, \d\d\] of 16 greedy answers are alike"
+            ServerError, match=r"\d\d % \[\d\d, \d\d\] of 8 greedy answers are alike"
         ):
-            served(server, prompts, SLASH, toy)
-        evaluation = served(server, prompts, SLASH, toy, verify=False)
+            served(server, prompts, None, toy, 2)
+        evaluation = served(server, prompts, None, toy, 2, verify=False)
     figures = evaluation.provenance["probe"]["rounds"][0]
     assert 0.2 < figures["alike"] < ALIKE - 0.1
     assert 0 < figures["alike_low"] < figures["alike"] < figures["alike_high"] < 1

@@ -1,15 +1,11 @@
 """``transformers serve`` with a toy, on the loopback address: the server that others wrote."""
 
 import os
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from transformers.cli.serve import Serve
 
 import mechattn as ma
 from mechattn.errors import PromptError, ServerError
@@ -28,51 +24,27 @@ CONDITIONS = {
 }
 
 
-@contextmanager
-def serving(folder, log):
-    """The server, for the length of a ``with``; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = f"serve {folder} --host 127.0.0.1 --port {port} --device cpu --dtype float32"
-    code = "from transformers.cli.transformers import main; main()"
-    command = [sys.executable, "-c", code, *words.split()]
-    with open(log, "w") as said:
-        process = subprocess.Popen(
-            command, stdout=said, stderr=said, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-        )
-    try:
-        until = time.monotonic() + 120
-        while not _healthy(port):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _healthy(port):
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(toy_folder("toy:llama"), tmp_path_factory.mktemp("serve") / "log") as address:
-        yield address
+def server():
+    """Its address; it serves from a thread of this process, which has torch imported already."""
+    folder = str(toy_folder("toy:llama"))
+    serve = Serve(
+        folder, host="127.0.0.1", port=0, device="cpu", dtype="float32", non_blocking=True
+    )
+    while not serve.server.started:
+        assert serve._thread.is_alive()
+        time.sleep(0.01)
+    (listening,) = serve.server.servers[0].sockets
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    serve.kill_server()
 
 
 def test_answers_are_those_of_the_loop_here(toy, server):
     """MECHATTN_SERVED=100 asks for as many problems; rounding differs with CPU and batch, and may turn a tie."""
     prompts = ma.load_prompts("word-problems", limit=int(os.environ.get("MECHATTN_SERVED", "1")))
-    local = ma.evaluate(toy, prompts, CONDITIONS, new_tokens=60)
+    local = ma.evaluate(toy, prompts, CONDITIONS, new_tokens=24)
     pinned = ma.Server(server, str(toy_folder("toy:llama")))
-    remote = ma.evaluate(toy, prompts, CONDITIONS, new_tokens=60, batch=8, server=pinned)
+    remote = ma.evaluate(toy, prompts, CONDITIONS, new_tokens=24, batch=8, server=pinned)
     assert remote.provenance["probe"]["sent"] == "text"
     assert remote.provenance["probe"]["rounds"][0]["alike"] == 1.0
     assert remote.provenance["served_model"] == "llama"
