@@ -6,7 +6,7 @@
 # text do the same?
 #
 # The model is SmolLM2-135M-Instruct, a real model of 135 M parameters that `make figures` brings. To use your model,
-# change one line. Eight questions keep this page short; publish more.
+# change one line. Sixteen questions keep this page short; publish more.
 
 # %%
 import mechattn as ma
@@ -15,7 +15,7 @@ model = ma.load_model(
     "real:smollm2"
 )  # or "Qwen/Qwen2.5-Math-7B"; verified against its own attention
 system = r"Please reason step by step and put your final answer within \boxed{}."
-prompts = ma.load_prompts("gsm8k", limit=8, system=system, template="chat")
+prompts = ma.load_prompts("gsm8k", limit=16, system=system, template="chat")
 
 # %% [markdown]
 # Four conditions in addition to the baseline. The sentence is the matched control: as many tokens, a different sentence

@@ -23,7 +23,7 @@ print((100 * right).round(1))  # percent of the answers, with 95 % intervals
 # is the log-probability of the reference answer. The most that can be regained is the whole effect.
 
 # %%
-answered = ma.load_prompts("word-problems", limit=12, with_answer=True)
+answered = ma.load_prompts("word-problems", limit=24, with_answer=True)
 print(ma.patch(model, answered, slash, at="resid_post", direction="denoising"))
 
 # %% [markdown]
