@@ -52,9 +52,9 @@ paper: .venv/core $(SMOLLM2_FILE)
 test: .venv/dev
 	$(PYTEST) tests $(ELSEWHERE) -m "not slow" --jaxtyping-packages=$(TYPES),beartype.beartype
 
-# Three at a time, as these wait for clusters, browsers and killed processes.
+# Three at a time, as these wait for clusters, browsers and killed processes; a file's tests share what it has made.
 test-rest: .venv/dev
-	$(PYTEST) tests $(ELSEWHERE) -m "slow or browser or site" -n 3
+	$(ALONE) -n 3 --dist loadfile tests $(ELSEWHERE) -m "slow or browser or site"
 
 test-all: TYPES = $(CHECKED)
 test-all: test test-rest test-compat test-extra

@@ -208,7 +208,7 @@ ma.render.agreement(result, "slash", ["unshifted", "sentence", "arm"])
 # The figures of this part show `toy:qwen2` (1.0 M parameters), whose answers suffer more from inserted tokens.
 
 # %%
-solver, problems = ma.load_model("toy:qwen2"), ma.load_prompts("word-problems", limit=32)
+solver, problems = ma.load_model("toy:qwen2"), ma.load_prompts("word-problems", limit=16)
 counted = ma.evaluate(solver, problems, counts, new_tokens=60)
 
 # %% [markdown]

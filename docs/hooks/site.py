@@ -9,22 +9,34 @@ import os
 import re
 import shutil
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from mkdocs_jupyter import convert
 from mkdocs_jupyter.nbconvert2 import nb2html
+from nbconvert.preprocessors import ExecutePreprocessor
+from nbformat.v4 import new_output
 
 SCRIPTS = ("plotly", "circuitsvis")
 CALLED_BY_THE_ENGINE = (
     "!^(quantities|options|coords|captures|problem|start|add|add_.*|values|calibrated|check|check_sequence|acting"
     "|marked|which|recorded|source_of)$"
 )
-AT_ONCE = 2  # notebooks, whose kernels have one thread each
+AT_ONCE = 2  # notebooks, with one thread each
+IMPORTED = (
+    "transformer_lens.model_bridge",
+    "plotly.io.base_renderers",
+    "mechattn.render.draw",
+    "scipy.stats",
+    "xarray",
+    "zarr",
+)
 running = {}  # by path: the page of a notebook, when it has run
+run_in_kernel = ExecutePreprocessor.preprocess
 scratch = tempfile.TemporaryDirectory(prefix="mechattn-docs-")
 
 
@@ -45,7 +57,10 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """When the first notebook is asked for, all start to run, some at a time."""
+    """When the first notebook is asked for, all start to run, some at a time, each in a fork of this process.
+
+    What they import is imported once, here. First steps, a notebook that users open, runs in a kernel.
+    """
     paths = [
         file.abs_src_path for file in files if config.plugins["mkdocs-jupyter"].should_include(file)
     ]
@@ -53,18 +68,36 @@ def on_files(files, config):
 
     def ahead(path, **options):
         if not running:
-            pool = ProcessPoolExecutor(AT_ONCE, get_context("fork"))
-            running.update((each, pool.submit(nb2html, each, **options)) for each in paths)
-            pool.shutdown(wait=False)
-        return running[path].result()
+            for name in IMPORTED:
+                import_module(name)
+            pool = get_context("fork").Pool(AT_ONCE, maxtasksperchild=1)
+            running.update((each, pool.apply_async(nb2html, (each,), options)) for each in paths)
+            pool.close()
+        return running[path].get()
 
     convert.nb2html = ahead
+    ExecutePreprocessor.preprocess = _run
 
 
-def on_build_error(error):
-    """What has not started is not waited for."""
-    for page in running.values():
-        page.cancel()
+def _run(preprocessor, notebook, resources, km=None):
+    """Run the cells in this process; a notebook that names a kernel runs in it."""
+    if "kernelspec" in notebook.metadata:
+        return run_in_kernel(preprocessor, notebook, resources, km)
+    shell = InteractiveShell.instance()
+    shell.run_cell(Path(__file__).with_name("kernel.py").read_text("utf-8")).raise_error()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            with shell.display_trap, capture_output() as shown:
+                shell.run_cell(cell.source).raise_error()
+            for name in ("stdout", "stderr"):
+                if text := getattr(shown, name):
+                    cell.outputs.append(new_output("stream", name=name, text=text))
+            cell.outputs += [
+                new_output("display_data", output.data, metadata=output.metadata)
+                for output in shown.outputs
+                if output.data  # a figure that has shown itself leaves nothing
+            ]
+    return notebook, resources
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -14,7 +14,7 @@ import xarray as xr
 import mechattn as ma
 from mechattn.commands.run_config import run_from_config
 
-prompts = ma.load_prompts("word-problems", limit=24)
+prompts = ma.load_prompts("word-problems", limit=12)
 conditions = {"slash": ma.MeaninglessTokens("/", count=55)}
 in_notebook = ma.run("toy:llama", prompts, conditions, seed=0)
 print(ma.render.verdict_words(in_notebook))
@@ -29,11 +29,11 @@ print(ma.render.verdict_words(in_notebook))
 config = """
 model = "toy:llama"  # or "Qwen/Qwen2.5-Math-7B"
 seed = 0
-chunk = 6  # prompts that are computed, and kept, together
+chunk = 3  # prompts that are computed, and kept, together
 
 [prompts]
 source = "word-problems"
-limit = 24
+limit = 12
 
 [conditions.slash]
 text = "/"
@@ -70,7 +70,7 @@ for key in ("model", "seed", "engine", "prompts"):
 # %% [markdown]
 # ## In parts
 #
-# The same file on two machines, each computing half of the prompts. Chunks of six prompts are stored as they finish,
+# The same file on two machines, each computing half of the prompts. Chunks of three prompts are stored as they finish,
 # so a run that is killed resumes with the same command. On the command line:
 #
 # ```sh

@@ -4,6 +4,8 @@ import pytest
 
 from tests.conftest import launched
 
+PAINTED = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
 
 @pytest.fixture(scope="package")
 def browser(chromium):
@@ -29,12 +31,17 @@ def tab(browser):
 
 @pytest.fixture
 def opened(tab):
-    """Opens a file; fails the test if the page asks for anything else or reports an error."""
+    """Opens a file; fails the test if the page ever asks for anything else or reports an error."""
     page, asked, errors = tab
     page.goto("about:blank")
     page.mouse.move(0, 0)
     asked.clear()
     errors.clear()
+
+    def nothing_else_happened():
+        others = [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+        assert not others, f"the page asked for {others}"
+        assert not errors, errors
 
     def open_file(path, width=1250, height=900, theme="light", hash=""):
         page.set_viewport_size({"width": width, "height": height})
@@ -42,10 +49,9 @@ def opened(tab):
         page.goto(f"{path.as_uri()}{hash and '#' + hash}")
         if page.locator("#main").count():  # a page of ours says when its figures are drawn
             page.wait_for_function("document.documentElement.dataset.ready")
-        page.wait_for_timeout(300 if page.locator("#main").count() else 1500)
-        others = [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
-        assert not others, f"the page asked for {others}"
-        assert not errors, errors
+        page.evaluate(PAINTED)
+        nothing_else_happened()
         return page
 
-    return open_file
+    yield open_file
+    nothing_else_happened()

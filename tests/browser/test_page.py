@@ -86,8 +86,7 @@ def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(
     page.locator("#lead-1 .nsewdrag").first.scroll_into_view_if_needed()
     box = page.locator("#lead-1 .nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_timeout(500)
-    assert "n = 12" in page.locator("#lead-1 .hoverlayer").text_content()
+    page.locator("#lead-1 .hoverlayer", has_text="n = 12").wait_for()
     figure = page.locator("#lead-1 > figure")
     with page.expect_download() as caught:
         figure.get_by_role("button", name="CSV").click()
@@ -123,7 +122,7 @@ def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
     view.save(tmp_path / "view.html")
     page = opened(tmp_path / "view.html")
     assert page.title() == "Attention"
-    assert "L0H0" in page.locator(".view").inner_text()
+    page.locator(".view", has_text="L0H0").wait_for()
     result = ma.run(toy, [STRANGE + f" {i}" for i in range(4)], {"slash": ma.MeaninglessTokens()})
     page = opened(result_page(result, tmp_path / "index.html", 0, [0]))
     assert page.title().startswith("mechattn")
@@ -231,8 +230,10 @@ def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
     ]
 
 
-def test_a_page_that_asks_the_network_would_be_noticed(opened, tmp_path):
+def test_a_page_that_asks_the_network_would_be_noticed(opened, tab, tmp_path):
     path = tmp_path / "asks.html"
     path.write_text("<!doctype html><script src='https://cdn.example.org/plotly.js'></script>")
     with pytest.raises(AssertionError, match="asked for"):
         opened(path)
+    tab[1].clear()
+    tab[2].clear()

@@ -3,12 +3,13 @@
 import os
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptTooLong
@@ -97,40 +98,30 @@ def test_two_workers_write_a_large_result_and_one_is_killed(cluster, job, local,
     assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
 
 
-@pytest.mark.slow
-def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.jobs.executors.TRIES", 2)
-    dies = replace(job, require=lambda model, layers: os._exit(1))
-    with pytest.raises(OutputError, match="a worker of 'toy:llama' died 2 times at the same chunk"):
-        ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)
-
-
 @pytest.mark.parametrize(
-    "error", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.ActorDiedError()]
+    ("error", "expected", "words"),
+    [
+        (OutOfMemoryError("killed"), OutputError, "a worker of 'toy:llama' died 3 times at the"),
+        (ActorDiedError(), OutputError, "a worker of 'toy:llama' died 3 times at the same chunk"),
+        (RayTaskError("check", "…", PromptTooLong("too long")), PromptTooLong, "too long"),
+    ],
 )
-def test_workers_that_are_lost_are_named_in_a_sentence(job, tmp_path, monkeypatch, error):
-    """Ray kills workers when memory is short, and has an error of its own for that."""
-
+def test_what_workers_end_with_is_an_error_of_the_run(
+    job, tmp_path, monkeypatch, error, expected, words
+):
+    """Ray kills workers when memory is short, and has errors of its own for that and for what a worker raises."""
     cluster = MagicMock(exceptions=ray.exceptions)
     cluster.cluster_resources.return_value = {"CPU": 1.0}
     pool = MagicMock()
     pool.map_unordered.side_effect = error
     monkeypatch.setattr(Ray, "_connected", lambda executor: cluster)
     monkeypatch.setattr("ray.util.ActorPool", lambda actors: pool)
-    with pytest.raises(OutputError, match="a worker of 'toy:llama' died 3 times at the same chunk"):
+    with pytest.raises(expected, match=words):
         ma.run_job(job, tmp_path / "r.zarr", executor=Ray())
-
-
-@pytest.mark.slow
-def test_a_refusal_of_a_worker_is_the_refusal_of_the_run(cluster, job, tmp_path):
-    long = replace(job, prompts=[*job.prompts, ma.Prompt("word " * 1200, id="long")])
-    with pytest.raises(PromptTooLong, match=r"prompt long .*toy:llama takes 1,024"):
-        ma.run_job(
-            long, tmp_path / "r.zarr", executor="ray", workers=8
-        )  # more than there is room for
-    assert not list((tmp_path / "r.zarr.parts").glob("[0-9]*.zarr")), (
-        "found before the first chunk was measured"
-    )
+    (ask, _), _ = pool.map_unordered.call_args
+    ask(actor := MagicMock(), 7)
+    actor.check.remote.assert_called_once_with(7)  # all are checked before the first is measured
+    assert cluster.remote.return_value.options.call_args.kwargs["max_task_retries"] == 2
 
 
 def test_without_ray_and_without_a_cluster(job, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@
 
 import inspect
 import re
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -35,9 +36,14 @@ class Page(HTMLParser):
             self.loads += Page(given["srcdoc"]).loads
 
 
+@cache
+def read(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
 def broken(site: Path) -> tuple[list[str], set[str]]:
     """Links and loaded files that lead nowhere, and the external links, which are not followed."""
-    pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    pages = {path: read(path) for path in sorted(site.rglob("*.html"))}
     faults, external = [], set()
     for path, page in pages.items():
         if path.name == "404.html":  # served from any folder, so its links begin at the root
@@ -85,11 +91,7 @@ def test_a_link_to_nowhere_is_found(tmp_path):
 
 def test_nothing_is_loaded_from_elsewhere(site):
     for path in site.rglob("*.html"):
-        elsewhere = [
-            url
-            for url in Page(path.read_text(encoding="utf-8")).loads
-            if re.match(r"(https?:)?//", url)
-        ]
+        elsewhere = [url for url in read(path).loads if re.match(r"(https?:)?//", url)]
         assert not elsewhere, (path, elsewhere)
     for path in [*site.rglob("*.css"), *(site / "assets" / "javascripts").rglob("*.js")]:
         text = path.read_text(encoding="utf-8")

@@ -37,27 +37,31 @@ def bucket():
     server.stop()
 
 
-def test_a_large_run_at_an_address(bucket, prompts, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def job(prompts):
+    slash = {"slash": ma.MeaninglessTokens(count=2)}
+    options = ma.RunOptions(layers=[0])
+    return ma.Job("toy:llama", prompts[:5], slash, options=options, chunk=2, verify=False)
+
+
+@pytest.fixture(scope="module")
+def small(job, tmp_path_factory):
+    """The same in a folder."""
+    return ma.run_job(job, tmp_path_factory.mktemp("small") / "small.zarr")
+
+
+def test_a_large_run_at_an_address(bucket, job, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mechattn.store.reading.SHARE", 2**60)
     monkeypatch.setattr("mechattn.store.reading.SMALL", 0)
-    job = ma.Job(
-        "toy:llama",
-        prompts[:5],
-        {"slash": ma.MeaninglessTokens(count=2)},
-        options=ma.RunOptions(layers=[0]),
-        chunk=2,
-        verify=False,
-    )
-    small, large = ma.run_job(job, "small.zarr"), job
-    result = ma.run_job(large, f"{bucket}/r.zarr")
+    result = ma.run_job(job, f"{bucket}/r.zarr")
     assert lazy_bytes(result)
     assert result.digest() == small.digest()
     place = Place(f"{bucket}/r.zarr")
     place.files.rm_file(place.full_name("received_attention/received_by_segment/c/1/0/0/0/0"))
-    assert ma.run_job(large, f"{bucket}/r.zarr").digest() == small.digest()
+    assert ma.run_job(job, f"{bucket}/r.zarr").digest() == small.digest()
     for shard in ("2/2", "1/2"):
-        ma.run_job(large, f"{bucket}/s.zarr", shard=shard)
+        ma.run_job(job, f"{bucket}/s.zarr", shard=shard)
     merge_stored(f"{bucket}/all.zarr", [f"{bucket}/s-{number}-of-2.zarr" for number in (1, 2)])
     merged = ma.load_result(f"{bucket}/all.zarr")
     assert merged.conditions == small.conditions
@@ -66,28 +70,19 @@ def test_a_large_run_at_an_address(bucket, prompts, tmp_path, monkeypatch):
         small.compare("slash", resamples=99, columns="all"),
         rtol=1e-12,
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["small.zarr"]
+    assert not list(tmp_path.iterdir())
 
 
 class Killed(BaseException):
     """In place of SIGKILL."""
 
 
-@pytest.mark.parametrize("objects", [3, 40])
-def test_a_run_that_was_killed_goes_on(bucket, prompts, tmp_path, monkeypatch, objects):
-    """Over an older result, of which nothing is mixed in."""
+def test_a_run_that_was_killed_goes_on(bucket, job, small, tmp_path, monkeypatch):
+    """Over an older result, of which nothing is mixed in; at each object in tests/results/test_addresses.py."""
     monkeypatch.chdir(tmp_path)
-    job = ma.Job(
-        "toy:llama",
-        prompts[:5],
-        {"slash": ma.MeaninglessTokens(count=2)},
-        options=ma.RunOptions(layers=[0]),
-        chunk=2,
-        verify=False,
-    )
-    expected, place = ma.run_job(job, "small.zarr").digest(), f"{bucket}/killed-{objects}.zarr"
+    place = f"{bucket}/killed.zarr"
     ma.run_job(replace(job, options=ma.RunOptions(seed=1, layers=[1])), place)
-    write, left = Place.write, [objects]
+    write, left = Place.write, [40]
 
     def dying(self, name, content):
         left[0] -= isinstance(self.path, str)
@@ -101,5 +96,5 @@ def test_a_run_that_was_killed_goes_on(bucket, prompts, tmp_path, monkeypatch, o
             ma.run_job(job, place)
     with pytest.raises(OutputError, match="is incomplete"):
         ma.load_result(place)
-    assert ma.run_job(job, place).digest() == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["small.zarr"]
+    assert ma.run_job(job, place).digest() == small.digest()
+    assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import mechattn as ma
 from mechattn.errors import PromptError, ServerError
 from mechattn.model.checkpoint import toy_folder
 
+pytestmark = pytest.mark.slow
 CONDITIONS = {
     "slash": ma.MeaninglessTokens("/", 55),
     "start": ma.MeaninglessTokens("/", 20, place="start"),
@@ -54,7 +55,6 @@ def test_answers_are_those_of_the_loop_here(toy, server):
     assert same.count(False) <= 0.002 * len(same)
 
 
-@pytest.mark.slow
 def test_it_takes_no_other_text_and_does_not_sample(server):
     prompts = ma.load_prompts("word-problems", limit=3)
     asked = {"server": ma.Server(server, str(toy_folder("toy:llama"))), "new_tokens": 10}
