@@ -135,8 +135,9 @@ class AttentionBudget(AnalysisBase):
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        is_model = isinstance(rows.attention, Attention) and not rows.null
-        if is_model and "moved" not in sums:
+        if rows.null or "moved" in sums:
+            return
+        if isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
