@@ -26,6 +26,9 @@ from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import Moments, check_level
 from mechattn.stats.units import RESAMPLES, Unit
 
+SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
+FEWEST_SINK_HEADS = 0.1  # of all heads: with fewer, a sink that moves is not worth a sentence
+
 
 @dataclass(frozen=True)
 class Question:
@@ -154,10 +157,6 @@ class Question:
                 f" {reference_count[prompt]}, so their difference would be one of length too. Give"
                 " both the same count, or say matched=False"
             )
-
-
-SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
-FEWEST_SINK_HEADS = 0.1  # of all heads: with fewer, a sink that moves is not worth a sentence
 
 
 @dataclass(frozen=True)

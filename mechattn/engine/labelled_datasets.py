@@ -35,6 +35,12 @@ Keep = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
 _OUTER = ("prompt", "condition", "layer")  # the dimensions of every quantity, before its own
 Variables = dict[str, tuple[tuple[str, ...], np.ndarray, dict[str, str]]]
+# Each variable: the attribute of a sequence, and its unit.
+_OF_TOKENS = {
+    "tokens": ("tokens", "token id"),
+    "origin": ("origin", "position in the baseline"),
+    "segment_index": ("segment", "index in segments"),
+}
 
 
 class Collector:
@@ -235,14 +241,6 @@ class Collector:
             "no_null": quantity.no_null,
             "options": ", ".join(options),
         }
-
-
-# Each variable: the attribute of a sequence, and its unit.
-_OF_TOKENS = {
-    "tokens": ("tokens", "token id"),
-    "origin": ("origin", "position in the baseline"),
-    "segment_index": ("segment", "index in segments"),
-}
 
 
 def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from mechattn.prompts.token_sequences import Batch
 from mechattn.results.provenance import is_ours
 
 LayerValues = dict[int, Values]  # of one analysis, by layer
+Stream = Float[Tensor, "batch pos d_model"]
+Activity = Float[Tensor, "*token d_mlp"]
 
 
 class AllArrived(BaseException):
@@ -219,10 +221,6 @@ def on_cpu(values: Values) -> Values:
     """A layer's values on the CPU; valid once the GPU has done the work queued so far."""
     # Of a GPU to pinned memory, without waiting.
     return {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in values.items()}
-
-
-Stream = Float[Tensor, "batch pos d_model"]
-Activity = Float[Tensor, "*token d_mlp"]
 
 
 class RowReceiver:

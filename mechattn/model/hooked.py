@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from mechattn.model.verified_models import State
     from mechattn.model.verify.verification import Check, Report
 
+_NAME = "_mechattn"
+Function = TypeVar("Function", bound=Callable[..., Any])
+making = RLock()  # of any model, as transformers and accelerate modify torch while they make one
+_LONG = 10.0  # seconds of waiting before a warning
+_locks = (
+    WeakIdKeyDictionary()
+)  # by the configuration and the first parameter, so no lock is pickled or copied
+_finding = Lock()
+
 
 @runtime_checkable
 class HookedModel(Protocol):
@@ -112,9 +121,6 @@ def attribute_set(thing: Any, name: str, value: Any) -> Iterator[None]:
             object.__setattr__(thing, name, before)
 
 
-_NAME = "_mechattn"
-
-
 @dataclass
 class ModelFacts:
     """What is known about a model: how it was made, mended and verified; kept on the model
@@ -172,15 +178,6 @@ def remember(model: Any, what: ModelFacts) -> ModelFacts:
     """Store ``what`` on the model."""
     setattr(model, _NAME, what)
     return what
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-making = RLock()  # of any model, as transformers and accelerate modify torch while they make one
-_LONG = 10.0  # seconds of waiting before a warning
-_locks = (
-    WeakIdKeyDictionary()
-)  # by the configuration and the first parameter, so no lock is pickled or copied
-_finding = Lock()
 
 
 def alone(function: Function) -> Function:

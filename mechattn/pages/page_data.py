@@ -46,6 +46,26 @@ CHANGE_COLUMNS = (
     "marked",
 )
 
+NAME = "received_attention"
+PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
+PROMPTS = 3
+# Why a part of a page is empty.
+MISSING = {
+    "curves": "The run did not measure received attention by position (ma.ReceivedAttention()).",
+    "text": (
+        "The text is not coloured: the run has not kept single prompts' positions"
+        ' (keep="prompts").'
+    ),
+    "patterns": (
+        "There are no attention patterns: run with ma.analyses.AttentionMap() on a few short"
+        " prompts."
+    ),
+    "large": (
+        "The attention patterns are too large for a page; ma.pattern(model, prompt, layer) shows"
+        " one."
+    ),
+}
+
 
 def page_json(models: Sequence[ShownModel]) -> str:
     """Return the data of all models of a page, each with its name, as compressed JSON."""
@@ -228,27 +248,6 @@ def _by_layer_and_head(
     if np.isnan(values).all():
         return None
     return packed(values)
-
-
-NAME = "received_attention"
-PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
-PROMPTS = 3
-# Why a part of a page is empty.
-MISSING = {
-    "curves": "The run did not measure received attention by position (ma.ReceivedAttention()).",
-    "text": (
-        "The text is not coloured: the run has not kept single prompts' positions"
-        ' (keep="prompts").'
-    ),
-    "patterns": (
-        "There are no attention patterns: run with ma.analyses.AttentionMap() on a few short"
-        " prompts."
-    ),
-    "large": (
-        "The attention patterns are too large for a page; ma.pattern(model, prompt, layer) shows"
-        " one."
-    ),
-}
 
 
 def head_curves(result: Result) -> dict[str, Any]:

@@ -51,6 +51,8 @@ _SHORTER = (
     "fewer prompts take less, and so do ma.patch(…, controls=()) and, without at=…, attribution"
 )
 
+Direction = Literal["denoising", "noising"]
+
 
 @dataclass(frozen=True, eq=False)
 class Pair:
@@ -230,9 +232,6 @@ def request_of(
     metric = chosen_metric(metric, prompts)
     metric_words(metric)  # refuses what is no metric
     return PatchingRequest(load_model(model), prompts, condition, metric, direction, budget, seed)
-
-
-Direction = Literal["denoising", "noising"]
 
 
 def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:

@@ -34,6 +34,8 @@ _MOST_ROWS = 32  # in a pass: more are no faster
 # With fewer rows than these, reading the weights takes longer than computing with them: then copies
 # that change a later layer join the pass, though it starts too early for them.
 _ENOUGH_ROWS_ON_CPU = 4
+_BYTES = 4  # of a number; half precision is counted as if it were whole
+_OF_SUMS = 8  # gradients and scores are summed in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,10 +264,6 @@ def _first_order(copies: Sequence[PatchedCopy]) -> Float[np.ndarray, " copy"]:
         effect = (gradient * step).sum()
         effects.append(float(effect))
     return np.array(effects)
-
-
-_BYTES = 4  # of a number; half precision is counted as if it were whole
-_OF_SUMS = 8  # gradients and scores are summed in float64
 
 
 def rows_within(budget: int, row: int) -> int:

@@ -21,6 +21,9 @@ EXACT = 12  # prompts: all 4,096 sign patterns are tried
 SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
 _MOST = 200
 _MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 takes
+Unit = Literal["auto", "prompt"]
+ALONE = 2000  # units: up to this number, each is resampled on its own
+_MOST_BAGS = 1000
 
 
 @dataclass(frozen=True)
@@ -261,11 +264,6 @@ def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0
     return float(optimize.brentq(shortfall, 0.0, most))
 
 
-Unit = Literal["auto", "prompt"]
-ALONE = 2000  # units: up to this number, each is resampled on its own
-_MOST = 1000  # bags
-
-
 @dataclass(frozen=True, eq=False)
 class Units:
     """The units of replication of a set of prompts, in order of first appearance."""
@@ -420,5 +418,5 @@ def resampled(n: int) -> int:
     """The number of units, or bags of units, that are resampled when there are n units."""
     if n <= ALONE:
         return n
-    bag_size = -(-n // _MOST)
+    bag_size = -(-n // _MOST_BAGS)
     return n // bag_size
