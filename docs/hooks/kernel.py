@@ -1,4 +1,4 @@
-"""Runs in each tutorial's kernel before its first cell: figures as plain divs, files in a scratch folder of its own."""
+"""Runs before the first cell of a tutorial or notebook: figures as plain divs, files in a scratch folder of its own."""
 
 import html
 import os

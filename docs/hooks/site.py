@@ -1,4 +1,4 @@
-"""What mkdocs needs besides plugins: kernels for tutorials, API headings, one copy of each script, no network."""
+"""What mkdocs needs besides plugins: processes for tutorials, API headings, one copy of each script, no network."""
 
 import ast
 import base64

@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: HTML, which is made without a network. (Real kernels run when the site is built.)"""
+"""What a notebook shows of a value: HTML, which is made without a network. (A real kernel runs first steps when the site is built.)"""
 
 import base64
 import gzip
