@@ -18,21 +18,24 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.main import get_command
 
 import mechattn as ma
+from mechattn.axes import SEGMENTS
 from mechattn.commands.main import app, main
 from mechattn.jobs.executors import Local
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
-    """Runs them in this process, which has imported everything, and in a folder of the test's own."""
+    """Runs one in this process, which has imported everything, and in a folder of the test's own: what it printed."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments):
+    def run(*arguments, code=0):
         monkeypatch.setattr(sys, "argv", ["mechattn", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
+        printed = "".join(capsys.readouterr())
+        assert (ended.value.code or 0) == code, printed
+        return printed
 
     return run
 
@@ -121,18 +124,25 @@ def of_heads(tokenizer, tmp_path):
 
 
 def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(of_heads, tmp_path, here):
-    models = ["--model", of_heads(1, layers=1), "--model", of_heads(14, layers=2)]
+    """With a text, a count and a place of the user's own."""
+    models = ["--model", of_heads(1, layers=1), "--model", of_heads(14, layers=1)]
     out = tmp_path / "out"
-    done = here("figures", *models, "--prompts", "word-problems", "--out", out, "--limit", 6)
-    assert done.returncode == 0, done.stderr
-    assert f"Open {out / 'index.html'} in a browser" in done.stdout
+    inserted = ["--text", " .", "--count", 8, "--place", "middle", "--dtype", "bfloat16"]
+    asked = [*models, *inserted, "--prompts", "word-problems", "--limit", 6, "--out", out]
+    assert f"Open {out / 'index.html'} in a browser" in here("figures", *asked)
     text = (out / "index.html").read_text()
     assert "6 prompts of word-problems, as plain text, after “" in text
+    words = "8 “ .” (meaningless), or as many tokens of random sentences (sentence), in the middle"
+    assert words in text
     for heads in (1, 14):
         assert f"heads-{heads} (" in text
         result = ma.load_result(out / f"heads-{heads}.zarr")
         assert result["received_attention"].sizes["prompt"] == 6
         assert result.provenance["model"]["verified"]
+        assert result.provenance["model"]["dtype"] == "bfloat16"
+        assert result.provenance["conditions"]["sentence"]["options"]["place"] == "middle"
+        segments = result["sequences"].segment_index.sel(condition=["meaningless", "sentence"])
+        assert ((segments == SEGMENTS.index("inserted")).sum("pos") == 8).all()
 
 
 def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
@@ -140,14 +150,13 @@ def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
 ):
     monkeypatch.setattr("mechattn.commands.figures.load_model", None)
     asked = ("--model", "toy:llama", "--prompts", "word-problems", "--chat-template")
-    done = here("figures", *asked, "--out", tmp_path)
-    assert done.returncode == 2
-    assert "the tokenizer of toy:llama has no chat template; give --no-chat-template" in done.stderr
+    refusal = here("figures", *asked, "--out", tmp_path, code=2)
+    assert "the tokenizer of toy:llama has no chat template; give --no-chat-template" in refusal
     config = tmp_path / "c.toml"
     config.write_text(
         'model = "toy:llama"\n[prompts]\nsource = "word-problems"\n[output]\nresult = "r.zarr"\n'
     )
-    assert "has no chat template" in here("run", config, "--chat-template").stderr
+    assert "has no chat template" in here("run", config, "--chat-template", code=2)
 
 
 TEMPLATE = (
@@ -184,8 +193,8 @@ def test_the_chat_template_is_the_default_where_there_is_one(chatting, tmp_path,
     monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
     asked = ("figures", "--model", chatting, "--prompts", "word-problems", "--limit", 6)
     system = ("--system", "Be brief.", "--out", tmp_path / "out")
-    assert "<system>Be brief.\n<user>" in here(*asked, *system).stderr
-    assert "<system>" not in here(*asked, *system, "--no-chat-template").stderr
+    assert "<system>Be brief.\n<user>" in here(*asked, *system, code=2)
+    assert "<system>" not in here(*asked, *system, "--no-chat-template", code=2)
 
 
 def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here):
@@ -193,16 +202,15 @@ def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here):
     config.write_text(
         f'model = "{chatting}"\n[prompts]\nsource = "word-problems"\nlimit = 3\n[output]\nresult = "r.zarr"\n'
     )
-    assert here("run", config, "--system", "Be brief.").returncode == 0
+    here("run", config, "--system", "Be brief.")
     assert "<system>Be brief.\n<user>" in read_by(ma.load_result(tmp_path / "r.zarr"))
 
 
 def test_verify_prints_the_report_and_fails_where_a_model_does(here):
-    done = here("verify", "toy:llama")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("toy:llama (LlamaForCausalLM, float32; transformer-lens ")
-    assert ": passed" in done.stdout
-    assert "Missing argument" in here("verify").stderr
+    printed = here("verify", "toy:llama")
+    assert printed.startswith("toy:llama (LlamaForCausalLM, float32; transformer-lens ")
+    assert ": passed" in printed
+    assert "Missing argument" in here("verify", code=2)
 
 
 @pytest.fixture
@@ -231,38 +239,32 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
         'model = "toy:llama"\nverify = false\nlayers = [0]\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 4\n'
         '[output]\nresult = "r.zarr"\n'
     )
-    run = here("run", config, "--shard", "1/2")
-    assert run.returncode == 130
+    stopped = here("run", config, "--shard", "1/2", code=130)
     assert re.search(
         r"mechattn: stopped; 1 of 2 chunks are done and kept in .*; rerun the command to resume",
-        run.stderr,
+        stopped,
     )
-    assert "Traceback" not in run.stderr
+    assert "Traceback" not in stopped
     assert len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zarr"))) == 1
     for shard in ("1/2", "2/2"):
-        done = here("run", config, "--shard", shard)
-        assert done.returncode == 0, done.stderr
-    done = here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
-    assert done.returncode == 0, done.stderr
+        here("run", config, "--shard", shard)
+    here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
     assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [
         str(i) for i in range(4)
     ]
-    again = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr")
-    assert again.returncode == 2
-    assert "prompt 0 is in two of the results" in again.stderr
+    refusal = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr", code=2)
+    assert "prompt 0 is in two of the results" in refusal
 
 
 def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
-    done = here("figures", "--model", "toy:lama", "--out", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("mechattn: there is no toy 'toy:lama'; the toys are ")
-    assert "toy:llama" in done.stderr
-    assert "Traceback" not in done.stderr
+    refusal = here("figures", "--model", "toy:lama", "--out", tmp_path, code=2)
+    assert refusal.startswith("mechattn: there is no toy 'toy:lama'; the toys are ")
+    assert "toy:llama" in refusal
+    assert "Traceback" not in refusal
 
 
 def test_the_first_look_names_every_command(here):
-    done = here()
-    assert done.returncode == 0
+    printed = here()
     for name in (
         "figures",
         "verify",
@@ -273,8 +275,8 @@ def test_the_first_look_names_every_command(here):
         "export",
         "--install-completion",
     ):
-        assert name in done.stdout
-    assert here("--version").stdout.strip() == f"mechattn {ma.__version__}"
+        assert name in printed
+    assert here("--version").strip() == f"mechattn {ma.__version__}"
 
 
 QUESTIONS = [
@@ -288,15 +290,17 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     rows = [{"question": text, "reply": "Answer: 3", "answer": "3"} for text in QUESTIONS]
     file.write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
-    figures = partial(here, "figures", "--prompts", file, "--model", "toy:llama", "--out", tmp_path)
+    figures = partial(
+        here, "figures", "--prompts", file, "--model", "toy:llama", "--out", tmp_path, code=2
+    )
 
-    plain = figures().stderr
+    plain = figures()
     assert "toy:llama: 6 prompts with and without 55 inserted tokens." in plain
     inserted = " ".join(55 * "/")
     assert f"mechattn: <bos>{inserted}{QUESTIONS[0]}\n" in plain
 
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
-    more = figures(*asked, "--place", "before_answer").stderr
+    more = figures(*asked, "--place", "before_answer")
     assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in more
 
 
@@ -307,20 +311,17 @@ def test_help_has_every_word_of_ours(name, here, monkeypatch):
     """Rich takes words in brackets for markup."""
     monkeypatch.setenv("COLUMNS", "200")
     command = get_command(app).commands[name] if name else get_command(app)
-    printed = " ".join(here(*[name] * bool(name), "--help").stdout.replace("│", " ").split())
+    printed = " ".join(here(*[name] * bool(name), "--help").replace("│", " ").split())
     about = [command.help, *(option.help for option in command.params)]
     assert [text for text in about if " ".join(text.split()) not in printed] == []
 
 
 def test_show_and_report(slash_result, tmp_path, here):
     slash_result.save(tmp_path / "r.zarr")
-    shown = here("show", tmp_path / "r.zarr").stdout
+    shown = here("show", tmp_path / "r.zarr")
     assert ma.render.verdict_words(slash_result) in shown
     assert "received_by_segment (probability) [prompt, condition, layer, head, segment]: " in shown
-    done = here(
-        "report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2"
-    )
-    assert done.returncode == 0, done.stderr
+    here("report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2")
     page = (tmp_path / "a" / "page.html").read_text()
     assert page.count('<script type="application/json">') == 4
     assert "layer 0 heads 1, 2 (mean) with “slash”" in page
@@ -329,47 +330,31 @@ def test_show_and_report(slash_result, tmp_path, here):
 def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
     result.save(tmp_path / "r.zarr")
-    done = here("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html")
-    assert done.returncode == 0, done.stderr
-    assert "Not shown: change_map: " in done.stderr
-    assert "no verdict, since" in (tmp_path / "page.html").read_text()
-    before = (tmp_path / "page.html").read_bytes()
-    refused = here("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html", "--layer", 9)
-    assert refused.returncode == 2
-    assert "layer 9 was not measured" in refused.stderr
-    assert (tmp_path / "page.html").read_bytes() == before, (
-        "a wrong option leaves the page as it was"
-    )
-    missing = here("report", tmp_path / "none.zarr", "--out", tmp_path / "page.html")
-    assert missing.returncode == 2
-    assert "there is no stored result at" in missing.stderr
-
-
-# The columns of an export, by their names in a comparison.
-EXPORTED = {"value": "value", "baseline": "reference", "null": "null", "change_null": "change_null"}
-EXPORTED |= {
-    f"{name}{end}": f"{name}{end}"
-    for name in ("difference", "change", "beyond")
-    for end in ("", "_low", "_high")
-}
-EXPORTED |= {
-    name: name for name in ("layer", "head", "p_beyond", "q_beyond", "p_difference", "q_difference")
-}
+    page = tmp_path / "page.html"
+    assert "Not shown: change_map: " in here("report", tmp_path / "r.zarr", "--out", page)
+    before = page.read_text()
+    assert "no verdict, since" in before
+    refusal = here("report", tmp_path / "r.zarr", "--out", page, "--layer", 9, code=2)
+    assert "layer 9 was not measured" in refusal
+    assert page.read_text() == before, "a wrong option leaves the page as it was"
+    refusal = here("report", tmp_path / "none.zarr", "--out", page, code=2)
+    assert "there is no stored result at" in refusal
 
 
 def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here):
     stored, file = tmp_path / "r.zarr", tmp_path / "a" / "heads.csv"
     slash_result.save(stored)
-    done = here("export", stored, "--csv", file)
-    assert done.returncode == 0, done.stderr
-    assert f"Wrote {file}" in done.stdout
+    assert f"Wrote {file}" in here("export", stored, "--csv", file)
     table = pd.read_csv(file)
     assert len(table) == 2 * 2 * 32, "quantities, conditions, heads"
     changed = table[table.condition == "slash"]
     for quantity in ("received", "mass"):
         rows = changed[changed["quantity"] == quantity]
         compared = slash_result.compare("slash", quantity=quantity, columns="all")
-        np.testing.assert_allclose(rows[[*EXPORTED]], compared[[*EXPORTED.values()]], rtol=1e-12)
+        compared = compared.rename(columns={"reference": "baseline"}).select_dtypes("number")
+        columns = [name for name in compared if name in rows]
+        assert len(columns) >= 19
+        np.testing.assert_allclose(rows[columns], compared[columns], rtol=1e-12)
         values = slash_result.heads(quantity, None, condition="slash")
         values = values.sort_values(["layer", "head"])
         np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
@@ -378,44 +363,34 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     assert about == expected, "a file says what it holds"
     assert set(table.units) == {"probability"}
     assert set(table.result) == {str(stored)}
-    both = here("export", stored, stored, "--csv", file)
-    assert both.returncode == 0, "its own file is replaced"
+    here("export", stored, stored, "--csv", file)  # its own file is replaced
     assert len(pd.read_csv(file)) == 2 * len(table)
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
-    refused = here("export", stored, "--csv", tmp_path / "mine.csv")
-    assert refused.returncode == 2
-    assert "not a mechattn export" in refused.stderr
+    refusal = here("export", stored, "--csv", tmp_path / "mine.csv", code=2)
+    assert "not a mechattn export" in refusal
     assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
-    assert "should end with .csv" in here("export", stored, "--csv", "heads.txt").stderr
+    assert "should end with .csv" in here("export", stored, "--csv", "heads.txt", code=2)
 
 
 def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
     import xarray as xr
 
     slash_result.save(tmp_path / "r.zarr")
-    done = here("export", tmp_path / "r.zarr", "--netcdf", tmp_path / "r.nc")
-    assert f"Wrote {tmp_path / 'r.nc'}" in done.stdout
+    export = partial(here, "export", tmp_path / "r.zarr", "--netcdf")
+    assert f"Wrote {tmp_path / 'r.nc'}" in export(tmp_path / "r.nc")
     with xr.open_datatree(tmp_path / "r.nc", engine="h5netcdf") as tree:
         assert json.loads(tree.attrs["provenance"])["model"]["name"] == "toy:llama"
         for name, dataset in slash_result.datasets.items():
             for label, expected in dataset.variables.items():
-                got = tree[name][label].values
-                if expected.dtype.kind in "fi":
-                    np.testing.assert_array_equal(got, expected.values)
-                else:
-                    assert [str(text) for text in got.flat] == [
-                        str(text) for text in expected.values.flat
-                    ]
-    assert (
-        "exists; choose another name"
-        in here("export", tmp_path / "r.zarr", "--netcdf", tmp_path / "r.nc").stderr
-    )
-    assert "should end with .nc" in here("export", tmp_path / "r.zarr", "--netcdf", "r.cdf").stderr
+                np.testing.assert_array_equal(
+                    tree[name][label].values.astype(expected.dtype), expected.values
+                )
+    assert "exists; choose another name" in export(tmp_path / "r.nc", code=2)
+    assert "should end with .nc" in export("r.cdf", code=2)
 
 
 def test_export_of_too_few_prompts_says_so(toy, prompts, tmp_path, here):
     ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}).save(tmp_path / "r.zarr")
-    done = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "heads.csv")
-    assert done.returncode == 2
-    assert "there is nothing to export: received, baseline: there are 2 prompts" in done.stderr
+    refusal = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "heads.csv", code=2)
+    assert "there is nothing to export: received, baseline: there are 2 prompts" in refusal
     assert not (tmp_path / "heads.csv").exists()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_a_checkpoint_of_another_kind_is_refused_before_its_weights_are_read(tok
         ma.load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), torch.nn.DataParallel])
 def test_a_wrapped_model_is_unwrapped(wrap, tokenizer):
     torch.manual_seed(0)
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
@@ -164,7 +165,7 @@ def test_a_wrapped_model_is_unwrapped(wrap, tokenizer):
 
 def test_a_model_that_was_compiled_in_place_is_not_compiled(tokenizer):
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
-    given.compile()
+    given.compile(backend="eager")
     model = ma.load_model(given, tokenizer=tokenizer)
     assert given._compiled_call_impl is None
     assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
@@ -194,7 +195,6 @@ def test_the_hooks_of_a_refused_model_are_named(tokenizer):
         (["model.Q4.gguf"], "name it with gguf_file="),
         (["consolidated.00.pth", "params.json"], "Meta's or Mistral's format"),
         (["checkpoint-500/config.json"], "name one of its folders checkpoint-"),
-        ([], r"has no config\.json"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint_is_refused_by_what_it_is(files, message, tmp_path):
@@ -264,8 +264,7 @@ def test_answers_stop_where_generate_stops(tokenizer):
 # What is verified can be run.
 
 
-@pytest.mark.parametrize("engine", ["hooks", "streaming"])
-def test_layers_that_read_the_keys_of_earlier_ones(engine, tokenizer):
+def test_layers_that_read_the_keys_of_earlier_ones(tokenizer):
     torch.manual_seed(0)
     config = transformers.Gemma4TextConfig(
         **{**TEXT, "num_hidden_layers": 4, "global_head_dim": 16},
@@ -283,10 +282,11 @@ def test_layers_that_read_the_keys_of_earlier_ones(engine, tokenizer):
         patterns = given(ids, output_attentions=True, use_cache=False).attentions
     model = ma.load_model(given, tokenizer=tokenizer)
     prompt = ma.Prompt(tokens=ids[0].tolist())
-    result = ma.run(model, [prompt], engine=engine)
-    received = result["received_attention"].received.sel(condition="baseline", layer=3)
     pattern = patterns[3][0]  # of full attention, with the keys of layer 1
     length = ids.shape[1]
     expected = [pattern[:, key + 1 :, key].mean(-1).tolist() for key in range(length - 1)]
-    got = received.transpose("key", "head").values[: length - 1]
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    for engine in ("hooks", "streaming"):
+        result = ma.run(model, [prompt], engine=engine)
+        received = result["received_attention"].received.sel(condition="baseline", layer=3)
+        got = received.transpose("key", "head").values[: length - 1]
+        np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -68,16 +69,19 @@ def test_template_options_reach_the_template(chat_model):
 
 def test_what_a_tokenizer_returns_is_read_as_token_ids(toy):
     texts = ["Tom has 3 apples.", "How many?"]
-    separate = [toy.tokenizer(text)["input_ids"] for text in texts]
-    width = max(map(len, separate))
-    rows = [row + [0] * (width - len(row)) for row in separate]
-    masks = [[1] * len(row) + [0] * (width - len(row)) for row in separate]
-    encoding = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
-    assert [list(prompt.tokens) for prompt in as_prompts(encoding)] == separate
-    assert [list(prompt.tokens) for prompt in as_prompts(toy.tokenizer(texts))] == separate
-    assert [list(prompt.tokens) for prompt in as_prompts(toy.tokenizer(texts[0]))] == separate[:1]
-    array = np.array(separate[:1])
-    assert [list(prompt.tokens) for prompt in as_prompts(array)] == separate[:1]
+    first, second = (toy.tokenizer(text)["input_ids"] for text in texts)
+    padding = [0] * (len(first) - len(second))
+    padded = {
+        "input_ids": torch.tensor([first, second + padding]),
+        "attention_mask": torch.tensor([[1] * len(first), [1] * len(second) + padding]),
+    }
+    for given, expected in (
+        (padded, [first, second]),
+        (toy.tokenizer(texts), [first, second]),
+        (toy.tokenizer(texts[0]), [first]),
+        (np.array([first]), [first]),
+    ):
+        assert [list(prompt.tokens) for prompt in as_prompts(given)] == expected
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,7 @@ def test_what_a_tokenizer_returns_is_read_as_token_ids(toy):
         (b"How many?", "of type bytes"),
         ([{"question": "How many?"}], "prompt 0 is of type dict"),
         (3, "of type int"),
+        (pd.DataFrame({"question": ["How many?"]}), "of type DataFrame"),
     ],
 )
 def test_other_containers_are_refused_by_their_type(prompts, message):
@@ -99,13 +104,6 @@ def test_an_array_of_texts_is_read_as_texts():
     texts = ["What is 3 + 4?", "Add 2 and 9."]
     for array in (np.array(texts), np.array(texts, dtype=object)):
         assert [prompt.question for prompt in as_prompts(array)] == texts
-
-
-def test_a_table_is_refused_rather_than_read_as_its_column_names():
-    pandas = pytest.importorskip("pandas")
-    table = pandas.DataFrame({"question": ["How many?"]})
-    with pytest.raises(PromptError, match="of type DataFrame"):
-        as_prompts(table)
 
 
 # Control tokens inside a question.

@@ -23,7 +23,7 @@ def model(tokenizer):
     config = GPT2Config(
         vocab_size=len(tokenizer),
         n_embd=32,
-        n_layer=2,
+        n_layer=1,
         n_head=2,
         n_positions=64,
         attn_pdrop=DROPOUT,
@@ -66,7 +66,7 @@ def edit_an_embedding_that_no_probe_reads(model):
 
 
 def put_in_an_adapter(model):
-    mlp = model.original_model.transformer.h[1].mlp
+    mlp = model.original_model.transformer.h[0].mlp
     mlp.c_fc = torch.nn.Sequential(mlp.c_fc)
 
 
@@ -87,12 +87,11 @@ def change_the_attention(model):
         ),
     ],
 )
-@pytest.mark.parametrize("use", [ma.run, ma.load_model])
-def test_a_changed_model_is_refused(model, change, message, use):
+def test_a_changed_model_is_refused(model, change, message):
     change(model)
-    arguments = [QUESTIONS] if use is ma.run else []
-    with pytest.raises(ModelError, match=f"changed after it was verified: .*{message}"):
-        use(model, *arguments)
+    for use in (lambda: ma.run(model, QUESTIONS), lambda: ma.load_model(model)):
+        with pytest.raises(ModelError, match=f"changed after it was verified: .*{message}"):
+            use()
 
 
 def test_a_changed_model_can_be_measured_as_unverified(model):
@@ -185,21 +184,16 @@ def test_the_default_dtype_changes_nothing(plain, default_dtype, dtype):
     assert torch.get_default_dtype() is dtype
 
 
-@pytest.mark.parametrize(
-    "block",
-    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
-)
-def test_values_and_gradients_are_those_outside_the_block(plain, block):
+def test_values_and_gradients_are_those_outside_the_block(plain):
     prompts = [ma.Prompt("What is 3 + 4?", answer=" 7"), ma.Prompt("What is 5 + 1?", answer=" 6")]
-    filler = ma.MeaninglessTokens("/", 3)
-    expected = (
-        received(plain),
-        ma.patch(plain, prompts, filler, direction="denoising").effects.effect.values,
-    )
-    with block():
-        inside = (
-            received(plain),
-            ma.patch(plain, prompts, filler, direction="denoising").effects.effect.values,
-        )
-    for got, outside in zip(inside, expected, strict=True):
-        torch.testing.assert_close(got, outside, rtol=0, atol=0, equal_nan=True)
+
+    def measured():
+        patched = ma.patch(plain, prompts, ma.MeaninglessTokens("/", 3), direction="denoising")
+        return received(plain), patched.effects.effect.values
+
+    expected = measured()
+    for block in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with block:
+            inside = measured()
+        for got, outside in zip(inside, expected, strict=True):
+            torch.testing.assert_close(got, outside, rtol=0, atol=0, equal_nan=True)

@@ -113,7 +113,3 @@ def test_metadata_that_is_none(stored, content):
         OutputError, match=r"sequences/zarr\.json .* is not in the format that mechattn writes"
     ):
         ma.load_result(stored)
-
-
-def test_the_untouched_result_is_read(stored, small):  # negative control of all of them
-    assert ma.load_result(stored).conditions == small.conditions

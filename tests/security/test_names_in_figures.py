@@ -33,7 +33,7 @@ def hostile(toy):
         LINK: ma.MeaninglessTokens(count=5),
         "<i>two</i>": ma.MeaninglessTokens("/", count=6),
     }
-    result = ma.run(toy, prompts, conditions, analyses, keep="prompts")
+    result = ma.run(toy, prompts, conditions, analyses, layers=[0, 1], keep="prompts")
     for dataset in result.datasets.values():
         for variable in dataset.data_vars.values():
             variable.attrs["units"] = f"{variable.attrs['units']} {LINK}"

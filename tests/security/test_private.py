@@ -26,7 +26,12 @@ def home(checkpoint, tmp_path):
 def config(home, **top):
     lines = [
         f"{name} = {json.dumps(value)}"
-        for name, value in {"model": str(home / "ckpt"), "verify": False, **top}.items()
+        for name, value in {
+            "model": str(home / "ckpt"),
+            "verify": False,
+            "layers": [0],
+            **top,
+        }.items()
     ]
     path = home / "config.toml"
     path.write_text(
