@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,15 @@ from mechattn.prompts.prompt import Prompt
 SIZE = 16  # of the vocabulary, of the positions, and of every other part of the residual stream
 # The parts of the stream, each one-hot: tokens and positions, two notes, what the logits read, and what nothing reads.
 TOKEN, POSITION, FIRST, SECOND, OUT, JUNK = (slice(SIZE * i, SIZE * (i + 1)) for i in range(6))
-_WIDTH, _HEADS = 6 * SIZE, 6
+_WIDTH = 6 * SIZE
+_HEADS = 6
 _D_HEAD = 2 * _WIDTH // _HEADS
 _EPS = 1e4  # so large that a layer norm only scales
-_SHARP, _GAIN, _NOISE = (
-    12.0,
-    5.0,
-    0.02,
-)  # a match's score, a logit, and the deviation of the noise on all weights
-_NAMES, _END = 8, SIZE - 1
+_SHARP = 12.0  # a match's score
+_GAIN = 5.0  # a logit
+_NOISE = 0.02  # the standard deviation of the noise on all weights
+_NAMES = 8
+_END = SIZE - 1
 METHODS: Mapping[str, int | None] = {
     "exact": None,
     "EAP": 1,
@@ -82,9 +83,9 @@ class KnownCircuit:
         """The heads of the circuit."""
         return {writer for writer, _ in self.true} - {"embedding"}
 
-    def model(self, seed: int = 0, noise: float = _NOISE) -> HookedModel:
-        """The model, with noise on all weights so that no score is exactly 0."""
-        return load_model(_written(self.heads, seed, noise), tokenizer=lettered_tokenizer(SIZE))
+    def model(self, seed: int = 0) -> HookedModel:
+        """The model, with noise on all weights so that no score is exactly 0; loaded once."""
+        return _loaded(self.name, seed)
 
 
 def known_circuits() -> list[KnownCircuit]:
@@ -148,6 +149,12 @@ def known_circuits() -> list[KnownCircuit]:
     ]  # fmt: skip
 
 
+@cache
+def _loaded(name: str, seed: int) -> HookedModel:
+    (circuit,) = (circuit for circuit in known_circuits() if circuit.name == name)
+    return load_model(_written(circuit.heads, seed), tokenizer=lettered_tokenizer(SIZE))
+
+
 def _decoys(
     looks: Mapping[int, Sequence[Sequence[Look]]], junk: tuple[slice, slice]
 ) -> dict[tuple[int, int], Written]:
@@ -159,7 +166,7 @@ def _decoys(
     return made
 
 
-def _written(heads: Mapping[tuple[int, int], Written], seed: int, noise: float) -> Any:
+def _written(heads: Mapping[tuple[int, int], Written], seed: int) -> Any:
     """A GPT-2 with these heads; every part is there with both signs, so that nothing that is written has a mean."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -175,7 +182,7 @@ def _written(heads: Mapping[tuple[int, int], Written], seed: int, noise: float) 
         for name, weight in model.named_parameters():
             weight.zero_()
             if weight.ndim > 1 and ".mlp." not in name:
-                weight.normal_(0, noise or 1e-30, generator=generator)
+                weight.normal_(0, _NOISE, generator=generator)
         for norm in (m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)):
             norm.weight.fill_(_EPS**0.5)
         stream = model.transformer
@@ -257,14 +264,10 @@ def _pair(
     )
 
 
-def scores_of(
+def edge_sizes(
     circuit: KnownCircuit, method: str, seed: int = 0, prompts: int = _PROMPTS
-) -> dict[str, float]:
-    """How well a method tells the true edges, and the true heads, from all others.
-
-    AUROC: the probability that a true one has a larger score than another; precision (and recall) of as many edges as
-    there are true ones. A head's score is the largest of its edges'.
-    """
+) -> dict[tuple[str, str], float]:
+    """How much a method finds each edge to matter: the size of its mean effect."""
     model = circuit.model(seed)
     pairs = circuit.prompts(prompts, seed)
     steps = METHODS[method]
@@ -280,13 +283,29 @@ def scores_of(
         effect = edges(model, pairs, Counterpart(), steps=steps).effects.effect
         mean_effect = effect.mean("prompt").values[graph.exists]
 
-    sizes = abs(mean_effect)
     named = [(graph.writers[w], graph.readers[r]) for w, r in graph.edges]
-    true = np.array([edge in circuit.true for edge in named])
+    return dict(zip(named, abs(mean_effect), strict=True))
+
+
+def scores_of(
+    circuit: KnownCircuit, method: str, seed: int = 0, prompts: int = _PROMPTS
+) -> dict[str, float]:
+    """How well a method tells the true edges, and the true heads, from all others; see `scores`."""
+    return scores(circuit, edge_sizes(circuit, method, seed, prompts))
+
+
+def scores(circuit: KnownCircuit, size_of: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """How well sizes of edges tell the true edges, and the true heads, from all others.
+
+    AUROC: the probability that a true one has a larger size than another; precision (and recall) of as many edges as
+    there are true ones. A head's size is the largest of its edges'.
+    """
+    sizes = np.array(list(size_of.values()))
+    true = np.array([edge in circuit.true for edge in size_of])
     precision = true[np.argsort(-sizes, kind="stable")[: true.sum()]].mean()
 
-    heads = [writer for writer in graph.writers if "H" in writer]
-    writers = np.array([writer for writer, _ in named])
+    writers = np.array([writer for writer, _ in size_of])
+    heads = [head for head in dict.fromkeys(writers) if "H" in head]
     largest = np.array([sizes[writers == head].max() for head in heads])
     of_circuit = np.array([head in circuit.nodes for head in heads])
     return {
@@ -301,26 +320,29 @@ def auroc(scores: np.ndarray, true: np.ndarray) -> float:
     return float(mannwhitneyu(scores[true], scores[~true]).statistic / (true.sum() * (~true).sum()))
 
 
-def without(
-    circuit: KnownCircuit, head: tuple[int, int], mean: bool, seed: int = 0, prompts: int = 16
-) -> float:
-    """How far the logit difference falls, as a fraction of itself, with a head's output set to 0 or to its mean."""
-    model = circuit.model(seed)
-    pairs = circuit.prompts(2 * prompts, seed)
+def falls_without(
+    circuit: KnownCircuit, heads: Sequence[tuple[int, int]], mean: bool, prompts: int = 8
+) -> list[float]:
+    """How far the logit difference falls, as a fraction of itself, with each head's output set to 0 or to its mean."""
+    model = circuit.model()
+    pairs = circuit.prompts(2 * prompts, 0)
     means = None
     if mean:
         others = [Prompt(tokens=pair.tokens, id=pair.id) for pair in pairs[prompts:]]
         means = head_means(model, others)
 
+    tokens = torch.tensor([pair.tokens for pair in pairs[:prompts]])
+    answers = [(pair.answer_tokens[0], int(pair.other_answer[0])) for pair in pairs[:prompts]]
+
     def mean_logit_diff() -> float:
-        differences = []
-        for pair in pairs[:prompts]:
-            with torch.no_grad():
-                logits = model(torch.tensor([pair.tokens]))[0, -1]
-            answer, other_answer = pair.answer_tokens[0], int(pair.other_answer[0])
-            differences.append(float(logits[answer] - logits[other_answer]))
-        return float(np.mean(differences))
+        with torch.no_grad():
+            logits = model(tokens)[:, -1]
+        answer, other_answer = logits.gather(1, torch.tensor(answers)).T
+        return float((answer - other_answer).mean())
 
     before = mean_logit_diff()
-    with on(HeadAblation((head,), means), model):
-        return 1 - mean_logit_diff() / before
+    falls = []
+    for head in heads:
+        with on(HeadAblation((head,), means), model):
+            falls.append(1 - mean_logit_diff() / before)
+    return falls

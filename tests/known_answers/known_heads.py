@@ -28,11 +28,10 @@ HEADS = {  # handmade, each with the measure that is exactly 1 for it
     (0, 3): ("uniform", "entropy_share"),
     (1, 0): ("induction", "induction_mass"),
 }
-_TOKEN, _POSITION, _BEFORE = (
-    0,
-    VOCABULARY,
-    VOCABULARY + POSITIONS,
-)  # the slices of the residual stream, each one-hot
+# Where the parts of the residual stream begin, each one-hot.
+_TOKEN = 0
+_POSITION = VOCABULARY
+_BEFORE = VOCABULARY + POSITIONS
 _SHARP = 60.0  # the score of a match, far above all others
 PROMPTS = 24
 

@@ -14,27 +14,21 @@ CIRCUITS = {circuit.name: circuit for circuit in known.known_circuits()}
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name, monkeypatch):
+def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name):
     circuit = CIRCUITS[name]
-    model = circuit.model(noise=0.0)
+    model = circuit.model()
     pairs = circuit.prompts(8, 0)
 
     with torch.no_grad():
-        for pair in pairs:
-            for tokens, answer in (
-                (pair.tokens, pair.answer_tokens),
-                (pair.counterpart, pair.other_answer),
-            ):
-                assert int(model(torch.tensor([tokens]))[0, -1].argmax()) == answer[0]
+        own = model(torch.tensor([pair.tokens for pair in pairs]))[:, -1]
+        other = model(torch.tensor([pair.counterpart for pair in pairs]))[:, -1]
+    assert own.argmax(-1).tolist() == [pair.answer_tokens[0] for pair in pairs]
+    assert other.argmax(-1).tolist() == [pair.other_answer[0] for pair in pairs]
 
-    decoys = [where for where in circuit.heads if f"L{where[0]}H{where[1]}" not in circuit.nodes]
-    assert len(decoys) >= len(circuit.nodes)
-    noisy = circuit.model()
-    monkeypatch.setattr(known.KnownCircuit, "model", lambda *_: noisy)  # made once for all heads
-
-    for where in circuit.heads:
-        fall = known.without(circuit, where, mean=True, prompts=8)
-        assert (fall > 0.5) == (where not in decoys), (where, fall)
+    is_needed = [f"L{layer}H{head}" in circuit.nodes for layer, head in circuit.heads]
+    assert sum(is_needed) <= len(is_needed) / 2, "the others are decoys"
+    falls = known.falls_without(circuit, [*circuit.heads], mean=True)
+    assert [fall > 0.5 for fall in falls] == is_needed, falls
 
 
 @pytest.mark.parametrize(
@@ -42,15 +36,14 @@ def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name, monkeyp
 )
 def test_integrated_gradients_find_them_and_one_step_misses_edges(name):
     circuit = CIRCUITS[name]
-    several, one = (known.scores_of(circuit, method) for method in ("EAP-IG, 5 steps", "EAP"))
-    assert several == {"edges": 1.0, "heads": 1.0, "precision": 1.0}
-    assert one["precision"] < 1.0, "where a softmax saturates the first order misses edges"
-    wrong = replace(
-        circuit, true=frozenset({("embedding", "L0H1.v"), ("L0H1", "L1H1.k"), ("L1H1", "logits")})
-    )
-    assert known.scores_of(wrong, "EAP-IG, 5 steps")["edges"] < 0.95, (
-        "a decoy's edges would be noticed"
-    )
+    sizes = known.edge_sizes(circuit, "EAP-IG, 5 steps")
+    assert known.scores(circuit, sizes) == {"edges": 1.0, "heads": 1.0, "precision": 1.0}
+    one_step = known.scores_of(circuit, "EAP")
+    assert one_step["precision"] < 1.0, "where a softmax saturates the first order misses edges"
+
+    decoy = frozenset({("embedding", "L0H1.v"), ("L0H1", "L1H1.k"), ("L1H1", "logits")})
+    wrong = replace(circuit, true=decoy)
+    assert known.scores(wrong, sizes)["edges"] < 0.95, "a decoy's edges would be noticed"
 
 
 def test_exact_patching_finds_an_induction_circuit():
@@ -60,8 +53,10 @@ def test_exact_patching_finds_an_induction_circuit():
 def test_zero_ablation_names_a_head_that_always_writes_the_same():
     """Its mean does not: nothing that differs between prompts passes through it. So does exact patching."""
     circuit = CIRCUITS["induction that needs a constant, two layers"]
-    assert known.without(circuit, (0, 5), mean=False) > 0.5
-    assert abs(known.without(circuit, (0, 5), mean=True)) < 0.01
+    (fall,) = known.falls_without(circuit, [(0, 5)], mean=False)
+    assert fall > 0.5
+    (fall,) = known.falls_without(circuit, [(0, 5)], mean=True)
+    assert abs(fall) < 0.01
     assert "L0H5" not in circuit.nodes
     assert known.scores_of(circuit, "EAP-IG, 5 steps")["heads"] == 1.0
 
@@ -70,13 +65,11 @@ def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():
     """With its own answers the same pairs find the circuit (negative control)."""
     circuit = CIRCUITS["induction, two layers"]
     model, pairs = circuit.model(), circuit.prompts(16, 3)
-    others = [
-        replace(pair, answer_tokens=(a,), other_answer=(b,))
-        for pair, (a, b) in zip(
-            pairs, np.random.default_rng(0).integers(0, 15, (99, 2)), strict=False
-        )
-        if a != b
-    ]
+    generator = np.random.default_rng(0)
+    others = []
+    for pair in pairs:
+        answer, other = generator.choice(15, 2, replace=False)
+        others.append(replace(pair, answer_tokens=(answer,), other_answer=(other,)))
     q = [edges(model, some, Counterpart(), steps=5).table(top=4) for some in (others, pairs)]
     assert not (q[0].q_effect < 0.05).any()
     assert set(zip(q[1].writer, q[1].reader, strict=True)) == circuit.true

@@ -33,7 +33,7 @@ def stored_activations(models):
     return json.loads(path.read_text())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sorting_model(models):
     return ma.load_model(str(models / "llm-viz-sort"))
 
@@ -68,15 +68,12 @@ def activation_distances(model, stored):
     return distances
 
 
-def greedy_text(model, characters):
-    """The greedy text from BOS alone, of at least this many characters."""
-    tokens = [model.tokenizer.bos_token_id]
-    text = ""
+def is_greedy(model, text):
+    """Whether each token of a text is the likeliest after BOS and the tokens before it."""
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     with torch.no_grad():
-        while len(text) < characters and len(tokens) < model.cfg.n_ctx:
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-            text = model.tokenizer.decode(tokens[1:])
-    return text.lstrip()
+        logits = model(torch.tensor([[model.tokenizer.bos_token_id, *ids]]))[0, :-1]
+    return logits.argmax(-1).tolist() == ids
 
 
 def test_each_sequence_of_six_letters_is_sorted(sorting_model):
@@ -95,14 +92,17 @@ def test_activations_equal_another_implementation(sorting_model, stored_activati
 
 
 def test_weights_off_by_1e_5_are_noticed(sorting_model, stored_activations):  # negative control
+    weight = sorting_model.blocks[0].attn.q.weight
+    before = weight.clone()
     with torch.no_grad():
-        sorting_model.blocks[0].attn.q.weight.mul_(1.00001)
-    distances = activation_distances(sorting_model, stored_activations)
+        weight.mul_(1.00001)
+        distances = activation_distances(sorting_model, stored_activations)
+        weight.copy_(before)
     assert distances["q"] > 1e-6
     assert distances["k"] <= 1e-6
 
 
 def test_the_published_story_is_told(models):
-    text = greedy_text(ma.load_model(str(models / "stories260K")), len(STORY))
-    assert text.startswith(STORY)
-    assert not text.startswith(STORY.replace("red ball", "blue ball"))  # negative control
+    model = ma.load_model(str(models / "stories260K"))
+    assert is_greedy(model, STORY)
+    assert not is_greedy(model, STORY.replace("red ball", "blue ball"))  # negative control
