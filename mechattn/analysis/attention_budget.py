@@ -135,8 +135,9 @@ class AttentionBudget(AnalysisBase):
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        is_model = isinstance(rows.attention, Attention) and not rows.null
-        if is_model and "moved" not in sums:
+        # Of the model's own attention, once; a null has no queries and keys to move.
+        is_first_block = "moved" not in sums and not rows.null
+        if is_first_block and isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:

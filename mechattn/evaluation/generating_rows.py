@@ -291,7 +291,7 @@ class GeneratingRows:
 
 
 def _kept_length(layer: Any, length: int) -> int:
-    """How many of so many tokens a layer's cache holds."""
+    """How many of ``length`` tokens a layer's cache holds."""
     if not layer.is_sliding:
         return length
     # A window holds the keys of its width less one: the next token brings its own.
@@ -299,7 +299,7 @@ def _kept_length(layer: Any, length: int) -> int:
 
 
 def _count_tokens(layer: Any, length: int) -> None:
-    """Let a layer's cache go on after so many tokens; without a window it counts its keys."""
+    """Let a layer's cache go on after ``length`` tokens; without a window it counts its keys."""
     if layer.is_sliding:
         layer.cumulative_length = length
 

@@ -1,10 +1,12 @@
 """What a report shows: the same on every CPU where a check passes, the worst place where it fails."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mechattn.model.hooked import architecture_of
 from mechattn.model.verify.verification import Check, Report, compare, compare_positions
 
 
@@ -64,3 +66,9 @@ def test_a_figure_that_is_no_number_fails():
 def test_what_compares_no_numbers_prints_none():
     assert rows_of(Check("config", "passed"))[0][2] == ""
     assert compare("values", {}, 1e-3, "hooks", "").outcome == "not checked"
+
+
+def test_a_model_that_names_no_architecture_is_of_an_unknown_one(toy):
+    nameless = SimpleNamespace(cfg=SimpleNamespace(original_architecture=None))
+    assert architecture_of(nameless) == "unknown"
+    assert architecture_of(toy) == "LlamaForCausalLM"
