@@ -312,6 +312,6 @@ def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
     if position_ids is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         position_ids = positions.expand_as(batch.tokens)
-    of_baseline = position_ids[_shared(batch).baseline[longer]]
-    old = of_baseline.gather(1, batch.origin[longer].clamp(min=0))
+    baseline_ids = position_ids[_shared(batch).baseline[longer]]
+    old = baseline_ids.gather(1, batch.origin[longer].clamp(min=0))
     return rotation.turns(old, position_ids[longer], torch.float32)
