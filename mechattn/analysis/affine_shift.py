@@ -142,11 +142,11 @@ class AffineShift(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments; an inserted query has a scale but no baseline to compare with."""
         is_original = batch.origin >= 0
-        of_queries = self._of_queries(sums, batch)
+        query_values = self._of_queries(sums, batch)
         members = batch.members()
         original_members = members & is_original[:, None]
         values = {}
-        for name, value in of_queries.items():
+        for name, value in query_values.items():
             counted = members if name == "scale" else original_members
             values[name] = segment_mean(value, counted)
         values["output_norm"] = segment_mean(sums["output"], original_members)
@@ -168,7 +168,7 @@ class AffineShift(AnalysisBase):
             values[name] = rank.masked_fill(without_insertion, torch.nan).float()
 
         if self.per_query:
-            for name, value in of_queries.items():
+            for name, value in query_values.items():
                 counted = batch.real if name == "scale" else is_original
                 values[f"{name}_at"] = value.masked_fill(~counted[:, None], torch.nan)
         return values

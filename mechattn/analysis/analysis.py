@@ -296,17 +296,17 @@ def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> 
     return dict(zip(names, together.unbind(), strict=True))
 
 
-def means_by_segment(of_members: Values, batch: Batch, each: Iterable[str] = ()) -> Values:
+def means_by_segment(member_values: Values, batch: Batch, each: Iterable[str] = ()) -> Values:
     """Means over the queries (or tokens) of each segment, those with NaN left out.
 
     Args:
-        of_members: Quantities of each query, all [batch head pos].
+        member_values: Quantities of each query, all [batch head pos].
         batch: The sequences.
         each: The quantities of which each query's own value is kept too, as ``…_at``.
     """
-    values = segment_means(of_members, batch.members())
+    values = segment_means(member_values, batch.members())
     for name in each:
-        values[f"{name}_at"] = of_members[name].masked_fill(~batch.real[:, None], torch.nan)
+        values[f"{name}_at"] = member_values[name].masked_fill(~batch.real[:, None], torch.nan)
     return values
 
 

@@ -135,9 +135,9 @@ class AttentionBudget(AnalysisBase):
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        if rows.null or "moved" in sums:
-            return
-        if isinstance(rows.attention, Attention):
+        # Of the model's own attention, once; a null has no queries and keys to move.
+        is_first_block = "moved" not in sums and not rows.null
+        if is_first_block and isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
@@ -312,6 +312,6 @@ def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
     if position_ids is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         position_ids = positions.expand_as(batch.tokens)
-    of_baseline = position_ids[_shared(batch).baseline[longer]]
-    old = of_baseline.gather(1, batch.origin[longer].clamp(min=0))
+    baseline_ids = position_ids[_shared(batch).baseline[longer]]
+    old = baseline_ids.gather(1, batch.origin[longer].clamp(min=0))
     return rotation.turns(old, position_ids[longer], torch.float32)

@@ -206,14 +206,14 @@ class AttentionFocus(AnalysisBase):
         numbers["previous_share"] = (target == positions - 1).float()
         numbers["entropy_share"] = sums["entropy"] / largest_entropy
 
-        of_queries = {
+        query_values = {
             name: number.masked_fill(uncounted, torch.nan) for name, number in numbers.items()
         }
         for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
             without_repeat = _without_repeat(batch, after)[:, None]
-            of_queries[name] = of_queries[name].masked_fill(without_repeat, torch.nan)
+            query_values[name] = query_values[name].masked_fill(without_repeat, torch.nan)
 
-        values = means_by_segment(of_queries, batch, each=of_queries if self.per_query else ())
+        values = means_by_segment(query_values, batch, each=query_values if self.per_query else ())
         if self.per_query:
             values["target_at"] = target.masked_fill(uncounted, torch.nan)
         return values

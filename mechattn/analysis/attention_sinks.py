@@ -276,13 +276,13 @@ class AttentionSinks(AnalysisBase):
             name: value.masked_fill(none_is_seen, torch.nan) for name, value in values.items()
         }
 
-        of_inserted = alpha_of_seen.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
-        of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
+        inserted_alpha = alpha_of_seen.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
+        inserted_alpha = inserted_alpha.masked_fill(inserted_alpha < 0, torch.nan)
         values["alpha"] = alpha
         values["first_alpha"] = alpha[..., 0]
         values["first_sink"] = _above(alpha[..., 0], self.threshold)
-        values["inserted_alpha"] = of_inserted
-        values["inserted_sink"] = _above(of_inserted, self.threshold)
+        values["inserted_alpha"] = inserted_alpha
+        values["inserted_sink"] = _above(inserted_alpha, self.threshold)
         return values
 
     def _of_values(
@@ -300,13 +300,13 @@ class AttentionSinks(AnalysisBase):
         ratio = output / output.mean(1, keepdim=True)
         # The mean over queries of A |v W_O|, of each key.
         written = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
-        of_first = written[..., 0]
+        first_written = written[..., 0]
 
         return {
             "value_drain": norms[..., 0] / mean_norm,
             "strongest_value_ratio": strongest_norm / mean_norm,
-            "first_norm_share": of_first / written.sum(-1),
-            "first_output_share": torch.where(output > 0, of_first / output, torch.nan),
+            "first_norm_share": first_written / written.sum(-1),
+            "first_output_share": torch.where(output > 0, first_written / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
             "output_ratio": ratio,
             "inactive": (ratio < self.inactive_below).float(),

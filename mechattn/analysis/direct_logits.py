@@ -95,12 +95,12 @@ class DirectLogits(_Logits):
     def quantities(self) -> Quantities:
         """The contribution of each head."""
         described = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
-        of_token = {
+        token_quantities = {
             "next_token_logit": Quantity(("head", "segment"), "logits", described, "difference")
         }
         if not self.per_query:
-            return means_of(of_token, "tokens")
-        return means_of(of_token, "tokens") | of_each(of_token, "token")
+            return means_of(token_quantities, "tokens")
+        return means_of(token_quantities, "tokens") | of_each(token_quantities, "token")
 
     @property
     def captures(self) -> Sequence[str]:
@@ -236,8 +236,8 @@ class SegmentLogits(_Logits):
         values = for_each_head(v.to(directions.dtype), heads)
         members = rows.batch.members()[:, None, :, rows.keys].to(directions.dtype)
         if self.gate is None:
-            of_keys = rows.pattern * (directions @ values.mT)
-            sums["read"][:, :, rows.queries] = of_keys @ members.mT
+            key_logits = rows.pattern * (directions @ values.mT)
+            sums["read"][:, :, rows.queries] = key_logits @ members.mT
             return
 
         # The gate of each channel comes later, so the mix of each segment is kept until then.

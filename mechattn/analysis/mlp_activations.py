@@ -195,18 +195,18 @@ class MlpActivations(AnalysisBase):
                 " example) are also measured, so the threshold is set on the data it is applied"
                 " to; calibrate on other prompts"
             )
-        of_prompts: dict[int, list[float]] = {layer: [] for layer in layers}
+        prompt_medians: dict[int, list[float]] = {layer: [] for layer in layers}
 
         def see(
             layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
         ) -> None:
-            of_prompts[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
+            prompt_medians[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
-        return {layer: float(np.median(values)) for layer, values in of_prompts.items()}
+        return {layer: float(np.median(values)) for layer, values in prompt_medians.items()}
 
     def _calibration(self, model: HookedModel) -> Sequence[Prompt]:
         """The calibration prompts; generated ones need a tokenizer."""
@@ -310,6 +310,6 @@ def _add_changes(sums: Sums, activations: Activations) -> None:
 
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
             large_changes = change * (size > _LEAST * norm)[..., None]
-            of_question = large_changes[:, is_question].double().flatten(1)
-            sums["product"][rows] += of_question @ of_question.T
-            sums["within"][rows] += of_question.square() @ (of_question != 0).double().T
+            question_changes = large_changes[:, is_question].double().flatten(1)
+            sums["product"][rows] += question_changes @ question_changes.T
+            sums["within"][rows] += question_changes.square() @ (question_changes != 0).double().T

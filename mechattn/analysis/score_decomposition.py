@@ -74,7 +74,7 @@ class ScoreDecomposition(AnalysisBase):
         dims = ("head", "segment")
         parts = {}
         shares = {}
-        of_keys = {}
+        key_trends = {}
         for part, formula in _FORMULAS.items():
             described = f"{formula}, of the target, centred over the keys that the query sees"
             parts[part] = Quantity(dims, "logits", described, "difference")
@@ -82,9 +82,9 @@ class ScoreDecomposition(AnalysisBase):
             shares[f"{part}_share"] = Quantity(dims, "share", share, "difference")
             if part != "content":
                 trend = f"{formula}, not centred: only its trend matters"
-                of_keys[f"{part}_of_key"] = Quantity(("head", "key"), "logits", trend)
+                key_trends[f"{part}_of_key"] = Quantity(("head", "key"), "logits", trend)
 
-        quantities = means_of(parts | shares) | of_keys
+        quantities = means_of(parts | shares) | key_trends
         if not self.per_query:
             return quantities
         target = Quantity(("head", "key"), "position", "index of the target of each query")

@@ -61,8 +61,8 @@ def budget_table(
     for payer in payers(result):
         row: dict[str, object] = {"payer": payer}
         for name, values in columns.items():
-            of_payer = values.sel(segment=payer)
-            interval = overall_mean(result, of_payer)
+            payer_values = values.sel(segment=payer)
+            interval = overall_mean(result, payer_values)
             row[name] = POINTS * float(interval.estimate)
             row[f"{name}_low"] = POINTS * float(interval.low)
             row[f"{name}_high"] = POINTS * float(interval.high)

@@ -143,8 +143,8 @@ class Contrast(Question):
         tested, present = several_tested(self, names)
         units = tested[0].units
         units.refuse_below(FEWEST)
-        of_conditions = [numbers.values[:, present] for numbers in tested]
-        effects = np.stack(of_conditions, axis=1)  # [unit, condition, cell]
+        condition_values = [numbers.values[:, present] for numbers in tested]
+        effects = np.stack(condition_values, axis=1)  # [unit, condition, cell]
         labels = {name: values[present] for name, values in tested[0].labels.items()}
         estimates = crossed(effects, self.level)
         heads = pd.DataFrame(labels | estimates._asdict())
@@ -181,22 +181,24 @@ class Contrast(Question):
         if other is not None:
             other = other.sel(head=head)
         contrast = replace(self, result=self.result.sel(head=head), other=other)
-        of_head = differences(contrast, labels_of([contrast]))
-        if of_head.ours.ndim > 3:
+        head_differences = differences(contrast, labels_of([contrast]))
+        if head_differences.ours.ndim > 3:
             raise OptionError(
                 f"{self.quantity!r} has more than one number for each head and prompt"
             )
-        check_cells(self, of_head.scale, of_head.cells.size, of_head.left_out)
+        check_cells(
+            self, head_differences.scale, head_differences.cells.size, head_differences.left_out
+        )
         columns = {
-            "prompt": of_head.ours.prompt.values,
-            "value": of_head.ours.values.reshape(-1),
-            "reference": of_head.theirs.values.reshape(-1),
-            "difference": of_head.difference.values.reshape(-1),
+            "prompt": head_differences.ours.prompt.values,
+            "value": head_differences.ours.values.reshape(-1),
+            "reference": head_differences.theirs.values.reshape(-1),
+            "difference": head_differences.difference.values.reshape(-1),
         }
         prompts = pd.DataFrame(columns)
         ranked_by = "difference"
-        if of_head.expected is not None:
-            prompts["beyond"] = prompts.difference - of_head.expected.reshape(-1)
+        if head_differences.expected is not None:
+            prompts["beyond"] = prompts.difference - head_differences.expected.reshape(-1)
             ranked_by = "beyond"
         return prompts.sort_values(
             ranked_by, key=abs, ascending=False, kind="stable", ignore_index=True

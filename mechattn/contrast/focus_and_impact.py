@@ -162,8 +162,8 @@ def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
     for prompt, member in enumerate(is_member):
         first_mass = masses.isel(prompt=prompt).values[..., member]
         magnitude = magnitudes.isel(prompt=prompt).values[..., member]
-        of_prompt = _of_prompt(first_mass, magnitude, masses.layer.values)
-        blocks.append(of_prompt.assign(prompt=prompt))
+        prompt_rows = _of_prompt(first_mass, magnitude, masses.layer.values)
+        blocks.append(prompt_rows.assign(prompt=prompt))
     queries = pd.concat(blocks, ignore_index=True)
     queries.attrs = {"layers": masses.layer.values.tolist()}
     return queries

@@ -97,8 +97,8 @@ def with_random(
     means, rounding = _mean_differences(contrast, units, unit_indices)
     draws = []
     for draw in random:
-        of_draw = replace(contrast, result=draw, scale=table.attrs["scale"], null="uniform")
-        draw_means, _ = _mean_differences(of_draw, units, unit_indices)
+        draw_contrast = replace(contrast, result=draw, scale=table.attrs["scale"], null="uniform")
+        draw_means, _ = _mean_differences(draw_contrast, units, unit_indices)
         draws.append(draw_means.reindex_like(means).values)
 
     head_axis = None
@@ -150,8 +150,8 @@ def _mean_differences(
     means = []
     rounding = []
     for block in layers_of(contrast)():
-        of_units = units.means(block.difference.values)[unit_indices]
-        mean = block.difference[0].copy(data=of_units.mean(0))
+        unit_differences = units.means(block.difference.values)[unit_indices]
+        mean = block.difference[0].copy(data=unit_differences.mean(0))
         means.append(mean)
         rounding.append(mean.copy(data=block.rounding(units, unit_indices)))
     if len(means) == 1:

@@ -61,12 +61,12 @@ def ranked_heads(
         _check_one_number(values, quantity)
         quantities.check_present(values, quantity, segment, (result, condition))
 
-        of_units = units.means(values.values.reshape(prompts, -1))
-        block = _statistics(values, of_units[reported_units], quantity, level)
-        block["ranked_by"] = of_units[ranking_units].mean(0)
+        unit_values = units.means(values.values.reshape(prompts, -1))
+        block = _statistics(values, unit_values[reported_units], quantity, level)
+        block["ranked_by"] = unit_values[ranking_units].mean(0)
         if null is not None:
-            of_null = null.broadcast_like(values).transpose(*values.dims)
-            null_of_units = units.means(of_null.values.reshape(prompts, -1))
+            null_values = null.broadcast_like(values).transpose(*values.dims)
+            null_of_units = units.means(null_values.values.reshape(prompts, -1))
             block["uniform"] = null_of_units[reported_units].mean(0)
         blocks.append(block)
     table = pd.concat(blocks, ignore_index=True)
@@ -111,18 +111,18 @@ def _check_one_number(values: xr.DataArray, quantity: str) -> None:
 
 
 def _statistics(
-    values: xr.DataArray, of_units: np.ndarray, quantity: str, level: float
+    values: xr.DataArray, unit_values: np.ndarray, quantity: str, level: float
 ) -> pd.DataFrame:
     """A row for each head: its mean over units, with its interval and error.
 
     Args:
         values: The values of prompts [prompt, layer, head].
-        of_units: Those of the units that are reported [unit, layer × head].
+        unit_values: Those of the units that are reported [unit, layer × head].
         quantity: The name of the column of means.
         level: The level of the intervals.
     """
     layer, head = np.indices(values.shape[1:]).reshape(2, -1)
-    mean, low, high = t_interval(of_units, level)
+    mean, low, high = t_interval(unit_values, level)
     columns = {
         "layer": values.layer.values[layer],
         "head": values["head"].values[head],
@@ -130,8 +130,8 @@ def _statistics(
         "low": low,
         "high": high,
         "uniform": np.nan,
-        "n": len(of_units),
-        "error": of_units.std(0, ddof=1) / np.sqrt(len(of_units)),
+        "n": len(unit_values),
+        "error": unit_values.std(0, ddof=1) / np.sqrt(len(unit_values)),
     }
     return pd.DataFrame(columns)
 

@@ -27,8 +27,8 @@ def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
     """The values [unit, …] that an interval is computed from: those of prompts, or the means of
     groups.
     """
-    of_prompts = values.transpose("prompt", ...).values.astype(np.float64)
-    return units_in(result, values).means(of_prompts)
+    prompt_values = values.transpose("prompt", ...).values.astype(np.float64)
+    return units_in(result, values).means(prompt_values)
 
 
 def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] = ()) -> Interval:
@@ -58,8 +58,8 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     # Else all prompts are needed at once, so some layers (or positions …) at a time.
     intervals = []
     for block in in_parts(values, rest[0], result.memory):
-        of_units = over_units(result, block)
-        intervals.append(_interval(of_units))
+        unit_values = over_units(result, block)
+        intervals.append(_interval(unit_values))
     means, lows, highs = zip(*intervals, strict=True)
     return Interval(np.concatenate(means), np.concatenate(lows), np.concatenate(highs))
 
@@ -113,15 +113,15 @@ def at_positions(
         at: The condition, layer and head.
         prompts: The prompts that count; unless these are all, each prompt's values must be stored.
     """
-    of_head = dataset.sel(at)
+    head_dataset = dataset.sel(at)
     if len(prompts) < dataset.sizes["prompt"]:
-        per_prompt = of_head[f"{quantity}_per_prompt"].isel(prompt=prompts)
+        per_prompt = head_dataset[f"{quantity}_per_prompt"].isel(prompt=prompts)
         moments = Moments.of(per_prompt.values)
     else:
         moments = Moments.from_statistics(
-            of_head[f"{quantity}_n"].values,
-            of_head[quantity].values,
-            of_head[f"{quantity}_variance"].values,
+            head_dataset[f"{quantity}_n"].values,
+            head_dataset[quantity].values,
+            head_dataset[f"{quantity}_variance"].values,
         )
 
     at_least = min(10, len(prompts))
@@ -181,13 +181,13 @@ def choose_heads(
         ratios = values / uniform
         ratios = ratios.transpose("prompt", "layer", "head")
         log_ratio = ratios.copy(data=np.log(ratios.values))
-        of_units = over_units(result, log_ratio)
-        of_units = of_units.reshape(-1, log_ratio[0].size)
+        unit_values = over_units(result, log_ratio)
+        unit_values = unit_values.reshape(-1, log_ratio[0].size)
         layer_indices, heads = np.indices(log_ratio.shape[1:]).reshape(2, -1)
         layers = values.layer.values[layer_indices]
     else:
         tested = what_is_tested(Question(half, condition), layer, by=by)
-        of_units = tested.values
+        unit_values = tested.values
         layers = tested.labels["layer"]
         heads = tested.labels["head"]
 
@@ -197,7 +197,7 @@ def choose_heads(
             "name the heads, or run at least 6 prompts"
         )
 
-    sizes = abs(of_units.mean(0))
+    sizes = abs(unit_values.mean(0))
     largest = np.argsort(-sizes, kind="stable")[:count]
     pairs = zip(layers[largest].tolist(), heads[largest].tolist(), strict=True)
     return sorted(pairs)
@@ -294,7 +294,7 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
     is_segment = (segments == numbers).astype(np.float64)  # [segment, prompt, key]
 
     # Sums over prompts and segments, as the shares of each prompt, head and position would be many.
-    of_layers = []
+    layer_means = []
     over_prompts_and_segments = ([1, 2], [1, 0])
     for shares in left:
         is_known = np.isfinite(shares.values)
@@ -302,8 +302,8 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
         known = is_known.astype(np.float64)
         total = np.tensordot(known_shares, is_segment, over_prompts_and_segments)
         count = np.tensordot(known, is_segment, over_prompts_and_segments)
-        of_layers.append(ratio(total, count))
-    return np.stack(of_layers)
+        layer_means.append(ratio(total, count))
+    return np.stack(layer_means)
 
 
 def _mean_line(

@@ -58,10 +58,10 @@ def agreement(
     cosines = np.concatenate(blocks, axis=1)  # [other, prompt, layer]
 
     tables = []
-    for name, of_prompts in zip(others, cosines, strict=True):
-        of_units = units.means(of_prompts)
-        differences = units.means(cosines[0] - of_prompts)
-        mean, low, high = t_interval(of_units, level)
+    for name, prompt_cosines in zip(others, cosines, strict=True):
+        unit_cosines = units.means(prompt_cosines)
+        differences = units.means(cosines[0] - prompt_cosines)
+        mean, low, high = t_interval(unit_cosines, level)
         beyond, beyond_low, beyond_high = t_interval(differences, level)
         columns = {
             "condition": condition,
@@ -73,7 +73,7 @@ def agreement(
             "beyond": beyond,
             "beyond_low": beyond_low,
             "beyond_high": beyond_high,
-            "n": np.isfinite(of_units).sum(0),
+            "n": np.isfinite(unit_cosines).sum(0),
         }
         tables.append(pd.DataFrame(columns))
     table = pd.concat(tables, ignore_index=True)
@@ -91,12 +91,12 @@ def _cosine(product: xr.DataArray, condition: str, other: str, over: str) -> np.
         """The stored product of two conditions' changes from the baseline."""
         return product.sel(condition=first, other_condition=second).values
 
-    def of_changes(first: str, second: str) -> np.ndarray:
+    def changes_product(first: str, second: str) -> np.ndarray:
         """The product of their changes from ``over``."""
         shared = between(first, over) + between(over, second)
         return between(first, second) - shared + between(over, over)
 
-    squared_norms = of_changes(condition, condition) * of_changes(other, other)
+    squared_norms = changes_product(condition, condition) * changes_product(other, other)
     norms = np.sqrt(squared_norms)
-    cosine = ratio(of_changes(condition, other), norms)
+    cosine = ratio(changes_product(condition, other), norms)
     return cosine.clip(-1, 1)  # rounding may exceed 1

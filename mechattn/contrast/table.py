@@ -187,9 +187,9 @@ def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
     if "change" in heads:
         effect = CHANGE
     labels = heads.columns[: heads.columns.get_loc(effect[0])]
-    of_options = heads.columns.intersection(_OF_OPTIONS)
+    option_columns = heads.columns.intersection(_OF_OPTIONS)
 
-    return heads[[*labels, *effect, *_TESTS, *of_options]]
+    return heads[[*labels, *effect, *_TESTS, *option_columns]]
 
 
 def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
@@ -273,20 +273,20 @@ def _cell_statistics(
         if masks is not None:
             mask = masks[number]
 
-        def of_units(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        def unit_values(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
             """The values [unit, cell] of the mask's cells."""
             counted_units = units.means(values)[unit_indices]
             return counted_units[:, mask]
 
         expected = None
         if block.expected is not None:
-            expected = of_units(block.expected, mask)
+            expected = unit_values(block.expected, mask)
         rounding = block.rounding(units, unit_indices)[mask]
-        stream.add(of_units(block.difference.values, mask), expected, rounding)
+        stream.add(unit_values(block.difference.values, mask), expected, rounding)
 
         columns = cell_labels(block, mask)
-        columns["value"] = of_units(block.ours.values, mask).mean(0)
-        columns["reference"] = of_units(block.theirs.values, mask).mean(0)
+        columns["value"] = unit_values(block.ours.values, mask).mean(0)
+        columns["reference"] = unit_values(block.theirs.values, mask).mean(0)
         rows.append(pd.DataFrame(columns))
         used_masks.append(mask)
         left_out += block.left_out
@@ -303,9 +303,9 @@ def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.n
     """
     ends = np.cumsum([mask.sum() for mask in masks])
     selected_masks = []
-    for mask, of_block in zip(masks, np.split(is_selected, ends[:-1]), strict=True):
+    for mask, selected_in_block in zip(masks, np.split(is_selected, ends[:-1]), strict=True):
         selected = mask.copy()
-        selected[mask] = of_block
+        selected[mask] = selected_in_block
         selected_masks.append(selected)
     return selected_masks
 

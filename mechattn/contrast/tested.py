@@ -60,12 +60,12 @@ def what_is_tested(
         if by == "beyond" and block.expected is not None:
             tested = tested - block.expected
 
-        of_units = without_rounding(units.means(tested), block.rounding(units))
-        of_units = np.where(block.cells, of_units, np.nan)
-        of_units = of_units.reshape(units.n, -1)
+        unit_values = without_rounding(units.means(tested), block.rounding(units))
+        unit_values = np.where(block.cells, unit_values, np.nan)
+        unit_values = unit_values.reshape(units.n, -1)
         if unit_bags is not None:
-            of_units = unit_bags.means(of_units)
-        values.append(of_units)
+            unit_values = unit_bags.means(unit_values)
+        values.append(unit_values)
 
         every_cell = np.ones_like(block.cells)
         labels.append(cell_labels(block, every_cell))
@@ -76,7 +76,7 @@ def what_is_tested(
 
     all_labels = {}
     for name in labels[0]:
-        all_labels[name] = np.concatenate([of_block[name] for of_block in labels])
+        all_labels[name] = np.concatenate([block_labels[name] for block_labels in labels])
     return Tested(all_values, units, all_labels, block.null)
 
 

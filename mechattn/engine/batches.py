@@ -55,7 +55,7 @@ class Cost:
     # Whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming).
     holds_pattern: bool
 
-    def of(self, length: int) -> int:
+    def row_bytes(self, length: int) -> int:
         """Bytes for one sequence."""
         row = 2 * BLOCK
         if self.holds_pattern:
@@ -82,7 +82,7 @@ def batch_plan(
         if batches:
             batch = batches[-1]
             rows = (len(batch) + 1) * len(lengths[index])
-            is_full = rows * cost.of(longest) > budget or rows > _LARGEST_BATCH
+            is_full = rows * cost.row_bytes(longest) > budget or rows > _LARGEST_BATCH
             is_other_side = side_of[batch[0]] != side_of[index]
             if not is_full and not is_other_side and shortest >= _LEAST_FILL * longest:
                 batch.append(index)

@@ -149,20 +149,20 @@ class Nulls:
                 null=True,
             )
 
-            for number, of_analysis in sums.items():
+            for number, analysis_sums in sums.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):
                     if isinstance(analysis, protocols.RowAnalysis):
-                        analysis.add(of_analysis, block)
+                        analysis.add(analysis_sums, block)
                     if isinstance(analysis, protocols.PairAnalysis) and paired is not None:
-                        analysis.add_pairs(of_analysis, paired.rows(rows))
+                        analysis.add_pairs(analysis_sums, paired.rows(rows))
 
         attention_by_rows(attention, see)
 
         batch = self.batch.at(layer)
         return {
-            number: _null_values(self.analyses[number], of_analysis, kind, batch, window)
-            for number, of_analysis in sums.items()
+            number: _null_values(self.analyses[number], analysis_sums, kind, batch, window)
+            for number, analysis_sums in sums.items()
         }
 
     def _blind_attention(self, kind: str, layer: int, window: Window) -> Attention:

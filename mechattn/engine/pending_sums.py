@@ -236,8 +236,8 @@ class RowReceiver:
         self.pending = pending
 
         # Numbers and analyses, see PendingSums.receivers.
-        self.of_rows = pending.receivers("rows")
-        self.of_pairs = pending.receivers("pairs")
+        self.row_receivers = pending.receivers("rows")
+        self.pair_receivers = pending.receivers("pairs")
 
         # Of the layers whose blocks are arriving.
         self.paired_layers: dict[int, PairedLayer] = {}
@@ -245,7 +245,7 @@ class RowReceiver:
     @property
     def is_needed(self) -> bool:
         """Whether any analysis reads attention."""
-        return bool(self.of_rows or self.of_pairs)
+        return bool(self.row_receivers or self.pair_receivers)
 
     def see(self, layer: int, rows: Rows | Fused) -> None:
         """Receive a block of a layer, or a whole layer.
@@ -260,7 +260,7 @@ class RowReceiver:
             return
 
         self._see_rows(layer, rows)
-        if self.of_pairs:
+        if self.pair_receivers:
             self._see_pairs(layer, rows)
 
         # Blocks arrive in the order of the queries.
@@ -269,9 +269,9 @@ class RowReceiver:
             return
 
         self.paired_layers.pop(layer, None)  # it holds the baselines' attention
-        for number, _ in self.of_rows:
+        for number, _ in self.row_receivers:
             self.pending.complete(number, layer, "rows")
-        for number, _ in self.of_pairs:
+        for number, _ in self.pair_receivers:
             self.pending.complete(number, layer, "pairs")
 
     def _see_whole(self, layer: int, fused: Fused) -> None:
@@ -280,7 +280,7 @@ class RowReceiver:
         window = self.batch.windows[layer]
         attention = protocols.WholeAttention(layer, fused, batch, window)
 
-        for number, analysis in self.of_rows:
+        for number, analysis in self.row_receivers:
             analysis.add_whole(self.pending.of(number, layer), attention)
             self.pending.complete(number, layer, "rows")
 
@@ -301,7 +301,7 @@ class RowReceiver:
             attention=rows.attention,
         )
 
-        for number, analysis in self.of_rows:
+        for number, analysis in self.row_receivers:
             analysis.add(self.pending.of(number, layer), block)
 
     def _see_pairs(self, layer: int, rows: Rows) -> None:
@@ -313,7 +313,7 @@ class RowReceiver:
             self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
 
         block = self.paired_layers[layer].rows(rows)
-        for number, analysis in self.of_pairs:
+        for number, analysis in self.pair_receivers:
             analysis.add_pairs(self.pending.of(number, layer), block)
 
 
@@ -330,14 +330,14 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
     """
     batch = pending.batch
     capturing = pending.receivers("hooks")
-    of_final = pending.receivers("final")
-    if not capturing and not of_final:
+    final_receivers = pending.receivers("final")
+    if not capturing and not final_receivers:
         yield
         return
 
     def see_final(module: Any, args: Any, resid_post: Stream) -> None:
         """Give the final stream to every layer's sums, on the layer's device."""
-        for number, analysis in of_final:
+        for number, analysis in final_receivers:
             for layer, device in batch.devices.items():
                 analysis.add_final(pending.of(number, layer), resid_post.detach().to(device))
                 pending.complete(number, layer, "final")
@@ -353,7 +353,7 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
                     handle = hook.register_forward_hook(partial(capture.see, name))
                     stack.callback(handle.remove)
 
-        if of_final:
+        if final_receivers:
             last_hook = hook_dict[f"blocks.{pending.last_layer}.hook_resid_post"]
             handle = last_hook.register_forward_hook(see_final)
             stack.callback(handle.remove)

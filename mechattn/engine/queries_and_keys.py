@@ -148,7 +148,7 @@ def measure(
     seeing = fn.seeing_queries(is_counted, scores.window)
     statistics = {"received": fn.received_attention(received, seeing)}
     for name in blocks[0]:
-        statistics[name] = torch.cat([of_block[name] for of_block in blocks], 2)
+        statistics[name] = torch.cat([block_statistics[name] for block_statistics in blocks], 2)
     if v is not None:
         statistics["output"] = output
 
@@ -171,8 +171,8 @@ def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, 
     }
     if segments:
         members = torch.stack([*segments.values()], -1)
-        of_keys = members[:, None, rows.keys].to(largest.dtype)
-        statistics["mass"] = rows.pattern @ of_keys
+        key_members = members[:, None, rows.keys].to(largest.dtype)
+        statistics["mass"] = rows.pattern @ key_members
     return statistics
 
 

@@ -87,8 +87,10 @@ def record_affine(
     for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
         original = (batch.origin[1] >= 0).nonzero().flatten()
         recorded[prompt.id] = {
-            layer: Affine(of_layer["scale"][1, :, original], of_layer["shift"][1, :, original])
-            for layer, of_layer in values.items()
+            layer: Affine(
+                layer_values["scale"][1, :, original], layer_values["shift"][1, :, original]
+            )
+            for layer, layer_values in values.items()
         }
 
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
@@ -111,16 +113,18 @@ def _passes(
     conditions = with_baseline({"recorded": condition})
 
     sequences = checked_sequences(conditions, prompts, model, seed, [analysis])
-    for prompt, of_prompt in zip(prompts, sequences, strict=True):
-        if not of_prompt["recorded"].of_segment(segment).any():
+    for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
+        if not prompt_sequences["recorded"].of_segment(segment).any():
             raise OptionError(
                 f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be"
                 " recorded"
             )
 
     rows = list(conditions) if isinstance(analysis, PairAnalysis) else ["recorded"]
-    for prompt, of_prompt in zip(prompts, sequences, strict=True):
-        batch = pad_right([of_prompt[name] for name in rows], [(0, name) for name in rows], 0)
+    for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
+        batch = pad_right(
+            [prompt_sequences[name] for name in rows], [(0, name) for name in rows], 0
+        )
         (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
         yield prompt, batch, values
 
@@ -190,8 +194,8 @@ def record_keys_values(
     for prompt, batch, values in passes:
         in_segment = batch.of_segment(segment)[0]
         recorded[prompt.id] = {
-            layer: {"k": of_layer["k"][0, in_segment], "v": of_layer["v"][0, in_segment]}
-            for layer, of_layer in values.items()
+            layer: {"k": layer_values["k"][0, in_segment], "v": layer_values["v"][0, in_segment]}
+            for layer, layer_values in values.items()
         }
 
     description = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"

@@ -213,7 +213,7 @@ def made_sequences(
         ConditionError: A condition of the user's own does not give a sequence, gives another one
             each time, or does more than insert tokens.
     """
-    of_prompts: list[dict[str, TokenSequence]] = []
+    prompt_sequences: list[dict[str, TokenSequence]] = []
     for prompt in prompts:
         sequences = {}
         for name, condition in named.items():
@@ -230,7 +230,7 @@ def made_sequences(
             if name == BASELINE or sequence.counterpart:
                 continue
             # One prompt is enough to find a condition that draws without the seed.
-            if not of_prompts:
+            if not prompt_sequences:
                 again = named[name].apply(prompt, model, seed)
                 if not again.tokens.equal(sequence.tokens):
                     raise ConditionError(
@@ -240,8 +240,8 @@ def made_sequences(
             _check_insertion(prompt, name, sequence, sequences[BASELINE])
 
         # A counterpart may change tokens: which ones is marked here.
-        of_prompts.append(with_changes(sequences))
-    return of_prompts
+        prompt_sequences.append(with_changes(sequences))
+    return prompt_sequences
 
 
 def _check_insertion(
@@ -255,8 +255,8 @@ def _check_insertion(
         )
 
     for attribute in ("tokens", "origin", "segment"):
-        of_original = getattr(sequence, attribute)[~sequence.inserted]
-        if not of_original.equal(getattr(baseline, attribute)):
+        original_values = getattr(sequence, attribute)[~sequence.inserted]
+        if not original_values.equal(getattr(baseline, attribute)):
             raise ConditionError(
                 f"the condition {name!r} changes the {attribute} of original tokens of prompt"
                 f" {prompt.id}: a condition may only insert tokens, as insert(tokenize(prompt,"
@@ -288,21 +288,21 @@ def checked_sequences(
         MechattnError: A condition, a prompt or an intervention cannot be used, as the checks below
             say; none of them runs the model.
     """
-    of_prompts = made_sequences(named, prompts, model, seed)
-    for prompt, sequences in zip(prompts, of_prompts, strict=True):
+    prompt_sequences = made_sequences(named, prompts, model, seed)
+    for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
 
-    check_interventions(model, [prompt.id for prompt in prompts], of_prompts)
-    check_variants(model, of_prompts)
-    return of_prompts
+    check_interventions(model, [prompt.id for prompt in prompts], prompt_sequences)
+    check_variants(model, prompt_sequences)
+    return prompt_sequences
 
 
-def check_variants(model: HookedModel, of_prompts: Sequence[ByCondition]) -> None:
+def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> None:
     """Refuse hidden tokens or kept positions in a model that supports neither."""
     hiding = set()
     lowest_ids = []  # of sequences that keep positions, with their conditions
 
-    for sequences in of_prompts:
+    for sequences in prompt_sequences:
         for name, sequence in sequences.items():
             if sequence.edge_mask:
                 hiding.add(name)
@@ -347,12 +347,12 @@ def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None
 
 
 def check_interventions(
-    model: HookedModel, ids: Sequence[str], of_prompts: Sequence[ByCondition]
+    model: HookedModel, ids: Sequence[str], prompt_sequences: Sequence[ByCondition]
 ) -> None:
     """Refuse interventions that cannot act on this model or on their prompts."""
     # By identity: prompts share interventions, and each is checked once, with all that it acts on.
     uses: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
-    for prompt, sequences in zip(ids, of_prompts, strict=True):
+    for prompt, sequences in zip(ids, prompt_sequences, strict=True):
         for sequence in sequences.values():
             for intervention in sequence.interventions:
                 _, used = uses.setdefault(id(intervention), (intervention, []))
@@ -370,7 +370,7 @@ def check_interventions(
                 intervention.check_sequence(prompt, sequence)
 
 
-def sides_of(model: HookedModel, of_prompts: Sequence[ByCondition]) -> list[str]:
+def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str]:
     """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a
     model without one."""
     boundary = boundary_of(model)
@@ -378,7 +378,7 @@ def sides_of(model: HookedModel, of_prompts: Sequence[ByCondition]) -> list[str]
         return []
 
     # All sequences of a prompt lie on the same side, see check_side.
-    return [boundary.side(max(_positions_of(sequences).values())) for sequences in of_prompts]
+    return [boundary.side(max(_positions_of(sequences).values())) for sequences in prompt_sequences]
 
 
 def _positions_of(sequences: ByCondition) -> dict[str, int]:

@@ -127,8 +127,8 @@ class Plan:
         sequences = checks.checked_sequences(
             self.conditions, prompts, self.model, self.options.seed, self.analyses
         )
-        for prompt, of_prompt in zip(prompts, sequences, strict=True):
-            checks.check_read(prompt, of_prompt)
+        for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
+            checks.check_read(prompt, prompt_sequences)
         return sequences
 
     def calibrated(self, prompts: Sequence[Prompt]) -> Run:
@@ -195,13 +195,13 @@ class Run:
         """The model, the prompts and the options, which determine the numbers; and when and where
         they were computed."""
         plan = self.plan
-        of_prompts: dict[str, Any] = {
+        about_prompts: dict[str, Any] = {
             "count": len(prompts),
             "hash": provenance.set_hash(prompts),
             "template": prompts[0].template,
         }
         if self.alike:
-            of_prompts["alike"] = self.alike
+            about_prompts["alike"] = self.alike
 
         conditions = {
             name: condition_data(condition, first_sequences[name])
@@ -209,7 +209,7 @@ class Run:
         }
         return {
             "model": model_data(plan.model, plan.paths),
-            "prompts": of_prompts,
+            "prompts": about_prompts,
             "conditions": conditions,
             "analyses": {analysis.name: dict(analysis.options) for analysis in plan.analyses},
             "measured_layers": plan.layers,

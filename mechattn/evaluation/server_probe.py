@@ -316,7 +316,7 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
     tokens = torch.tensor([prompt + answer], device=device_of(native))
     logits = native(input_ids=tokens).logits[0]
     logprobs = logits.double().log_softmax(-1)
-    of_tokens = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+    token_logprobs = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
 
     # From the prompt's last token on, which predicts the answer's first.
     split = len(prompt) - 1
@@ -325,4 +325,4 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
     starts = [answer[:length] for length in range(len(answer) + 1)]
     texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
     steps = [text.rstrip("�") for text in texts]
-    return Reference(steps[-1], of_tokens[:split].tolist(), steps, gaps.tolist())
+    return Reference(steps[-1], token_logprobs[:split].tolist(), steps, gaps.tolist())

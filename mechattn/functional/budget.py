@@ -120,7 +120,7 @@ def before_hidden_states(
     without_values = replace(attention, v=attention.k[..., :0])
     own = without_values.of(longer)
 
-    def of_baseline(x: Vectors, positions: slice) -> Float[Tensor, "row head query d_head"]:
+    def baseline_vectors(x: Vectors, positions: slice) -> Float[Tensor, "row head query d_head"]:
         """Vectors of the baseline's tokens at their positions in the longer sequence."""
         # An inserted token has no place there; what it gets here is not used.
         index = origin[:, None, positions, None].clamp(min=0)
@@ -136,12 +136,12 @@ def before_hidden_states(
     q = own.q.to(wide, copy=True)
     q[:, :, queries] = torch.where(
         is_original[:, :, queries],
-        of_baseline(attention.q, queries),
+        baseline_vectors(attention.q, queries),
         q[:, :, queries],
     )
 
     # All keys, since any of these queries may see them.
-    k_of_baseline = of_baseline(attention.k, slice(None))
+    k_of_baseline = baseline_vectors(attention.k, slice(None))
     k = torch.where(is_original, k_of_baseline, own.k.to(wide))
     return replace(own, q=q, k=k)
 

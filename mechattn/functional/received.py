@@ -285,9 +285,9 @@ def massive(
     bound = (ratio * median).clamp(min=least)
 
     # Padding never is the largest, and never counts.
-    of_padding = ~real[:, :, None]
-    largest = size.masked_fill(of_padding, -1.0).amax(-1)
-    above_bound = (size > bound[:, None, None]).masked_fill(of_padding, False)
+    is_padding = ~real[:, :, None]
+    largest = size.masked_fill(is_padding, -1.0).amax(-1)
+    above_bound = (size > bound[:, None, None]).masked_fill(is_padding, False)
     count = above_bound.sum((1, 2))
 
     return {

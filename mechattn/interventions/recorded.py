@@ -332,8 +332,8 @@ class KVPatch:
                 "a KVPatch needs the segment of each token: use it in run or evaluate"
             )
         mask = torch.zeros(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
-        of_rows = tokens.segments == SEGMENTS.index(self.segment)
-        mask[tokens.rows.to(tensor.device)] = of_rows.to(tensor.device)
+        in_segment = tokens.segments == SEGMENTS.index(self.segment)
+        mask[tokens.rows.to(tensor.device)] = in_segment.to(tensor.device)
         return mask
 
     def __repr__(self) -> str:

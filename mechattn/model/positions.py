@@ -190,12 +190,12 @@ def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
 def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
     """No rotation, and for all frequencies the ways in which models use them."""
     yield NO_ROTATION
-    for of_pairs in frequencies:
-        if 2 * len(of_pairs) > width:
+    for pair_frequencies in frequencies:
+        if 2 * len(pair_frequencies) > width:
             continue
         for adjacent in (False, True):
-            for first in {0, width - 2 * len(of_pairs)}:
-                yield Rotation(of_pairs, adjacent, first)
+            for first in {0, width - 2 * len(pair_frequencies)}:
+                yield Rotation(pair_frequencies, adjacent, first)
 
 
 def _error(rotation: Rotation, attention: Attention, position_ids: Int[Tensor, "2 pos"]) -> float:

@@ -196,9 +196,9 @@ def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float
 
     _, values = hooks.logits_and_values(model, tokens, names)
     errors = {}
-    for layer, of_layer in scores.items():
+    for layer, layer_scores in scores.items():
         q, k, pattern = (values[name].float() for name in hook_names[layer])
-        content, bias, alibi, rest = of_layer.parts(q, k)
+        content, bias, alibi, rest = layer_scores.parts(q, k)
         total = content + bias + alibi + rest
 
         queries = torch.arange(tokens.shape[1], device=pattern.device)

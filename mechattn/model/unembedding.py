@@ -89,11 +89,11 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
 
     signs = ones.clone()
     signs[1::2] = -1
-    of_signs, bias, of_ones = normed(torch.stack([signs, 0 * signs, ones]))
+    normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
     eps = _eps_of(norm, model)
-    gamma = (of_signs - bias) * signs * (1 + eps) ** 0.5
+    gamma = (normed_signs - bias) * signs * (1 + eps) ** 0.5
     # A norm that subtracts the mean makes 0 of equal numbers.
-    centres = bool((of_ones - bias).abs().max() < 1e-2 * gamma.abs().max())
+    centres = bool((normed_ones - bias).abs().max() < 1e-2 * gamma.abs().max())
 
     frozen = FrozenNorm(gamma, centres, eps)
     expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias

@@ -401,9 +401,9 @@ def head_texts(result: Result) -> dict[str, Any]:
     values = values.transpose("condition", "layer", "head", "key")
     received = {}
     for condition, token_list in tokens.items():
-        of_condition = values.sel(condition=condition).values[..., : len(token_list)]
-        kind = kind_for(of_condition.size * len(tokens))
-        received[condition] = packed(of_condition, kind)
+        condition_values = values.sel(condition=condition).values[..., : len(token_list)]
+        kind = kind_for(condition_values.size * len(tokens))
+        received[condition] = packed(condition_values, kind)
 
     return {"tokens": tokens, "received": received}
 

@@ -41,8 +41,8 @@ def answer_logprob(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
     token_ids = answer.expand(len(logits), -1)[..., None]
     logprobs = logits.log_softmax(-1)
-    of_answer = logprobs.gather(-1, token_ids)[..., 0]
-    return of_answer.sum(-1)
+    answer_values = logprobs.gather(-1, token_ids)[..., 0]
+    return answer_values.sum(-1)
 
 
 def answer_margin(logits: Logits, answer: Answer, baseline: Logits) -> Values:
@@ -54,8 +54,8 @@ def answer_margin(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     token_ids = answer.expand(len(logits), -1)[..., None]
     without_answer = logits.scatter(-1, token_ids, -torch.inf)
     runner_up = without_answer.amax(-1)
-    of_answer = logits.gather(-1, token_ids)[..., 0]
-    return (of_answer - runner_up).mean(-1)
+    answer_values = logits.gather(-1, token_ids)[..., 0]
+    return (answer_values - runner_up).mean(-1)
 
 
 def answer_difference(
@@ -85,8 +85,8 @@ def divergence(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """
     expected = baseline.log_softmax(-1)
     log_ratio = expected - logits.log_softmax(-1)
-    of_token = (expected.exp() * log_ratio).sum(-1)
-    return of_token.mean(-1)
+    token_divergence = (expected.exp() * log_ratio).sum(-1)
+    return token_divergence.mean(-1)
 
 
 _NAMED: Mapping[str, Callable[..., Tensor]] = {

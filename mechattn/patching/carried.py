@@ -66,8 +66,8 @@ class Carried:
             for edge_pair in tqdm(self._edge_pairs(self.reporting), desc="circuits", delay=2):
                 runs = edge_pair.runs()
                 replacement = replacement_of(runs)
-                of_circuits = edge_pair.with_edges(kept_edges, replacement, runs.unpatched)
-                effects.append(of_circuits)
+                circuit_effects = edge_pair.with_edges(kept_edges, replacement, runs.unpatched)
+                effects.append(circuit_effects)
 
         prompt_count = len(effects)
         by_order = np.reshape(effects, (prompt_count, len(orders), len(self.sizes)))

@@ -131,15 +131,15 @@ class PatchingPlan:
         """Pairs whose base runs have one shape, as many together as memory lets."""
         by_shape: dict[Shape, list[Pair]] = {}
         for pair in pairs:
-            of_shape = by_shape.setdefault(shape_of(pair.base), [])
-            of_shape.append(pair)
+            alike = by_shape.setdefault(shape_of(pair.base), [])
+            alike.append(pair)
 
         batches = []
-        for of_shape in by_shape.values():
-            longest = max(of_shape, key=lambda pair: pair.length)
+        for alike in by_shape.values():
+            longest = max(alike, key=lambda pair: pair.length)
             size = min(_MOST_PAIRS, rows_within(self.request.memory, self._bytes(longest)))
-            for start in range(0, len(of_shape), size):
-                batches.append(of_shape[start : start + size])
+            for start in range(0, len(alike), size):
+                batches.append(alike[start : start + size])
         return batches
 
     def _bytes(self, pair: Pair) -> int:
@@ -174,18 +174,18 @@ class PatchingPlan:
             ]
             replacements = self.replacements(runs)
             for name in ("effect", *self.controls):
-                of_cells = np.full(len(self.cells), np.nan)
-                effects[name] = of_cells
+                cell_effects = np.full(len(self.cells), np.nan)
+                effects[name] = cell_effects
                 if name not in replacements:  # no other prompt is long enough
                     continue
 
                 for index in patchable:
                     copies.append(PatchedCopy(runs, self.cells[index], replacements[name]))
-                    destinations.append((of_cells, index))
+                    destinations.append((cell_effects, index))
 
         measured = _first_order(copies) if self.target.attributed else self._exact(pairs, copies)
-        for (of_cells, index), effect in zip(destinations, measured, strict=True):
-            of_cells[index] = effect
+        for (cell_effects, index), effect in zip(destinations, measured, strict=True):
+            cell_effects[index] = effect
         return effects_by_pair
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
@@ -217,8 +217,8 @@ class PatchingPlan:
     ) -> Float[np.ndarray, " copy"]:
         """The metric of each copy, minus that of its base run."""
         model = self.request.model
-        of_prompts = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
-        memory = self.request.memory - of_prompts
+        prompts_memory = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
+        memory = self.request.memory - prompts_memory
         rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pairs[0])))
 
         effects = np.empty(len(copies))

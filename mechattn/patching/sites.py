@@ -123,12 +123,12 @@ class PatchTarget:
     @property
     def _set_name(self) -> str:
         """The set in words, such as "L0H1 + L1H4", or "12 heads" of many."""
-        of_layers = self.part in OF_LAYER
+        has_no_heads = self.part in OF_LAYER
         if len(self.heads) > 8:
-            noun = "layers" if of_layers else "heads"
+            noun = "layers" if has_no_heads else "heads"
             return f"{len(self.heads)} {noun}"
 
-        name = "L{}" if of_layers else "L{}H{}"
+        name = "L{}" if has_no_heads else "L{}H{}"
         return " + ".join(name.format(*where) for where in self.heads)
 
 

@@ -91,9 +91,9 @@ class ModelRuns:
         family = architecture_named(self.name).partition("For")[0]
         published = self.statements.arms
 
-        of_model = [arm for arm in published if arm.model.casefold() == short_name]
-        of_family = [arm for arm in published if arm.family == family]
-        for arm in of_model + of_family:
+        model_arms = [arm for arm in published if arm.model.casefold() == short_name]
+        family_arms = [arm for arm in published if arm.family == family]
+        for arm in model_arms + family_arms:
             return ARM(form=arm.form, c=arm.c, p1=arm.p1)  # type: ignore[arg-type]
         return None
 

@@ -95,7 +95,7 @@ def _histogram_lines(
     bins = histogram.bin.values
     step_ends = np.repeat(bins, 2)[1:]
 
-    for name, colour in draw.of_conditions(names):
+    for name, colour in draw.condition_colours(names):
         shares = histogram.sel(condition=name).transpose("prompt", "bin")
         interval = mean_over_prompts(result, shares)
 
@@ -204,8 +204,8 @@ def near_zero_by_class(
 
         intervals = {}
         for name in names:
-            of_condition = shares.sel(condition=name).transpose("prompt", "token_class")
-            intervals[name] = mean_over_prompts(result, of_condition)
+            condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
+            intervals[name] = mean_over_prompts(result, condition_shares)
 
         apart = 0.8 / len(names)
         series = intervals.items()
@@ -222,8 +222,8 @@ def near_zero_by_class(
         for number, token_class in enumerate(classes):
             words = []
             for name, interval in intervals.items():
-                of_class = Interval(*(end[number] for end in interval))
-                words.append(f"{name} {number_words(of_class)}")
+                class_interval = Interval(*(end[number] for end in interval))
+                words.append(f"{name} {number_words(class_interval)}")
             phrases.append(f"{token_class}: {', '.join(words)}")
         sentences.append(model_sentence(result, phrases))
 
@@ -263,8 +263,8 @@ def agreement(
     sentences = []
     for result in results:
         table = result.agreement(condition, controls[0], controls=controls[1:])
-        of_layer = table[table.layer == layer]
-        cosines = of_layer[["cosine", "cosine_low", "cosine_high"]].to_numpy()
+        layer_rows = table[table.layer == layer]
+        cosines = layer_rows[["cosine", "cosine_low", "cosine_high"]].to_numpy()
         series.append((model_caption(result), cosines.T))
 
         phrases = [

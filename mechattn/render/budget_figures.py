@@ -304,12 +304,12 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
 
     if takes:
         layer = busiest_layer(result, condition)
-        of_layer = budget_table(result, condition, layer).set_index("payer")
+        layer_budget = budget_table(result, condition, layer).set_index("payer")
         sentences = [
             SENTENCES["taken"].format(
                 condition=condition,
                 inserted=_points(table.loc["inserted"], "value", signed=False),
-                most=f"{of_layer.value['inserted']:.1f}",
+                most=f"{layer_budget.value['inserted']:.1f}",
                 layer=layer,
             ),
             SENTENCES["paid"].format(**words),
@@ -338,7 +338,7 @@ def own_attention_words(result: Result, condition: str) -> str:
     layer = layers[np.abs(layer_changes).argmax()]
 
     change = budget_table(result, condition).set_index("payer").loc["question"]
-    of_layer = budget_table(result, condition, layer).set_index("payer").loc["question"]
+    layer_budget = budget_table(result, condition, layer).set_index("payer").loc["question"]
 
     amount = "about as much to itself as"
     if np.isnan(change.change_low):  # fewer than three prompts
@@ -350,7 +350,7 @@ def own_attention_words(result: Result, condition: str) -> str:
 
     return (
         f"{amount} without insertion: {_points(change, 'change')} of 100 points over all layers, "
-        f"and {_points(of_layer, 'change')} in layer {layer}, the largest change of {len(layers)} layers"
+        f"and {_points(layer_budget, 'change')} in layer {layer}, the largest change of {len(layers)} layers"
     )
 
 

@@ -53,7 +53,7 @@ def faint(colour: str, alpha: float = 0.2) -> str:
     return f"rgba({red}, {green}, {blue}, {alpha})"
 
 
-def of_conditions(names: Sequence[str]) -> list[tuple[str, str]]:
+def condition_colours(names: Sequence[str]) -> list[tuple[str, str]]:
     """Each condition with its colour: blue is the baseline's alone."""
     colours = cycle(COLOURS[1:])
     pairs = []

@@ -168,8 +168,8 @@ def _measured_answer(result: Result, condition: str, segment: str) -> str:
         if np.isnan(impact.estimate):
             phrases.append(f"nowhere {words}")
             continue
-        of_queries = f"{100 * share:.2g}\u00a0% of the queries"
-        phrases.append(f"{number_words(impact)} where it holds {words} ({of_queries})")
+        share_words = f"{100 * share:.2g}\u00a0% of the queries"
+        phrases.append(f"{number_words(impact)} where it holds {words} ({share_words})")
 
     later = int(max(result["head_updates"].layer)) >= EARLY_LAYERS
     layers = f"layers from {EARLY_LAYERS} on" if later else "all layers"

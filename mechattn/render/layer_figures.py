@@ -54,7 +54,7 @@ def heads_by_layer(
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
 
     figure = draw.panels(shown.names, shared_yaxes=True, horizontal_spacing=0.04)
-    for column, (name, colour) in enumerate(draw.of_conditions(shown.names), 1):
+    for column, (name, colour) in enumerate(draw.condition_colours(shown.names), 1):
         _strips(figure, result, shown.variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
         _null_line(figure, shown, name, colour, column)
@@ -98,9 +98,9 @@ def by_layer(
 
     figure = draw.panels(blocks, horizontal_spacing=0.08)
     for column, block in enumerate(blocks, 1):
-        of_panel = variable.sel(block=block) if block else variable
-        for name, colour in draw.of_conditions(names):
-            _line(figure, result, of_panel.sel(condition=name), name, colour, column)
+        panel_values = variable.sel(block=block) if block else variable
+        for name, colour in draw.condition_colours(names):
+            _line(figure, result, panel_values.sel(condition=name), name, colour, column)
             _null_line(figure, shown, name, colour, column)
 
     heads = "mean over heads; " if "head" in variable.dims else ""

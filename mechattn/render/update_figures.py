@@ -167,11 +167,11 @@ def _heatmaps(
         hover: What is said of a cell after its layer, as a template of plotly's.
     """
     figure = draw.panels()
-    for layer, of_layer in zip(shares.layer.values, shares.values, strict=True):
+    for layer, layer_values in zip(shares.layer.values, shares.values, strict=True):
         figure.add_heatmap(
             x=x,
             y=y,
-            z=draw.positive(100 * of_layer),
+            z=draw.positive(100 * layer_values),
             colorscale=draw.SEQUENTIAL,
             reversescale=True,
             zmin=0,
@@ -220,9 +220,9 @@ def update_by_position(
     bar = dict(title="head", **draw.steps(heads))
     figure = draw.panels()
     for layer in updates.layer.values:
-        of_layer = updates.sel(layer=layer).transpose("head", "key", ...)
-        magnitude = of_layer.magnitude_at.values
-        counts = of_layer.magnitude_at_n.values
+        layer_values = updates.sel(layer=layer).transpose("head", "key", ...)
+        magnitude = layer_values.magnitude_at.values
+        counts = layer_values.magnitude_at_n.values
         is_shown = np.isfinite(magnitude) & (counts >= prompts / 2)
         head, position = np.nonzero(is_shown)
         figure.add_scattergl(

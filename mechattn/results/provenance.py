@@ -187,9 +187,9 @@ def matched_control(result: Result, condition: str) -> str | None:
     if is_sentence(condition):
         return None
     origin = result["sequences"].origin
-    of_condition = origin.sel(condition=condition).values
+    condition_origin = origin.sel(condition=condition).values
     for name in result.conditions:
-        if is_sentence(name) and (origin.sel(condition=name).values == of_condition).all():
+        if is_sentence(name) and (origin.sel(condition=name).values == condition_origin).all():
             return name
     return None
 

@@ -379,8 +379,8 @@ def _joined(blocks: list[Columns]) -> Columns:
     """The columns of all cells, from those of blocks of cells."""
     columns = {}
     for name in blocks[0]:
-        of_blocks = [block[name] for block in blocks]
-        columns[name] = np.concatenate(of_blocks, axis=-1)
+        block_columns = [block[name] for block in blocks]
+        columns[name] = np.concatenate(block_columns, axis=-1)
     return columns
 
 

@@ -50,9 +50,9 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     mean_squares, df = _mean_squares(d)
 
     # The variances that these mean squares imply; a negative estimate counts as none.
-    of_units, of_conditions, rest = mean_squares
-    unit_variance = np.maximum(0.0, (of_units - rest) / conditions)
-    condition_variance = np.maximum(0.0, (of_conditions - rest) / units)
+    unit_squares, condition_squares, rest = mean_squares
+    unit_variance = np.maximum(0.0, (unit_squares - rest) / conditions)
+    condition_variance = np.maximum(0.0, (condition_squares - rest) / units)
 
     # The variance of the mean, and that of a new condition in a new unit, which has three parts.
     variance = unit_variance / units + condition_variance / conditions + rest / cells
@@ -94,12 +94,12 @@ def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     unit_effects = d.mean(1) - mean
     condition_effects = d.mean(0) - mean
     residuals = d - mean - unit_effects[:, None] - condition_effects[None]
-    of_units = conditions * (unit_effects**2).sum(0)
-    of_conditions = units * (condition_effects**2).sum(0)
+    unit_squares = conditions * (unit_effects**2).sum(0)
+    condition_squares = units * (condition_effects**2).sum(0)
     rest = (residuals**2).sum((0, 1))
 
     df = np.array([units - 1, conditions - 1, (units - 1) * (conditions - 1)])[:, None]
-    return np.stack([of_units, of_conditions, rest]) / df, df
+    return np.stack([unit_squares, condition_squares, rest]) / df, df
 
 
 def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:

@@ -200,8 +200,8 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
     quantiles = [(1 + level) / 2, (1 - level) / 2]
     every_column = np.arange(d.shape[1])
     for columns, t_star in _t_star_by_columns(d, every_column, counts, [_SMALLEST_SPREAD]):
-        of_only_spread = t_star[:, 0]
-        ends = np.quantile(of_only_spread, quantiles, axis=1)
+        t_star_of_cells = t_star[:, 0]
+        ends = np.quantile(t_star_of_cells, quantiles, axis=1)
         upper[columns] = ends[0]
         lower[columns] = ends[1]
     return upper, lower
