@@ -41,7 +41,7 @@ def bucket():
 def job(prompts):
     slash = {"slash": ma.MeaninglessTokens(count=2)}
     options = ma.RunOptions(layers=[0])
-    return ma.Job("toy:llama", prompts[:5], slash, options=options, chunk=2, verify=False)
+    return ma.Job("toy:llama", prompts[:4], slash, options=options, chunk=2, verify=False)
 
 
 @pytest.fixture(scope="module")
