@@ -35,7 +35,10 @@ def inserted(result, name):
 
 def write(folder, sections, **top):
     path = folder / "c.toml"
-    lines = [f"{name} = {json.dumps(value)}" for name, value in {"verify": False, **top}.items()]
+    lines = [
+        f"{name} = {json.dumps(value)}"
+        for name, value in {"verify": False, "layers": [0], **top}.items()
+    ]
     path.write_text(
         "\n".join(lines) + f'\n{sections}\n[prompts]\nsource = "word-problems"\nlimit = 6\n'
         f'[output]\nresult = "{folder}/r.zarr"\n'

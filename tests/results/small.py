@@ -9,6 +9,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OutputError
+from mechattn.jobs.resumable_run import chunks_folder
 
 
 def small_result(place, value=0.5):
@@ -51,6 +52,18 @@ def numbers_at(path):
         if "there is no stored result" not in str(error) and "is incomplete" not in str(error):
             raise
         return None
+
+
+def resumed(job, path, chunks):
+    """What is stored before the same call goes on, which computes no kept chunk again."""
+    expected, stored = numbers(ma.merge_results(chunks)), numbers_at(path)
+    kept = len(chunks)
+    if stored != expected:
+        kept = len(list(chunks_folder(path).glob("[0-9]*.zarr")))
+    executor = Ready(chunks, [])
+    assert numbers(ma.run_job(job, path, executor=executor)) == expected
+    assert len(executor.asked) == len(chunks) - kept
+    return stored
 
 
 def names(folder):

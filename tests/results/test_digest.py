@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.commands.pages import summary
 from mechattn.results.result import Result
 from mechattn.store.objects import digest_of
 
@@ -46,14 +45,6 @@ def test_two_equal_runs_have_the_same_one(toy, prompts, result):
     assert replace(result, provenance=later).digest() == result.digest()
     stored = {digest_of(json.dumps(about), {}) for about in (result.provenance, later)}
     assert len(stored) == 2, "negative control: the digest of a stored result covers the clock"
-
-
-@pytest.mark.parametrize("name", ["result.zarr", "memory://tests/digest.zarr"])
-def test_stored_and_read_again_it_is_the_same(result, tmp_path, name):
-    place = name if "://" in name else tmp_path / name
-    result.save(place)
-    assert ma.load_result(place).digest() == result.digest()
-    assert f"digest of the numbers: {result.digest()}\n" in summary(ma.load_result(place))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,19 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.evaluation.answer_file import GradedAnswer, kept
-from mechattn.jobs.resumable_run import chunks_folder
-from mechattn.store.atomic_writes import write_whole
+from mechattn.store.atomic_writes import sweep, write_whole
 from mechattn.store.objects import Place
 from mechattn.store.writing import write_result
-from tests.kills import each_kill, killed_at
-from tests.results.small import Ready, copied, emptied, names, numbers, numbers_at
+from tests.kills import each_kill, each_operation, killed_at
+from tests.results.small import Ready, copied, emptied, names, numbers, numbers_at, resumed
 
 
 def test_save_over_an_older_result(small_results, tmp_path):
-    """The new one of a trial is the old one of the next; at every fifth operation, as a real kill is tried at each."""
+    """The new one of a trial is the old one of the next; at some operations, as a real kill is tried at each."""
     path, turn = tmp_path / "r.zarr", small_results[:2]
     turn[0].save(path)
     outcomes = set()
-    for _ in each_kill(tmp_path, turn.reverse, lambda: turn[0].save(path), step=5):
+    for _ in each_kill(tmp_path, turn.reverse, lambda: turn[0].save(path), step=11):
         new, old = map(numbers, turn)
         stored = numbers_at(path)
         assert stored in (old, new)
@@ -42,16 +40,13 @@ def halfway(small_results, tmp_path_factory):
     folder = tmp_path_factory.mktemp("halfway")
     path = folder / "r.zarr"
     small_results[0].save(path)
-
-    def before():
-        for left in folder.iterdir():
-            if left != path:
-                shutil.rmtree(left)
-
-    for _ in each_kill(folder, before, lambda: small_results[1].save(path)):
-        if not path.exists():
-            return folder
-    raise AssertionError("there is no such moment")
+    moved_away = []
+    with each_operation(folder, lambda: moved_away.append(not path.exists())):
+        small_results[0].save(path)
+    with killed_at(folder, moved_away.index(True)):
+        small_results[1].save(path)
+    assert not path.exists()
+    return folder
 
 
 def test_between_the_two_renames_the_new_one_is_found(small_results, halfway, tmp_path, capsys):
@@ -67,7 +62,7 @@ def test_killed_while_it_is_found(small_results, halfway, tmp_path):
     path = tmp_path / "r.zarr"
     for _ in each_kill(tmp_path, lambda: copied(halfway, tmp_path), lambda: ma.load_result(path)):
         assert numbers_at(path) == numbers(small_results[1])
-        small_results[2].save(path)
+        sweep(path)  # as the next save does
         assert names(tmp_path) == ["r.zarr"]
 
 
@@ -101,19 +96,15 @@ def test_what_a_living_process_is_writing_is_left_alone(small_results, tmp_path)
 def test_a_run_in_chunks_over_another_result(small_job, small_results, tmp_path, tmp_path_factory):
     """The older result or the new one is there, and the same call computes no kept chunk again."""
     older = tmp_path_factory.mktemp("older")
-    small_results[2].save(older / "r.zarr")
-    path, chunks = tmp_path / "r.zarr", small_results[:2]
-    expected = numbers(ma.merge_results(chunks))
-    run = partial(ma.run_job, small_job, path)
-    for _ in each_kill(
-        tmp_path, lambda: copied(older, tmp_path), lambda: run(executor=Ready(chunks, [])), step=23
-    ):
-        stored = numbers_at(path)
-        assert stored in (expected, numbers(small_results[2]))
-        have = 2 if stored == expected else len(list(chunks_folder(path).glob("[0-9]*.zarr")))
-        asked = []
-        assert numbers(run(executor=Ready(chunks, asked))) == expected
-        assert len(asked) == 2 - have
+    *chunks, third = small_results
+    third.save(older / "r.zarr")
+    path, expected = tmp_path / "r.zarr", numbers(ma.merge_results(chunks))
+
+    def run():
+        ma.run_job(small_job, path, executor=Ready(chunks, []))
+
+    for _ in each_kill(tmp_path, lambda: copied(older, tmp_path), run, step=47):
+        assert resumed(small_job, path, chunks) in (expected, numbers(third))
         assert numbers_at(path) == expected
         assert names(tmp_path) == ["r.zarr"]
 

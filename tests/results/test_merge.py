@@ -56,19 +56,6 @@ def test_datasets_of_another_meaning_are_refused(halves):
         ma.merge_results([first, other])
 
 
-def test_other_weights_are_refused(halves, prompts):
-    import torch
-
-    first, hooked = halves([0, 1]), ma.load_model("toy:llama")
-    with torch.no_grad():
-        hooked.blocks[1].attn.q.weight[0, 0] += 1e-3
-    ma.load_model(hooked, verify=False)
-    conditions = {"slash": ma.MeaninglessTokens(count=5)}
-    other = run_part(hooked, prompts[2:4], conditions, layers=[0], places=[2, 3])
-    with pytest.raises(OptionError, match=r"model\.weights_hash is"):
-        ma.merge_results([first, other])
-
-
 def test_devices_and_times_are_listed(halves):
     first, second = halves([0, 1]), halves([2, 3])
     about = {**second.provenance, "time": "2001-01-01T00:00:00+00:00", "threads": 99}
