@@ -24,6 +24,14 @@ from tests.figures_config import figures_config
 from tests.tiny_families import tiny_model
 
 
+def _toml(config):
+    """JSON with "=" in the place of ":" is TOML, as inline tables."""
+    rows = [
+        f"{key} = {json.dumps(value, separators=(', ', ' = '))}" for key, value in config.items()
+    ]
+    return "\n".join(rows)
+
+
 def test_the_forward_guard_can_fail(no_forward):
     with pytest.raises(pytest.fail.Exception, match="before the input was checked"):
         ma.run(no_forward, "Tom has 3 apples.")
@@ -47,11 +55,6 @@ def test_directory_without_tokenizer(checkpoint, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     model = ma.load_model(str(tmp_path))
-    with pytest.raises(
-        ModelError,
-        match=r"no tokenizer; pass one to load_model\(model, tokenizer=…\), or give token ids",
-    ):
-        ma.run(model, "Tom has 3 apples.")
     with pytest.raises(
         ModelError, match="or give token ids: as prompts, and as filler by an Insertion of your own"
     ):
@@ -96,11 +99,9 @@ def test_a_shifted_mask_is_refused(toy, monkeypatch):
         ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", engine="hooks")
 
 
-def test_a_model_without_attention_says_so():
-    tokenizer = load_tokenizer("toy:llama")
-    mamba = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
+def test_a_model_without_attention_says_so(shared):
     with pytest.raises(ModelError, match="has no layer with attention"):
-        ma.run(mamba, "Tom has 3 apples.")
+        ma.run(shared("Mamba (no attention)"), "Tom has 3 apples.")
 
 
 def test_a_model_that_is_not_itself_is_refused_with_the_figures():
@@ -249,11 +250,6 @@ def test_prompts_of_other_kinds(no_forward):
         ma.run(no_forward, torch.ones(3))
     with pytest.raises(PromptError, match=r"outside the vocabulary"):
         ma.run(no_forward, torch.tensor([[1, 5, 99999]]))
-
-
-def test_the_same_id_twice(no_forward):
-    with pytest.raises(PromptError, match="id 'x'"):
-        ma.run(no_forward, [ma.Prompt("a b", id="x"), ma.Prompt("c d", id="x")])
 
 
 def test_a_single_token(no_forward):
@@ -423,7 +419,6 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
             {"conditions": {"x": {"cuont": 5}}},
             r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
         ),
-        ({"conditions": {"x": {"count": 0}}}, r"count=0: give a whole number, at least 1"),
         (
             {"conditions": {"x": {"place": ["start", "end"]}}},
             r"conditions\.x\.place: Input should be",
@@ -460,7 +455,6 @@ def test_config_files(tmp_path, change, message):
     ("make", "message"),
     [
         (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
-        (lambda: ma.MeaninglessTokens(count=True), "count=True: give a whole number"),
         (lambda: ma.MeaninglessTokens(text=5), "the text to repeat"),
         (lambda: ma.MeaninglessTokens(place="end"), "before_question"),
         (lambda: ma.MeaninglessTokens(""), "text='': give the text"),
@@ -469,7 +463,6 @@ def test_config_files(tmp_path, change, message):
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",
         ),
-        (lambda: ma.sweep(ma.conditions.RandomTokens(), count=[10, -1]), "count=-1"),
     ],
 )
 def test_conditions_that_cannot_be(make, message):
@@ -482,7 +475,6 @@ def test_conditions_that_cannot_be(make, message):
     [
         (lambda n: ma.load_prompts("word-problems", limit=n), "the package has 512 questions .word-problems. with seed=0"),
         (lambda n: ma.MeaninglessTokens("/", count=n), "count=.*at most 1,000,000"),
-        (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000"),
         (lambda n: ma.random_weights("toy:llama", seed=n), "seed=.*at most 9,223"),
     ],
 )  # fmt: skip
@@ -497,26 +489,6 @@ def test_config_file_that_is_not_there_or_not_toml(tmp_path):
     (tmp_path / "bad.toml").write_text("model = ")
     with pytest.raises(OptionError, match="is not TOML"):
         run_from_config(tmp_path / "bad.toml")
-
-
-def _toml(values, prefix=""):
-    plain = [
-        f"{key} = {_inline(value)}" for key, value in values.items() if not isinstance(value, dict)
-    ]
-    tables = [
-        f"[{prefix}{key}]\n{_toml(value, prefix + key + '.')}"
-        for key, value in values.items()
-        if isinstance(value, dict)
-    ]
-    return "\n".join(plain + tables)
-
-
-def _inline(value):
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_inline(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    return json.dumps(value)
 
 
 @pytest.mark.parametrize("given", ["received_attention", ma.ReceivedAttention, [3]])

@@ -68,10 +68,6 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
             "'x' acts inside the model",
         ),
         (
-            {"server": ADDRESS, "conditions": {"x": SLASH.unshifted()}},
-            "'x' acts inside the model",
-        ),
-        (
             {"server": ADDRESS, "conditions": {"baseline": SLASH}},
             r"the baseline is the unchanged prompt",
         ),

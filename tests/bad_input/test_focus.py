@@ -1,15 +1,14 @@
 """Focus, updates, sinks and scores: what cannot be measured is said in words, before the model runs."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 import mechattn as ma
-from mechattn.analysis.analysis import Quantity
-from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
+from mechattn.errors import ModelError, OptionError, PromptError
+from mechattn.evaluation.evaluation import Evaluation
+from tests.evaluation import by_hand
 from tests.tiny_families import tiny_model
 
 PROMPT = ma.Prompt(
@@ -106,49 +105,25 @@ def test_a_config_with_a_reading_that_was_not_measured(tmp_path):
         read_config(tmp_path / "config.toml")
 
 
-def test_an_evaluation_without_log_probabilities(toy, tmp_path):
+def test_an_evaluation_without_log_probabilities(tmp_path):
     """From a server that reports none."""
-    import json
-
-    made = ma.evaluate(toy, [PROMPT] * 1, samples=2, new_tokens=3, out=tmp_path / "e.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
-    for row in lines[1:]:
-        row["logprob"] = math.nan
-    (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    answers = (by_hand.answer(0, logprob=math.nan), by_hand.answer(0, sample=1))
+    Evaluation(answers, {}).save(tmp_path / "e.jsonl")
     read = ma.load_evaluation(tmp_path / "e.jsonl")
-    assert [a.text for a in read.answers] == [a.text for a in made.answers]
+    assert [math.isnan(answer.logprob) for answer in read.answers] == [True, False]
     for count in (2.0, "2"):
         with pytest.raises(OptionError, match="give"):
             read.pass_at_k(count)
-    assert issubclass(OptionError, MechattnError)
 
 
-@dataclass(frozen=True)
-class _Misspelt:
-    """An analysis of one's own whose hook doesn't exist."""
+class Misspelt(ma.analyses.BlockUpdates):
+    """An analysis whose hook doesn't exist."""
 
-    name: str = "misspelt"
-    captures: tuple[str, ...] = ("hook_resid_pree",)
-    options: Mapping[str, object] = field(default_factory=dict)
-    quantities: Mapping[str, Quantity] = field(
-        default_factory=lambda: {"norm": Quantity((), "norm", "a norm")}
-    )
-
-    def problem(self, sequence):
-        return None
-
-    def start(self, batch, heads):
-        return {}
-
-    def add_captures(self, sums, captures):
-        raise AssertionError("the model ran")
-
-    def values(self, sums):
-        return {}
+    captures = ("hook_resid_pree",)
 
 
 def test_a_misspelt_hook_is_refused(no_forward):
     with pytest.raises(
         OptionError, match=r"captures 'hook_resid_pree', which layer 0 of .* doesn't have"
     ):
-        ma.run(no_forward, PROMPT, analyses=_Misspelt())
+        ma.run(no_forward, PROMPT, analyses=Misspelt())

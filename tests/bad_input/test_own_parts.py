@@ -166,10 +166,6 @@ def test_an_analysis_of_ones_own(toy, make, message, no_forward):
         run(toy, None, [make()])
 
 
-def test_an_analysis_alone_is_taken(toy):  # negative control
-    assert "rows" in run(toy, None, Rows()).datasets
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

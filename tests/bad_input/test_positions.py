@@ -19,30 +19,12 @@ def prompt_of(length, tokenizer, **more):
     return ma.Prompt(tokens=(tokenizer.bos_token_id, *drawn), id="17", solution="3", **more)
 
 
-@pytest.fixture
-def no_pass(monkeypatch):
-    """Loads a model; once it is loaded, none of its passes must be reached."""
-
-    def load(name, tokenizer):
-        model = loaded(name, tokenizer)
-
-        def reached(*args, **kwargs):
-            pytest.fail("the model ran before the input was checked")
-
-        monkeypatch.setattr(model, "run_with_hooks", reached)
-        monkeypatch.setattr(model, "forward", reached)
-        monkeypatch.setattr(model._mechattn.native, "forward", reached)
-        return model
-
-    return load
-
-
-def test_conditions_on_both_sides(no_pass, tokenizer):
+def test_conditions_on_both_sides(unreached, tokenizer):
     said = (
         r'prompt 17 \("28 token ids"\) has 28 positions with the condition "baseline" and 38 with "slash": beyond 32 '
         r"positions Phi3ForCausalLM computes with other factors \(LongRoPE\).*two models.*insert fewer tokens, or .*unshifted"
     )
-    model = no_pass("Phi-3 LongRoPE", tokenizer)
+    model = unreached(loaded("Phi-3 LongRoPE", tokenizer))
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "three": ma.MeaninglessTokens("/", 3)}
     with pytest.raises(PromptError, match=said):
         ma.run(model, prompt_of(28, tokenizer), conditions)
@@ -99,9 +81,6 @@ def test_a_model_without_positions_has_none_to_keep(tokenizer):
         ma.run(loaded("Granite hybrid NoPE", tokenizer), prompt_of(40, tokenizer), {"kept": start})
 
 
-def test_a_model_that_keeps_what_it_read_in_another_way(tokenizer):
-    from tests.tiny_families import tiny_model
-
-    mamba = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
+def test_a_model_that_keeps_what_it_read_in_another_way(tokenizer, shared):
     with pytest.raises(ModelError, match="takes no past_key_values"):
-        ma.evaluate(mamba, [prompt_of(10, tokenizer)])
+        ma.evaluate(shared("Mamba (no attention)"), [prompt_of(10, tokenizer)])

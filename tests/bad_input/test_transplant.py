@@ -5,7 +5,6 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
-from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 3)
 
@@ -45,19 +44,17 @@ def test_nothing_to_record(toy, prompts):
         alone.from_other_prompts()
 
 
-def test_models_without_keys_and_values_by_head(tokenizer, prompts):
-    latent = ma.load_model(
-        tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer
-    )
+def test_models_without_keys_and_values_by_head(shared, prompts):
+    latent = shared("DeepSeek-V3 (latent attention)")
     with pytest.raises(ModelError, match="keeps latents"):
         ma.record_keys_values(latent, prompts[:2], SLASH)
-    none = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
+    none = shared("Mamba (no attention)")
     with pytest.raises(ModelError, match="has no layer with attention"):
         ma.record_keys_values(none, prompts[:2], SLASH)
 
 
-def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
-    hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+def test_a_model_whose_other_layers_carry_on(shared, prompts):
+    hybrid = shared("Qwen3-Next (hybrid)")
     recorded = ma.record_keys_values(hybrid, prompts[:2], SLASH)
     swapped = {
         "swapped": SLASH.under(ma.interventions.KVPatch("inserted", recorded.from_other_prompts()))

@@ -90,8 +90,7 @@ def test_the_numbers_are_those_of_the_patterns(toy, prompts):
     assert first_token(unmeasured, "start") is None
 
 
-def test_a_mark_is_significant_and_large(toy, prompts):
-    result = ma.run(toy, prompts[:12], {"slash": ma.MeaninglessTokens("/", 20)})
+def test_a_mark_is_significant_and_large(result):
     table = result.compare("slash")
     significant = table.q_difference < 0.05
     expected = significant & (abs(table.change) > LARGER_THAN["log-ratio"])

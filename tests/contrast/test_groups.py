@@ -114,7 +114,7 @@ def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
     assert set(result.agreement("slash", "dots", unit="prompt").n) == {18}
 
 
-def test_halves_never_share_a_group(result, prompts, toy):
+def test_halves_never_share_a_group(result):
     half = result.heads("entropy", select="half")
     assert set(half.n) == {3}
     focus = result["attention_focus"].entropy.sel(condition="baseline", segment="question")
@@ -134,7 +134,7 @@ def test_halves_never_share_a_group(result, prompts, toy):
     )
 
 
-def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):
+def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result):
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
     parts = [
         run_part(toy, prompts[at], conditions, keep="prompts", places=range(18)[at])

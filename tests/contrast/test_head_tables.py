@@ -8,12 +8,6 @@ from mechattn.errors import OptionError
 from mechattn.stats.units import halves_of
 
 
-@pytest.fixture(scope="module")
-def result(toy, prompts):
-    analyses = [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(), ma.analyses.SegmentFlow()]
-    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses)
-
-
 def test_the_table_is_that_of_a_loop(result):
     table = result.heads("previous_mass", top=5, condition="slash")
     data = (
@@ -85,14 +79,3 @@ def test_rows_are_named_by_their_heads(toy, prompts):
     assert [f"L{layer}H{head}" for layer, head in zip(top.layer, top["head"], strict=True)] == list(
         top.index
     )
-    assert list(
-        result.compare("slash", segment=None, columns="all").loc["L1H2"].segment.unique()
-    ) != ["question"], "a row for each"
-    assert list(
-        ma.adjust([table, result.compare("slash", quantity="mass", columns="all")])
-        .loc["L1H2"]
-        .layer
-    ) == [
-        1,
-        1,
-    ]

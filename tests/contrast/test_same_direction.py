@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import xarray as xr
-from scipy import stats
 
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
+from tests.render.by_hand import t_interval
 
 NAMES = ["baseline", "a", "b", "c", "none"]
 
@@ -41,22 +41,15 @@ def test_agreement(changes):
     control = cosine(changes[:, 1], changes[:, 3])
     for layer in (0, 1):
         row = table.loc[("b", layer)]
-        expected = interval(ours[:, layer])
+        expected = t_interval(ours[:, layer])
         assert (row.cosine, row.cosine_low, row.cosine_high) == pytest.approx(expected)
         row = table.loc[("c", layer)]
-        expected = interval((ours - control)[:, layer])
+        expected = t_interval((ours - control)[:, layer])
         assert (row.beyond, row.beyond_low, row.beyond_high) == pytest.approx(expected)
     assert table.loc["none"].cosine.isna().all()
     assert (table.loc["none"].n == 0).all()
     assert table.loc[("b", 0)].cosine > 0.5
     assert abs(table.loc["c"].cosine).max() < 0.3
-
-
-def interval(values):
-    """The mean and the ends of its t interval."""
-    mean = values.mean()
-    low, high = stats.t.interval(0.95, len(values) - 1, mean, stats.sem(values))
-    return mean, low, high
 
 
 def test_over_another_condition(changes):

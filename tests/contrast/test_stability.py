@@ -14,10 +14,10 @@ from tests.contrast.test_compare import made_up
 HEADS = 60
 
 
-def drawn(effects, n=24, seed=0, noise=1.0, own=None):
+def drawn(effects, n=24, seed=0):
     """A result whose conditions move its sixty heads by these effects [condition, head]."""
     generator = np.random.default_rng(seed)
-    values = generator.normal(size=(n, 1 + len(effects), 1, HEADS)) * noise
+    values = generator.normal(size=(n, 1 + len(effects), 1, HEADS))
     for i, effect in enumerate(effects):
         values[:, 1 + i, 0] += effect
     result = made_up(values, ("baseline", *[f"c{i}" for i in range(len(effects))]))
@@ -36,27 +36,29 @@ def known_conditions(monkeypatch):
     monkeypatch.setattr("mechattn.contrast.differences._inserts_alike", lambda *of: True)
 
 
-def loop(result, one, other, select, splits, seed):
-    """The same by sets."""
+def changes(result, condition):
+    """Of each prompt and head."""
     values = result["analysis"].quantity
-    d = {}
-    for name in (one, other):
-        change = values.sel(condition=name) - values.sel(condition="baseline")
-        d[name] = change.values[:, 0]
+    change = values.sel(condition=condition) - values.sel(condition="baseline")
+    return change.values[:, 0]
+
+
+def loop(one, other, select, splits, seed):
+    """The same by sets, from two arrays [prompt, head]."""
     generator = np.random.default_rng(seed)
     overlaps = []
     for _ in range(splits):
-        order = generator.permutation(len(d[one]))
+        order = generator.permutation(len(one))
         half = len(order) // 2
-        first = select(d[one][order[:half]])
-        second = select(d[other][order[half : 2 * half]])
+        first = select(one[order[:half]])
+        second = select(other[order[half : 2 * half]])
         union = first | second
         overlaps.append(len(first & second) / len(union) if union else np.nan)
     return np.array(overlaps)
 
 
 def top(count):
-    return lambda d: set(sorted(range(HEADS), key=lambda head: -abs(d[:, head].mean()))[:count])
+    return lambda d: set(np.argsort(-abs(d.mean(0)))[:count])
 
 
 def sure(d):
@@ -81,7 +83,8 @@ def test_the_index_is_that_of_a_loop_over_sets(choose):
     effect[:8] = np.linspace(0.5, 3, 8)
     result = drawn([effect], n=25)
     table = ask(result, "c0", top=choose, splits=12, seed=3)
-    found = loop(result, "c0", "c0", sure if choose is None else top(5), 12, 3)
+    change = changes(result, "c0")
+    found = loop(change, change, sure if choose is None else top(5), 12, 3)
     row = table.iloc[0]
     assert row.jaccard == pytest.approx(np.nanmean(found))
     assert [row.low, row.high] == pytest.approx(np.nanquantile(found, [0.025, 0.975]).tolist())
@@ -115,7 +118,7 @@ def test_over_fillers():
     assert table.loc[("c0", "c1")].jaccard > 0.9
     assert table.loc[("c0", "c2")].jaccard < 0.1
     assert table.loc[("c0", "c1")].jaccard == pytest.approx(
-        loop(result, "c0", "c1", top(10), 15, 1).mean()
+        loop(changes(result, "c0"), changes(result, "c1"), top(10), 15, 1).mean()
     )
     assert table.loc[("c0", "c1")].on_all > 0.8
     assert table.loc[("c0", "c2")].on_all == 0
@@ -154,19 +157,10 @@ def test_what_it_refuses():
         ask(drawn([np.zeros(HEADS)], n=5))
 
 
-def overlap_of_halves(differences, count=3):
-    """The mean overlap of the heads that differ most, on 200 random halves of twelve prompts."""
+def overlap_of_halves(differences):
+    """The mean overlap of the three heads that differ most, on 200 random halves."""
     by_prompt = differences.transpose("prompt", "head").values
-    generator = np.random.default_rng(0)
-    overlaps = []
-    for _ in range(200):
-        order = generator.permutation(12)
-        selections = []
-        for half in (order[:6], order[6:]):
-            sizes = abs(by_prompt[half].mean(0))
-            selections.append(set(np.argsort(-sizes)[:count]))
-        overlaps.append(len(selections[0] & selections[1]) / len(selections[0] | selections[1]))
-    return np.mean(overlaps)
+    return loop(by_prompt, by_prompt, top(3), 200, 0).mean()
 
 
 def test_within_a_layer_and_in_a_note(slash_result):

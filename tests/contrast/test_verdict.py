@@ -7,7 +7,7 @@ import xarray as xr
 from mechattn.results.result import Result
 
 
-def a_result(values, baseline, null, null_baseline, groups=None):
+def a_result(values, baseline, null, null_baseline):
     """Received attention of one segment [prompt, layer, head] in two conditions, and under uniform attention."""
     names = ["baseline", "other"]
     coords = {
@@ -31,8 +31,6 @@ def a_result(values, baseline, null, null_baseline, groups=None):
         {"origin": (("prompt", "condition", "pos"), np.zeros((len(values), 2, 2)))},
         {"condition": names},
     )
-    if groups is not None:
-        sequences["group"] = ("prompt", groups)
     return Result(
         {"received_attention": data, "sequences": sequences},
         {"model": {"name": "m"}, "prompts": {"hash": "a"}},

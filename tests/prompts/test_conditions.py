@@ -300,7 +300,7 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
         place: str = "before_question"
 
         def filler(self, prompt, model, seed=0):
-            return [7] * self.count
+            return [7] * 3
 
     once = Dots().apply(PROMPT, toy)
     assert once.tokens[once.inserted].tolist() == [7, 7, 7]
@@ -308,29 +308,14 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
 
     with pytest.raises(ma.MechattnError, match="count=0: give a whole number"):
         Dots(count=0)
+    message = "Dots: filler gives 3 tokens for prompt a, and count=20"
+    with pytest.raises(ma.MechattnError, match=message):
+        Dots(count=20).apply(PROMPT, toy)
 
     twice = insert(once, [8, 8], len(once))
     assert twice.tokens[twice.inserted].tolist() == [7, 7, 7, 8, 8]
     assert torch.equal(twice.tokens[~twice.inserted], ma.Baseline().apply(PROMPT, toy).tokens)
     assert twice.origin[~twice.inserted].tolist() == list(range(len(once) - 3))
-
-
-def test_a_filler_of_another_length_than_its_count(toy):
-    @dataclasses.dataclass(frozen=True)
-    class Two(ma.conditions.Insertion):
-        count: int = 20
-
-        def filler(self, prompt, model, seed=0):
-            return [7, 8]
-
-    with pytest.raises(
-        ma.MechattnError, match="Two: filler gives 2 tokens for prompt a, and count=20"
-    ):
-        Two().apply(PROMPT, toy)
-
-    assert runs(Two(count=2).apply(PROMPT, toy))[3:5] == ["inserted", "question"], (
-        "its place has a default"
-    )
 
 
 class InDigits:

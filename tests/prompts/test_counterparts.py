@@ -164,8 +164,8 @@ def test_bad_versions_are_refused_in_words(model):
         ("toy:gemma3", "repeated-random"),
     ],
 )
-def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source):
-    model = ma.load_model(name)
+def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source, shared):
+    model = shared(name)
     prompts = ma.pairs(model, source, 12, span=(6, 9))
     assert prompts == ma.pairs(model, source, 12, span=(6, 9))
     assert prompts != ma.pairs(model, source, 12, span=(6, 9), seed=1)

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mechattn.evaluation.answer_file import GradedAnswer
-from mechattn.evaluation.evaluation import Evaluation
 from mechattn.published.comparison import (
     AS_PUBLISHED,
     NOT_MEASURABLE,
@@ -20,6 +18,7 @@ from mechattn.published.comparison import (
     word_of,
 )
 from mechattn.published.statements import read_statements
+from tests.evaluation import by_hand
 
 STATEMENTS = {statement.key: statement for statement in read_statements().statements}
 
@@ -68,12 +67,8 @@ def test_a_cell_in_words():
 
 def graded(outcomes):
     """An evaluation of one problem per pair (right in the baseline, right with “/”)."""
-    answers = []
-    for i, pair in enumerate(outcomes):
-        for condition, right in zip(("baseline", "slash"), pair, strict=True):
-            about = {"text": "", "tokens": (1,), "answer": "1", "solution": "1", "finished": True}
-            answers.append(GradedAnswer(str(i), condition, 0, right=right, **about))
-    return Evaluation(tuple(answers), {"conditions": ["baseline", "slash"]})
+    baseline, slash = zip(*outcomes, strict=True)
+    return by_hand.evaluation({"conditions": ["baseline", "slash"]}, baseline=baseline, slash=slash)
 
 
 def test_an_accuracy_has_the_exact_test_and_its_power():

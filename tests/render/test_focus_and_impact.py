@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
@@ -14,6 +13,7 @@ from mechattn.contrast.focus_and_impact import (
     layer_groups,
 )
 from mechattn.errors import OptionError
+from tests.render.by_hand import t_interval
 
 ANALYSES = [
     ma.analyses.AttentionFocus(per_query=True),
@@ -22,9 +22,9 @@ ANALYSES = [
 
 
 @pytest.fixture(scope="module")
-def result(toy, prompts):
-    slash = {"slash": ma.MeaninglessTokens("/", 20)}
-    return ma.run(toy, prompts[:5], slash, ANALYSES, keep="prompts")
+def result(measured):
+    few = measured["sequences"].prompt.values[:4]
+    return measured.sel(condition=["baseline", "slash"], prompt=few)
 
 
 def impacts_by_loops(result, condition, segment, layers):
@@ -111,11 +111,8 @@ def test_an_interval_is_over_groups_where_prompts_have_them(toy, prompts):
     of_prompts = np.array([np.mean(impacts[number]) for number in range(6)])
     of_groups = (of_prompts[:3] + of_prompts[3:]) / 2
 
-    def interval(values):
-        return stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
-
-    np.testing.assert_allclose([row.low, row.high], interval(of_groups), rtol=1e-6)
-    assert not np.allclose([row.low, row.high], interval(of_prompts), rtol=1e-3)
+    np.testing.assert_allclose([row.low, row.high], t_interval(of_groups)[1:], rtol=1e-6)
+    assert not np.allclose([row.low, row.high], t_interval(of_prompts)[1:], rtol=1e-3)
 
 
 def test_groups_of_layers():

@@ -33,7 +33,7 @@ def test_width_fonts_and_colours(figure):
         np.testing.assert_array_equal(drawn_trace.y, trace.y)  # dilution has gaps, which are NaN
 
 
-def test_the_caption_has_title_small_print_and_sentence(slash_result):
+def test_the_caption_has_title_small_print_and_sentence(slash_result, toy):
     figure = ma.render.received_attention(slash_result, 0, [1, 2])
     assert figure.layout.title.text.count("<br>") == 2, (
         "the small print needs two lines on a screen"
@@ -48,7 +48,7 @@ def test_the_caption_has_title_small_print_and_sentence(slash_result):
     )
     assert "<" not in said
     named = ma.run(
-        "toy:llama",
+        toy,
         ma.load_prompts("word-problems", limit=3),
         {"<think>": ma.MeaninglessTokens("/", 4)},
     )

@@ -88,8 +88,6 @@ def test_tokens_are_escaped(toy):
 
 
 def test_what_is_not_there(mapped, toy, prompts):
-    with pytest.raises(OptionError, match="layer 9 was not measured"):
-        ma.render.pattern(mapped, 9, [0], difference=True)
     with pytest.raises(OptionError, match="head 99 is out of range"):
         ma.render.received_text(mapped, 0, [99])
     several = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})

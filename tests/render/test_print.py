@@ -36,14 +36,9 @@ def table(names, **columns):
 
 
 @pytest.fixture(scope="module")
-def figures(toy, prompts):
+def figures(measured, toy, prompts):
+    result = measured.sel(condition=["baseline", "slash", "sentence", "unshifted"])
     slash = ma.MeaninglessTokens("/", 20)
-    conditions = {"slash": slash, "sentence": ma.RandomSentence(20), "unshifted": slash.unshifted()}
-    of = ma.analyses
-    analyses = [ma.ReceivedAttention(), of.AffineShift(), of.AttentionSinks()]
-    analyses += [of.AttentionFocus(per_query=True), of.HeadUpdates(per_query=True)]
-    analyses += [of.MlpActivations(), of.AttentionBudget()]
-    result = ma.run(toy, prompts[:4], conditions, analyses, keep="prompts")
     counts = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20])
     counted = table(["baseline", *counts], accuracy=[0.9, 0.8, 0.5])
     tried = [(name, k) for name in ("baseline", "slash") for k in (1, 2, 4)]
@@ -81,7 +76,7 @@ def figures(toy, prompts):
         "dose_curves": draw.dose_curves(counted, ma.run(toy, prompts[:4], counts)),
         "while_answering": draw.while_answering(ma.while_answering(toy, answers, prompts[:4], {"slash": slash})),
         "verdicts": draw.verdicts([result, result]),
-        "circuit_map": draw.circuit_map(ma.circuit(circuit.model(), circuit.prompts(12, 0), ma.conditions.Counterpart())),
+        "circuit_map": draw.circuit_map(ma.circuit(circuit.model(), circuit.prompts(6, 0), ma.conditions.Counterpart())),
         "patching_map": draw.patching_map(patched),
         "patching_effects": draw.patching_effects(patched),
     }  # fmt: skip

@@ -15,20 +15,6 @@ from mechattn.stats.intervals import Interval
 from mechattn.stats.units import halves_of
 from tests.render.by_hand import percent_change, t_interval
 
-CONDITIONS = {
-    "slash": ma.MeaninglessTokens("/", 20),
-    "sentence": ma.RandomSentence(20),
-    "masked": ma.MeaninglessTokens("/", 20).masked(),
-}
-ANALYSES = [
-    ma.ReceivedAttention(),
-    ma.analyses.AffineShift(),
-    ma.analyses.MlpActivations(),
-    ma.analyses.AttentionFocus(per_query=True),
-    ma.analyses.HeadUpdates(per_query=True),
-    ma.analyses.AttentionSinks(),
-    ma.analyses.AttentionBudget(),
-]
 OPTIONS = {
     "received_attention": {"layer": 0, "heads": [1, 2]},
     "agreement": {"condition": "slash"},
@@ -37,14 +23,9 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def result(toy, prompts):
-    return ma.run(toy, prompts[:8], CONDITIONS, ANALYSES, keep="prompts")
-
-
 @pytest.mark.parametrize("name", sorted(FIGURES))
-def test_every_figure_says_its_number_with_an_interval(result, name):
-    words = said(FIGURES[name](result, **OPTIONS.get(name, {})))
+def test_every_figure_says_its_number_with_an_interval(measured, name):
+    words = said(FIGURES[name](measured, **OPTIONS.get(name, {})))
     assert re.search(r"\d[^ ]* ?%? \[[+−-]?\d[^\]]*, [+−-]?\d[^\]]*\]", words), words
     assert "nan" not in words
 
@@ -53,17 +34,17 @@ def numbers(words):
     return [float(n.replace("−", "-")) for n in re.findall(r"[+−]\d+\.\d", words)]
 
 
-def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are_drawn(result):
-    at = result["received_attention"].received_by_segment.sel(segment="question", layer=1)
+def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are_drawn(measured):
+    at = measured["received_attention"].received_by_segment.sel(segment="question", layer=1)
     each = at.isel(head=[1, 5]).mean("head")
     ratios = each.sel(condition="slash") / each.sel(condition="baseline")
     expected = percent_change(ratios)
-    shown = numbers(said(ma.render.received_attention(result, 1, [1, 5], "slash")))
+    shown = numbers(said(ma.render.received_attention(measured, 1, [1, 5], "slash")))
     np.testing.assert_allclose(shown[:3], expected, atol=0.051)
-    others = numbers(said(ma.render.received_attention(result, 1, [0, 5], "slash")))
+    others = numbers(said(ma.render.received_attention(measured, 1, [0, 5], "slash")))
     assert np.abs(others[:3] - expected).max() > 0.1, "another head has another number"
     odd = np.arange(1, 8, 2)
-    half = numbers(change_words(result, "slash", layer=1, heads=[1, 5], prompts=odd))
+    half = numbers(change_words(measured, "slash", layer=1, heads=[1, 5], prompts=odd))
     np.testing.assert_allclose(half[:3], percent_change(ratios[odd]), atol=0.051)
 
 
@@ -105,21 +86,21 @@ def test_too_few_prompts_for_any_head_are_said(toy, prompts):
 
 
 @pytest.mark.parametrize("condition", ["slash", "masked"])
-def test_heads_that_rise_and_fall_are_counted_from_the_table(result, condition):
+def test_heads_that_rise_and_fall_are_counted_from_the_table(measured, condition):
     """Masked tokens take nothing, so attention to the question can rise."""
-    table = result.compare(condition)
+    table = measured.compare(condition)
     large = (table.q_difference < 0.05) & (abs(table.change) > 0.05)
     falling = int((large & (table.change < 0)).sum())
     rising = int((large & (table.change > 0)).sum())
-    words = ma.render.verdict_words(result, condition)
+    words = ma.render.verdict_words(measured, condition)
     told = f"Of 32 heads, {falling} fall and {rising} rise by more than"
     assert (told if falling + rising else "Of 32 heads, none changes") in words, words
 
 
-def test_the_sentence_holds_the_layer_the_points_and_the_dilution_null(result):
+def test_the_sentence_holds_the_layer_the_points_and_the_dilution_null(measured):
     """Each number by hand, the layer chosen on the other half of the prompts."""
-    words = ma.render.verdict_words(result, "slash")
-    dataset = result["received_attention"].sel(segment="question")
+    words = ma.render.verdict_words(measured, "slash")
+    dataset = measured["received_attention"].sel(segment="question")
     slash, baseline = (dataset.sel(condition=name) for name in ("slash", "baseline"))
     by_layer = np.log(
         slash.received_by_segment.mean("head") / baseline.received_by_segment.mean("head")
@@ -138,20 +119,22 @@ def test_the_sentence_holds_the_layer_the_points_and_the_dilution_null(result):
     assert f"would change it by {percent(np.expm1(np.log(null).mean()))}" in words
 
 
-def test_a_mean_over_prompts(result):
-    values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
+def test_a_mean_over_prompts(measured):
+    values = measured["attention_focus"].self_share.sel(condition="slash", segment="question")
     expected = t_interval(values.mean(["layer", "head"]).values)
-    shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(result, values))]
+    shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(measured, values))]
     np.testing.assert_allclose(shown, expected, rtol=6e-3)
-    assert "[" not in mean_words(result, values.isel(prompt=[0, 1])), "two prompts have no interval"
+    assert "[" not in mean_words(measured, values.isel(prompt=[0, 1])), (
+        "two prompts have no interval"
+    )
 
 
-def test_the_verdict_names_its_matched_control(result):
-    assert matched_control(result, "slash") == "sentence"
-    assert matched_control(result, "sentence") is None, "a control has no control"
-    words = ma.render.verdict_words(result, "slash", to="sentence")
-    control = ma.render.verdict_words(result, "sentence").split(" over")[0].split("changes ")[1]
-    each = (result["received_attention"].received_by_segment.sel(condition=name, segment="question")
+def test_the_verdict_names_its_matched_control(measured):
+    assert matched_control(measured, "slash") == "sentence"
+    assert matched_control(measured, "sentence") is None, "a control has no control"
+    words = ma.render.verdict_words(measured, "slash", to="sentence")
+    control = ma.render.verdict_words(measured, "sentence").split(" over")[0].split("changes ")[1]
+    each = (measured["received_attention"].received_by_segment.sel(condition=name, segment="question")
             for name in ("slash", "sentence"))  # fmt: skip
     slash, sentence = (of.mean(["layer", "head"]).values.astype(np.float64) for of in each)
     apart = np.expm1(np.log(slash / sentence).mean())
@@ -159,4 +142,6 @@ def test_the_verdict_names_its_matched_control(result):
         f"With “sentence” it changes {control} (“slash” relative to “sentence”: {percent(apart)} ["
         in words
     )
-    assert result.verdict("slash", to="sentence").change.estimate == pytest.approx(apart, rel=1e-4)
+    assert measured.verdict("slash", to="sentence").change.estimate == pytest.approx(
+        apart, rel=1e-4
+    )
