@@ -1,5 +1,6 @@
 """Attention while a model writes its own answers, right against wrong, in pairs of the same length."""
 
+import os
 from dataclasses import replace
 from itertools import permutations
 
@@ -15,8 +16,13 @@ from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.while_answering import WhileAnswering, matched_pairs
 from mechattn.stats.units import Units
+from tests.conftest import MODELS
 from tests.evaluation import by_hand
 
+needs_models = pytest.mark.skipif(
+    not MODELS.is_dir() and not os.environ.get("CI"),
+    reason=f"the models of others are not at {MODELS}",
+)
 QUESTION = SEGMENTS.index("question")
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
 TEXTS = (
@@ -80,6 +86,35 @@ def test_it_is_the_attention_of_the_answers_own_tokens(measured, toy, prompts, e
             assert float(cell.uniform) == pytest.approx(uniform, abs=1e-6)
     assert of_slash.flow[4].isnull().all(), "an empty answer looks nowhere"
     assert measured.data.flow.sel(condition="baseline", segment="inserted").isnull().all()
+
+
+@needs_models
+def test_the_answers_of_a_real_model_are_those_that_it_wrote():
+    """Attention of plain transformers in float64 over the ids; some of these answers would be cut otherwise as texts."""
+    from transformers import AutoModelForCausalLM
+
+    place = str(MODELS / "stories260K")
+    model = ma.load_model(place)
+    native = AutoModelForCausalLM.from_pretrained(
+        place, dtype=torch.float64, attn_implementation="eager"
+    )
+    texts = ("Once upon a time", "One day, Lily", "The big red ball")
+    prompts = [ma.Prompt(text, id=text, solution="1") for text in texts]
+    generated = ma.evaluate(model, prompts, new_tokens=60, temperature=1.0)
+    by_hand = replace(generated.answers[2], tokens=ids_of(model, "Lily ran."))
+    answered = Evaluation((*generated.answers[:2], by_hand), generated.provenance)
+
+    for predicting in (False, True):
+        flow = ma.while_answering(model, answered, prompts, predicting=predicting).data.flow
+        for number, answer in enumerate(answered.answers):
+            sequence = ma.Baseline().apply(prompts[number], model)
+            ids = torch.cat([sequence.tokens, torch.tensor(answer.tokens)])
+            keys = sequence.of_segment("question").nonzero()[:, 0]
+            queries = torch.arange(len(sequence), len(ids)) - int(predicting)
+            for layer, pattern in enumerate(native(ids[None], output_attentions=True).attentions):
+                expected = pattern[0][:, queries][:, :, keys].sum(-1).mean(-1).detach().numpy()
+                found = flow[0, number, layer, :, QUESTION]
+                np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_pairs_are_as_many_and_as_alike_as_can_be():
@@ -194,6 +229,8 @@ def test_what_cannot_be_compared(measured, toy, prompts):
     assert "too few" in ma.render.while_answering(measured).layout.meta["says"]
     with pytest.raises(OptionError, match="pairs of a right and a wrong answer"):
         measured.heads("slash")
+    with pytest.raises(OptionError, match="condition='dots': choose one of"):
+        measured.heads("dots")
     with pytest.raises(OptionError, match="to='answers': choose one of"):
         measured.table("answers")
     with pytest.raises(OptionError, match="'dots' was not evaluated"):
