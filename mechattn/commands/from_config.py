@@ -12,13 +12,13 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from mechattn import analysis
 from mechattn import conditions as public_conditions
-from mechattn.analysis import ANALYSES as KINDS
 from mechattn.analysis.analysis import Analysis
 from mechattn.errors import OptionError
 from mechattn.interventions.ablation import AttentionKnockout, HeadAblation
 from mechattn.interventions.arm import ARM
-from mechattn.prompts import conditions as kinds
+from mechattn.prompts import conditions as prompt_conditions
 from mechattn.prompts import fillers
 from mechattn.prompts.sweeps import sweep
 from mechattn.toml_sections import AnalysisSection, Condition, all_words, near, no_such_key
@@ -29,13 +29,13 @@ CONDITIONS = {
     for name, kind in vars(public_conditions).items()
     if hasattr(kind, "apply") and kind is not public_conditions.Insertion
 }
-ANALYSES = {kind.__name__: kind for kind in KINDS}
+ANALYSES = {kind.__name__: kind for kind in analysis.ANALYSES}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, AttentionKnockout, HeadAblation)}
 
 
 def made_conditions(
     sections: Mapping[str, Condition], tokenizer: Callable[[], Any] | None = None
-) -> dict[str, kinds.Condition]:
+) -> dict[str, prompt_conditions.Condition]:
     """Build the conditions of a file; a sweep gives several, named after their values.
 
     Args:
@@ -53,9 +53,9 @@ def made_conditions(
     if tokenizer:
         counts = _counts(sections, tokenizer)
 
-    conditions: dict[str, kinds.Condition] = {}
+    conditions: dict[str, prompt_conditions.Condition] = {}
     for name, section in sections.items():
-        kinds.check_name(name)
+        prompt_conditions.check_name(name)
         variants = _variants(section, counts.get(name), f"conditions.{name}")
         for values, condition in variants.items():
             variant_name = f"{name}, {values}" if values else name
@@ -72,7 +72,7 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
     without_count = {
         name: section for name, section in sections.items() if "count" not in section.options
     }
-    default = kinds.MeaninglessTokens()
+    default = prompt_conditions.MeaninglessTokens()
 
     counts: dict[str, int] = {}
     for name, section in without_count.items():
@@ -102,18 +102,23 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
     return counts
 
 
-def _variants(section: Condition, count: int | None, where: str) -> dict[str, kinds.Condition]:
+def _variants(
+    section: Condition, count: int | None, where: str
+) -> dict[str, prompt_conditions.Condition]:
     """The conditions of one section by swept values; a single one named "" without a sweep."""
     options = section.options
     if count is not None:
         options = {"count": count, **options}
 
     swept = {key: value for key, value in options.items() if isinstance(value, list)}
-    if "count" in swept:
-        swept["count"] = [number for number in swept["count"] if number != 0]  # 0: the baseline
     for key, values in swept.items():
-        if not values:
-            raise OptionError(f"{where}.{key} = []: give at least one value")
+        swept[key] = values
+        if key == "count":
+            swept[key] = [number for number in values if number != 0]  # 0: the baseline
+        if not swept[key]:
+            raise OptionError(
+                f"{where}.{key} = {values}: give at least one value, beside 0 (the baseline)"
+            )
 
     # Each combination is checked, and the last one is varied below.
     other_keys = list(Condition.model_fields)
@@ -130,10 +135,14 @@ def _variants(section: Condition, count: int | None, where: str) -> dict[str, ki
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
-    if section.masked:
-        condition = condition.masked()
-    if section.unshifted:
-        condition = condition.unshifted()
+    for option in ("masked", "unshifted"):
+        if getattr(section, option):
+            if not hasattr(condition, option):
+                raise OptionError(
+                    f"{where}: {option} = true is for conditions that insert tokens, and"
+                    f" {section.kind} inserts none"
+                )
+            condition = getattr(condition, option)()
     if section.intervention:
         intervention = _built(
             INTERVENTIONS,

@@ -32,7 +32,7 @@ from mechattn.render.figure_declaration import check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.writing import check_result_place
+from mechattn.store.writing import check_result_or_place, check_result_place
 from mechattn.toml_sections import Config, Figure, read_sections
 
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
@@ -160,7 +160,10 @@ def prepared(
         check_page_place(config.output.page, force)
     for place in places.values():
         stored_at = shard_place(place, shard)
-        check_result_place(stored_at, used=used)
+        if used:
+            check_result_or_place(stored_at)
+        else:
+            check_result_place(stored_at)
     for model in config.models:
         check_in_model(model, config.layers, figures)
 

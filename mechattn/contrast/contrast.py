@@ -310,7 +310,7 @@ class Contrast(Question):
         if select is not None:
             n = (n + 1) // 2
         tests = cells - len(left_out)
-        detectable = resolution(n, tests, q, self.resamples, units.unit)
+        detectable = resolution(n, tests, q, self.resamples, units.kind)
         if draws is None:
             return detectable
         check_counts(FEWEST_DRAWS, draws=draws)

@@ -341,7 +341,7 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
     """What a table records about its question, its null and its tests."""
     tests = len(cells.statistics.p)
     n = cells.statistics.n
-    can = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.unit)
+    can = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
 
     models = {str(result.provenance["model"]["name"]) for result, _ in contrast.sides}
     dims = " × ".join(map(str, cells.any_block.difference.dims[1:]))

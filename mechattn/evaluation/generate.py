@@ -82,8 +82,13 @@ def checked_sampling(
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated answer without its end token; ``finished``: the model ended it before the
-    limit."""
+    """A generated answer.
+
+    Args:
+        tokens: Its tokens, without the end token.
+        finished: Whether the model ended it before the limit.
+        logprob: The mean log-probability of its tokens and its end token, in nats.
+    """
 
     tokens: tuple[int, ...]
     finished: bool

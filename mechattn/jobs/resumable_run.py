@@ -27,7 +27,7 @@ from mechattn.results.result import Result
 from mechattn.store.atomic_writes import LOCK, say, sweep
 from mechattn.store.objects import DamagedResult, Place, place_of
 from mechattn.store.reading import load_result, open_result
-from mechattn.store.writing import check_result_place, save_result
+from mechattn.store.writing import check_result_or_place, check_result_place, save_result
 
 Shard = tuple[int, int]
 WHOLE: Shard = (1, 1)
@@ -74,7 +74,10 @@ def compute(
 ) -> tuple[Result, bool]:
     """As :func:`run_job`; the result, and whether it was computed now and not stored before."""
     path = shard_place(path, shard)
-    check_result_place(path, used=not fresh)
+    if fresh:
+        check_result_place(path)
+    else:
+        check_result_or_place(path)
 
     number, count = shard
     chunks = list(range(number - 1, len(job.chunks), count))

@@ -35,9 +35,9 @@ from mechattn.model.hooked import (
     weights_here,
 )
 
-_COMPUTED_TWICE = (  # the transformers norm, and the values of its two hooks
-    "_hf_autograd_forward_with_hooks"
-)
+# A bridge computes a norm by the module of transformers, and again for the values of the norm's two
+# hooks, in this method (transformer-lens 3.9 to 4.3); where it is missing, nothing is saved.
+_NORM_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"
 _NO_MASS = 1e-6  # attention up to this is rounding
 Hooks = list[tuple[str, Callable]]  # functions, each with the name of the hook where it is called
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
@@ -354,9 +354,9 @@ def norms_once(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in owners:
             for norm in owner.children():
-                if hasattr(type(norm), _COMPUTED_TWICE):
-                    once = partial(_once, norm, getattr(norm, _COMPUTED_TWICE))
-                    stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, once))
+                if hasattr(type(norm), _NORM_COMPUTED_TWICE):
+                    once = partial(_once, norm, getattr(norm, _NORM_COMPUTED_TWICE))
+                    stack.enter_context(attribute_set(norm, _NORM_COMPUTED_TWICE, once))
         yield
 
 

@@ -46,9 +46,9 @@ CHANGE_COLUMNS = (
     "marked",
 )
 
-NAME = "received_attention"
-PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
-PROMPTS = 3
+RECEIVED = "received_attention"
+MOST_PATTERN_NUMBERS = 3_000_000  # numbers in all patterns together: 8 MB of the page
+MOST_PROMPTS = 3
 # Why a part of a page is empty.
 MISSING = {
     "curves": "The run did not measure received attention by position (ma.ReceivedAttention()).",
@@ -91,7 +91,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
         ``conditions``, ``layers`` and ``heads`` of the map, and its ``start``: the layer and head
         that are selected when the page opens; ``quantities``, as :func:`head_values` returns them,
         and ``lacking``, why a quantity has no values; ``curves``, ``texts`` and ``patterns`` of the
-        heads, from ``head_views.py``.
+        heads.
     """
     result = model.result
     layers = _measured_layers(result)
@@ -116,7 +116,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
                 lacking[name] = next(iter(quantity["missing"].values()))
 
     datasets = {}
-    for name in ("sequences", NAME):
+    for name in ("sequences", RECEIVED):
         if name in result.datasets:
             datasets[name] = _with_all_layers(result[name], layers)
 
@@ -261,7 +261,7 @@ def head_curves(result: Result) -> dict[str, Any]:
         condition; ``segments`` of the baseline, and where its ``question`` starts; the number of
         ``prompts``, and what ``bands`` are.
     """
-    dataset = result.datasets.get(NAME)
+    dataset = result.datasets.get(RECEIVED)
     if dataset is None or "received_by_origin_variance" not in dataset:
         return {"missing": MISSING["curves"]}
 
@@ -334,7 +334,7 @@ def _inserted(result: Result, condition: str) -> dict[str, Any] | None:
     if (origin[start : last + 1] != -1).any():
         return None
 
-    dataset = result[NAME].isel(key=slice(start, last + 1)).sel(condition=condition)
+    dataset = result[RECEIVED].isel(key=slice(start, last + 1)).sel(condition=condition)
     mean, half = _means(dataset, "received", ("layer", "head", "key"))
     null = dataset["received_uniform"].transpose("layer", "key").values
     kind = kind_for(mean.size)
@@ -411,7 +411,7 @@ def head_texts(result: Result) -> dict[str, Any]:
 def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
     """What each position of the first prompt receives; None if only means over prompts were
     kept."""
-    dataset = result.datasets.get(NAME, xr.Dataset())
+    dataset = result.datasets.get(RECEIVED, xr.Dataset())
     if "received_per_prompt" in dataset:
         return dataset["received_per_prompt"].isel(prompt=0)
     if "received" in dataset and result["sequences"].sizes["prompt"] == 1:
@@ -431,10 +431,10 @@ def head_patterns(result: Result) -> dict[str, Any]:
         return {"missing": MISSING["patterns"]}
     maps = result["attention_map"].pattern
     maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
-    numbers_left = PATTERNS
+    numbers_left = MOST_PATTERN_NUMBERS
     inserted = (result["sequences"].origin == -1).sum("pos")
     prompts: list[dict[str, Any]] = []
-    for prompt in range(min(PROMPTS, maps.sizes["prompt"])):
+    for prompt in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
         patterns = {}
         for condition in result.conditions:
             cell = {"prompt": prompt, "condition": result.conditions.index(condition)}

@@ -169,7 +169,7 @@ class Patching:
             "tested": tested,
             "family": family,
             "skewed": tests[tested].skewed,
-            "resolution": resolution(unit_count, test_count, unit=self.units.unit),
+            "resolution": resolution(unit_count, test_count, unit=self.units.kind),
         }
         return by_head(table)
 
@@ -200,12 +200,13 @@ class Patching:
     @property
     def resolution(self) -> Resolution:
         """What a number of units can find among this number of rows."""
-        return resolution(self.units.n, len(self._cells), unit=self.units.unit)
+        return resolution(self.units.n, len(self._cells), unit=self.units.kind)
 
     @property
     def _by_interval(self) -> bool:
         """Whether there are too few units for any row to be found by itself."""
-        return self.units.n < self.resolution.fewest
+        fewest = self.resolution.fewest
+        return fewest is None or self.units.n < fewest
 
     @cached_property
     def _order(self) -> np.ndarray:

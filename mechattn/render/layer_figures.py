@@ -11,14 +11,21 @@ import plotly.graph_objects as go
 import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.means import mean_over_prompts
+from mechattn.contrast.means import mean_over_prompts, overall_mean
 from mechattn.contrast.quantities import NULLS, Null, check_condition, in_parts
 from mechattn.contrast.quantities import by_layer as values_by_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import declare
-from mechattn.render.words import NULL_NAMES, count_words, mean_words, model_caption, says
+from mechattn.render.words import (
+    NULL_NAMES,
+    count_words,
+    in_digits,
+    mean_words,
+    model_caption,
+    says,
+)
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
@@ -276,7 +283,7 @@ def _with_axes(figure: go.Figure, shown: _Shown) -> go.Figure:
         phrase = f"{condition} {mean}"
         null = shown.null_of(condition)
         if null is not None:
-            null_mean, *_ = mean_words(shown.result, null).split(" ")
+            null_mean = in_digits(overall_mean(shown.result, null).estimate, ".3g")
             phrase += f" ({NULL_NAMES[shown.null_kind]}: {null_mean})"
         phrases.append(phrase)
 

@@ -359,8 +359,7 @@ def _count_of(name: str, count: int) -> str:
 def heads_words(verdict: Verdict) -> str:
     """How many heads fall and how many rise by more than the margin, and not by chance."""
     if not verdict.findable:
-        few = f"{verdict.n} {verdict.unit.partition(' ')[0]}"
-        return f"With {few} no head could be shown to change (q < 0.05)"
+        return f"With {verdict.n} {verdict.unit} no head could be shown to change (q < 0.05)"
 
     margin = verdict.margin
     if margin is None:

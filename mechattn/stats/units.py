@@ -19,7 +19,7 @@ from mechattn.errors import OptionError, check_counts
 RESAMPLES = 9999
 EXACT = 12  # prompts: all 4,096 sign patterns are tried
 SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
-_MOST = 200
+_MOST_UNITS = 200  # that ``fewest`` considers
 _MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 takes
 Unit = Literal["auto", "prompt"]
 ALONE = 2000  # units: up to this number, each is resampled on its own
@@ -44,7 +44,8 @@ class Resolution:
             all don't suffice.
         chance: The probability that a single test passes whose differences all have one sign: 0 or
             1 up to 12 units; with more units, a drawn pattern may by chance equal that of the data.
-        fewest: The smallest number of units at which that probability is at least 90 %.
+        fewest: The smallest number of units at which that probability is at least 90 %; None if no
+            number is enough, as too few patterns of signs are drawn for so low a level.
         detectable: The effect (d_z) that one test finds with 80 % power if no other has an effect.
         random: The same for ``q_random``, in words; empty unless a number of draws of random
             weights is named.
@@ -58,7 +59,7 @@ class Resolution:
     smallest_q: float
     together: int | None
     chance: float
-    fewest: int
+    fewest: int | None
     detectable: float
     random: str = ""
 
@@ -69,22 +70,26 @@ class Resolution:
         return f"{self._sentence_about_units()}; {self.random}"
 
     def _sentence_about_units(self) -> str:
-        unit = self.unit.partition(" ")[0]
-        start = f"with {self.n} {unit} and {self.tests} tests"
+        start = f"with {self.n} {self.unit} and {self.tests} tests"
         smallest = f"(smallest p {self.smallest_p:.2g})"
+        if self.fewest is None:
+            return (
+                f"{start} no test alone can pass q < {self.level:g} {smallest}, however many"
+                f" {self.unit} there are: give more resamples"
+            )
         if self.n >= self.fewest:
             return (
                 f"{start} one test alone can pass q < {self.level:g} {smallest}; the smallest"
                 " effect that q finds in one test alone, with 80 % power, is d_z ="
                 f" {self.detectable:.2g}"
             )
-        needed = f"one test alone can with {self.fewest} {unit} or more"
+        needed = f"one test alone can with {self.fewest} {self.unit} or more"
         if self.together is None:
             return f"{start} no p can pass q < {self.level:g} {smallest}; {needed}"
         if self.together > 1:
             return (
                 f"{start} no p can pass q < {self.level:g} alone {smallest}: {self.together} tests "
-                f"must reach it together, or use {self.fewest} {unit}"
+                f"must reach it together, or use {self.fewest} {self.unit}"
             )
         return (
             f"{start} a test whose neighbours show nothing passes q < {self.level:g} in at most"
@@ -157,7 +162,7 @@ def resolution(
         together=together,
         chance=chance(n, tests, level, patterns),
         fewest=_fewest(tests, level, patterns),
-        detectable=detectable_size(n, tests, level),
+        detectable=detectable_size(n, tests, level, resamples=resamples),
     )
 
 
@@ -207,9 +212,12 @@ def power(
 
 
 @lru_cache(maxsize=64)  # the tables of a page ask for the same
-def _fewest(tests: int, level: float, patterns: int) -> int:
-    """The smallest number of units with which one test alone passes almost surely."""
-    fewest = _MOST
+def _fewest(tests: int, level: float, patterns: int) -> int | None:
+    """The smallest number of units with which one test alone passes almost surely; None if there is
+    none."""
+    fewest = _MOST_UNITS
+    if chance(fewest, tests, level, patterns) < SURE:
+        return None
     while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= SURE:
         fewest -= 1
     return fewest
@@ -228,14 +236,16 @@ def chance(n: int, tests: int, level: float, patterns: int) -> float:
     return float(stats.binom.cdf(hits, patterns, extreme))
 
 
-def power_of(effect: float, n: int, tests: int = 1, level: float = 0.05) -> float:
+def power_of(
+    effect: float, n: int, tests: int = 1, level: float = 0.05, resamples: int = RESAMPLES
+) -> float:
     """The probability that a t test over n units finds an effect (d_z), if none of the other tests
     finds one.
 
     ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q <
     level asks of a test alone; times the probability that sign flips can be as small.
     """
-    reachable = chance(n, tests, level, enough(RESAMPLES, tests))
+    reachable = chance(n, tests, level, enough(resamples, tests))
     critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
     shift = effect * np.sqrt(n)
     right_sign = stats.nct.sf(critical_t, n - 1, shift)
@@ -245,21 +255,24 @@ def power_of(effect: float, n: int, tests: int = 1, level: float = 0.05) -> floa
 
 
 @lru_cache(maxsize=256)
-def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8) -> float:
+def detectable_size(
+    n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8, resamples: int = RESAMPLES
+) -> float:
     """The effect (d_z) that :func:`power_of` finds with a given probability; NaN with too few units
     for any.
     """
-    patterns = enough(RESAMPLES, tests)
+    patterns = enough(resamples, tests)
     if n < 3 or chance(n, tests, level, patterns) <= sure:
         return float("nan")
-    if power_of(0.0, n, tests, level) >= sure:
-        return 0.0
-    most = 2.0
-    while power_of(most, n, tests, level) < sure:
-        most *= 2
 
     def shortfall(effect: float) -> float:
-        return power_of(effect, n, tests, level) - sure
+        return power_of(effect, n, tests, level, resamples) - sure
+
+    if shortfall(0.0) >= 0:
+        return 0.0
+    most = 2.0
+    while shortfall(most) < 0:
+        most *= 2
 
     return float(optimize.brentq(shortfall, 0.0, most))
 
@@ -288,11 +301,16 @@ class Units:
         return int(self.of.max()) + 1
 
     @property
+    def kind(self) -> Literal["prompts", "groups"]:
+        """The kind of unit."""
+        return "prompts" if self.of is None else "groups"
+
+    @property
     def unit(self) -> str:
         """The kind of unit as tables state it: "prompts", or "groups (24 of 96 prompts)"."""
         if self.of is None:
-            return "prompts"
-        return f"groups ({self.n} of {self.prompts} prompts)"
+            return self.kind
+        return f"{self.kind} ({self.n} of {self.prompts} prompts)"
 
     @property
     def words(self) -> str:

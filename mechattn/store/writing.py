@@ -1,8 +1,8 @@
 """Stores results on disk or at an address, as a Zarr folder that xarray writes, a chunk of prompts
 at a time.
 
-An object holds a chunk of prompts of one array. Where that takes more than 1 MiB, conditions are
-separate, then segments, layers, heads and positions. Nothing is compressed, so that an object has
+An object holds a chunk of prompts of one array. Where that takes more than 1 MiB, it is cut into
+conditions, then segments, layers, heads and positions, as far as is needed. Nothing is compressed, so that an object has
 the size that its array declares.
 """
 
@@ -31,8 +31,36 @@ LARGEST_OBJECT = 2**20  # bytes
 CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
 
 
-def check_result_place(path: str | Path, *, used: bool = False) -> None:
-    """Check in advance that a result can be stored here, or ``used`` if there is one already."""
+def check_result_place(path: str | Path) -> None:
+    """Check in advance that a result can be stored here.
+
+    Raises:
+        OutputError: The name does not end with ".zarr", there is something else, or nothing can be
+            written there.
+    """
+    place = _checked_place(path)
+    try:
+        if isinstance(place.path, Path):
+            check_writable(place.path)
+        else:
+            probe = f"{place.full_name('')[:-1]}.mechattn-{os.urandom(8).hex()}"
+            place.files.pipe_file(probe, b"")
+            place.files.rm_file(probe)
+    except OutputError:
+        raise
+    except Exception as error:
+        raise _unwritable(place, error) from None
+
+
+def check_result_or_place(path: str | Path) -> None:
+    """Check in advance that a result of ours is here, or that one can be stored here."""
+    place = _checked_place(path)
+    if not place.files.exists(str(place)):
+        check_result_place(path)
+
+
+def _checked_place(path: str | Path) -> Place:
+    """The place of a result, where there is nothing or a result of ours."""
     place = place_of(path)
     if Path(str(path)).suffix != ".zarr":
         raise OutputError(
@@ -42,26 +70,21 @@ def check_result_place(path: str | Path, *, used: bool = False) -> None:
 
     if isinstance(place.path, Path):
         recover(place.path)
-
     try:
         if place.files.exists(str(place)):
             place.check_ours()
-            if used:
-                return
-
-        if isinstance(place.path, Path):
-            check_writable(place.path)
-        else:
-            probe = f"{place.full_name('')[:-1]}.mechattn-{os.urandom(8).hex()}"
-            place.files.pipe_file(probe, b"")
-            place.files.rm_file(probe)
     except OutputError:
         raise
-    except Exception as error:  # each kind of address has its own errors
-        raise OutputError(
-            f"nothing can be written to {place} ({type(error).__name__}: {error}); choose another "
-            "place"
-        ) from None
+    except Exception as error:
+        raise _unwritable(place, error) from None
+    return place
+
+
+def _unwritable(place: Place, error: Exception) -> OutputError:
+    """What is said of any error of a file system: each kind of address has its own."""
+    return OutputError(
+        f"nothing can be written to {place} ({type(error).__name__}: {error}); choose another place"
+    )
 
 
 def save_result(result: Result, path: str | Path) -> None:

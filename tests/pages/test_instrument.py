@@ -184,7 +184,7 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
     np.testing.assert_allclose(
         unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6
     )
-    monkeypatch.setattr("mechattn.pages.page_data.PATTERNS", 10)
+    monkeypatch.setattr("mechattn.pages.page_data.MOST_PATTERN_NUMBERS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
 
 
