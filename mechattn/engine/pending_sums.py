@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -370,15 +370,15 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         yield
 
 
+@dataclass
 class _Capture:
     """The tensors at the hooks of a layer that an analysis asked for, until all have fired."""
 
-    def __init__(self, pending: PendingSums, number: int, analysis: Any, layer: int) -> None:
-        self.pending = pending
-        self.number = number
-        self.analysis = analysis
-        self.layer = layer
-        self.tensors: dict[str, Tensor] = {}
+    pending: PendingSums
+    number: int  # of the analysis
+    analysis: Any
+    layer: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
         """Keep the tensor of a hook; with the last one, pass all on."""
