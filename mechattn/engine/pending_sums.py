@@ -35,7 +35,7 @@ class AllArrived(BaseException):
     """Raised with the last value, to skip the rest of the pass; no error handler may catch it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerState:
     """What one analysis has received of one layer."""
 
@@ -370,7 +370,7 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         yield
 
 
-@dataclass
+@dataclass(eq=False)
 class _Capture:
     """The tensors at the hooks of a layer that an analysis asked for, until all have fired."""
 
