@@ -68,7 +68,8 @@ class Selection:
     Args:
         select: "half" selects on one half of the units; None reports all cells on all units.
         top: The number of cells to select; None for those with q < 0.05.
-        by: What ranks them: the difference (the default), or what is beyond the null.
+        by: What ranks them: the difference (the default), or what is beyond the null; where no null
+            is known, the difference all the same.
 
     Raises:
         OptionError: An option is unknown, or ``top`` or ``by`` is given where nothing is selected.
@@ -265,18 +266,20 @@ def _cell_statistics(
     stream = PairedStream(
         len(unit_indices), contrast.level, contrast.resamples, contrast.seed, bootstrap_ends
     )
+
+    def unit_values(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """The values [unit, cell] of the mask's cells."""
+        counted_units = units.means(values)[unit_indices]
+        return counted_units[:, mask]
+
     rows = []
     used_masks = []
     left_out: list[str] = []
     for number, block in enumerate(blocks()):
+        any_block = block
         mask = block.cells
         if masks is not None:
             mask = masks[number]
-
-        def unit_values(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-            """The values [unit, cell] of the mask's cells."""
-            counted_units = units.means(values)[unit_indices]
-            return counted_units[:, mask]
 
         expected = None
         if block.expected is not None:
@@ -293,8 +296,8 @@ def _cell_statistics(
 
     means = pd.concat(rows, ignore_index=True)
     if masks is None and not len(means):
-        raise no_cells(contrast, block.scale)
-    return _Cells(means, stream.statistics(), used_masks, left_out, block, stream.bags)
+        raise no_cells(contrast, any_block.scale)
+    return _Cells(means, stream.statistics(), used_masks, left_out, any_block, stream.bags)
 
 
 def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.ndarray]:
@@ -380,6 +383,7 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         about["resampled"] = cells.bags.words
     if selection.top is not None:
         about["top"] = selection.top
+        about["ranked_by"] = tested if selection.by == "beyond" else "difference"
     return about
 
 

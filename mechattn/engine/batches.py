@@ -1,5 +1,5 @@
-"""Batches: planned to fit into memory, measured in one forward pass each, and halved where they don't
-fit."""
+"""Batches: planned to fit into memory, measured in one forward pass each, and halved where they
+don't fit."""
 
 from __future__ import annotations
 
@@ -95,8 +95,12 @@ def batch_plan(
 
 def in_halves(
     indices: Sequence[int], measure: Callable[[Sequence[int]], Measured]
-) -> tuple[list[Measured], list[int]]:
-    """Measure some prompts together; if they don't fit in memory, each half of them, and so on."""
+) -> tuple[list[Measured], list[list[int]]]:
+    """Measure some prompts together; if they don't fit in memory, each half of them, and so on.
+
+    Returns:
+        What was measured, in the order of the prompts, and the prompts that did not fit together.
+    """
     measured = []
     too_large = []
     waiting = [list(indices)]
@@ -121,7 +125,7 @@ def in_halves(
                 " with more memory"
             )
 
-        too_large.append(len(batch))
+        too_large.append(batch)
         middle = len(batch) // 2
         waiting[:0] = [batch[:middle], batch[middle:]]
     return measured, too_large

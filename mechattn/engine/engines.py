@@ -206,7 +206,7 @@ def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMa
         return {}
     edge_masks = {}
     for layer in hooks.attention_layers(model):
-        edge_mask = batch.at(layer).edge_mask
+        edge_mask = batch.as_read_by(layer).edge_mask
         if edge_mask is not None and layer <= last:
             edge_masks[layer] = edge_mask.to(device_of(model.blocks[layer]))
     return edge_masks

@@ -124,14 +124,16 @@ class Nulls:
 
     def _measured(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
         """Measure every analysis on the rows of content-blind heads."""
-        attention = self._blind_attention(kind, layer, window)
+        batch = self.batch.as_read_by(layer)
+        attention = self._blind_attention(kind, layer, window, batch)
 
         paired = None
         if self.pairs is not None:
-            paired = paired_layer(layer, attention, self.pairs, window)
+            pairs = replace(self.pairs, batch=batch)
+            paired = paired_layer(layer, attention, pairs, window)
 
         sums = {
-            number: analysis.start(self.batch, attention.q.shape[1])
+            number: analysis.start(batch, attention.q.shape[1])
             for number, analysis in enumerate(self.analyses)
             if self._has_nulls[number]
         }
@@ -143,7 +145,7 @@ class Nulls:
                 rows.pattern,
                 rows.queries,
                 rows.keys,
-                self.batch,
+                batch,
                 window,
                 attention.v,
                 null=True,
@@ -159,25 +161,23 @@ class Nulls:
 
         attention_by_rows(attention, see)
 
-        batch = self.batch.at(layer)
         return {
             number: _null_values(self.analyses[number], analysis_sums, kind, batch, window)
             for number, analysis_sums in sums.items()
         }
 
-    def _blind_attention(self, kind: str, layer: int, window: Window) -> Attention:
+    def _blind_attention(self, kind: str, layer: int, window: Window, batch: Batch) -> Attention:
         """The attention of queries that are 0, in one head for all where these are equal."""
-        batch, length = self.batch.tokens.shape
+        rows, length = batch.tokens.shape
         heads = self.blind.heads if kind == BLIND else 1
 
         # One dimension is enough for queries and keys of 0, whatever the model's.
-        q = torch.zeros(batch, heads, length, 1, device=self.batch.tokens.device)
+        q = torch.zeros(rows, heads, length, 1, device=batch.tokens.device)
         k = q[:, :1]
         v = torch.ones_like(k)
 
         bias, sinks = self.blind.scores(layer, length, kind == BLIND)
-        edge_mask = self.batch.at(layer).edge_mask
-        return Attention(q, k, v, 1.0, bias, window, None, edge_mask, sinks)
+        return Attention(q, k, v, 1.0, bias, window, None, batch.edge_mask, sinks)
 
 
 def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: Window) -> Values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,16 @@ Activity = Float[Tensor, "*token d_mlp"]
 
 
 class AllArrived(BaseException):
-    """Raised with the last value, to skip the rest of the pass; error handlers must not catch it."""
+    """Raised with the last value, to skip the rest of the pass; no error handler may catch it."""
+
+
+@dataclass(eq=False)
+class LayerState:
+    """What one analysis has received of one layer."""
+
+    sums: Sums
+    missing: set[str]  # the parts that have not arrived
+    after_rows: Callable[[], None] | None = None  # the reduction that waits for the rows
 
 
 class PendingSums:
@@ -60,12 +70,8 @@ class PendingSums:
             for analysis in analyses
         ]
 
-        # By the number of the analysis and the layer: the sums so far, the parts that have not
-        # arrived, and the reduction that waits for the rows.
-        self.sums: dict[tuple[int, int], Sums] = {}
-        self.missing: dict[tuple[int, int], set[str]] = {}
-        self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
-
+        # By the number of the analysis and the layer, from the first part to the last.
+        self.states: dict[tuple[int, int], LayerState] = {}
         self.values: list[LayerValues] = [{} for _ in analyses]
 
         # Of each sum, which rows of the batch are finite; read once, at the end.
@@ -86,36 +92,37 @@ class PendingSums:
             if part in self.parts[number]
         ]
 
-    def of(self, number: int, layer: int) -> Sums:
-        """The sums of an analysis in a layer, started with the first part that arrives."""
+    def state_of(self, number: int, layer: int) -> LayerState:
+        """The state of an analysis in a layer, started with the first part that arrives."""
         key = (number, layer)
-        if key not in self.sums:
-            self.sums[key] = self.analyses[number].start(self.batch.at(layer), self.batch.heads)
-            self.missing[key] = set(self.parts[number])
-
-        return self.sums[key]
+        if key not in self.states:
+            sums = self.analyses[number].start(self.batch.batches[layer], self.batch.heads)
+            self.states[key] = LayerState(sums, set(self.parts[number]))
+        return self.states[key]
 
     def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
         """Call this when all rows have arrived: usually at once, but some bridges fire hook_pattern
         after hook_z."""
-        self.of(number, layer)
-        if "rows" in self.missing[number, layer]:
-            self.waiting[number, layer] = reduce
+        state = self.state_of(number, layer)
+        if "rows" in state.missing:
+            state.after_rows = reduce
         else:
             reduce()
 
     def complete(self, number: int, layer: int, part: str) -> None:
         """Note that a part is complete; after the last part, the sums become values."""
-        key = (number, layer)
-        self.missing[key].discard(part)
+        state = self.state_of(number, layer)
+        state.missing.discard(part)
 
-        if part == "rows" and key in self.waiting:
-            # What waited for the rows completes its own part.
-            reduce = self.waiting.pop(key)
+        reduce = state.after_rows
+        if part == "rows" and reduce is not None:
+            # What waited for the rows completes its own part; the state no longer keeps its
+            # tensors alive.
+            state.after_rows = None
             reduce()
-        elif not self.missing[key]:
-            del self.missing[key]
-            self._finish(number, layer, self.sums.pop(key))
+        elif not state.missing:
+            del self.states[number, layer]
+            self._finish(number, layer, state.sums)
 
     def _finish(self, number: int, layer: int, sums: Sums) -> None:
         """Turn sums into values, and copy these to the CPU."""
@@ -128,9 +135,7 @@ class PendingSums:
                 largest = value.reshape(len(value), -1).abs().amax(1)
                 self.finite_rows.append((analysis, layer, largest.isfinite()))
 
-        # The batch on the layer's device, with the edges that are cut in this layer.
-        batch = self.batch.at(layer).at(layer)
-        values = analysis.values(sums, batch, window)
+        values = analysis.values(sums, self.batch.batches[layer], window)
 
         # The first layer's values tell what an analysis gives.
         if not self.values[number]:
@@ -147,23 +152,26 @@ class PendingSums:
             for layer in self.batch.windows:
                 if layer in self.values[number]:
                     continue
-                # If nothing has arrived, not even its first part is noted.
-                missing = self.missing.get((number, layer), self.parts[number])
+                missing = self.state_of(number, layer).missing
                 raise ModelError(
                     f"layer {layer} has run, but {analysis.name} has not received everything it"
                     f" needs ({', '.join(sorted(missing))}), so there is nothing to report"
                 )
 
+        # The only place in a batch that waits for the GPUs: the values are copied by then.
+        for device in {self.batch.placed.tokens.device, *self.batch.devices.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
         self.refuse_nan()
         return self.values
 
     def refuse_nan(self) -> None:
-        """Refuse sums with NaN or infinity: the only place in a batch that waits for the GPU."""
+        """Refuse sums with NaN or infinity."""
         if not self.finite_rows:
             return
 
-        # To one device first, which waits for the copies of the others too, and only then for all
-        # of them.
+        # To one device first, and then all in one copy.
         device = self.finite_rows[0][2].device
         is_finite = torch.stack([rows.to(device) for _, _, rows in self.finite_rows]).cpu()
         if is_finite.all():
@@ -176,8 +184,8 @@ class PendingSums:
         hint = "try another dtype, such as float32"
         if not is_ours(type(analysis)):
             hint += (
-                f"; if it is finite without {analysis.name}, this analysis divides by 0 or takes the"
-                " logarithm of 0, at this prompt or at padding"
+                f"; if it is finite without {analysis.name}, this analysis divides by 0 or takes"
+                " the logarithm of 0, at this prompt or at padding"
             )
         raise ModelError(
             f"layer {layer} of {self.batch.model.cfg.model_name} gives NaN or infinity for"
@@ -276,12 +284,12 @@ class RowReceiver:
 
     def _see_whole(self, layer: int, fused: Fused) -> None:
         """Pass a whole layer on: the analyses that take one need no rows."""
-        batch = self.batch.at(layer)
+        batch = self.batch.batches[layer]
         window = self.batch.windows[layer]
         attention = protocols.WholeAttention(layer, fused, batch, window)
 
         for number, analysis in self.row_receivers:
-            analysis.add_whole(self.pending.of(number, layer), attention)
+            analysis.add_whole(self.pending.state_of(number, layer).sums, attention)
             self.pending.complete(number, layer, "rows")
 
     def _see_rows(self, layer: int, rows: Rows) -> None:
@@ -295,26 +303,26 @@ class RowReceiver:
             pattern=rows.pattern,
             queries=rows.queries,
             keys=rows.keys,
-            batch=self.batch.at(layer),
+            batch=self.batch.batches[layer],
             window=self.batch.windows[layer],
             v=v,
             attention=rows.attention,
         )
 
         for number, analysis in self.row_receivers:
-            analysis.add(self.pending.of(number, layer), block)
+            analysis.add(self.pending.state_of(number, layer).sums, block)
 
     def _see_pairs(self, layer: int, rows: Rows) -> None:
         """Pass a block on beside the baseline's rows of the same queries."""
         if layer not in self.paired_layers:
             # The layer's first block: what its blocks have in common is made once.
-            pairs = self.batch.pairs_at(layer)
+            pairs = self.batch.pairs_of(layer)
             window = self.batch.windows[layer]
             self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
 
         block = self.paired_layers[layer].rows(rows)
         for number, analysis in self.pair_receivers:
-            analysis.add_pairs(self.pending.of(number, layer), block)
+            analysis.add_pairs(self.pending.state_of(number, layer).sums, block)
 
 
 @contextmanager
@@ -339,7 +347,8 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         """Give the final stream to every layer's sums, on the layer's device."""
         for number, analysis in final_receivers:
             for layer, device in batch.devices.items():
-                analysis.add_final(pending.of(number, layer), resid_post.detach().to(device))
+                sums = pending.state_of(number, layer).sums
+                analysis.add_final(sums, resid_post.detach().to(device))
                 pending.complete(number, layer, "final")
 
     hook_dict = batch.model.hook_dict  # listing the hooks takes a while
@@ -361,19 +370,19 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False)
 class _Capture:
     """The tensors at the hooks of a layer that an analysis asked for, until all have fired."""
 
-    def __init__(self, pending: PendingSums, number: int, analysis: Any, layer: int) -> None:
-        self.pending = pending
-        self.number = number
-        self.analysis = analysis
-        self.layer = layer
-        self.tensors: dict[str, Tensor] = {}
+    pending: PendingSums
+    number: int  # of the analysis
+    analysis: Any
+    layer: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
         """Keep the tensor of a hook; with the last one, pass all on."""
-        batch = self.pending.batch.at(self.layer)
+        batch = self.pending.batch.batches[self.layer]
 
         # A layer's first input comes from the layer before, which may lie on another device.
         out = out.detach().to(batch.tokens.device)
@@ -386,8 +395,7 @@ class _Capture:
             return
 
         window = self.pending.batch.windows[self.layer]
-        batch_of_layer = batch.at(self.layer)
-        captures = protocols.Captures(self.layer, self.tensors, batch_of_layer, window)
+        captures = protocols.Captures(self.layer, self.tensors, batch, window)
 
         # The captures hold the tensors now, and free them once they are passed on.
         self.tensors = {}
@@ -395,7 +403,7 @@ class _Capture:
 
     def _pass_on(self, captures: protocols.Captures) -> None:
         """Give the tensors to the analysis, once it has its rows."""
-        sums = self.pending.of(self.number, self.layer)
+        sums = self.pending.state_of(self.number, self.layer).sums
         self.analysis.add_captures(sums, captures)
         self.pending.complete(self.number, self.layer, "hooks")
 
@@ -435,12 +443,12 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             pre=pre.detach().reshape(*tokens.shape, d_mlp),
             post=post.detach().reshape(*tokens.shape, d_mlp),
             minimum=minimums[layer],
-            batch=batch.at(layer),
-            pairs=batch.pairs_at(layer),
+            batch=batch.batches[layer],
+            pairs=batch.pairs_of(layer),
         )
 
         for number, analysis in watching:
-            analysis.add_activations(pending.of(number, layer), activations)
+            analysis.add_activations(pending.state_of(number, layer).sums, activations)
             pending.complete(number, layer, "mlps")
 
     return at_nonlinearity(batch.model, dict.fromkeys(minimums, see))

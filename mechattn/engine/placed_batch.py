@@ -1,10 +1,10 @@
-"""A batch on the devices of the measured layers: which rows an intervention acts on, and which rows of
-attention belong beside each other."""
+"""A batch on the devices of the measured layers: which rows an intervention acts on, and which rows
+of attention belong beside each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -29,7 +29,7 @@ class PlacedBatch:
     placed: Batch  # where the model takes it
     windows: Windows
     devices: Mapping[int, torch.device]  # of the measured layers
-    copies: Mapping[torch.device, Batch]
+    batches: Mapping[int, Batch]  # on the layer's device, as the layer reads it
     pairs: Mapping[torch.device, Pairs | None]  # of a condition with the baseline, if needed
     prompt_ids: tuple[str, ...]
 
@@ -54,6 +54,7 @@ class PlacedBatch:
         home = device_of(model)
         devices = {layer: device_of(model.blocks[layer]) for layer in windows}
         copies = {device: batch.to(device) for device in {home, *devices.values()}}
+        batches = {layer: copies[device].as_read_by(layer) for layer, device in devices.items()}
 
         pairs: dict[torch.device, Pairs | None] = dict.fromkeys(copies)
         if needs_pairs:
@@ -64,7 +65,7 @@ class PlacedBatch:
             placed=copies[home],
             windows=windows,
             devices=devices,
-            copies=copies,
+            batches=batches,
             pairs=pairs,
             prompt_ids=tuple(prompt_ids),
         )
@@ -74,14 +75,10 @@ class PlacedBatch:
         """The number of heads of a layer."""
         return int(self.model.cfg.n_heads)
 
-    def at(self, layer: int) -> Batch:
-        """The batch on the layer's device."""
-        return self.copies[self.devices[layer]]
-
-    def pairs_at(self, layer: int) -> Pairs:
-        """The pairs on the layer's device, where an analysis needs them."""
-        device = self.devices[layer]
-        return cast(Pairs, self.pairs[device])
+    def pairs_of(self, layer: int) -> Pairs:
+        """The pairs of the layer's batch, where an analysis needs them."""
+        pairs = cast(Pairs, self.pairs[self.devices[layer]])
+        return replace(pairs, batch=self.batches[layer])
 
     def name_of_row(self, row: int) -> str:
         """A row of the batch, for messages."""

@@ -35,7 +35,7 @@ from mechattn.engine.request_checks import (
 )
 from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.interventions.ablation import HeadMeans, Z
-from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
+from mechattn.interventions.recorded import Affine, KeysValues, RecordedAffine
 from mechattn.model import hooks
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import HookedModel, alone, device_of, limit_of
@@ -54,7 +54,7 @@ def record_affine(
     *,
     layers: Iterable[int] | int = 0,
     seed: int = 0,
-) -> AffineAttention:
+) -> RecordedAffine:
     """Record λ and Σσ of a condition for each original token, to apply them without inserting
     tokens.
 
@@ -94,7 +94,7 @@ def record_affine(
         }
 
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
-    return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
+    return RecordedAffine(recorded, tuple(chosen), source)
 
 
 def _passes(

@@ -163,27 +163,54 @@ class Run:
         ``Plan.sequences``."""
         start = time.monotonic()
         plan = self.plan
-        options = plan.options
+        model = plan.model
         ids = [prompt.id for prompt in prompts]
         lengths = [[len(sequence) for sequence in own.values()] for own in sequences]
-        collectors = self._collectors(ids, lengths, sequences)
-        sides = checks.sides_of(plan.model, sequences)
 
-        batches = batch_plan(lengths, self._cost(), options.memory, sides)
+        # What is measured goes into one collector for each analysis.
+        coords: dict[str, list] = {
+            "prompt": ids,
+            "condition": list(plan.conditions),
+            "layer": plan.layers,
+        }
+        widths = {
+            "key": max(map(max, lengths)),
+            "original_key": max(len(own[BASELINE]) for own in sequences),
+        }
+        collectors = [
+            Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
+        ]
+
+        # About how many numbers are in memory at the same time for each position of a sequence.
+        width = 8 * int(model.cfg.d_model) + 3 * int(model.cfg.d_mlp or 4 * model.cfg.d_model)
+        is_by_hooks = self.forward is forward_through_hooks
+        cost = Cost(model.cfg.n_heads, width, holds_pattern=is_by_hooks)
+        sides = checks.sides_of(model, sequences)
+        planned = batch_plan(lengths, cost, plan.options.memory, sides)
+
+        pad = getattr(model.tokenizer, "pad_token_id", None) or 0
+        windows = {layer: hooks.attention_window(model, layer) for layer in plan.layers}
+
+        def measure(indices: Sequence[int]) -> tuple[Batch, list[LayerValues]]:
+            """Measure these prompts, under all conditions, in one pass."""
+            rows = [(index, name) for index in indices for name in sequences[index]]
+            batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
+            values = measure_batch(
+                model, batch, self.forward, windows, plan.analyses, ids, self.blind
+            )
+            return batch, values
 
         halved = []
         # The bar of one of several chunks disappears when it is done.
-        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
-            measured, too_large = in_halves(
-                indices, lambda batch: self._measured(batch, sequences, ids)
-            )
-            halved += [{"prompts": size, "first": ids[indices[0]]} for size in too_large]
+        for indices in tqdm(planned, desc="prompts", unit="batch", delay=2, leave=None):
+            measured, too_large = in_halves(indices, measure)
+            halved += [{"prompts": len(part), "first": ids[part[0]]} for part in too_large]
             for batch, values in measured:
                 for collector, by_layer in zip(collectors, values, strict=True):
                     collector.add(batch, by_layer)
 
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
-        datasets["sequences"] = sequences_dataset(plan.model, prompts, sequences, places)
+        datasets["sequences"] = sequences_dataset(model, prompts, sequences, places)
         about = self._description(prompts, sequences[0])
         about["halved"] = halved
         about["seconds"] = round(time.monotonic() - start, 3)
@@ -222,45 +249,6 @@ class Run:
             "memory": plan.options.memory,
             "keep": plan.options.keep,
         }
-
-    def _collectors(
-        self, ids: list[str], lengths: Sequence[Sequence[int]], sequences: Sequences
-    ) -> list[Collector]:
-        """One for each analysis."""
-        plan = self.plan
-        coords: dict[str, list] = {
-            "prompt": ids,
-            "condition": list(plan.conditions),
-            "layer": plan.layers,
-        }
-        widths = {
-            "key": max(map(max, lengths)),
-            "original_key": max(len(own[BASELINE]) for own in sequences),
-        }
-        return [
-            Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
-        ]
-
-    def _cost(self) -> Cost:
-        """The memory of a sequence in a layer of this model."""
-        cfg = self.plan.model.cfg
-        # About how many numbers are in memory at the same time for each position of a sequence.
-        width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
-        return Cost(cfg.n_heads, width, holds_pattern=self.forward is forward_through_hooks)
-
-    def _measured(
-        self, indices: Sequence[int], sequences: Sequences, ids: list[str]
-    ) -> tuple[Batch, list[LayerValues]]:
-        """The batch of some prompts, and the values of each analysis."""
-        plan = self.plan
-        rows = [(index, name) for index in indices for name in sequences[index]]
-        pad = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
-        batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
-        windows = {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers}
-        values = measure_batch(
-            plan.model, batch, self.forward, windows, plan.analyses, ids, self.blind
-        )
-        return batch, values
 
 
 def make_plan(

@@ -6,6 +6,7 @@ from mechattn.interventions.arm import ARM as ARM
 from mechattn.interventions.recorded import AffineAttention as AffineAttention
 from mechattn.interventions.recorded import KeysValues as KeysValues
 from mechattn.interventions.recorded import KVPatch as KVPatch
+from mechattn.interventions.recorded import RecordedAffine as RecordedAffine
 
 
 def __dir__() -> list[str]:

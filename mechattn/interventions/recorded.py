@@ -6,7 +6,7 @@ That is the affine map of inserted tokens, or their keys and values.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,9 +16,11 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import Self
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
+from mechattn.functional.attention import wide
 from mechattn.interventions.intervention import (
     Acting,
     CurrentTarget,
@@ -50,57 +52,25 @@ class Affine(NamedTuple):
     shift: Float[Tensor, "head original d_head"]  # Σσ, before W_O
 
 
-@dataclass(frozen=True, eq=False)
-class AffineAttention:
-    """Apply ``z → λ · z + Σσ`` to each original token and head (before W_O): the effect of
-    insertion, without it.
+class _AffineMap:
+    """Scales and shifts the output of each head; a subclass says by how much, and of which tokens
+    (``_applied``)."""
 
-    Measured values come from :func:`mechattn.record_affine`; you can also choose your own. Values
-    recorded with ``.unshifted()`` tokens reproduce layer 0's output at the original tokens exactly.
-    Otherwise re-routing is missing, and in later layers also changed values (``AffineShift``
-    reports both).
-
-    Args:
-        scale: A chosen λ for all tokens: one number, or one per head.
-        shift: A chosen Σσ for all tokens [head d_head]; none by default.
-        layers: The layers, from 0.
-        parts: Which part to apply: "scale", "shift" or "both".
-        recorded: Measured values by prompt and layer, in place of chosen ones.
-        source: Where the values come from, in words.
-    """
-
-    scale: float | Float[Tensor, " head"] = 1.0
-    shift: Float[Tensor, "head d_head"] | None = None
-    layers: int | tuple[int, ...] = 0
-    parts: Parts = "both"
-    recorded: Mapping[str, Mapping[int, Affine]] | None = None
-    source: str = "chosen"
+    layers: int | tuple[int, ...]
+    parts: Parts
+    _applied: Callable[..., OfTokens]
 
     def __post_init__(self) -> None:
         check_choice(Parts, parts=self.parts)
 
-    def only(self, parts: Parts) -> AffineAttention:
+    def only(self, parts: Parts) -> Self:
         """Return the intervention with only the scale, or only the shift."""
-        return replace(self, parts=parts)
+        return replace(self, parts=parts)  # type: ignore[type-var]  # a subclass is a dataclass
 
     @property
     def which(self) -> tuple[int, ...]:
         """The layers."""
         return as_tuple(self.layers)
-
-    def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse layers that don't exist and prompts that were not recorded."""
-        check_layers(model, self.which)
-        if self.recorded is not None:
-            missing = [prompt for prompt in prompts if prompt not in self.recorded]
-            _refuse_unrecorded(missing, prompts, "AffineAttention", "record_affine")
-            return
-        heads = heads_of(model)
-        for name, tensor in (("scale", self.scale), ("shift", self.shift)):
-            if isinstance(tensor, Tensor) and tensor.shape[:1] != (heads,):
-                raise OptionError(
-                    f"{name} has the shape {tuple(tensor.shape)}; give it for each of {heads} heads"
-                )
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
         """Scale and shift the output of these tokens."""
@@ -110,38 +80,89 @@ class AffineAttention:
             tokens = target()
             positions = tokens.positions.to(z.device)
             for index, row in enumerate(tokens.rows.tolist()):
-                z[row] = self._applied(z[row], layer, tokens.prompts[index], positions[index])
+                z[row] = self._applied(wide(z[row]), layer, tokens.prompts[index], positions[index])
             return z
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.which})
 
+    def _words(self, source: str, tensors: Any) -> str:
+        """The intervention in a result, with a digest of its tensors."""
+        return (
+            f"{type(self).__name__}({source}, layers={self.which}, parts={self.parts!r}, "
+            f"digest={tensors_digest(tensors)})"
+        )
+
+    on = on
+
+
+@dataclass(frozen=True, eq=False)
+class AffineAttention(_AffineMap):
+    """Apply ``z → λ · z + Σσ`` to each original token and head (before W_O), with numbers of your
+    own; :func:`mechattn.record_affine` measures them.
+
+    Args:
+        scale: λ for all tokens: one number, or one per head.
+        shift: Σσ for all tokens: 0, or [head d_head].
+        layers: The layers, from 0.
+        parts: Which part to apply: "scale", "shift" or "both".
+    """
+
+    scale: float | Float[Tensor, " head"] = 1.0
+    shift: float | Float[Tensor, "head d_head"] = 0.0
+    layers: int | tuple[int, ...] = 0
+    parts: Parts = "both"
+
+    def check(self, model: Any, prompts: Sequence[str]) -> None:
+        """Refuse layers and heads that don't exist."""
+        check_layers(model, self.which)
+        heads = heads_of(model)
+        for name, tensor in (("scale", self.scale), ("shift", self.shift)):
+            if isinstance(tensor, Tensor) and tensor.shape[:1] != (heads,):
+                raise OptionError(
+                    f"{name} has the shape {tuple(tensor.shape)}; give it for each of {heads} heads"
+                )
+
     def _applied(self, z: OfTokens, layer: int, prompt: str, positions: Positions) -> OfTokens:
-        """The output of one sequence; tokens that were not recorded, such as generated ones, do not
-        change.
-        """
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        is_changed = positions >= 0
-        if self.recorded is None:
-            scale = torch.as_tensor(self.scale, device=z.device, dtype=z.dtype)[..., None]
-            shift = torch.zeros(()) if self.shift is None else self.shift
-        else:
-            recorded = self.recorded[prompt][layer]
-            length = recorded.scale.shape[1]
-            self._check_length(prompt, positions, length)
-            is_changed &= positions < length
-            places = positions.clamp(0, length - 1)
-            scale = rearrange(recorded.scale.to(z)[:, places], "head pos -> pos head 1")
-            shift = rearrange(recorded.shift.to(z)[:, places], "head pos d_head -> pos head d_head")
+        scale = torch.as_tensor(self.scale).to(z)[..., None]
+        shift = torch.as_tensor(self.shift).to(z)
+        return apply_affine(z, scale, shift, self.parts, positions >= 0)
 
-        changed = z
-        if self.parts != "shift":
-            changed = scale * changed
-        if self.parts != "scale":
-            changed = changed + shift.to(z)
-        return torch.where(is_changed[:, None, None], changed, z)
+    def __repr__(self) -> str:
+        return self._words("chosen", list(map(torch.as_tensor, (self.scale, self.shift))))
 
-    def _check_length(self, prompt: str, positions: Positions, length: int) -> None:
-        """Refuse another prompt than the recorded one, unless only tokens after it are read."""
+
+@dataclass(frozen=True, eq=False)
+class RecordedAffine(_AffineMap):
+    """Apply the measured ``z → λ · z + Σσ`` to each original token and head (before W_O): the
+    effect of insertion, without it; see :func:`mechattn.record_affine`.
+
+    Values recorded with ``.unshifted()`` tokens reproduce layer 0's output at the original tokens
+    exactly. Otherwise re-routing is missing, and in later layers also changed values
+    (``AffineShift`` reports both).
+
+    Args:
+        recorded: Measured values by prompt and layer.
+        layers: The layers, from 0.
+        source: Where the values come from, in words.
+        parts: Which part to apply: "scale", "shift" or "both".
+    """
+
+    recorded: Mapping[str, Mapping[int, Affine]]
+    layers: int | tuple[int, ...]
+    source: str
+    parts: Parts = "both"
+
+    def check(self, model: Any, prompts: Sequence[str]) -> None:
+        """Refuse layers that don't exist and prompts that were not recorded."""
+        check_layers(model, self.which)
+        missing = [prompt for prompt in prompts if prompt not in self.recorded]
+        _refuse_unrecorded(missing, prompts, "RecordedAffine", "record_affine")
+
+    def _applied(self, z: OfTokens, layer: int, prompt: str, positions: Positions) -> OfTokens:
+        recorded = self.recorded[prompt][layer]
+        length = recorded.scale.shape[1]
+
+        # Another prompt than the recorded one, unless only tokens after it are read.
         count = int((positions >= 0).sum())
         if (positions == 0).any() and count != length:
             raise OptionError(
@@ -149,16 +170,35 @@ class AffineAttention:
                 "so it is another prompt"
             )
 
-    def __repr__(self) -> str:
-        chosen = [torch.as_tensor(self.scale)]
-        if self.shift is not None:
-            chosen.append(self.shift)
-        return (
-            f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, "
-            f"digest={tensors_digest(self.recorded or chosen)})"
-        )
+        # Tokens that were not recorded, such as generated ones, do not change.
+        is_recorded = (positions >= 0) & (positions < length)
+        places = positions.clamp(0, length - 1)
+        scale = rearrange(recorded.scale.to(z)[:, places], "head pos -> pos head 1")
+        shift = rearrange(recorded.shift.to(z)[:, places], "head pos d_head -> pos head d_head")
+        return apply_affine(z, scale, shift, self.parts, is_recorded)
 
-    on = on
+    def __repr__(self) -> str:
+        return self._words(self.source, self.recorded)
+
+
+def apply_affine(
+    z: OfTokens, scale: Tensor, shift: Tensor, parts: Parts, is_changed: Bool[Tensor, " pos"]
+) -> OfTokens:
+    """``λ · z + Σσ`` at the tokens that are changed, or only one part of it.
+
+    Args:
+        z: The heads' outputs of one sequence.
+        scale: λ, which broadcasts to the shape of z, as Σσ does.
+        shift: Σσ.
+        parts: "scale", "shift" or "both".
+        is_changed: Which tokens are changed.
+    """
+    changed = z
+    if parts != "shift":
+        changed = scale * changed
+    if parts != "scale":
+        changed = changed + shift
+    return torch.where(is_changed[:, None, None], changed, z)
 
 
 @dataclass(frozen=True, eq=False)

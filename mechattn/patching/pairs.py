@@ -62,7 +62,7 @@ class Pair:
     base: TokenSequence
     source: TokenSequence
     origins: SharedTokens
-    measured: Measured
+    measure: Measured
     denoising: bool
     seed: int = 0  # of its random steps
 
@@ -94,7 +94,7 @@ class Unpatched:
         """The metric of each row, checked; "kl" compares it with the baseline."""
         pair = self.pair
         baseline = self.source if pair.denoising else self.base
-        values = pair.measured(wide(logits), pair.answer.to(logits.device), wide(baseline))
+        values = pair.measure(wide(logits), pair.answer.to(logits.device), wide(baseline))
         check_metric(values, len(logits), logits.requires_grad)
         return values
 
@@ -285,10 +285,10 @@ def check_sequences(
 
     if predicted_by_inserted:
         warn(
-            f"in {predicted_by_inserted} of {len(prompts)} prompts the token right before the answer"
-            " is an inserted one, which has no counterpart in the baseline: nothing is patched there,"
-            " so the answer's first token is not restored. Insert elsewhere, or begin the answer with"
-            " a token that the model is sure of"
+            f"in {predicted_by_inserted} of {len(prompts)} prompts the token right before the"
+            " answer is an inserted one, which has no counterpart in the baseline: nothing is"
+            " patched there, so the answer's first token is not restored. Insert elsewhere, or"
+            " begin the answer with a token that the model is sure of"
         )
 
 

@@ -1,5 +1,5 @@
-"""Patches the cells of pairs: reads their runs, and gives as many patched copies to a pass as memory
-lets, from the first layer that they change; and how much memory a row of a pass takes."""
+"""Patches the cells of pairs: reads their runs, and gives as many patched copies to a pass as
+memory lets, from the first layer that they change; and how much memory a row of a pass takes."""
 
 from __future__ import annotations
 
@@ -148,8 +148,11 @@ class PatchingPlan:
         return prompt_bytes(model, self.target, pair) + row_bytes(model, pair)
 
     def effects(self, pairs: Sequence[Pair]) -> list[PromptEffects]:
-        """The effect of each cell and its controls [cell], NaN where no token has a partner; the
-        whole effect, and the metric of the base run.
+        """The effect of each cell and its controls [cell]; the whole effect, and the metric of the
+        base run.
+
+        An effect is NaN where both runs share no token of the cell, a control also where no other
+        prompt is long enough.
 
         Args:
             pairs: Pairs whose base runs have one shape.
@@ -158,35 +161,37 @@ class PatchingPlan:
             For each pair "effect" and the controls [cell], "whole" and "before", in the units of
             the metric.
         """
-        effects_by_pair = []
-        copies = []
-        destinations = []
-        for runs in self._read(pairs):
-            effects: PromptEffects = {
-                "whole": runs.unpatched.whole,
-                "before": runs.unpatched.before,
-            }
-            effects_by_pair.append(effects)
+        all_runs = self._read(pairs)
+        # Before anything is patched, as they refuse metrics that give no numbers.
+        of_runs = [(runs.unpatched.whole, runs.unpatched.before) for runs in all_runs]
 
+        copies = []
+        destinations = []  # of each copy: the number of its pair, the name, the number of its cell
+        for pair_index, runs in enumerate(all_runs):
             # A segment may have no token in this prompt.
             patchable = [
                 index for index, cell in enumerate(self.cells) if runs.patched_tokens(cell).any()
             ]
-            replacements = self.replacements(runs)
-            for name in ("effect", *self.controls):
-                cell_effects = np.full(len(self.cells), np.nan)
-                effects[name] = cell_effects
-                if name not in replacements:  # no other prompt is long enough
-                    continue
-
+            # Nothing replaces for "other_prompt" where no other prompt is long enough.
+            for name, values in self.replacements(runs).items():
                 for index in patchable:
-                    copies.append(PatchedCopy(runs, self.cells[index], replacements[name]))
-                    destinations.append((cell_effects, index))
+                    copies.append(PatchedCopy(runs, self.cells[index], values))
+                    destinations.append((pair_index, name, index))
 
-        measured = _first_order(copies) if self.target.attributed else self._exact(pairs, copies)
-        for (cell_effects, index), effect in zip(destinations, measured, strict=True):
-            cell_effects[index] = effect
-        return effects_by_pair
+        if self.target.attributed:
+            measured = _first_order(copies)
+        else:
+            measured = self._exact(pairs, copies)
+
+        names = ("effect", *self.controls)
+        effects = [{name: np.full(len(self.cells), np.nan) for name in names} for _ in pairs]
+        for (pair_index, name, index), effect in zip(destinations, measured, strict=True):
+            effects[pair_index][name][index] = effect
+
+        return [
+            {"whole": whole, "before": before, **of_pair}
+            for (whole, before), of_pair in zip(of_runs, effects, strict=True)
+        ]
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
         """The unpatched runs of each pair, those of one shape in one pass."""
@@ -234,8 +239,8 @@ class PatchingPlan:
         return effects
 
     def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[int]]:
-        """The numbers of the copies of each pass, in the order of the first layers that they change,
-        as a pass starts at the first of all."""
+        """The numbers of the copies of each pass, in the order of the first layers that they
+        change, as a pass starts at the first of all."""
         is_on_cpu = device_of(self.request.model).type == "cpu"
         enough = _ENOUGH_ROWS_ON_CPU if is_on_cpu else most
         first_layers = [copy.cell.first_layer for copy in copies]
@@ -296,14 +301,15 @@ def row_bytes(model: HookedModel, pair: Pair, beside: int = 0) -> int:
 
 
 def _of_mlp(model: HookedModel) -> int:
-    """The numbers that an MLP keeps for a token; four times d_model wide if the model doesn't say."""
+    """The numbers that an MLP keeps for a token; four times d_model wide if the model doesn't
+    say."""
     width = getattr(model.cfg, "d_mlp", 0) or 4 * model.cfg.d_model
     return 4 * width
 
 
 def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
-    """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, as much to
-    replace them, and the streams at which passes start or the gradients.
+    """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, as
+    much to replace them, and the streams at which passes start or the gradients.
 
     Args:
         model: The hooked model.
@@ -368,6 +374,6 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: list[Pair], budget:
     if needed > budget:
         raise OptionError(
             f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
-            f"{needed / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than memory=…:"
-            " give more, or shorter prompts"
+            f"{needed / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
+            " memory=…: give more, or shorter prompts"
         )

@@ -322,9 +322,9 @@ class RandomTokens(Insertion):
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the drawn tokens."""
-        draw = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
+        generator = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
         return fillers.random_tokens(
-            require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw
+            require_tokenizer(model), int(model.cfg.d_vocab), self.count, generator
         )
 
 
@@ -355,11 +355,11 @@ class RandomSentence(Insertion):
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the sentences."""
-        draw = random.Random(f"sentence {seed} {prompt.id} {self.draw}")
+        generator = random.Random(f"sentence {seed} {prompt.id} {self.draw}")
         tokenizer = require_tokenizer(model)
         if self.cut:
-            return fillers.random_sentence(tokenizer, self.count, draw)[: self.count]
-        return fillers.whole_sentences(tokenizer, self.count, draw)
+            return fillers.random_sentence(tokenizer, self.count, generator)[: self.count]
+        return fillers.whole_sentences(tokenizer, self.count, generator)
 
 
 @dataclass(frozen=True)

@@ -252,8 +252,8 @@ class Batch:
 
     ``rows[i]`` gives the prompt and the condition of row ``i``. ``edge_mask`` holds the cut
     attention edges (None for none) and ``edge_mask_layers[i]`` the layers where they are cut (None
-    for all); see :meth:`at`. ``position_ids`` is None if all are 0, 1, 2 …. ``interventions[i]``
-    act on row ``i``.
+    for all); see :meth:`as_read_by`. ``position_ids`` is None if all are 0, 1, 2 ….
+    ``interventions[i]`` act on row ``i``.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -296,7 +296,7 @@ class Batch:
             return ()
         return tuple(layers is None or layer in layers for layers in self.edge_mask_layers)
 
-    def at(self, layer: int) -> Batch:
+    def as_read_by(self, layer: int) -> Batch:
         """The batch as one layer reads it, without edges that are cut only in other layers."""
         if self.edge_mask is None or all(layers is None for layers in self.edge_mask_layers):
             return self

@@ -118,7 +118,8 @@ class Questions:
                 select again from this table (``.nsmallest(3)``); use ``top=3``.
             top: With ``select``, the number of heads, the furthest from 0 first; by default those
                 with q < 0.05.
-            by: What ranks the ``top`` heads: "difference", the default, or "beyond" (the null).
+            by: What ranks the ``top`` heads: "difference", the default, or "beyond" (the null); the
+                difference all the same where no null is known (``table.attrs["ranked_by"]``).
             random: The results of ``run_random`` for this run. Adds q_random, of the larger of
                 p_beyond and p_random: below 0.05, neither the null, chance over prompts nor random
                 weights explain the change. ``columns="all"`` has p_random too, null_random (mean

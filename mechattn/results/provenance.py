@@ -154,7 +154,9 @@ def now() -> str:
 class StoredCondition:
     """A condition of a result; by default one of which nothing is known."""
 
-    kind: str = ""  # the class of what is inserted, or "Baseline"; if it is not mechattn's, a hash of its source follows
+    # The class of what is inserted, or "Baseline"; if it is not mechattn's, a hash of its source
+    # follows.
+    kind: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False  # original tokens don't see the inserted ones
     unshifted: bool = False  # original tokens keep their positions

@@ -62,7 +62,10 @@ def test_percentiles_that_are_taken():
             ma.interventions.AffineAttention(shift=torch.ones(3, 16)),
             "shift has the shape .* 8 heads",
         ),
-        (ma.interventions.AffineAttention(recorded={"other": {}}), "prompt '0' was not recorded"),
+        (
+            ma.interventions.RecordedAffine({"other": {}}, 0, "elsewhere"),
+            "prompt '0' was not recorded",
+        ),
         (ma.interventions.HeadAblation(()), "ablates nothing"),
         (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range"),
         (ma.interventions.HeadAblation(((7, 0),)), "layer 7 is out of range"),

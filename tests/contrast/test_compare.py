@@ -107,6 +107,9 @@ def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
     table = result.compare("slash", quantity="output_norm", columns="all")
     assert table.attrs["null"] == "no null is known; a change may be there by definition"
     assert table[["null", "beyond", "beyond_low", "beyond_high_simultaneous"]].isna().all(axis=None)
+    for quantity, ranked_by in (("output_norm", "difference"), ("received", "beyond")):
+        selected = result.compare("slash", quantity=quantity, select="half", top=2, by="beyond")
+        assert selected.attrs["ranked_by"] == ranked_by
     dataset = (
         result["affine_shift"].output_norm.sel(segment="question", layer=1, head=3).astype(float)
     )

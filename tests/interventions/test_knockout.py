@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 import mechattn as ma
+from mechattn.analysis.analysis import AnalysisBase, Quantity
 from mechattn.errors import OptionError
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -130,3 +132,48 @@ def test_two_cuts_at_once_are_refused(toy):
         SLASH.masked().under(ma.interventions.AttentionKnockout("question", "system")).apply(
             ma.Prompt("Tom has 3 apples.", id="a"), toy
         )
+
+
+class CutsSeen(AnalysisBase):
+    """Notes in which of its methods an analysis is told of cut edges."""
+
+    name = "cuts_seen"
+    quantities = {"zero": Quantity(("head",), "probability", "0")}
+    captures = ("hook_resid_pre",)
+
+    def __init__(self):
+        self.is_cut = {}
+
+    def note(self, method, batch):
+        self.is_cut.setdefault(method, set()).add(batch.edge_mask is not None)
+
+    def start(self, batch, heads):
+        self.note("start", batch)
+        return {"zero": torch.zeros(len(batch.rows), heads)}
+
+    def add(self, sums, rows):
+        self.note("add", rows.batch)
+
+    def add_pairs(self, sums, rows):
+        self.note("add_pairs", rows.batch)
+
+    def add_captures(self, sums, captures):
+        self.note("add_captures", captures.batch)
+
+    def add_activations(self, sums, activations):
+        self.note("add_activations", activations.batch)
+        self.note("pairs of activations", activations.pairs.batch)
+
+    def values(self, sums, batch, window):
+        self.note("values", batch)
+        return sums
+
+
+@pytest.mark.parametrize(("layer", "is_cut"), [(1, False), (2, True)])
+def test_an_analysis_is_told_of_the_edges_that_are_cut_in_its_layer(toy, prompts, layer, is_cut):
+    knockout = ma.interventions.AttentionKnockout("question", "first", layers=2)
+    analysis = CutsSeen()
+    conditions = {"cut": ma.Baseline(intervention=knockout)}
+    ma.run(toy, prompts[:2], conditions, analysis, layers=[layer])
+    assert len(analysis.is_cut) == 7
+    assert all(seen == {is_cut} for seen in analysis.is_cut.values()), analysis.is_cut
