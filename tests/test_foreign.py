@@ -193,7 +193,10 @@ def test_force_means_it(result, folder):  # negative control
 
 
 def small_job(prompts):
-    return ma.Job("toy:llama", prompts, options=ma.RunOptions(layers=0), verify=False)
+    analyses = [ma.analyses.SegmentFlow()]  # whose result has few files
+    return ma.Job(
+        "toy:llama", prompts, None, analyses, options=ma.RunOptions(layers=0), verify=False
+    )
 
 
 def test_what_somebody_has_where_chunks_are_kept_stays(folder, prompts):
@@ -267,7 +270,7 @@ def test_at_an_address(result):
     mine = ("c.zarr/thesis.tex", "free.zarr.probe", "noted.zarr/notes.md")
     files.pipe({f"/foreign/{name}": b"mine" for name in mine})
     files.pipe("/foreign/c.zarr/zarr.json", b'{"attributes": {}}')
-    before = files.cat("/foreign", recursive=True)
+    before = {name: files.cat_file(name) for name in files.find("/foreign")}
     for name, words in (
         ("c.zarr", "exists and is not a stored result"),
         ("noted.zarr", r"is a stored result that holds notes\.md too"),
@@ -276,8 +279,7 @@ def test_at_an_address(result):
             result.save(f"memory://foreign/{name}")
     for _ in range(2):
         result.save("memory://foreign/free.zarr")
-    after = files.cat("/foreign", recursive=True)
-    assert {name: after.get(name) for name in before} == before
+    assert {name: files.cat_file(name) for name in before} == before
 
 
 def test_the_list_finds_what_is_changed(folder):  # negative control

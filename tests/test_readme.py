@@ -114,23 +114,22 @@ def assert_quoted(quoted, printed):
 
 
 @pytest.fixture(scope="module")
-def report():
-    return ma.verify_model("toy:falcon")
+def printed():
+    return str(ma.verify_model("toy:falcon")).splitlines()
 
 
-def test_what_verify_is_said_to_print(report):
-    quoted = re.search(r"\$ mechattn verify toy:falcon\n(.*?)```", VERIFICATION, re.DOTALL)[
-        1
-    ].splitlines()
-    assert_quoted(quoted, str(report).splitlines())
+@pytest.fixture
+def quoted():
+    block = re.search(r"\$ mechattn verify toy:falcon\n(.*?)```", VERIFICATION, re.DOTALL)[1]
+    return block.splitlines()
+
+
+def test_what_verify_is_said_to_print(quoted, printed):
+    assert_quoted(quoted, printed)
 
 
 @pytest.mark.parametrize("change", [("passed", "failed"), ("(sdpa)", "(eager)"), ("4.3", "4.2")])
-def test_another_report_would_be_noticed(report, change):
-    printed = str(report).splitlines()
-    quoted = re.search(r"\$ mechattn verify toy:falcon\n(.*?)```", VERIFICATION, re.DOTALL)[
-        1
-    ].splitlines()
+def test_another_report_would_be_noticed(quoted, printed, change):
     with pytest.raises((AssertionError, pytest.fail.Exception), match="the README says"):
         assert_quoted(quoted, [line.replace(*change) for line in printed])
     with pytest.raises(

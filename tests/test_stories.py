@@ -46,16 +46,12 @@ def test_the_real_model_hardly_moves_where_uniform_attention_and_a_toy_fall(resu
 def test_the_change_is_that_of_loops(result):
     """The README's figure in plain float64: received attention by prompt, layer and head, then means."""
     received = result["received_attention"].received_by_segment.sel(segment="question")
-    received = received.transpose("condition", "prompt", "layer", "head").astype(np.float64)
-    inserted, baseline = (
-        received.sel(condition=name).values.tolist() for name in ("slash", "baseline")
-    )
-    logs = []
-    for with_slashes, without in zip(inserted, baseline, strict=True):
-        one, other = (
-            [value for heads in layers for value in heads] for layers in (with_slashes, without)
-        )
-        logs.append(np.log((sum(one) / len(one)) / (sum(other) / len(other))))
+    by_prompt = received.stack(cell=("layer", "head")).transpose("condition", "prompt", "cell")
+    slash, baseline = (by_prompt.sel(condition=name).values for name in ("slash", "baseline"))
+    logs = [
+        np.log(sum(with_slashes) / sum(without))
+        for with_slashes, without in zip(slash.astype(float), baseline.astype(float), strict=True)
+    ]
     expected = np.expm1(np.mean(logs))
     assert result.verdict("slash").change.estimate == pytest.approx(expected, abs=1e-9)
     assert result.verdict("sentence").change.estimate != pytest.approx(expected, abs=1e-4), (
