@@ -224,7 +224,7 @@ class Contrast(Question):
         contrast = self.at_layer(layer)
         if variable.attrs.get("compared") == "difference":
             raise OptionError(
-                f"{quantity!r} is 0 in the baseline by definition, so it has no relative change"
+                f"{quantity!r} may be 0 in the baseline, so it has no relative change"
             )
 
         means = _means(contrast)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -96,8 +96,6 @@ def by_layer(
     """
     shown = _Shown.of(result, quantity, segment, conditions)
     variable = shown.variable
-    names = [name for name in shown.names if _has_values(result, variable.sel(condition=name))]
-    shown = replace(shown, names=names)
 
     blocks = [""]
     if "block" in variable.dims:
@@ -106,7 +104,7 @@ def by_layer(
     figure = draw.panels(blocks, horizontal_spacing=0.08)
     for column, block in enumerate(blocks, 1):
         panel_values = variable.sel(block=block) if block else variable
-        for name, colour in draw.condition_colours(names):
+        for name, colour in draw.condition_colours(shown.names):
             _line(figure, result, panel_values.sel(condition=name), name, colour, column)
             _null_line(figure, shown, name, colour, column)
 
@@ -208,7 +206,7 @@ class _Shown:
     def of(
         cls, result: Result, quantity: str, segment: str, conditions: Sequence[str] | None
     ) -> _Shown:
-        """Refuses conditions and quantities that the result does not have."""
+        """The quantity of the conditions that have a value of it; refuses unknown names."""
         names = list(result.conditions if conditions is None else conditions)
         if not names:
             raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
@@ -216,6 +214,7 @@ class _Shown:
             check_condition(result, name)
 
         variable, null, null_kind = values_by_layer(result, quantity, segment, names)
+        names = [name for name in names if _has_values(result, variable.sel(condition=name))]
         return cls(result, quantity, segment, names, variable, null, null_kind)
 
     @property
