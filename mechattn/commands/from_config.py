@@ -67,7 +67,8 @@ def made_conditions(
 def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> dict[str, int]:
     """The number of tokens of the sections that give none.
 
-    A text has the nearest number to the default that it reaches, a control that of the first text.
+    A text has the nearest number to the default that it reaches, a control that of the first text;
+    a kind whose ``count`` may be None has none.
     """
     without_count = {
         name: section for name, section in sections.items() if "count" not in section.options
@@ -95,8 +96,8 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
     if counts:
         first_count = next(iter(counts.values()))
         for name, section in without_count.items():
-            options_model = _options_model(CONDITIONS[section.kind])
-            if "count" in options_model.model_fields:
+            count_field = _options_model(CONDITIONS[section.kind]).model_fields.get("count")
+            if count_field is not None and count_field.default is not None:
                 counts.setdefault(name, first_count)
 
     return counts

@@ -16,7 +16,6 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from typing_extensions import Self
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
@@ -63,7 +62,7 @@ class _AffineMap:
     def __post_init__(self) -> None:
         check_choice(Parts, parts=self.parts)
 
-    def only(self, parts: Parts) -> Self:
+    def only(self, parts: Parts) -> _AffineMap:
         """Return the intervention with only the scale, or only the shift."""
         return replace(self, parts=parts)  # type: ignore[type-var]  # a subclass is a dataclass
 
