@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mechattn.errors import ModelError, warn
-from mechattn.model.hooked import unwrapped
 
 _CAUSAL = (
     "mechattn measures models that predict the next token from the earlier ones: load this with"
@@ -25,8 +24,7 @@ def unwrapped_model(model: Any) -> Any:
     compiled.
 
     Raises:
-        ModelError: It is something else than a causal language model, and this says what; or it has
-            been hooked already.
+        ModelError: It is something else than a causal language model, and this says what.
     """
     if hasattr(model, "_orig_mod"):
         model = model._orig_mod
@@ -41,11 +39,6 @@ def unwrapped_model(model: Any) -> Any:
     if not hasattr(model, "config"):
         raise ModelError(f"a {type(model).__name__} is not a transformers model: it has no config")
     refuse_other_kinds(type(model).__name__, model.config)
-    if any(unwrapped(module) is not module for module in model.modules()):
-        raise ModelError(
-            f"this {type(model).__name__} has been hooked already, which changes it in place: use"
-            " the hooked model that load_model or TransformerLens returned, or load its checkpoint again"
-        )
     for module in model.modules():
         module._compiled_call_impl = (
             None  # of model.compile(), which would compile our hooks as well

@@ -81,7 +81,7 @@ def test_too_few_prompts_for_any_head_are_said(toy, prompts):
     assert "the largest of 4, on the prompts that made it so" in few
     assert "no head could" not in enough
     in_groups = replace(a_verdict(), n=5, unit="groups (5 of 9 prompts)")
-    assert heads_words(in_groups).startswith("With 5 groups no head could")
+    assert heads_words(in_groups).startswith("With 5 groups (5 of 9 prompts) no head could")
     assert heads_words(replace(in_groups, n=6)).startswith("Of 32 heads, none changes")
 
 

@@ -54,7 +54,7 @@ def test_what_needs_no_resampling_is_of_the_units():
 
 def rates(n_units, with_bags, monkeypatch):
     """Coverage of the bootstrap-t and simultaneous intervals, and the share of p < 0.05, of skewed cells of mean 0."""
-    monkeypatch.setattr(units, "_MOST", 150)
+    monkeypatch.setattr(units, "_MOST_BAGS", 150)
     monkeypatch.setattr(units, "ALONE", 300 if with_bags else 10**9)
     generator = np.random.default_rng(3)
     pointwise = []
