@@ -92,7 +92,9 @@ class Server:
     @property
     def secret(self) -> str:
         """The key itself, which stays in the environment; empty if there is none."""
-        return os.environ.get(str(self.key), "").strip()
+        if self.key is None:
+            return ""
+        return os.environ.get(self.key, "").strip()
 
     def without_key(self, text: str) -> str:
         """What a server says, with the key removed in case it is repeated there."""
@@ -155,7 +157,9 @@ class Completion(BaseModel, strict=True):
     def model_post_init(self, context: Any) -> None:
         """One form for what servers report in two."""
         if self.content:
-            self.ids = [token.id for token in self.content if token.id is not None]
+            ids = [token.id for token in self.content if token.id is not None]
+            if ids:  # some servers report log-probabilities without them
+                self.ids = ids
             self.logprobs = [token.logprob for token in self.content]
 
     @property

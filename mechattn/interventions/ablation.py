@@ -69,11 +69,11 @@ class HeadAblation:
         if not self.heads:
             raise OptionError("heads=() ablates nothing; give (layer, head) pairs")
         check_layers(model, [layer for layer, _ in self.heads])
+        head_count = heads_of(model)
         for layer, head in self.heads:
-            if not 0 <= head < heads_of(model):
+            if not 0 <= head < head_count:
                 raise OptionError(
-                    f"head {head} is out of range: {model.cfg.model_name} has heads 0 to "
-                    f"{model.cfg.n_heads - 1}"
+                    f"head {head} is out of range: the model has heads 0 to {head_count - 1}"
                 )
             if self.means is not None and layer not in self.means.by_layer:
                 raise OptionError(

@@ -33,9 +33,10 @@ from mechattn.render.figure_declaration import (
 from mechattn.render.words import (
     band_words,
     change_words,
-    choice_words,
     mean_words,
     model_caption,
+    received_note,
+    received_title_end,
     says,
 )
 from mechattn.results.result import Result, head_named, units_of
@@ -47,34 +48,6 @@ DOTTED_WORDS = {
         "dotted: dilution (the original tokens keep their attention to each other; by segment)"
     ),
     "uniform": "dotted: uniform attention",
-}
-QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
-# How to read a figure of received attention.
-READING = {
-    "measure": (
-        "Received attention of a key is the mean attention that {queries} after it pay to it{own}."
-    ),
-    "baseline": (
-        "Blue: the unchanged prompts; dotted: uniform attention. A key's value falls with its"
-        " position by definition, as fewer tokens come after it; compare with uniform attention."
-    ),
-    "condition": (
-        "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original"
-        " tokens, aligned; bottom row: the whole sequence with the inserted span shaded. Part of a"
-        " fall is there by definition, as attention is positive and sums to 1; compare with the"
-        " dotted line, {null}."
-    ),
-    "bands": (
-        "Bands are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few"
-        " prompts have are hidden."
-    ),
-}
-DOTTED_MEANS = {
-    "dilution": (
-        "what the original tokens would receive if they kept their attention to each other "
-        "(dilution; the same share for all tokens of a segment)"
-    ),
-    "uniform": "what uniform attention would give",
 }
 
 # What heads are chosen by, in words.
@@ -108,46 +81,11 @@ class _NullLine(NamedTuple):
     colour: str
 
 
-# What a page says beside the figure.
-
-
 def _page_words(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
     """The words of a page, for these options."""
-    return replace(words, note=_how_to_read(result, options), title_end=_title_end(result, options))
-
-
-def _title_end(result: Result, options: Mapping[str, Any]) -> str:
-    """What the title on a page adds: layers, choice of heads, condition."""
-    condition = result.shown_condition(options.get("condition"))
-    layers = ", ".join(map(str, np.atleast_1d(options["layer"])))
-    # Heads that are named, or the first ones where there are too few prompts to choose by.
-    choice = "chosen" if options.get("heads") is None else "not chosen"
-    return f", layer {layers}, heads {choice} by the data, condition “{condition}”"
-
-
-def _how_to_read(result: Result, options: Mapping[str, Any]) -> str:
-    """How to read the figure, and by what its heads were chosen."""
-    analysis = result.provenance["analyses"]["received_attention"]
-    queries = QUERY_WORDS.get(analysis["queries"], f"the {analysis['queries']}")
-    own_position = " (its own position counts)" if analysis["include_self"] else ""
-    sentences = [READING["measure"].format(queries=queries, own=own_position)]
-
-    condition = result.shown_condition(options.get("condition"))
-    if condition == BASELINE:
-        return " ".join([*sentences, READING["baseline"], READING["bands"]])
-
-    null_kind = Contrast(result, condition).null_used
-    sentences.append(READING["condition"].format(null=DOTTED_MEANS[null_kind]))
-    sentences.append(READING["bands"])
-    top = options.get("top")
-    if isinstance(top, int):
-        for layer in np.atleast_1d(options["layer"]).tolist():
-            sentences.append(choice_words(result, condition, layer, top))
-
-    return " ".join(filter(None, sentences))
-
-
-# The figure.
+    return replace(
+        words, note=received_note(result, options), title_end=received_title_end(result, options)
+    )
 
 
 @declare(NAME, report=[{}], page_words=_page_words)

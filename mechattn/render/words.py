@@ -4,7 +4,7 @@ under a figure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,34 @@ NULL_NAMES: dict[Null, str] = {
     "dilution": "dilution",
     "uniform": "uniform attention",
     "blind": "attention by position alone",
+}
+_QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
+# How to read a figure of received attention.
+_READING = {
+    "measure": (
+        "Received attention of a key is the mean attention that {queries} after it pay to it{own}."
+    ),
+    "baseline": (
+        "Blue: the unchanged prompts; dotted: uniform attention. A key's value falls with its"
+        " position by definition, as fewer tokens come after it; compare with uniform attention."
+    ),
+    "condition": (
+        "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original"
+        " tokens, aligned; bottom row: the whole sequence with the inserted span shaded. Part of a"
+        " fall is there by definition, as attention is positive and sums to 1; compare with the"
+        " dotted line, {null}."
+    ),
+    "bands": (
+        "Bands are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few"
+        " prompts have are hidden."
+    ),
+}
+_DOTTED_MEANS = {
+    "dilution": (
+        "what the original tokens would receive if they kept their attention to each other "
+        "(dilution; the same share for all tokens of a segment)"
+    ),
+    "uniform": "what uniform attention would give",
 }
 
 
@@ -206,6 +234,37 @@ def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
         f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {shared} of"
         f" both choices in common ({by_chance} by chance)."
     )
+
+
+def received_title_end(result: Result, options: Mapping[str, Any]) -> str:
+    """What the title of received attention has on a page: layers, choice of heads, condition."""
+    condition = result.shown_condition(options.get("condition"))
+    layers = ", ".join(map(str, np.atleast_1d(options["layer"])))
+    # Heads that are named, or the first ones where there are too few prompts to choose by.
+    choice = "chosen" if options.get("heads") is None else "not chosen"
+    return f", layer {layers}, heads {choice} by the data, condition “{condition}”"
+
+
+def received_note(result: Result, options: Mapping[str, Any]) -> str:
+    """How to read a figure of received attention, and by what its heads were chosen."""
+    analysis = result.provenance["analyses"]["received_attention"]
+    queries = _QUERY_WORDS.get(analysis["queries"], f"the {analysis['queries']}")
+    own_position = " (its own position counts)" if analysis["include_self"] else ""
+    sentences = [_READING["measure"].format(queries=queries, own=own_position)]
+
+    condition = result.shown_condition(options.get("condition"))
+    if condition == BASELINE:
+        return " ".join([*sentences, _READING["baseline"], _READING["bands"]])
+
+    null_kind = Contrast(result, condition).null_used
+    sentences.append(_READING["condition"].format(null=_DOTTED_MEANS[null_kind]))
+    sentences.append(_READING["bands"])
+    top = options.get("top")
+    if isinstance(top, int):
+        for layer in np.atleast_1d(options["layer"]).tolist():
+            sentences.append(choice_words(result, condition, layer, top))
+
+    return " ".join(filter(None, sentences))
 
 
 def verdict_words(

@@ -65,11 +65,16 @@ class Result(Questions):
                 drawn.
 
         Raises:
-            OptionError: There is no such dimension or label.
+            OptionError: There is no such dimension or label, or a head is named with another layer.
         """
         layer_and_head = head_named(labels.get("head"))
         if layer_and_head:
             layer, head = layer_and_head
+            if labels.get("layer", layer) != layer:
+                raise OptionError(
+                    f"layer={labels['layer']!r}, head={labels['head']!r}: that head is in layer"
+                    f" {layer}; leave layer out, or give the head by its number"
+                )
             labels = {**labels, "layer": layer, "head": head}
         dims = {str(dim) for dataset in self.datasets.values() for dim in dataset.dims}
         unknown = sorted(set(labels) - dims)

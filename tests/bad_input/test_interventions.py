@@ -85,6 +85,11 @@ def test_before_the_model_runs(no_forward, intervention, message):
         ma.run(no_forward, PROMPT, {"x": ma.Baseline(intervention=intervention)})
 
 
+def test_a_head_that_a_transformers_model_lacks(toy):
+    with pytest.raises(OptionError, match="head 8 is out of range: the model has heads 0 to 7"):
+        ma.interventions.HeadAblation(((0, 8),)).check(toy.original_model, ())
+
+
 def test_the_baseline_stays_the_baseline(no_forward):
     with pytest.raises(OptionError, match='"baseline" inserts tokens or intervenes'):
         ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.interventions.ARM())})

@@ -57,14 +57,18 @@ def test_a_server_that_tells_text_alone(prompts, local, engine, takes_ids):
         assert all(math.isnan(answer.logprob) for answer in evaluation.answers)
 
 
-def test_ids_and_log_probabilities_as_llama_cpp_tells_them(prompts, local, server):
+@pytest.mark.parametrize("tells_ids", [True, False])
+def test_ids_and_log_probabilities_as_llama_cpp_tells_them(prompts, local, server, tells_ids):
     def as_llama_cpp(reply):
         (choice,) = reply["choices"]
         if choice["logprobs"]:
             pairs = zip(choice.pop("token_ids"), choice["logprobs"]["token_logprobs"], strict=True)
             content = [{"id": token, "logprob": logprob} for token, logprob in pairs]
+            if tells_ids:
+                choice["text"] += " "  # which is not read, as there are ids
+            else:
+                content = [{"logprob": token["logprob"]} for token in content]
             choice["logprobs"] = {"content": content}
-            choice["text"] += " "  # which is not read, as there are ids
         return reply
 
     server.change = as_llama_cpp
