@@ -10,6 +10,7 @@ from multiprocessing import get_context
 import pytest
 
 import mechattn as ma
+from mechattn.evaluation import server_probe
 from mechattn.evaluation.generate import Generation
 from tests.served.stand_in import StandIn, running
 
@@ -43,6 +44,7 @@ def run(path, model="toy:llama", server=None, stuck=None):
     options = {"samples": 2, "new_tokens": LIMIT, "batch": 3, "out": path, "server": server}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Generation, "advance", until_stuck)
+        patch.setattr(server_probe, "TOKENS", 8)  # in the process that is killed, too
         return ma.evaluate(model, prompts, conditions, **options)
 
 
