@@ -74,7 +74,7 @@ class ServerError(MechattnError):
     """A generation server cannot be reached, refuses a request, or serves another model than
     expected; ``status`` is the HTTP status with which it answers, if that is the reason."""
 
-    status = 0
+    status: int | None = None
 
 
 class OutputError(MechattnError):

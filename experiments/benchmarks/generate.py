@@ -96,7 +96,7 @@ def ways(model, sequences: list[TokenSequence], new_tokens: int) -> dict[str, Ca
     def ours(*interventions, masked: bool = False) -> Callable[[], None]:
         def run() -> None:
             own = [
-                replace(s, interventions=interventions, edge_mask=_hidden(s) if masked else None)
+                replace(s, interventions=interventions, cut_edges=_hidden(s) if masked else None)
                 for s in sequences
             ]
             asked = [Request(str(i), each, 0) for i, each in enumerate(own)]

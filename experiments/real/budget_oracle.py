@@ -42,10 +42,10 @@ class Layer:
 def masks_of(plain, sequence):
     """The mask of a pass: of padding, of which there is none; or of each edge, where a condition cuts some."""
     length = len(sequence)
-    if sequence.edge_mask is None:
+    if sequence.cut_edges is None:
         return torch.ones(1, length, dtype=torch.long)
     places = torch.arange(length)
-    cut = sequence.edge_mask.queries[:, None] & sequence.edge_mask.keys & ~torch.eye(length).bool()
+    cut = sequence.cut_edges.queries[:, None] & sequence.cut_edges.keys & ~torch.eye(length).bool()
     distance = places[:, None] - places
     masks = {}
     for kind, window in (
@@ -178,8 +178,8 @@ def budget_of_layer(short, long, baseline, longer, off=0):
     for place in np.flatnonzero(segment == SEGMENTS.index("question")):
         query = origin[place]
         unseen = np.zeros(length, dtype=bool)
-        if longer.edge_mask is not None and longer.edge_mask.queries[place]:
-            unseen = longer.edge_mask.keys.numpy() & (places != place)
+        if longer.cut_edges is not None and longer.cut_edges.queries[place]:
+            unseen = longer.cut_edges.keys.numpy() & (places != place)
         nothing = np.zeros(len(baseline), dtype=bool)
         before = masses_of_query(
             short_scores[:, query], query, old_places, short, nothing, old_segment, ~nothing

@@ -113,6 +113,8 @@ _OF_QUERIES = {
         _DIMS, "keys", "size of the smallest set of keys that holds half of the attention"
     ),
 }
+# What follows from the target and the entropy of a query, once all its keys have been seen.
+_FROM_SUMS = ("self_share", "first_share", "previous_share", "entropy_share")
 _TARGET = Quantity(
     ("head", "key"), "position", "index of the strongest target", "ratio", _NO_LARGEST
 )
@@ -157,7 +159,7 @@ class AttentionFocus(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        names = [name for name in _OF_QUERIES if not name.endswith("_share")]
+        names = [name for name in _OF_QUERIES if name not in _FROM_SUMS]
         if not self.half_mass:
             names.remove("half_mass_keys")
         return zeros(batch, heads, *names, "target")
@@ -213,9 +215,10 @@ class AttentionFocus(AnalysisBase):
             without_repeat = _without_repeat(batch, after)[:, None]
             query_values[name] = query_values[name].masked_fill(without_repeat, torch.nan)
 
-        values = means_by_segment(query_values, batch, each=query_values if self.per_query else ())
-        if self.per_query:
-            values["target_at"] = target.masked_fill(uncounted, torch.nan)
+        if not self.per_query:
+            return means_by_segment(query_values, batch)
+        values = means_by_segment(query_values, batch, each=query_values)
+        values["target_at"] = target.masked_fill(uncounted, torch.nan)
         return values
 
 

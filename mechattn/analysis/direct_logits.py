@@ -32,7 +32,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from mechattn.functional.attention import for_each_head, wide
+from mechattn.functional.attention import for_each_head, in_working_dtype
 from mechattn.functional.head_outputs import update_product
 from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel, limit_of
@@ -111,7 +111,7 @@ class DirectLogits(_Logits):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Multiply each head's update with the direction of the next token, before the scale of the
         final norm."""
-        w_o = wide(self.weights[captures.layer])
+        w_o = in_working_dtype(self.weights[captures.layer])
         norm = self.norms.get(captures.layer)
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
         toward = self.reads.direction(captures.batch.tokens.roll(-1, 1)).to(w_o.dtype)
@@ -250,7 +250,7 @@ class SegmentLogits(_Logits):
 
     def _directions(self, rows: AttentionRows) -> Float[Tensor, "batch head query d_head"]:
         """What a value vector has to be multiplied with: ``W_O u[q]`` of each query."""
-        w_o = wide(self.weights[rows.layer])
+        w_o = in_working_dtype(self.weights[rows.layer])
         next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
         toward = self.reads.direction(next_tokens).to(w_o.dtype)
         norm = self.norms.get(rows.layer)

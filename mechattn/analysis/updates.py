@@ -31,7 +31,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.attention import for_each_head, wide
+from mechattn.functional.attention import for_each_head, in_working_dtype
 from mechattn.functional.focus import top_two
 from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel
@@ -116,7 +116,7 @@ def _layer_weights(
     factor = fn.output_factor(w_o)
     if norm is None:
         return _LayerWeights(w_o, factor, None, None)
-    factor_after = fn.output_factor(norm.of_part(wide(w_o)))
+    factor_after = fn.output_factor(norm.of_part(in_working_dtype(w_o)))
     return _LayerWeights(w_o, factor, norm, factor_after)
 
 
@@ -186,7 +186,7 @@ class _Updates(AnalysisBase):
     def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""
         weights = self.weights[captures.layer]
-        w_o = wide(weights.w_o)
+        w_o = in_working_dtype(weights.w_o)
         stream = captures.tensors["hook_resid_pre"].to(w_o.dtype)
         z = z.to(w_o.dtype)
         sums = {

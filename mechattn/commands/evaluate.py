@@ -148,6 +148,7 @@ def accuracy_table(evaluation: Evaluation) -> str:
     """The table, with cautions before it and the methods after it."""
     accuracies = evaluation.accuracy()
     tests = f"score and t intervals, sign flips, over {accuracies.attrs['unit']}"
+    has_comparisons = len(accuracies) > 1
     lines = []
     for caution in evaluation.cautions:
         lines += [f"**{caution}**", ""]
@@ -172,11 +173,13 @@ def accuracy_table(evaluation: Evaluation) -> str:
         lines.append(_row(cells))
 
     first = accuracies.iloc[0]
-    lines += [
-        "",
-        f"n = {first.n}; {tests}; detectable: found with 80 % power. The {first.condition} can fall by"
-        f" {100 * first.accuracy:.1f} points.",
-    ]
+    methods = f"n = {first.n}; score interval, over {accuracies.attrs['unit']}."
+    if has_comparisons:
+        methods = (
+            f"n = {first.n}; {tests}; detectable: found with 80 % power. The {first.condition} can"
+            f" fall by {100 * first.accuracy:.1f} points."
+        )
+    lines += ["", methods]
     return "\n".join(lines)
 
 

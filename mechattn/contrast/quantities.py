@@ -160,7 +160,7 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
     return True
 
 
-class LayerValues(NamedTuple):
+class ValuesBesideNull(NamedTuple):
     """The values [prompt, condition, layer, …] of a quantity, unread, and those of its null, if
     there is one.
     """
@@ -170,7 +170,9 @@ class LayerValues(NamedTuple):
     null_kind: Null
 
 
-def by_layer(result: Result, quantity: str, segment: str, conditions: Sequence[str]) -> LayerValues:
+def by_layer(
+    result: Result, quantity: str, segment: str, conditions: Sequence[str]
+) -> ValuesBesideNull:
     """The values of a quantity with at most one number per head: beside dilution, else uniform
     attention.
 
@@ -186,7 +188,7 @@ def by_layer(result: Result, quantity: str, segment: str, conditions: Sequence[s
     dataset, name = dataset_of(result, quantity)
     values = in_segment(dataset[name], segment)
 
-    further = set(values.dims) ^ {"prompt", "condition", "layer"}
+    further = set(values.dims) - {"prompt", "condition", "layer"}
     if further - {"head", "block"}:
         words = ", ".join(map(str, further))
         raise OptionError(f"{quantity!r} has more than one number for each head ({words})")
@@ -199,9 +201,9 @@ def by_layer(result: Result, quantity: str, segment: str, conditions: Sequence[s
 
     null_name = f"{name}_{null_kind}"
     if null_name not in dataset:
-        return LayerValues(values, None, null_kind)
+        return ValuesBesideNull(values, None, null_kind)
     null = in_segment(dataset[null_name], segment)
-    return LayerValues(values, null, null_kind)
+    return ValuesBesideNull(values, null, null_kind)
 
 
 def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:

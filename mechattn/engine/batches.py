@@ -15,7 +15,6 @@ from mechattn.analysis.analysis import ActivationAnalysis, Analysis, PairAnalysi
 from mechattn.engine.engines import Forward
 from mechattn.engine.nulls import Nulls
 from mechattn.engine.pending_sums import (
-    AllArrived,
     LayerValues,
     PendingSums,
     RowReceiver,
@@ -171,7 +170,7 @@ def measure_batch(
     placed_batch = PlacedBatch.of(model, batch, windows, prompt_ids, needs_pairs)
     placed = placed_batch.placed
     nulls = Nulls(analyses, placed, placed_batch.pairs[placed.tokens.device], blind)
-    pending = PendingSums(placed_batch, analyses, nulls)
+    pending = PendingSums(placed_batch, analyses, nulls, all_arrived=_stop_pass)
     receiver = RowReceiver(pending)
 
     try:
@@ -185,19 +184,27 @@ def measure_batch(
 
             if read_first(intervention for intervention, _ in interventions):
                 # Without windows no layer is measured: interventions read this pass.
-                forward(model, placed, {}, receiver.see, pending.last_layer)
+                forward(model, placed, {}, receiver, pending.last_layer)
 
             stack.enter_context(watching_mlps)
             stack.enter_context(receiving_captures(pending))
-            with suppress(AllArrived):
+            with suppress(_PassStopped):
                 seen_windows = windows if receiver.is_needed else {}
-                forward(model, placed, seen_windows, receiver.see, pending.last_layer)
+                forward(model, placed, seen_windows, receiver, pending.last_layer)
     except RowError as error:
         raise ModelError(f"{placed_batch.name_of_row(error.row)}: {error}") from error
     except Exception:
         pending.refuse_nan()  # the cause, if there is one
         raise
     return pending.checked_values()
+
+
+class _PassStopped(BaseException):
+    """Raised to skip the rest of a pass; no error handler of a model may catch it."""
+
+
+def _stop_pass() -> None:
+    raise _PassStopped
 
 
 def _constant(target: Target) -> Target:

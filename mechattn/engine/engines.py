@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,14 +12,27 @@ from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import OF_ROWS, Analysis
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
+from mechattn.functional.fused import Fused
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, device_of, facts_of
-from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
+from mechattn.model.patch.streaming import fires_while_streamed, streaming
 from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.prompts.token_sequences import Batch
 
 Engine = Literal["auto", "streaming", "fused", "hooks"]
-Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
+
+
+class LayerReceiver(Protocol):
+    """Receives the attention of the measured layers during a pass."""
+
+    def see_rows(self, layer: int, rows: Rows) -> None:
+        """Receive a block of query rows, whose memory the next block reuses."""
+
+    def see_whole(self, layer: int, fused: Fused) -> None:
+        """Receive a whole layer from a fused kernel."""
+
+
+Forward = Callable[[Any, Batch, Mapping[int, int | None], LayerReceiver, int], None]
 
 
 def chosen_forward(
@@ -137,9 +149,8 @@ def forward_in_blocks(
     model: HookedModel,
     batch: Batch,
     windows: Mapping[int, int | None],
-    see: See,
+    receiver: LayerReceiver,
     last: int,
-    fused: bool = False,
 ) -> None:
     """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the
     right.
@@ -148,21 +159,34 @@ def forward_in_blocks(
         model: The model.
         batch: Sequences, padded on the right.
         windows: The measured layers, each with the number of keys that its queries see.
-        see: Receives each block of each measured layer.
+        receiver: Receives each block of each measured layer.
         last: The last layer that is computed.
-        fused: Whether a fused kernel computes the layers that it can.
     """
-    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=fused):
+    edge_masks = _edge_masks(model, batch, last)
+    with streaming(model, windows, receiver.see_rows, edge_masks=edge_masks):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
-# Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot
-# compute.
-forward_fused = partial(forward_in_blocks, fused=True)
+def forward_fused(
+    model: HookedModel,
+    batch: Batch,
+    windows: Mapping[int, int | None],
+    receiver: LayerReceiver,
+    last: int,
+) -> None:
+    """Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot
+    compute; see :func:`forward_in_blocks`."""
+    edge_masks = _edge_masks(model, batch, last)
+    with streaming(model, windows, receiver.see_rows, receiver.see_whole, edge_masks=edge_masks):
+        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
 def forward_through_hooks(
-    model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int
+    model: HookedModel,
+    batch: Batch,
+    windows: Mapping[int, int | None],
+    receiver: LayerReceiver,
+    last: int,
 ) -> None:
     """Each layer's whole pattern as one block, after checking that it is a pattern.
 
@@ -170,7 +194,7 @@ def forward_through_hooks(
         model: The model.
         batch: Sequences, padded on the right.
         windows: The measured layers, each with the number of keys that its queries see.
-        see: Receives the whole pattern of each measured layer.
+        receiver: Receives the whole pattern of each measured layer.
         last: The last layer that is computed.
 
     Raises:
@@ -188,7 +212,8 @@ def forward_through_hooks(
         if is_measured:
             pattern = pattern.float()
             attention = None if v is None else PatternRows(pattern, v)
-            see(layer, Rows(pattern, all_positions, all_positions, attention))
+            rows = Rows(pattern, all_positions, all_positions, attention)
+            receiver.see_rows(layer, rows)
 
     # Layers with cut edges are checked too, because some models ignore changes to their scores.
     layers = sorted({*windows, *edge_masks})
@@ -197,7 +222,11 @@ def forward_through_hooks(
     )
 
 
-ENGINES = {forward_in_blocks: "streaming", forward_fused: "fused", forward_through_hooks: "hooks"}
+ENGINES: Mapping[Forward, str] = {
+    forward_in_blocks: "streaming",
+    forward_fused: "fused",
+    forward_through_hooks: "hooks",
+}
 
 
 def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:

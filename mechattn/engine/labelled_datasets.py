@@ -320,7 +320,7 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
             own = (own,)
         interventions = (*own, *interventions)
     elif sequence is not None and not interventions:
-        masked = sequence.edge_mask is not None
+        masked = sequence.cut_edges is not None
         unshifted = sequence.keeps_positions
         interventions = sequence.interventions
 

@@ -31,10 +31,6 @@ Stream = Float[Tensor, "batch pos d_model"]
 Activity = Float[Tensor, "*token d_mlp"]
 
 
-class AllArrived(BaseException):
-    """Raised with the last value, to skip the rest of the pass; no error handler may catch it."""
-
-
 @dataclass(eq=False)
 class LayerState:
     """What one analysis has received of one layer."""
@@ -49,20 +45,28 @@ class PendingSums:
 
     The model decides in which order the parts of a layer arrive: rows mostly before the layer's
     output, in some bridges after it, MLP activations last. So a reduction that needs the rows is
-    stored as a call until they arrive. With the last value ``AllArrived`` is raised.
+    stored as a call until they arrive.
     """
 
-    def __init__(self, batch: PlacedBatch, analyses: Sequence[Analysis], nulls: Nulls) -> None:
+    def __init__(
+        self,
+        batch: PlacedBatch,
+        analyses: Sequence[Analysis],
+        nulls: Nulls,
+        all_arrived: Callable[[], None],
+    ) -> None:
         """Start without sums.
 
         Args:
             batch: The batch of this pass.
             analyses: The analyses; an analysis is known by its number in this order.
             nulls: The nulls of the batch, which become values too.
+            all_arrived: Called with the last value, inside the pass.
         """
         self.batch = batch
         self.analyses = analyses
         self.nulls = nulls
+        self.all_arrived = all_arrived
 
         # Asked once, as isinstance is slow for a protocol.
         self.parts = [
@@ -144,7 +148,7 @@ class PendingSums:
         nulls = self.nulls.of(number, layer, window)
         self.values[number][layer] = on_cpu(values | nulls)
         if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
-            raise AllArrived
+            self.all_arrived()
 
     def checked_values(self) -> list[LayerValues]:
         """The values of each analysis, once everything has arrived."""
@@ -255,21 +259,11 @@ class RowReceiver:
         """Whether any analysis reads attention."""
         return bool(self.row_receivers or self.pair_receivers)
 
-    def see(self, layer: int, rows: Rows | Fused) -> None:
-        """Receive a block of a layer, or a whole layer.
-
-        Args:
-            layer: The layer.
-            rows: A block of query rows, whose memory the next block reuses; or the layer's
-                attention from a fused kernel.
-        """
-        if isinstance(rows, Fused):
-            self._see_whole(layer, rows)
-            return
-
-        self._see_rows(layer, rows)
+    def see_rows(self, layer: int, rows: Rows) -> None:
+        """Receive a block of query rows, whose memory the next block reuses."""
+        self._add_rows(layer, rows)
         if self.pair_receivers:
-            self._see_pairs(layer, rows)
+            self._add_pairs(layer, rows)
 
         # Blocks arrive in the order of the queries.
         is_last_block = rows.queries.stop == self.batch.placed.tokens.shape[1]
@@ -282,8 +276,8 @@ class RowReceiver:
         for number, _ in self.pair_receivers:
             self.pending.complete(number, layer, "pairs")
 
-    def _see_whole(self, layer: int, fused: Fused) -> None:
-        """Pass a whole layer on: the analyses that take one need no rows."""
+    def see_whole(self, layer: int, fused: Fused) -> None:
+        """Receive a whole layer from a fused kernel: the analyses that take one need no rows."""
         batch = self.batch.batches[layer]
         window = self.batch.windows[layer]
         attention = protocols.WholeAttention(layer, fused, batch, window)
@@ -292,7 +286,7 @@ class RowReceiver:
             analysis.add_whole(self.pending.state_of(number, layer).sums, attention)
             self.pending.complete(number, layer, "rows")
 
-    def _see_rows(self, layer: int, rows: Rows) -> None:
+    def _add_rows(self, layer: int, rows: Rows) -> None:
         """Pass a block on to the analyses of rows."""
         v = None
         if rows.attention is not None:
@@ -312,7 +306,7 @@ class RowReceiver:
         for number, analysis in self.row_receivers:
             analysis.add(self.pending.state_of(number, layer).sums, block)
 
-    def _see_pairs(self, layer: int, rows: Rows) -> None:
+    def _add_pairs(self, layer: int, rows: Rows) -> None:
         """Pass a block on beside the baseline's rows of the same queries."""
         if layer not in self.paired_layers:
             # The layer's first block: what its blocks have in common is made once.

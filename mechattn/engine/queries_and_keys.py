@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
-from mechattn.functional.attention import Attention, Marked, Rows, attention_by_rows, widened
+from mechattn.functional.attention import Attention, Marked, Rows, attention_by_rows, working_dtype
 from mechattn.functional.focus import entropy
 
 Queries = Float[Tensor, "batch head pos d_head"]
@@ -57,7 +57,7 @@ class AttentionScores:
             k: Keys; head h reads key-value head ``h // (head / kv_head)``.
             v: Values; without dimensions where no output is asked for.
         """
-        dtype = widened(q)
+        dtype = working_dtype(q)
 
         scale = self.scale
         if scale is None:
@@ -127,7 +127,7 @@ def measure(
         is_counted = is_real & counted
 
     # Sums over queries, which grow with each block; and statistics of each query, block by block.
-    column_sums = torch.zeros(q.shape[:3], device=q.device, dtype=widened(q))
+    column_sums = torch.zeros(q.shape[:3], device=q.device, dtype=working_dtype(q))
     self_attention = torch.zeros_like(column_sums)
     blocks: list[dict[str, Tensor]] = []
 

@@ -130,7 +130,7 @@ def _check_sequences(
 
 def check_is_unchanged(baseline: TokenSequence) -> None:
     """Refuse a condition named "baseline" that changes the prompt."""
-    if baseline.inserted.any() or baseline.edge_mask or baseline.interventions:
+    if baseline.inserted.any() or baseline.cut_edges or baseline.interventions:
         raise OptionError(
             'the condition "baseline" inserts tokens or intervenes; the baseline is the unchanged'
             " prompt, so use another name"
@@ -304,7 +304,7 @@ def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) 
 
     for sequences in prompt_sequences:
         for name, sequence in sequences.items():
-            if sequence.edge_mask:
+            if sequence.cut_edges:
                 hiding.add(name)
             if sequence.keeps_positions:
                 lowest_ids.append((int(sequence.position_ids.min()), name))
@@ -359,8 +359,8 @@ def check_interventions(
                 used.append((prompt, sequence))
 
             # Refuses a layer that the model doesn't have.
-            if sequence.edge_mask and sequence.edge_mask.layers is not None:
-                hooks.chosen_layers(model, sequence.edge_mask.layers)
+            if sequence.cut_edges and sequence.cut_edges.layers is not None:
+                hooks.chosen_layers(model, sequence.cut_edges.layers)
 
     for intervention, used in uses.values():
         intervention.check(model, [prompt for prompt, _ in used])

@@ -367,10 +367,10 @@ def _checked_rope_factors(
 
 def _check_cut_edges(native: Any, sequence: TokenSequence, name: str) -> None:
     """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
-    if sequence.edge_mask is None:
+    if sequence.cut_edges is None:
         return
 
-    if sequence.edge_mask.layers is not None:
+    if sequence.cut_edges.layers is not None:
         raise OptionError(
             f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"
         )

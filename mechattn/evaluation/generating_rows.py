@@ -19,7 +19,7 @@ from mechattn.evaluation.answer_file import Key
 from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.hooks import keeping_one
-from mechattn.prompts.token_sequences import PADDING, TokenSequence, cut_edges
+from mechattn.prompts.token_sequences import PADDING, TokenSequence, edges_to_cut
 
 Question = tuple[str, str]  # a prompt's id and the name of a condition
 
@@ -81,12 +81,12 @@ class PaddedPrompts:
         self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
 
         # Edges that are cut, and the keys that no generated token sees either.
-        masks = [cut_edges(sequence) for sequence in sequences]
+        masks = [edges_to_cut(sequence) for sequence in sequences]
         self.edge_mask = EdgeMask(
             queries=padded([mask.queries for mask in masks], False),
             keys=padded([mask.keys for mask in masks], False),
         )
-        self.has_cut_edges = any(sequence.edge_mask for sequence in sequences)
+        self.has_cut_edges = any(sequence.cut_edges for sequence in sequences)
         hidden = [mask.keys & mask.later for mask in masks]
         self.hidden_from_answers: Bool[Tensor, "row pos"] = padded(hidden, False)
 

@@ -203,7 +203,7 @@ def check_servable(
     are not read alike under all conditions, where a loaded model tells it."""
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         for name, sequence in by_condition.items():
-            is_masked = sequence.edge_mask is not None
+            is_masked = sequence.cut_edges is not None
             if sequence.interventions or is_masked or sequence.keeps_positions:
                 raise OptionError(
                     f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()),"

@@ -359,7 +359,8 @@ def _models(client: Any, server: Server) -> dict[str, int | None]:
         content = _replied(server, client.get, "/models")
         models = _ListedModels.model_validate_json(content).data
     except ServerError as error:
-        if error.status < 400 or error.status in (401, 403):
+        is_missing = error.status is not None and error.status >= 400
+        if not is_missing or error.status in (401, 403):
             raise
         return {}
     except ValidationError:

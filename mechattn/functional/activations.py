@@ -179,9 +179,9 @@ def redistribute(
         flat = rearrange(x, "... channel -> 1 (... channel)")
     else:
         flat = rearrange(x, "... channel -> (...) channel")
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rows = flat.to(wide)
-    uniform = uniform.reshape(flat.shape).to(wide)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rows = flat.to(dtype)
+    uniform = uniform.reshape(flat.shape).to(dtype)
 
     sizes = rows.abs()
     if form == "gemma":

@@ -28,7 +28,7 @@ _APART = "batch kv_head (group query) last -> batch (kv_head group) query last"
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
 
-def widened(tensor: Tensor) -> torch.dtype:
+def working_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which statistics and outputs are computed: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -148,11 +148,11 @@ class Attention:
         Returns:
             Probabilities in float32 at least. A row sums to 1, or with a learned sink to less.
         """
-        wide = widened(self.q)
+        dtype = working_dtype(self.q)
         _, heads, _, d_head = self.q.shape
         index = queries[:, None, :, None].expand(-1, heads, -1, d_head)
-        scaled_queries = self.q.gather(2, index).to(wide) * self.scale
-        seen_keys = self.k[:, :, :keys].to(wide)
+        scaled_queries = self.q.gather(2, index).to(dtype) * self.scale
+        seen_keys = self.k[:, :, :keys].to(dtype)
 
         # The heads of a group read the same keys: their rows are one product.
         grouped_queries = rearrange(scaled_queries, _TOGETHER, kv_head=self.k.shape[1])
@@ -232,12 +232,11 @@ def attention_by_rows(
     attention: Attention,
     see: Callable[[Rows], None] | None = None,
     block: int | None = None,
-    queries_of: slice | None = None,
+    queries: slice | None = None,
 ) -> Float[Tensor, "batch head pos d_value"]:
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key]
     matrix is stored.
 
-    With ``queries_of`` only these positions are computed, and the output of others is undefined.
     Values may have no dimensions, for rows alone. A block has :func:`rows_of_block` rows if no other
     number is given.
 
@@ -245,7 +244,8 @@ def attention_by_rows(
         attention: The inputs of a layer's attention.
         see: Receives each block in turn, before the next one overwrites its memory.
         block: The number of query rows of a block.
-        queries_of: The positions of the queries to compute.
+        queries: The positions of the queries to compute; the output of others is undefined. All by
+            default.
 
     Returns:
         The output of each head before W_O, in the dtype of the queries.
@@ -255,23 +255,23 @@ def attention_by_rows(
     d_value = attention.v.shape[-1]
     if block is None:
         block = rows_of_block(batch * heads * length, q.device)
-    if queries_of is None:
-        queries_of = slice(0, length)
+    if queries is None:
+        queries = slice(0, length)
 
     kernel = _BlockKernel(attention, block)
     # In the layout that the model needs, to avoid a copy.
     out = q.new_empty(batch, length, heads, d_value)
 
-    for start in range(queries_of.start, queries_of.stop, block):
-        stop = min(start + block, queries_of.stop)
-        queries = slice(start, stop)
-        keys = kernel.keys_before(queries)
+    for start in range(queries.start, queries.stop, block):
+        stop = min(start + block, queries.stop)
+        block_queries = slice(start, stop)
+        keys = kernel.keys_before(block_queries)
 
-        pattern = kernel.pattern(queries, keys)
+        pattern = kernel.pattern(block_queries, keys)
         if d_value:
-            out[:, queries] = kernel.output(pattern, keys)
+            out[:, block_queries] = kernel.output(pattern, keys)
         if see is not None:
-            see(Rows(pattern, queries, keys, attention))
+            see(Rows(pattern, block_queries, keys, attention))
     return out.transpose(1, 2)
 
 
@@ -288,7 +288,7 @@ class _BlockKernel:
         batch, heads, length, d_head = q.shape
         kv_heads = attention.k.shape[1]
         d_value = attention.v.shape[-1]
-        wide = widened(q)
+        dtype = working_dtype(q)
 
         self.attention = attention
         self.groups = heads // kv_heads  # how many heads share the keys of one
@@ -297,9 +297,9 @@ class _BlockKernel:
 
         # Keys as columns of the product, contiguous because every block reads them.
         keys = attention.k.reshape(stacks, length, d_head).transpose(1, 2)
-        self.keys = keys.to(wide).contiguous()
+        self.keys = keys.to(dtype).contiguous()
         values = attention.v.reshape(stacks, length, d_value)
-        self.values = values.to(wide)
+        self.values = values.to(dtype)
 
         # The most scores that a block has; a window leaves out the keys before it.
         most_keys = length
@@ -308,7 +308,7 @@ class _BlockKernel:
         most_rows = min(block, length)
         size = batch * heads * most_rows * most_keys
         self.buffer = self.keys.new_empty(size)
-        self.future = _future(block, wide, q.device)
+        self.future = _future(block, dtype, q.device)
 
     def keys_before(self, queries: slice) -> slice:
         """The keys up to the last query, without those that no query of the block sees."""
@@ -448,6 +448,6 @@ def for_each_head(
     return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=group)
 
 
-def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+def in_working_dtype(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Convert to float32 at least."""
-    return tensor.to(widened(tensor))
+    return tensor.to(working_dtype(tensor))

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Attention, Pattern, Rows, attention_by_rows, widened
+from mechattn.functional.attention import Attention, Pattern, Rows, attention_by_rows, working_dtype
 
 Masses = Float[Tensor, "batch segment head query"]  # attention of each query to each segment
 Means = Float[Tensor, "batch head segment"]
@@ -113,7 +113,7 @@ def before_hidden_states(
         queries: The positions in the longer sequences whose queries are asked for; others keep
             their own.
     """
-    wide = widened(attention.q)
+    dtype = working_dtype(attention.q)
     cos, sin = turns
 
     # Without values: rows alone are asked for.
@@ -128,12 +128,12 @@ def before_hidden_states(
         original = x[baseline].gather(2, index)
 
         own_turns = (cos[:, :, positions], sin[:, :, positions])
-        return rotation.moved(original.to(wide), own_turns)
+        return rotation.moved(original.to(dtype), own_turns)
 
     is_original = (origin >= 0)[:, None, :, None]
 
     # Other queries are not asked for, and moving them would cost as much.
-    q = own.q.to(wide, copy=True)
+    q = own.q.to(dtype, copy=True)
     q[:, :, queries] = torch.where(
         is_original[:, :, queries],
         baseline_vectors(attention.q, queries),
@@ -142,7 +142,7 @@ def before_hidden_states(
 
     # All keys, since any of these queries may see them.
     k_of_baseline = baseline_vectors(attention.k, slice(None))
-    k = torch.where(is_original, k_of_baseline, own.k.to(wide))
+    k = torch.where(is_original, k_of_baseline, own.k.to(dtype))
     return replace(own, q=q, k=k)
 
 
@@ -202,7 +202,7 @@ def segment_masses(attention: Attention, members: Members, queries: slice) -> Ma
     def see(rows: Rows) -> None:
         blocks.append(masses_of_rows(rows.pattern, members[..., rows.keys]))
 
-    attention_by_rows(attention, see, queries_of=queries)
+    attention_by_rows(attention, see, queries=queries)
     return torch.cat(blocks, -1)
 
 

@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, mix, widened
+from mechattn.functional.attention import Marked, mix, working_dtype
 
 Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
 Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
@@ -33,7 +33,7 @@ def output_factor(w_o: Weights) -> Factor:
     ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small
     update. The decomposition costs about as much as ten tokens in a forward pass.
     """
-    return torch.linalg.qr(w_o.mT.to(widened(w_o)), mode="r").R
+    return torch.linalg.qr(w_o.mT.to(working_dtype(w_o)), mode="r").R
 
 
 def update_norm(z: Z, factor: Factor) -> PerHead:

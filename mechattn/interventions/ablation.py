@@ -98,7 +98,7 @@ class HeadAblation:
         layers = sorted({layer for layer, _ in self.heads})
         return changing_z(model, {layer: partial(ablate, layer) for layer in layers})
 
-    on = on
+    on = on  # with ablation.on(model): … sets it outside a run
 
 
 _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
@@ -136,7 +136,7 @@ class AttentionKnockout:
         Raises:
             OptionError: The sequence already has cut edges, or it has none of these edges.
         """
-        if sequence.edge_mask is not None:
+        if sequence.cut_edges is not None:
             raise OptionError(
                 "this sequence already has cut edges (masked, or another AttentionKnockout): use a"
                 " single AttentionKnockout"
@@ -156,7 +156,7 @@ class AttentionKnockout:
             layers = as_tuple(self.layers)
         # Generated tokens belong to the answer.
         later = "answer" in as_tuple(self.queries)
-        return replace(sequence, edge_mask=CutEdges(queries, keys, layers, later))
+        return replace(sequence, cut_edges=CutEdges(queries, keys, layers, later))
 
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
-from mechattn.functional.attention import wide
+from mechattn.functional.attention import in_working_dtype
 from mechattn.interventions.intervention import (
     Acting,
     CurrentTarget,
@@ -79,7 +79,9 @@ class _AffineMap:
             tokens = target()
             positions = tokens.positions.to(z.device)
             for index, row in enumerate(tokens.rows.tolist()):
-                z[row] = self._applied(wide(z[row]), layer, tokens.prompts[index], positions[index])
+                z[row] = self._applied(
+                    in_working_dtype(z[row]), layer, tokens.prompts[index], positions[index]
+                )
             return z
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.which})

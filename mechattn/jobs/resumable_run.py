@@ -26,7 +26,7 @@ from mechattn.results.merge import check_same_run, merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import LOCK, say, sweep
 from mechattn.store.objects import DamagedResult, Place, place_of
-from mechattn.store.reading import load_result, open_result
+from mechattn.store.reading import load_result, open_checked_result, open_result
 from mechattn.store.writing import check_result_or_place, check_result_place, save_result
 
 Shard = tuple[int, int]
@@ -167,7 +167,7 @@ class KeptChunks:
                 continue
             chunk = int(path.stem)
             try:
-                result = open_result(path, check=True)
+                result = open_checked_result(path)
                 self._check_job(result)
                 expected = self.job.chunks[chunk : chunk + 1]
                 if [_places(result)] != [list(places) for places in expected]:
@@ -263,7 +263,7 @@ def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:
     """Whether the whole result of these chunks is stored."""
     place = place_of(path)
     try:
-        result = open_result(path, check=True)
+        result = open_checked_result(path)
     except DamagedResult as error:
         say(f"{error}; computing it again")
         return False

@@ -81,21 +81,24 @@ def model_place(name: str) -> str:
     if is_gguf(place):
         gguf_header(place)
         return place
-    if os.path.isdir(place) and not (Path(place) / "config.json").exists():
-        raise ModelError(f"the directory {place} {_without_config(Path(place))}")
-    if not os.path.isdir(place) and not may_be_on_hub(place):
-        kind = "not a directory here"
-        if os.path.exists(place):
-            kind = "a file, not the directory of a checkpoint"
-        raise ModelError(
-            f"there is no model {name!r}: it is {kind}, and models on the hub are named owner/name"
-        )
 
-    # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the
-    # directory.
-    if os.path.isdir(place) and not os.path.dirname(place):
-        return os.path.join(os.curdir, place)
-    return place
+    if os.path.isdir(place):
+        if not (Path(place) / "config.json").exists():
+            raise ModelError(f"the directory {place} {_without_config(Path(place))}")
+        # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the
+        # directory.
+        if not os.path.dirname(place):
+            return os.path.join(os.curdir, place)
+        return place
+
+    if may_be_on_hub(place):
+        return place
+    kind = "not a directory here"
+    if os.path.exists(place):
+        kind = "a file, not the directory of a checkpoint"
+    raise ModelError(
+        f"there is no model {name!r}: it is {kind}, and models on the hub are named owner/name"
+    )
 
 
 _OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is then

@@ -116,7 +116,7 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of each head, in the model's dtype to avoid a second copy of all layers; see
-    :func:`wide`."""
+    :func:`in_working_dtype`."""
     name = model.cfg.model_name
     is_quantised = getattr(original_of(model), "is_quantized", False)
     quantised = "its weights are quantised: load it unquantised" if is_quantised else ""

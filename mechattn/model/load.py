@@ -45,6 +45,7 @@ from mechattn.model.verified_models import (
     notice_changes,
     state_of,
     tried,
+    unhooked,
     verified,
 )
 from mechattn.model.verify.checks import check_model, check_streaming
@@ -78,7 +79,7 @@ def load_model(
     Args:
         model: "toy:llama"; "real:smollm2", a trained model whose file `make figures` fetches; a
             checkpoint directory; a GGUF file ("model.gguf"), whose weights are dequantised; a hub
-            name; a transformers model (changed in place), which may be dispatched over several
+            name; a transformers model (changed in place, or hooked again), which may be dispatched over several
             devices, offloaded to memory or disk, or quantised; or a ``TransformerBridge`` or
             ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
             ALiBi, and returned.
@@ -304,7 +305,7 @@ def _from_object(
 
     gguf = gguf_of(hf_model)
     name = name or getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
-    hf_model = text_model_of(as_plain(hf_model))
+    hf_model = unhooked(text_model_of(as_plain(hf_model)))
     hf_model.config.architectures = [type(hf_model).__name__]
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
     if placed and (dtype != "auto" or device is not None):

@@ -11,9 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Attention, Pattern, Rows, widened
+from mechattn.functional.attention import Attention, Pattern, Rows, working_dtype
 from mechattn.functional.budget import NO_ROTATION, Rotation
-from mechattn.functional.fused import Fused
 from mechattn.model import hooks
 from mechattn.model.hooked import (
     HookedModel,
@@ -166,8 +165,8 @@ def _attentions(
     """The queries and keys of each layer for a few tokens, repeated in each row."""
     attention_of_layer: dict[int, Attention] = {}
 
-    def see(layer: int, block: Rows | Fused) -> None:
-        if isinstance(block, Fused) or not isinstance(block.attention, Attention):
+    def see(layer: int, block: Rows) -> None:
+        if not isinstance(block.attention, Attention):
             raise ModelError(f"layer {layer} shows no queries and keys")
         attention_of_layer[layer] = block.attention
 
@@ -203,7 +202,7 @@ def _error(rotation: Rotation, attention: Attention, position_ids: Int[Tensor, "
     largest number, of queries or keys."""
     errors = []
     for x in (attention.q, attention.k):
-        x = x.to(widened(x))
+        x = x.to(working_dtype(x))
         ids = position_ids.to(x.device)
         turns = rotation.turns(ids[:1], ids[1:], x.dtype)
         moved = rotation.moved(x[:1], turns)

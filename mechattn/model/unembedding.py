@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import wide
+from mechattn.functional.attention import in_working_dtype
 from mechattn.model.architectures import particulars_of
 from mechattn.model.hooked import (
     HookedModel,
@@ -59,7 +59,7 @@ class FrozenNorm:
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
         """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean
         square."""
-        x = wide(x)
+        x = in_working_dtype(x)
         if not self.scales:
             return torch.ones_like(x[..., 0])
         if self.centres:
@@ -75,17 +75,17 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     dtype = next(model.parameters()).dtype
 
     def normed(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        return wide(norm(x.to(dtype)[None])[0])
+        return in_working_dtype(norm(x.to(dtype)[None])[0])
 
     # Random vectors of very different sizes.
     ones = torch.ones(int(model.cfg.d_model), device=device)
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-1, 2, _TRIED)[:, None]
     vectors = torch.randn(_TRIED, len(ones), generator=generator) * sizes
-    x = wide(vectors.to(device, dtype))
+    x = in_working_dtype(vectors.to(device, dtype))
     output = normed(x)
     if torch.equal(output, x):
-        return FrozenNorm(wide(ones), centres=False, eps=0.0, scales=False)
+        return FrozenNorm(in_working_dtype(ones), centres=False, eps=0.0, scales=False)
 
     signs = ones.clone()
     signs[1::2] = -1
@@ -131,7 +131,7 @@ class Unembedding:
         """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm
         centres."""
         index = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
-        above_mean = wide(self.w_u.T[index]) - self.mean
+        above_mean = in_working_dtype(self.w_u.T[index]) - self.mean
         toward_token = self.norm.toward(self.factor * above_mean)
         return toward_token.to(tokens.device)
 
@@ -171,7 +171,7 @@ def unembedding(model: HookedModel) -> Unembedding:
     factor = 1.0
     if factor_of is not None:
         factor = float(factor_of(config_of(model)))
-    to_logits = Unembedding(w_u, wide(w_u).mean(1), frozen, factor, _logit_cap(model))
+    to_logits = Unembedding(w_u, in_working_dtype(w_u).mean(1), frozen, factor, _logit_cap(model))
     _check_direct(model, to_logits)
     return to_logits
 
@@ -197,11 +197,11 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = torch.arange(5, 13, device=device_of(model))[None]
     all_logits, values = logits_and_values(model, tokens, [last])
-    logits = to_logits.uncapped(wide(all_logits[0]).to(tokens.device))
+    logits = to_logits.uncapped(in_working_dtype(all_logits[0]).to(tokens.device))
     centred_logits = logits - logits.mean(-1, keepdim=True)
     expected = centred_logits[:, tokens[0]]
 
-    stream = wide(values[last]).to(tokens.device)
+    stream = in_working_dtype(values[last]).to(tokens.device)
     directions = to_logits.direction(tokens)[0]
     sigma = to_logits.scale(stream)[0]
     computed = (directions @ stream[0].T / sigma).T

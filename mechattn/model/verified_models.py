@@ -231,6 +231,24 @@ def _native_twin(bridge: Any) -> tuple[Any | None, str]:
         )
 
 
+def unhooked(model: Any) -> Any:
+    """The model; one that was loaded before is rebuilt with the same parameters, because
+    TransformerLens replaces the modules of a model that it hooks.
+
+    Raises:
+        ModelError: It was hooked before, and cannot be rebuilt.
+    """
+    if not any(WRAPPED.search(name) for name, _ in model.named_parameters()):
+        return model
+    try:
+        return _rebuilt(model)
+    except Exception as error:
+        raise ModelError(
+            f"this {type(model).__name__} was hooked before and cannot be rebuilt without its hooks"
+            f" ({type(error).__name__}: {error}); use the hooked model, or load the checkpoint again"
+        ) from error
+
+
 def _rebuilt(hooked: Any) -> Any:
     """A model of the same class and configuration with the same parameters."""
     from accelerate import init_empty_weights

@@ -19,6 +19,7 @@ from mechattn.render.words import (
     model_caption,
     numbered,
     percent,
+    percent_number,
     percent_words,
     stated,
 )
@@ -107,12 +108,16 @@ class ShownModel:
         return {row.condition: row.verdict for row in self.changes if row.verdict is not None}
 
     @property
-    def without_verdict(self) -> str:
-        """Why there is no verdict on some condition; empty if there is one on each."""
-        return next((row.problem for row in self.changes if row.problem), "")
+    def problems(self) -> dict[str, list[str]]:
+        """Each reason why there is no verdict, with the conditions that have none for it."""
+        conditions: dict[str, list[str]] = {}
+        for row in self.changes:
+            if row.verdict is None:
+                conditions.setdefault(row.problem, []).append(row.condition)
+        return conditions
 
     @cached_property
-    def against(self) -> tuple[str, Interval] | None:
+    def change_from_control(self) -> tuple[str, Interval] | None:
         """The matched control of the first condition, and the change from it; None without one."""
         condition = self.result.shown_condition()
         if condition not in self.verdicts:
@@ -155,12 +160,14 @@ class Picture:
         ticks = []
         for value in np.arange(self.start, self.end + self.step / 2, self.step):
             is_zero = abs(value) <= self.step / 2
-            label = "0" if is_zero else percent(value).replace(".0", "")
+            label = "0"
+            if not is_zero:
+                label = f"{percent_number(value, '+.4g')}\u00a0%"
             ticks.append((self.place(value), label))
         return ticks
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         """All of it in words."""
         return "; ".join(
             f"{row.model}, {row.condition}: {row.words}" for row in self.rows if row.verdict
@@ -196,7 +203,7 @@ def picture(rows: Sequence[Change]) -> Picture | None:
     return Picture(rows, start, max(end, start + step), step)
 
 
-def sentence(rows: Sequence[Change]) -> str:
+def change_sentence(rows: Sequence[Change]) -> str:
     """The picture in words: how attention changes with the first condition."""
     measured = [row for row in rows if row.verdict is not None]
     if not measured:
@@ -217,9 +224,10 @@ def sentence(rows: Sequence[Change]) -> str:
     if unsure_models:
         unsure += f" in {unsure_models} of them"
     direction = _direction(intervals)
-    amount = _range_words(intervals)
-    if direction != "unclear":  # then the sentence says the sign
-        amount = amount.replace("−", "").replace("+", "")
+    form = "+.1f"
+    if direction != "unclear":
+        form = ".1f"  # the sentence says whether it is more or less
+    amount = _range_words(intervals, form)
     return SENTENCES[direction].format(
         condition=condition, amount=amount, models=len(intervals), unsure=unsure
     )
@@ -234,27 +242,36 @@ def _direction(intervals: Sequence[Interval]) -> str:
     return "unclear"
 
 
-def _range_words(intervals: Sequence[Interval]) -> str:
+def _range_words(intervals: Sequence[Interval], form: str) -> str:
     """The smallest change and the largest, whatever their signs."""
     estimates = sorted((change.estimate for change in intervals), key=abs)
-    smallest, *larger = dict.fromkeys(map(percent, estimates))
-    if not larger:
-        return smallest
-    number = smallest.removesuffix("\u00a0%")
-    return f"{number} to {larger[-1]}"
+    if "+" not in form:
+        estimates = [abs(estimate) for estimate in estimates]
+    smallest = percent_number(estimates[0], form)
+    largest = percent_number(estimates[-1], form)
+    if smallest == largest:
+        return f"{smallest}\u00a0%"
+    return f"{smallest} to {largest}\u00a0%"
 
 
 def control_sentence(models: Sequence[ShownModel]) -> str:
-    """How the first condition differs from its matched control; empty if no model has one."""
-    compared = [model for model in models if model.against is not None]
-    if not compared:
-        return ""
-    controls, intervals = zip(*(model.against for model in compared), strict=True)
-    amount = percent_words(intervals[0])
-    if len(intervals) > 1:
-        amount = _counted_directions(intervals)
-    condition = compared[0].result.shown_condition()
-    return SENTENCES["control"].format(condition=condition, control=controls[0], amount=amount)
+    """How the first condition differs from its matched control, in the models that have both; empty
+    if no model has a control."""
+    intervals: dict[tuple[str, str], list[Interval]] = {}  # by condition and control
+    for model in models:
+        if model.change_from_control is not None:
+            control, change = model.change_from_control
+            condition = model.result.shown_condition()
+            intervals.setdefault((condition, control), []).append(change)
+
+    sentences = []
+    for (condition, control), changes_from_control in intervals.items():
+        amount = percent_words(changes_from_control[0])
+        if len(changes_from_control) > 1:
+            amount = _counted_directions(changes_from_control)
+        words = SENTENCES["control"].format(condition=condition, control=control, amount=amount)
+        sentences.append(words)
+    return " ".join(sentences)
 
 
 def _counted_directions(intervals: Sequence[Interval]) -> str:
@@ -285,15 +302,7 @@ def layer_sentence(models: Sequence[ShownModel]) -> str:
 
 def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
     """The answer of a page, the most important sentence first."""
-    received_sentences = [
-        sentence(changes(models)),
-        layer_sentence(models),
-        control_sentence(models),
-    ]
-    received = " ".join(filter(None, received_sentences))
     own_attention = own_attention_sentence(models)
-    if own_attention and received:
-        received = f"Received attention is another measure. {received}"
     sentences = [own_attention]
     for model in models:
         condition = model.result.shown_condition()
@@ -301,6 +310,15 @@ def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
             if len(models) == 1:
                 sentences += taken_sentences(model.result, condition)
             sentences.append(first_token_words(model.result, condition))
+
+    received_sentences = [
+        change_sentence(changes(models)),
+        layer_sentence(models),
+        control_sentence(models),
+    ]
+    received = " ".join(filter(None, received_sentences))
+    if own_attention and received:
+        received = f"Received attention is another measure. {received}"
     return list(filter(None, [*sentences, received]))
 
 
@@ -333,10 +351,10 @@ def verdict_sentences(model: ShownModel) -> list[str]:
     """One sentence per condition; controls are reported with what they match."""
     result = model.result
     caption = model_caption(result)
-    if model.without_verdict:
-        return [f"{caption}: {model.without_verdict}."]
-
     sentences = []
+    for problem, conditions in model.problems.items():
+        sentences.append(f"{caption}, {', '.join(conditions)}: {problem}.")
+
     verdicts = model.verdicts
     for condition, verdict in verdicts.items():
         control = matched_control(result, condition)

@@ -26,7 +26,7 @@ from mechattn.errors import (
     memory_bytes,
     warn,
 )
-from mechattn.functional.attention import wide
+from mechattn.functional.attention import in_working_dtype
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import (
@@ -94,7 +94,9 @@ class Unpatched:
         """The metric of each row, checked; "kl" compares it with the baseline."""
         pair = self.pair
         baseline = self.source if pair.denoising else self.base
-        values = pair.measure(wide(logits), pair.answer.to(logits.device), wide(baseline))
+        values = pair.measure(
+            in_working_dtype(logits), pair.answer.to(logits.device), in_working_dtype(baseline)
+        )
         check_metric(values, len(logits), logits.requires_grad)
         return values
 
@@ -263,7 +265,7 @@ def check_sequences(
             raise OptionError(
                 f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same"
             )
-        if changed.edge_mask is not None or changed.interventions:
+        if changed.cut_edges is not None or changed.interventions:
             raise OptionError(
                 "the condition hides tokens or acts inside the model; patching compares two runs"
                 " that differ only in their tokens"

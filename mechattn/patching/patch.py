@@ -37,7 +37,7 @@ model, and ``circuit.py`` asks how much of the effect a set of edges carries by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -125,7 +125,12 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
         the softmax, no softmax has to be recomputed.
     """
-    _check_controls(controls)
+    if not {*controls} <= {*CONTROLS}:
+        raise OptionError(
+            f'controls={controls!r}: give ("other_prompt", "random"), one of them in brackets, or '
+            "() for none"
+        )
+
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
     if request.metric == "kl" and direction == "noising" and "random" not in controls:
         raise OptionError(
@@ -139,18 +144,28 @@ def patch(
     pairs = request.pairs
     tokens = _tokens(target, pairs)
     cells = target.cells(tokens)
-    plan = PatchingPlan(
-        request, target, cells, partial(_replacements, request, target, controls), controls=controls
-    )
+
+    partners: Mapping[str, Pair] = {}
     if "other_prompt" in controls:
-        plan = replace(plan, partners=partners_of(pairs, seed))
+        partners = partners_of(pairs, seed)
+
     method = "attributed (first order)"
+    starts: Sequence[int] = ()
     if not target.attributed:
+        method = "patched"
         shortest = min((pair.base for pair in pairs), key=len)
         layers = [cell.first_layer for cell in cells]
-        plan = replace(plan, starts=possible_starts(request.model, shortest, layers))
-        method = "patched"
+        starts = possible_starts(request.model, shortest, layers)
 
+    plan = PatchingPlan(
+        request,
+        target,
+        cells,
+        partial(_replacements, request, target, controls),
+        starts=starts,
+        partners=partners,
+        controls=controls,
+    )
     axes = {"cell": range(len(cells))}
     about = {"part": target.part, "heads": list(target.heads)}
     patching = request.patched_in_batches(plan.batches(pairs), plan.effects, axes, method, **about)
@@ -173,14 +188,6 @@ def patch(
         [effects_of_pair] = exact_plan.effects([pair])
         exact.append(np.asarray(effects_of_pair["effect"]))
     return patching.compared(exact, sample)
-
-
-def _check_controls(controls: Any) -> None:
-    if not {*controls} <= {*CONTROLS}:
-        raise OptionError(
-            f'controls={controls!r}: give ("other_prompt", "random"), one of them in brackets, or '
-            "() for none"
-        )
 
 
 def _tokens(target: PatchTarget, pairs: Sequence[Pair]) -> Sequence[CellTokens]:

@@ -90,7 +90,7 @@ class Variant:
             self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions
         )
         if self.hides:
-            sequence = replace(sequence, edge_mask=CutEdges(~sequence.inserted, sequence.inserted))
+            sequence = replace(sequence, cut_edges=CutEdges(~sequence.inserted, sequence.inserted))
         return _intervened(sequence, self.interventions)
 
     def masked(self) -> Variant:

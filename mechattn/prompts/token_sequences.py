@@ -44,7 +44,7 @@ class TokenSequence:
         origin: For each position its index in the baseline sequence; −1 for inserted tokens.
         segment: For each position the index of its segment in ``SEGMENTS``.
         keeps_positions: Whether the original tokens keep the position ids of the baseline.
-        edge_mask: The cut attention edges; None for none.
+        cut_edges: The attention edges that are cut; None for none.
         interventions: The interventions while the model reads this sequence.
         decode: Maps token ids to text, for display in a notebook; without it ids are shown.
         counterpart: Whether this is the other version of a prompt, whose tokens may differ from the
@@ -57,9 +57,9 @@ class TokenSequence:
     origin: Int[Tensor, " pos"]
     segment: Int[Tensor, " pos"]
     keeps_positions: bool = False
-    edge_mask: CutEdges | None = None
+    cut_edges: CutEdges | None = None
     interventions: tuple[Any, ...] = ()
-    decode: Callable[[list[int]], str] | None = field(default=None, repr=False, compare=False)
+    decode: Callable[[list[int]], str] | None = field(default=None, repr=False)
     counterpart: bool = False
     first_part: str = "bos"
 
@@ -206,19 +206,19 @@ def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequ
     ) -> Shaped[Tensor, " longer"]:
         return torch.cat([old[:at], new, old[at:]])
 
-    edge_mask = sequence.edge_mask
-    if edge_mask is not None:
+    cut_edges = sequence.cut_edges
+    if cut_edges is not None:
         uncut = torch.zeros(count, dtype=torch.bool)
-        queries = spliced(edge_mask.queries, uncut)
-        keys = spliced(edge_mask.keys, uncut)
-        edge_mask = replace(edge_mask, queries=queries, keys=keys)
+        queries = spliced(cut_edges.queries, uncut)
+        keys = spliced(cut_edges.keys, uncut)
+        cut_edges = replace(cut_edges, queries=queries, keys=keys)
 
     return replace(
         sequence,
         tokens=spliced(sequence.tokens, new_tokens),
         origin=spliced(sequence.origin, inserted),
         segment=spliced(sequence.segment, inserted_segment),
-        edge_mask=edge_mask,
+        cut_edges=cut_edges,
     )
 
 
@@ -330,10 +330,10 @@ def inserted_span(batch: Batch) -> tuple[int, int]:
     return int(places[0]), int(places[-1]) + 1
 
 
-def cut_edges(sequence: TokenSequence) -> CutEdges:
-    """The edges of a sequence that are cut, if any."""
+def edges_to_cut(sequence: TokenSequence) -> CutEdges:
+    """The edges of a sequence that are cut; with no token if none are."""
     no_token = torch.zeros(len(sequence), dtype=torch.bool)
-    return sequence.edge_mask or CutEdges(no_token, no_token)
+    return sequence.cut_edges or CutEdges(no_token, no_token)
 
 
 def pad_right(
@@ -347,8 +347,8 @@ def pad_right(
 
     edge_mask = None
     layers: list[tuple[int, ...] | None] = [None] * len(sequences)
-    if any(sequence.edge_mask for sequence in sequences):
-        cuts = [cut_edges(sequence) for sequence in sequences]
+    if any(sequence.cut_edges for sequence in sequences):
+        cuts = [edges_to_cut(sequence) for sequence in sequences]
         edge_mask = EdgeMask(
             queries=pad_sequence([cut.queries for cut in cuts], batch_first=True),
             keys=pad_sequence([cut.keys for cut in cuts], batch_first=True),

@@ -122,8 +122,14 @@ def in_digits(value: float | np.ndarray, form: str) -> str:
 
 def percent(change: float | np.ndarray) -> str:
     """A relative change in percent, with its sign."""
+    return f"{percent_number(change)}\u00a0%"
+
+
+def percent_number(change: float | np.ndarray, form: str = "+.1f") -> str:
+    """The number of a relative change in percent; with its sign and one decimal place by
+    default."""
     rounded = round(100 * float(change), 1)
-    return in_digits(rounded, "+.1f") + "\u00a0%"
+    return in_digits(rounded, form)
 
 
 def with_ends(estimate: str, low: str, high: str) -> str:

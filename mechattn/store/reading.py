@@ -8,7 +8,8 @@ Nothing is compressed and every object is there, so a result takes no more memor
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -81,17 +82,21 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     return replace(result, memory=memory)
 
 
-def open_result(path: str | Path, check: bool = False) -> Result:
-    """Open a result, of which all but small arrays are read on demand; ``check`` reads every object
-    once."""
-    place = place_of(path)
-    if isinstance(place.path, Path):
-        recover(place.path)
+def open_checked_result(path: str | Path) -> Result:
+    """Open a result as :func:`open_result` does, after every object has been read once and compared
+    with its checksum."""
+    place = _recovered(path)
+    with _in_words(path):
+        listing, _ = open_listing(place)
+        listing.check()
+    return open_result(path)
 
-    try:
+
+def open_result(path: str | Path) -> Result:
+    """Open a result, of which all but small arrays are read on demand."""
+    place = _recovered(path)
+    with _in_words(path):
         listing, provenance = open_listing(place)
-        if check:
-            listing.check()
         tree = xr.open_datatree(
             listing,  # type: ignore[arg-type]
             engine="zarr",
@@ -107,17 +112,32 @@ def open_result(path: str | Path, check: bool = False) -> Result:
         # Groups were written in the order of the run, each group's arrays at the same time.
         group_names = dict.fromkeys(name.partition("/")[0] for name in listing.checksums)
         datasets = {name: _dataset(tree[name].to_dataset(), place) for name in group_names}
-    except MechattnError:
-        raise
-    except Exception as error:  # files, codecs and the network have their own errors
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise OutputError(
-            f"the result at {path} cannot be read ({reason}); run it again, or restore a copy"
-        ) from None  # the address may contain a password
 
     if problem := problem_of(datasets, provenance):
         raise DamagedResult(f"the result at {path} is damaged: {problem}")
     return Result(datasets, provenance)
+
+
+def _recovered(path: str | Path) -> Place:
+    """The place of a result; a folder is put back if a process was killed while it replaced it."""
+    place = place_of(path)
+    if isinstance(place.path, Path):
+        recover(place.path)
+    return place
+
+
+@contextmanager
+def _in_words(path: str | Path) -> Iterator[None]:
+    """Say errors of files, codecs and the network as one of ours."""
+    try:
+        yield
+    except MechattnError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise OutputError(
+            f"the result at {path} cannot be read ({reason}); run it again, or restore a copy"
+        ) from None  # the address may contain a password
 
 
 def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
@@ -174,17 +194,17 @@ def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
 def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) -> list[str]:
     """The objects of an array, by its metadata, each with as many numbers or texts as they declare;
     none of a group."""
-    metadata = listing.read(metadata_name)
+    content = listing.read(metadata_name)
     try:
-        shape, object_shape, data_type = _declared(json.loads(metadata))
+        metadata = json.loads(content)
+        if _is_group(metadata):
+            return []
+        shape, object_shape, data_type = _declared(metadata)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
         raise DamagedResult(
             f"{metadata_name} in the result at {listing.place} is not in the format that mechattn "
             "writes"
         ) from None
-
-    if data_type is None:
-        return []
 
     array_name = metadata_name.removesuffix(f"/{ROOT}")
     grid = [-(-size // step) for size, step in zip(shape, object_shape, strict=True)]
@@ -208,16 +228,22 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
     return names
 
 
-def _declared(metadata: Any) -> tuple[list[int], list[int], str | None]:
-    """The shape of an array, that of its objects, and its type; no type, of a group.
+def _is_group(metadata: Any) -> bool:
+    """Whether this is the metadata of a group, as mechattn writes it."""
+    return metadata["node_type"] == "group" and _is_plain(metadata)
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether this is Zarr 3 without anything between the objects and the store."""
+    return metadata["zarr_format"] == 3 and not metadata.get("storage_transformers")
+
+
+def _declared(metadata: Any) -> tuple[list[int], list[int], str]:
+    """The shape of an array, that of its objects, and its type.
 
     Raises:
         ValueError: It is not what mechattn writes; as other errors, if what is needed is not there.
     """
-    accepted = metadata["zarr_format"] == 3 and not metadata.get("storage_transformers")
-    if metadata["node_type"] == "group" and accepted:
-        return [], [], None
-
     grid = metadata["chunk_grid"]
     keys = metadata["chunk_key_encoding"]
     shape = metadata["shape"]
@@ -226,7 +252,7 @@ def _declared(metadata: Any) -> tuple[list[int], list[int], str | None]:
     (codec,) = metadata["codecs"]
     options = codec.get("configuration") or {}
     accepted = (
-        accepted
+        _is_plain(metadata)
         and metadata["node_type"] == "array"
         and len(shape) == len(object_shape) == len(metadata["dimension_names"])
         and all(type(size) is int and size >= 0 for size in shape)

@@ -24,7 +24,7 @@ from mechattn.results.merge import is_part, merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
 from mechattn.store.objects import ROOT, SCHEMA, Listing, Place, digest_of, place_of, root_content
-from mechattn.store.reading import load_result, open_result
+from mechattn.store.reading import load_result, open_checked_result, open_result
 
 CHUNK = 64  # prompts in an object, of a result that no job made
 LARGEST_OBJECT = 2**20  # bytes
@@ -168,7 +168,7 @@ def write_result(result: Result, place: Place, mark: str | None = None) -> None:
     place.write(ROOT, root_content(attributes))
 
     try:  # because a file system may accept what it cannot return
-        open_result(place.path, check=True)
+        open_checked_result(place.path)
     except OutputError as error:
         raise OutputError(f"what was just written cannot be read back: {error}") from error
 

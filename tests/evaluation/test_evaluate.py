@@ -104,7 +104,7 @@ def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, prob
 
 def with_token(sequence, token):
     """The sequence and a token of the answer after it."""
-    mask = sequence.edge_mask
+    mask = sequence.cut_edges
     if mask is not None:
         mask = replace(
             mask,
@@ -116,7 +116,7 @@ def with_token(sequence, token):
         tokens=torch.cat([sequence.tokens, torch.tensor([token])]),
         origin=torch.cat([sequence.origin, sequence.origin.max()[None] + 1]),
         segment=torch.cat([sequence.segment, torch.tensor([5])]),
-        edge_mask=mask,
+        cut_edges=mask,
     )
 
 

@@ -221,6 +221,18 @@ def test_native_twin_shares_the_parameters(llama):
     assert own <= {p.data_ptr() for p in llama.original_model.parameters()}
 
 
+def test_one_model_object_is_hooked_twice_with_the_same_weights(tokenizer):
+    """TransformerLens replaces the modules of what it hooks; a bridge of such modules has other heads."""
+    plain = tiny_model("Llama", len(tokenizer))
+    first = ma.load_model(plain, tokenizer=tokenizer)
+    second = ma.load_model(plain, tokenizer=tokenizer)
+    tokens = torch.arange(5, 25)[None]
+    assert first._mechattn.report.passed and second._mechattn.report.passed
+    assert torch.equal(first(tokens), second(tokens))
+    weights = [next(model.original_model.parameters()) for model in (first, second)]
+    assert weights[0].data_ptr() == weights[1].data_ptr()
+
+
 def test_layers_without_attention_are_left_out(shared):
     model = shared("Qwen3-Next (hybrid)")
     assert attention_layers(model) == [1]

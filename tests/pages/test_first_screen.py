@@ -10,11 +10,11 @@ from mechattn.contrast.contrast import Verdict
 from mechattn.pages.first_screen import (
     Change,
     ShownModel,
+    change_sentence,
     changes,
     control_sentence,
     own_attention_sentence,
     picture,
-    sentence,
 )
 from mechattn.render.words import percent, percent_words
 from mechattn.stats.intervals import Interval
@@ -110,7 +110,7 @@ BY = "the attention that a token of the question receives from all tokens after 
 )
 def test_the_sentence_is_true_of_each_change(measured, words):
     """The first sentence of the page says neither "less" of what gains, nor "more" of what cannot be told."""
-    assert sentence([change("a", "slash", measured, -0.5)]) == f"With “slash”, {words}."
+    assert change_sentence([change("a", "slash", measured, -0.5)]) == f"With “slash”, {words}."
 
 
 def test_a_sentence_of_several_models_says_where_they_differ():
@@ -119,12 +119,12 @@ def test_a_sentence_of_several_models_says_where_they_differ():
         change("b", "x", (-0.4, -0.5, -0.3), -0.1),
         change("c", "x", LESS, -0.2),
     ]
-    said = sentence(rows)
+    said = change_sentence(rows)
     assert (
         "receives on average 20.0 to 40.0\u00a0% less attention than without it, in 3 models."
         in said
     )
-    both = sentence([change("a", "x", LESS, 0.1), change("b", "x", UNSURE, 0.1)])
+    both = change_sentence([change("a", "x", LESS, 0.1), change("b", "x", UNSURE, 0.1)])
     by = "changes by +0.3 to −20.0\u00a0%, in 2 models, which cannot be distinguished from 0 in 1 of them."
     assert f"the attention that each token of the question receives on average {by}" in both
 
@@ -149,7 +149,7 @@ def controlled(toy, prompts):
 
 def test_the_first_condition_stands_against_its_control(controlled):
     model = ShownModel(controlled)
-    control, found = model.against
+    control, found = model.change_from_control
     assert control == "sentence"
     np.testing.assert_allclose(list(found), by_loop(controlled, "slash", "sentence"), rtol=1e-5)
     wrong = by_loop(controlled, "slash", "baseline")
@@ -165,8 +165,8 @@ def test_the_first_condition_stands_against_its_control(controlled):
 
 def test_what_has_no_verdict_says_why():
     row = Change("a", "slash", None, "no verdict, since there are 2 prompts")
-    assert sentence([row]) == "a: no verdict, since there are 2 prompts."
+    assert change_sentence([row]) == "a: no verdict, since there are 2 prompts."
     assert picture([row]) is None
-    assert sentence([]) == ""
+    assert change_sentence([]) == ""
     both = picture([row, change("b", "slash", LESS, -0.5)])
-    assert both.says.startswith("b, slash")
+    assert both.description.startswith("b, slash")

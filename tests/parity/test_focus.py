@@ -358,8 +358,8 @@ def test_masked_tokens_and_knockouts(prompts, shared):
                 "three keys at least, and underflow"
             )
         sequence = (slash.masked() if name == "masked" else edge_mask).apply(prompts[0], falcon)
-        blind = sequence.edge_mask.queries.numpy()
-        hidden = sequence.edge_mask.keys.numpy()
+        blind = sequence.cut_edges.queries.numpy()
+        hidden = sequence.cut_edges.keys.numpy()
         mine = result["attention_sinks"].vertical_per_prompt.sel(condition=name)[0].values[..., :n]
         for k in range(n):
             far = [q for q in range(k + 4, n) if not (blind[q] and hidden[k])]

@@ -221,7 +221,7 @@ def test_position_ids_of_the_variants(toy):
     assert slash.apply(PROMPT, toy).position_ids.tolist() == list(range(len(made)))
     assert slash.masked().apply(PROMPT, toy).edge_mask
     both = slash.masked().unshifted().apply(PROMPT, toy)
-    assert both.edge_mask is not None
+    assert both.cut_edges is not None
     assert both.keeps_positions
     at_the_end = ma.MeaninglessTokens("/", 3, place="before_answer").unshifted()
     no_answer = ma.Prompt("Tom has 3 apples.", id="c")
@@ -384,11 +384,11 @@ def test_inserting_into_a_sequence_keeps_what_a_condition_said_of_it(toy, prompt
         longer = insert(sequence, [7, 8], at=1)
         assert longer.keeps_positions == sequence.keeps_positions
         assert longer.tokens.tolist()[1:3] == [7, 8]
-        if sequence.edge_mask is not None:
+        if sequence.cut_edges is not None:
             kept = torch.ones(len(longer), dtype=torch.bool)
             kept[1:3] = False
-            assert (longer.edge_mask.keys[kept] == sequence.edge_mask.keys).all()
-            assert not longer.edge_mask.keys[~kept].any()
+            assert (longer.cut_edges.keys[kept] == sequence.cut_edges.keys).all()
+            assert not longer.cut_edges.keys[~kept].any()
 
 
 LINES = [dataclasses.replace(condition, own_line=True) for condition in controls_with("own_line")]

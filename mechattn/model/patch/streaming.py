@@ -32,7 +32,8 @@ Keys = Float[Tensor, "batch kv_head pos d_head"]
 Values = Float[Tensor, "batch kv_head pos d_value"]
 Output = Float[Tensor, "batch head pos d_value"]
 Projected = Float[Tensor, "batch pos ..."]
-See = Callable[[int, Rows | Fused], None]
+SeeRows = Callable[[int, Rows], None]
+SeeWhole = Callable[[int, Fused], None]
 
 # What our attention function is called in transformers.
 NAME = "mechattn_rows"
@@ -58,15 +59,14 @@ HOOKS_WITHOUT_STREAMING = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the attention function must know about the calling layer; ``see`` is None if the layer
-    is not measured."""
+    """What the attention function must know about the calling layer."""
 
     number: int
     window: int | None
-    see: See | None
+    see_rows: SeeRows | None  # None if the layer is not measured
+    see_whole: SeeWhole | None  # None if a fused kernel is not to compute it
     block: int | None  # rows; as many as suit the device if None
     edge_mask: EdgeMask | None
-    fused: bool = False
 
     def __call__(
         self,
@@ -81,7 +81,7 @@ class _Layer:
         """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no
         mask for it."""
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
-        if self.see is None:
+        if self.see_rows is None:
             beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)
             if any(term is not None for term in beyond_sdpa):
                 return attention_by_rows(attention, None, self.block)
@@ -90,13 +90,12 @@ class _Layer:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
             )
 
-        see = partial(self.see, self.number)
-        if self.fused and attention.fusable:
+        if self.see_whole is not None and attention.fusable:
             fused = fused_attention(attention)
-            see(fused)
+            self.see_whole(self.number, fused)
             return fused.out
 
-        return attention_by_rows(attention, see, self.block)
+        return attention_by_rows(attention, partial(self.see_rows, self.number), self.block)
 
 
 def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
@@ -124,13 +123,25 @@ def fires_while_streamed(name: str) -> bool:
 def streaming(
     model: HookedModel,
     layers: Collection[int],
-    see: See,
+    see_rows: SeeRows,
+    see_whole: SeeWhole | None = None,
     block: int | None = None,
     edge_masks: Mapping[int, EdgeMask] | None = None,
-    fused: bool = False,
 ) -> Iterator[None]:
-    """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of
-    these layers."""
+    """Compute attention in blocks of query rows inside a ``with`` block.
+
+    Args:
+        model: The model.
+        layers: The layers to measure.
+        see_rows: Called with each of these layers and each block of its rows.
+        see_whole: If given, a fused kernel computes the layers that it can, and this is called with
+            the layer and the kernel's result instead.
+        block: The number of rows of a block; as many as suit the device by default.
+        edge_masks: By layer, the edges of attention that are cut.
+
+    Raises:
+        ModelError: It is not known where this model computes its attention.
+    """
     attending = hooks.attention_layers(model)  # once, as it takes a millisecond
     reason = why_not(model, attending)
     if reason:
@@ -140,8 +151,15 @@ def streaming(
     with ExitStack() as stack:
         for number in attending:
             window = hooks.attention_window(model, number)
-            seen = see if number in layers else None
-            layer = _Layer(number, window, seen, block, edge_masks.get(number), fused)
+            is_measured = number in layers
+            layer = _Layer(
+                number,
+                window,
+                see_rows=see_rows if is_measured else None,
+                see_whole=see_whole,
+                block=block,
+                edge_mask=edge_masks.get(number),
+            )
             attention = model.blocks[number].attn
             replaced = REPLACEMENTS[type(attention).__name__]
             stack.enter_context(replaced(model, attention, layer))

@@ -324,18 +324,19 @@ def _streamed(
     patterns: dict[int, Pattern] = {}
     length = tokens.shape[1]
 
-    def see(layer: int, attention: Rows | Fused) -> None:
-        if isinstance(attention, Fused):
-            # With each query as a group of its own, the sums over queries are the pattern.
-            each_query = torch.eye(length).to(attention.own)[None]
-            patterns[layer] = attention.column_sums(each_query).mT.cpu()
-            return
-        rows = attention.pattern.cpu()
+    def see_rows(layer: int, rows: Rows) -> None:
+        pattern = rows.pattern.cpu()
         if layer not in patterns:
-            patterns[layer] = rows.new_zeros(*rows.shape[:2], length, length)
-        patterns[layer][:, :, attention.queries, attention.keys] = rows
+            patterns[layer] = pattern.new_zeros(*pattern.shape[:2], length, length)
+        patterns[layer][:, :, rows.queries, rows.keys] = pattern
+
+    def see_whole(layer: int, attention: Fused) -> None:
+        # With each query as a group of its own, the sums over queries are the pattern.
+        each_query = torch.eye(length).to(attention.own)[None]
+        patterns[layer] = attention.column_sums(each_query).mT.cpu()
 
     layers = hooks.attention_layers(model)
-    with torch.no_grad(), streaming(model, layers, see, block=8, fused=fused):
+    see_fused = see_whole if fused else None
+    with torch.no_grad(), streaming(model, layers, see_rows, see_fused, block=8):
         logits = model(tokens, return_type="logits", **hooks.keeping_nothing(model))[0]
     return logits.float().cpu(), patterns
