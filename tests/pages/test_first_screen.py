@@ -61,7 +61,7 @@ def test_marks_stand_at_their_numbers():
         assert made.place(value) == pytest.approx(place(value), abs=0.01)
     length = made.length(first.verdict.change)
     assert length == pytest.approx(place(-0.18) - place(-0.22), abs=0.01)
-    assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]" in made.says
+    assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]" in made.description
 
 
 def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy):
