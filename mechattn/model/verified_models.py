@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mechattn.errors import MechattnError, ModelError
+from mechattn.errors import MechattnError, ModelError, warn
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import (
@@ -233,13 +233,18 @@ def _native_twin(bridge: Any) -> tuple[Any | None, str]:
 
 def unhooked(model: Any) -> Any:
     """The model; one that was loaded before is rebuilt with the same parameters, because
-    TransformerLens replaces the modules of a model that it hooks.
+    TransformerLens replaces the modules of a model that it hooks. A warning says so, as other
+    changes of the object, such as a function that was replaced, are left behind.
 
     Raises:
         ModelError: It was hooked before, and cannot be rebuilt.
     """
     if not any(WRAPPED.search(name) for name, _ in model.named_parameters()):
         return model
+    warn(
+        f"this {type(model).__name__} was hooked before: it is built again from its configuration"
+        " and hooked with the same weights; whatever else was changed on it is not in the new one"
+    )
     try:
         return _rebuilt(model)
     except Exception as error:

@@ -135,7 +135,7 @@ def test_some_queries_have_the_rows_of_all():
         some[:, :, rows.queries, rows.keys] = rows.pattern
 
     queries = slice(37, 121)
-    some_out = attention_by_rows(attention, see, queries_of=queries)
+    some_out = attention_by_rows(attention, see, queries=queries)
     torch.testing.assert_close(some[:, :, queries], pattern[:, :, queries])
     torch.testing.assert_close(some_out[:, :, queries], out[:, :, queries])
     assert some[:, :, : queries.start].isnan().all()

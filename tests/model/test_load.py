@@ -166,13 +166,16 @@ def test_olmo_in_half_precision(family, tokenizer, shared):
 
 
 def test_a_model_that_runs_into_an_error_is_refused_with_it(tokenizer):
-    made = tiny_model("Llama", len(tokenizer))
-    made.model.layers[1].mlp.forward = lambda x: x @ torch.zeros(3, 3)
+    def broken_model():
+        model = tiny_model("Llama", len(tokenizer))
+        model.model.layers[1].mlp.forward = lambda x: x @ torch.zeros(3, 3)
+        return model
+
     with pytest.raises(
         ModelError, match=r"cannot be used as a hooked model.*a few tokens raises RuntimeError"
     ):
-        ma.load_model(made, tokenizer=tokenizer)
-    hooked = ma.load_model(made, tokenizer=tokenizer, verify=False)
+        ma.load_model(broken_model(), tokenizer=tokenizer)
+    hooked = ma.load_model(broken_model(), tokenizer=tokenizer, verify=False)
     with pytest.raises(ModelError, match="raises RuntimeError"):
         ma.verify_model(hooked)
 

@@ -219,7 +219,7 @@ def test_position_ids_of_the_variants(toy):
     first = int(made.inserted.nonzero()[0])
     assert kept[made.inserted].tolist() == list(range(first - 20, first))
     assert slash.apply(PROMPT, toy).position_ids.tolist() == list(range(len(made)))
-    assert slash.masked().apply(PROMPT, toy).edge_mask
+    assert slash.masked().apply(PROMPT, toy).cut_edges
     both = slash.masked().unshifted().apply(PROMPT, toy)
     assert both.cut_edges is not None
     assert both.keeps_positions
@@ -304,7 +304,7 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
 
     once = Dots().apply(PROMPT, toy)
     assert once.tokens[once.inserted].tolist() == [7, 7, 7]
-    assert Dots(place="middle").masked().unshifted().apply(PROMPT, toy).edge_mask is not None
+    assert Dots(place="middle").masked().unshifted().apply(PROMPT, toy).cut_edges is not None
 
     with pytest.raises(ma.MechattnError, match="count=0: give a whole number"):
         Dots(count=0)
