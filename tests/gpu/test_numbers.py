@@ -7,7 +7,7 @@ import torch
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.model import hooks
-from tests.gpu.conftest import FILLED, PROBLEMS, hooked
+from tests.gpu.conftest import FILLED, PROBLEMS, hooked, plain
 from tests.tiny_families import FAMILIES
 
 TOYS = ["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"]
@@ -30,6 +30,21 @@ def apart(one, other):
     )
 
 
+def kernels_disagree(family, device):
+    """Whether transformers' own SDPA is another model than its eager attention, as where it ignores Gemma 2's soft
+    cap on a card."""
+    model = plain(family, torch.float32).to(device).eval()
+    if not model._supports_sdpa:
+        return False
+    tokens = torch.arange(5, 29, device=device)[None]
+    logits = []
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            logits.append(model(tokens).logits[0])
+    return float((logits[0] - logits[1]).abs().max() / logits[1].square().mean().sqrt()) > 0.02
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", TOYS)
 def test_a_toy(name, dtype, device):
@@ -45,7 +60,12 @@ def test_a_toy(name, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(family, dtype, device):
-    model, exact = hooked(family, dtype, device, scale=1.0 if dtype is torch.float32 else 0.5)
+    scale = 1.0 if dtype is torch.float32 else 0.5
+    if dtype is torch.float32 and kernels_disagree(family, device):
+        with pytest.raises(ma.ModelError, match="is not the model itself"):
+            hooked(family, dtype, device, scale=scale)
+        return
+    model, exact = hooked(family, dtype, device, scale=scale)
     if not hooks.attention_layers(model):
         pytest.skip(f"{family} has no attention")
     expected = received(exact, engine="hooks")
