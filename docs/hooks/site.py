@@ -112,9 +112,10 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri.startswith("api/"):
         typed = partial(_typed, page=page.file.src_uri)
         markdown = re.sub(r"^::: (\S+)$", typed, markdown, flags=re.MULTILINE)
-    return (
-        markdown.replace("<!-- rooms -->", _rooms()) if "<!-- rooms -->" in markdown else markdown
-    )
+    for marker, table in (("<!-- rooms -->", _rooms), ("<!-- figure options -->", _figure_options)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, table())
+    return markdown
 
 
 def on_post_page(output, page, config):
@@ -187,6 +188,18 @@ def _figures() -> list:
     from mechattn.render.figure_declaration import FIGURES
 
     return [declared.draw for declared in FIGURES.values()]
+
+
+def _figure_options() -> str:
+    """What a config can say of each kind of figure."""
+    from mechattn.render.figure_declaration import FIGURES
+
+    lines = ["| kind of figure | options |", "|---|---|"]
+    for name, declared in FIGURES.items():
+        if declared.draws_results:
+            options = ", ".join(f"`{option}`" for option in declared.takes)
+            lines.append(f"| `{name}` | {options} |")
+    return "\n".join(lines)
 
 
 def _conditions() -> list:

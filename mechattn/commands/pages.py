@@ -17,7 +17,7 @@ from mechattn.contrast.quantities import head_quantities, segment_of, variable_o
 from mechattn.contrast.table import CHANGE, LOGS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
-from mechattn.pages.page import flat, results_page
+from mechattn.pages.page import flat, sections_of, write_results
 from mechattn.pages.sections import HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
@@ -95,10 +95,9 @@ def report(
             head_count = int(result.provenance["model"]["heads"])
             check_heads(heads, head_count)
 
-    missing: list[str] = []
-    figures = figures_of(results[0], layer)
     choice = HeadChoice(layer, heads, top)
-    results_page(results, out, figures, command, missing, force, choice)
+    sections, missing = sections_of(results, figures_of(results[0], layer), choice)
+    write_results(results, out, sections, command, force, choice)
     return missing
 
 

@@ -83,8 +83,8 @@ def head_quantities(result: Result) -> list[str]:
     """The quantities with one number per head and prompt, named as in ``result.compare``;
     "received" comes first.
     """
-    at_most = _A_HEAD | {"segment"}
-    names = _quantities(result, lambda dims: _A_HEAD <= dims <= at_most)
+    allowed_dims = _A_HEAD | {"segment"}
+    names = _quantities(result, lambda dims: _A_HEAD <= dims <= allowed_dims)
     names = [name for name in names if not name.endswith("_per_prompt")]
     return sorted(names, key=lambda name: name != "received")
 

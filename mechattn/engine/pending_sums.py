@@ -200,10 +200,14 @@ class PendingSums:
 def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) -> None:
     """Refuse values that are not those that the quantities of an analysis declare."""
     quantities = analysis.quantities
-    if not isinstance(values, Mapping) or set(values) != set(quantities):
-        names = list(values) if isinstance(values, Mapping) else type(values).__name__
+    if not isinstance(values, Mapping):
         raise OptionError(
-            f"{analysis.name}: values() gives {names}; its quantities are {list(quantities)}"
+            f"{analysis.name}: values() gives a {type(values).__name__}; give a mapping from the"
+            f" quantities {list(quantities)} to tensors"
+        )
+    if set(values) != set(quantities):
+        raise OptionError(
+            f"{analysis.name}: values() gives {list(values)}; its quantities are {list(quantities)}"
         )
 
     sizes = {
@@ -217,16 +221,22 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
 
     for name, quantity in quantities.items():
         value = values[name]
-        shape = list(getattr(value, "shape", ()))
         # A dimension of the analysis's own that has no labels may have any size.
         expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
-        fitting = [size if size is not None else actual for size, actual in zip(expected, shape)]
-        if shape != fitting or len(shape) != len(expected) or not isinstance(value, Tensor):
+        if not _has_shape(value, expected):
             dims = ", ".join(["batch", *quantity.dims])
+            shape = list(getattr(value, "shape", ()))
             raise OptionError(
                 f"{analysis.name}: {name!r} is a {type(value).__name__} of shape {shape}; its dims"
                 f" promise a tensor [{dims}] = {expected}"
             )
+
+
+def _has_shape(value: Any, sizes: Sequence[int | None]) -> bool:
+    """Whether a value is a tensor with these sizes, of which None stands for any."""
+    if not isinstance(value, Tensor) or value.ndim != len(sizes):
+        return False
+    return all(size in (None, actual) for size, actual in zip(sizes, value.shape, strict=True))
 
 
 def on_cpu(values: Values) -> Values:
@@ -445,4 +455,4 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             analysis.add_activations(pending.state_of(number, layer).sums, activations)
             pending.complete(number, layer, "mlps")
 
-    return at_nonlinearity(batch.model, dict.fromkeys(minimums, see))
+    return at_nonlinearity(batch.model, dict.fromkeys(layers, see))

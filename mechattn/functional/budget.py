@@ -71,16 +71,16 @@ class Rotation:
         last = self.first + 2 * pairs
         rotated = moved[..., self.first : last]
         if self.adjacent:
-            first, second = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
+            real, imaginary = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
         else:
-            first, second = rotated.unflatten(-1, (2, pairs)).unbind(-2)
+            real, imaginary = rotated.unflatten(-1, (2, pairs)).unbind(-2)
 
         # Both are parts of the copy, which is changed in place: other tensors would cost as much as
         # the rotation.
-        turned = first * cos - second * sin
-        second.mul_(cos)
-        second.addcmul_(first, sin)
-        first.copy_(turned)
+        turned = real * cos - imaginary * sin
+        imaginary.mul_(cos)
+        imaginary.addcmul_(real, sin)
+        real.copy_(turned)
         return moved
 
 

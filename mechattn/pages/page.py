@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,10 @@ from mechattn.pages.sections import (
     prompt_section,
     time_words,
 )
+from mechattn.render.figure_declaration import FIGURES
 from mechattn.render.html_views import View, check_page_place, save_page
 from mechattn.render.words import heads_that_change, model_caption, percent, percent_words
-from mechattn.results.provenance import matched_control
+from mechattn.results.provenance import matched_control, stored_condition
 from mechattn.results.result import Result, alike_words
 
 CHANGING_MOST = HeadChoice()
@@ -61,7 +61,7 @@ PLACES = {
     "before_answer": "before the answer",
     "random": "at a random place in the question",
 }
-DRAWN_TOKENS = {
+RANDOM_TOKENS = {
     "RandomTokens": "random tokens",
     "RandomSentence": "random sentences",
     "ShuffledSentence": "shuffled sentences",
@@ -120,7 +120,6 @@ def results_page(
     path: str | Path,
     figures: Figures,
     command: str = "",
-    missing: list[str] | None = None,
     force: bool = False,
     choice: HeadChoice = CHANGING_MOST,
 ) -> Path:
@@ -131,7 +130,6 @@ def results_page(
         path: The page.
         figures: Figures with their options, besides those that lead the page.
         command: The command line, for the record.
-        missing: Gets what cannot be drawn, and why; by default that is an error.
         force: Replace a page that mechattn did not write.
         choice: Which heads the lines that lead the page show.
 
@@ -139,50 +137,60 @@ def results_page(
         OptionError: A figure cannot be drawn, or the page takes more memory than is allowed.
         OutputError: The page cannot be written.
     """
+    sections, missing = sections_of(results, figures, choice)
+    if missing:
+        raise OptionError(missing[0])
+    return write_results(results, path, sections, command, force, choice)
+
+
+def sections_of(
+    results: Sequence[Result], figures: Figures, choice: HeadChoice
+) -> tuple[list[Section], list[str]]:
+    """The sections of a page of results, and which figures cannot be drawn, and why."""
     for result in results:
         check_memory(result)
 
-    figures_of_models = [figure for figure in figures if _compares_models(figure)]
-    figures_of_result = [figure for figure in figures if not _compares_models(figure)]
+    figures_of_models: list[Drawing] = []
+    figures_of_result: list[Drawing] = []
+    for draw, options in figures:
+        compares_models = FIGURES[draw.__name__].draws_several_results
+        group = figures_of_models if compares_models else figures_of_result
+        group.append((draw, options))
+
     sections: list[Section] = []
+    missing: list[str] = []
+
+    def add_drawn(figures: Figures, results: Result | list[Result]) -> None:
+        for draw, options in figures:
+            try:
+                sections.append(drawn_section(draw, results, options))
+            except MemoryOptionError:
+                raise
+            except OptionError as error:
+                missing.append(f"{draw.__name__}: {error}")
+
     for result in results:
         sections += lead_sections(result, choice)
     for result in results:
         sections.append(prompt_section(result))
-        sections += _drawn_sections(figures_of_result, result, missing)
-    sections += _drawn_sections(figures_of_models, list(results), missing)
+        add_drawn(figures_of_result, result)
+    add_drawn(figures_of_models, list(results))
+    return sections, missing
 
-    title = f"mechattn: {', '.join(map(model_caption, results))}"
-    about = About(title, subtitle(results), command)
+
+def write_results(
+    results: Sequence[Result],
+    path: str | Path,
+    sections: Sequence[Section],
+    command: str,
+    force: bool,
+    choice: HeadChoice,
+) -> Path:
+    """Write the page of some results with these sections."""
+    captions = ", ".join(map(model_caption, results))
+    about = About(f"mechattn: {captions}", subtitle(results), command)
     models = [ShownModel(result, start=choice.named_head(result)) for result in results]
     return write_page(path, about, models, sections, force)
-
-
-def _compares_models(figure: Drawing) -> bool:
-    """Whether a figure shows the results of several models."""
-    draw, _ = figure
-    return "results" in inspect.signature(draw).parameters
-
-
-def _drawn_sections(
-    figures: Figures, results: Result | list[Result], missing: list[str] | None
-) -> list[Section]:
-    """The sections of figures; those that lack something are named in ``missing``, if it is a
-    list."""
-    sections = []
-    for draw, options in figures:
-        try:
-            section = drawn_section(draw, results, options)
-        except MemoryOptionError:
-            raise
-        except OptionError as error:
-            if missing is None:
-                raise
-            missing.append(f"{draw.__name__}: {error}")
-        else:
-            sections.append(section)
-
-    return sections
 
 
 def write_page(
@@ -259,10 +267,14 @@ def subtitle(results: Sequence[Result]) -> str:
     subject = "Attention"
     if any(len(result.conditions) > 1 for result in results):
         subject = "Attention with and without inserted tokens"
-    counted = f"{subject}, {', '.join(map(str, prompt_counts))} prompts."
-    inserted = dict.fromkeys(filter(None, map(_inserted, results)))
-    warnings = dict.fromkeys(filter(None, map(alike_words, results)))
-    return " ".join([counted, *inserted, *warnings])
+    counts = ", ".join(map(str, prompt_counts))
+    sentences = [f"{subject}, {counts} prompts."]
+    for words_of in (_inserted, alike_words):
+        for result in results:
+            words = words_of(result)
+            if words and words not in sentences:
+                sentences.append(words)
+    return " ".join(sentences)
 
 
 def _inserted(result: Result) -> str:
@@ -270,18 +282,26 @@ def _inserted(result: Result) -> str:
     condition = result.shown_condition()
     if condition == BASELINE:
         return ""
+
+    names = [condition]
+    control = matched_control(result, condition)
+    if control is not None:
+        names.append(control)
+
     phrases = []
-    for name in (condition, matched_control(result, condition)):
-        stored = result.provenance["conditions"].get(name, {})
-        words = _condition_words(stored.get("kind", ""), stored.get("options", {}))
+    for name in names:
+        stored = stored_condition(result, name)
+        words = _condition_words(stored.kind, stored.options)
         if words:
             phrases.append(f"“{name}” is {words}")
-    return "; ".join(phrases) + "." if phrases else ""
+    if not phrases:
+        return ""
+    return f"{'; '.join(phrases)}."
 
 
 def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
     """Such as “55 tokens of “/” before the question”; empty for other kinds of conditions."""
-    inserted = DRAWN_TOKENS.get(kind)
+    inserted = RANDOM_TOKENS.get(kind)
     text = options.get("text", options.get("word"))
     if isinstance(text, str):
         inserted = f"“{plain(text)}”"

@@ -113,9 +113,8 @@ def edges(
     about: dict[str, Any] = {"steps": steps}
     sharing = graph.read_by("L0H0.v")
     if len(sharing) > 1:
-        about["sharing"] = "k and v are those of key-value heads: L0H0.v is read by " + ", ".join(
-            sharing
-        )
+        readers = ", ".join(sharing)
+        about["sharing"] = f"k and v are those of key-value heads: L0H0.v is read by {readers}"
     method = "attributed (first order)" if steps == 1 else f"attributed ({steps} steps)"
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
@@ -173,8 +172,10 @@ class EdgePair:
         explained = (exchanged - base.written)[:, base_places].sum(0)
         missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
 
-        is_wide = change.dtype in (torch.float32, torch.float64)
-        if missing > (_CLOSE if is_wide else _CLOSE_IN_HALF_PRECISION):
+        largest_missing = _CLOSE
+        if change.dtype not in (torch.float32, torch.float64):
+            largest_missing = _CLOSE_IN_HALF_PRECISION
+        if missing > largest_missing:
             raise ModelError(
                 f"what heads and MLPs of {self.model.cfg.model_name} write does not add up to the "
                 f"residual stream ({missing:.2g} of its change is missing), so edges have no "

@@ -72,6 +72,12 @@ class Declared:
         return {option.name: option.default for option in options}
 
     @property
+    def draws_several_results(self) -> bool:
+        """Whether it compares results: then its first parameter is called ``results``."""
+        first_argument, *_ = inspect.signature(self.draw).parameters
+        return first_argument == "results"
+
+    @property
     def draws_results(self) -> bool:
         """Whether it draws results, and not an evaluation or patching."""
         first_argument, *_ = inspect.signature(self.draw).parameters

@@ -41,7 +41,7 @@ BY_SEGMENT = Quantity(("head", "segment"), "probability", "own")
     [
         (OWN, lambda own: {}, r"values\(\) gives \[\]; its quantities are \['own'\]"),
         (OWN, lambda own: {"own": own, "more": own}, r"gives \['own', 'more'\]"),
-        (OWN, lambda own: own, r"values\(\) gives Tensor; its quantities"),
+        (OWN, lambda own: own, r"values\(\) gives a Tensor; give a mapping"),
         (OWN, lambda own: {"own": own.sum(-1)}, r"of shape \[4\]; .* \[batch, head\] = \[4, 8\]"),
         (OWN, lambda own: {"own": own.numpy()}, r"'own' is a ndarray of shape \[4, 8\]"),
         (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS
-from mechattn.commands.run_config import FIGURES, read_config
+from mechattn.commands.run_config import read_config
 from mechattn.toml_sections import (
     Condition,
     Config,
@@ -68,7 +68,6 @@ def test_the_keys_of_a_section(title):
     [
         ("[conditions.NAME]", "intervention", INTERVENTIONS),
         ("[[analyses]]", "analysis", ANALYSES),
-        ("[[figures]]", "figure", FIGURES),
     ],
 )
 def test_the_options_of_a_kind(title, what, known):

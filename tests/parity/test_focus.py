@@ -78,10 +78,7 @@ def test_patterns(measured):
         assert apart(mine[layer], pattern[::-1]).max() > 1e4, "negative control: another head's"
 
 
-QUANTITIES = (
-    "self_share", "first_share", "previous_share", "self_mass", "first_mass", "previous_mass", "inserted_mass",
-    "duplicate_mass", "induction_mass", "concentration", "entropy", "entropy_share", "distance", "half_mass_keys",
-)  # fmt: skip
+QUANTITIES = tuple(ma.analyses.AttentionFocus(half_mass=True).quantities)
 
 
 def focus_of_row(row, sequence, seen):

@@ -8,6 +8,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import mechattn as ma
+from mechattn.commands.run_config import FIGURES as OF_RESULTS
 from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
 from mechattn.render.figure_declaration import FIGURES
 from tests.known_answers.known_circuits import known_circuits
@@ -26,6 +27,16 @@ BOXES = """(json) => {
   });
 }"""
 COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}\b|rgba?\([^)]*\)")
+OPTIONS = {
+    "received_attention": {"layer": [0, 1], "heads": [0]},
+    "received_by_model": {"heads": 0},
+    "attention_budget": {"conditions": ["slash"]},
+    "scale_by_layer": {"condition": "slash"},
+    "by_layer": {"quantity": "span_mass"},
+    "heads_by_layer": {"quantity": "distance"},
+    "update_map": {"condition": "slash"},
+    "agreement": {"condition": "slash"},
+}
 PALETTE = {*COLOURS, GREY, "#444", SHADE, FADED, NEUTRAL}
 
 
@@ -52,25 +63,12 @@ def figures(measured, toy, prompts):
     patched = ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)], direction="denoising")
     draw = ma.render
     circuit = known_circuits()[0]
-    return {
-        "received_attention": draw.received_attention(result, [0, 1], [0]),
+    of_results = {
+        name: figure(result, **OPTIONS.get(name, {})) for name, figure in OF_RESULTS.items()
+    }
+    return of_results | {
         "three heads": draw.received_attention(result, 0, [1, 2, 3]),
-        "received_by_model": draw.received_by_model(result, heads=0),
-        "attention_budget": draw.attention_budget(result, ["slash"]),
-        "change_map": draw.change_map(result),
-        "changes": draw.changes(result),
-        "scale_by_layer": draw.scale_by_layer(result, "slash"),
-        "by_layer": draw.by_layer(result, "span_mass"),
         "rank": draw.by_layer(result, "shift_rank_one_share"),
-        "heads_by_layer": draw.heads_by_layer(result, "distance"),
-        "update_histogram": draw.update_histogram(result),
-        "update_map": draw.update_map(result, "slash"),
-        "update_by_position": draw.update_by_position(result),
-        "focus_and_impact": draw.focus_and_impact(result),
-        "activation_histogram": draw.activation_histogram(result),
-        "activation_metrics": draw.activation_metrics(result),
-        "near_zero_by_class": draw.near_zero_by_class(result),
-        "agreement": draw.agreement(result, "slash"),
         "accuracy": draw.accuracy({"toy:llama": counted}, "count"),
         "by_samples": draw.by_samples({"pass@k": samples, "of another model": samples}),
         "dose_curves": draw.dose_curves(counted, ma.run(toy, prompts[:4], counts)),
