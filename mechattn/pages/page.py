@@ -300,15 +300,17 @@ def _inserted(result: Result) -> str:
 
 
 def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
-    """Such as “55 tokens of “/” before the question”; empty for other kinds of conditions."""
-    inserted = RANDOM_TOKENS.get(kind)
+    """Such as “55 tokens of “/” before the question”; empty if nothing of a count is inserted."""
+    inserted = RANDOM_TOKENS.get(kind, "")
     text = options.get("text", options.get("word"))
     if isinstance(text, str):
         inserted = f"“{plain(text)}”"
     place = PLACES.get(options.get("place", ""))
     count = options.get("count")
-    if not (inserted and place and count):
+    if not (place and count):
         return ""
+    if not inserted:  # a kind of the user's own
+        return f"{count} tokens {place}"
     return f"{count} tokens of {inserted} {place}"
 
 
