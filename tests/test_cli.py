@@ -273,6 +273,14 @@ def test_a_page_at_an_address_is_refused(command, tmp_path, here):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_with_a_server_no_model_is_said_to_be_loaded(tmp_path, here):
+    config = tmp_path / "c.toml"
+    config.write_text('model = "toy:llama"\n[prompts]\nsource = "word-problems"\n')
+    printed = here("evaluate", config, "--server", "http://localhost:8000/v1", code=2)
+    assert "no section [evaluation]" in printed
+    assert "Loading the model" not in printed
+
+
 def test_the_first_look_names_every_command(here):
     printed = here()
     for name in (
