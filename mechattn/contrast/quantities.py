@@ -188,8 +188,8 @@ def by_layer(
     dataset, name = dataset_of(result, quantity)
     values = in_segment(dataset[name], segment)
 
-    shown = {"prompt", "condition", "layer", "head", "block"}
-    further = [str(dim) for dim in values.dims if dim not in shown]
+    head_dims = {"prompt", "condition", "layer", "head", "block"}
+    further = [str(dim) for dim in values.dims if dim not in head_dims]
     if further:
         words = ", ".join(further)
         raise OptionError(f"{quantity!r} has more than one number for each head ({words})")
