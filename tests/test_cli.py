@@ -266,6 +266,21 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
     assert "Traceback" not in refusal
 
 
+@pytest.mark.parametrize("command", ["figures", "paper"])
+def test_a_page_at_an_address_is_refused(command, tmp_path, here):
+    refusal = here(command, "--model", "toy:llama", "--out", "s3://bucket/x", code=2)
+    assert "is an address: a page is written to a folder of this machine" in refusal
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_a_server_no_model_is_said_to_be_loaded(tmp_path, here):
+    config = tmp_path / "c.toml"
+    config.write_text('model = "toy:llama"\n[prompts]\nsource = "word-problems"\n')
+    printed = here("evaluate", config, "--server", "http://localhost:8000/v1", code=2)
+    assert "no section [evaluation]" in printed
+    assert "Loading the model" not in printed
+
+
 def test_the_first_look_names_every_command(here):
     printed = here()
     for name in (
@@ -276,6 +291,7 @@ def test_the_first_look_names_every_command(here):
         "show",
         "report",
         "export",
+        "export-netcdf",
         "--install-completion",
     ):
         assert name in printed
@@ -379,7 +395,7 @@ def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
     import xarray as xr
 
     slash_result.save(tmp_path / "r.zarr")
-    export = partial(here, "export", tmp_path / "r.zarr", "--netcdf")
+    export = partial(here, "export-netcdf", tmp_path / "r.zarr")
     assert f"Wrote {tmp_path / 'r.nc'}" in export(tmp_path / "r.nc")
     with xr.open_datatree(tmp_path / "r.nc", engine="h5netcdf") as tree:
         assert json.loads(tree.attrs["provenance"])["model"]["name"] == "toy:llama"

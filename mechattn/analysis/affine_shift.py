@@ -24,7 +24,7 @@ from mechattn.functional.received import segment_mean
 from mechattn.prompts.token_sequences import Batch
 
 _UNDEFINED = -1.0  # stands for an undefined ratio, as sums must be finite
-_LEAST = 1e-3  # of the output
+_SMALLEST_CHANGE = 1e-3  # as a fraction of the output's norm
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _DIMS = ("head", "segment")
 _NO_NULL = "it depends on the values"
@@ -118,7 +118,7 @@ class AffineShift(AnalysisBase):
             rows.aligned, rows.baseline, rows.segment == SEGMENTS.index("question")
         )
         scale = parts.scale.clamp(min=1e-30)
-        numbers = {
+        query_values = {
             "scale": parts.scale,
             "question_ratio": ratio.nan_to_num(_UNDEFINED, posinf=_UNDEFINED),
             "total_variation": fn.total_variation(rows.aligned, rows.baseline, scale),
@@ -129,15 +129,17 @@ class AffineShift(AnalysisBase):
         }
 
         for part in _PARTS:
-            numbers[f"by_{part}"] = torch.linalg.vecdot(getattr(parts, part), change)
+            query_values[f"by_{part}"] = torch.linalg.vecdot(getattr(parts, part), change)
 
-        for name, number in numbers.items():
-            sums[name][..., rows.queries] = number
+        for name, value in query_values.items():
+            sums[name][..., rows.queries] = value
 
         after_insertion = rows.batch.after_inserted[:, None, rows.queries, None]
         shifts = parts.shift.double() * after_insertion
         gram = shifts.mT @ shifts
-        sums["gram"] = sums["gram"] + gram if "gram" in sums else gram
+        if "gram" in sums:  # not in start, which does not know d_head
+            gram = sums["gram"] + gram
+        sums["gram"] = gram
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments; an inserted query has a scale but no baseline to compare with."""
@@ -152,7 +154,7 @@ class AffineShift(AnalysisBase):
         values["output_norm"] = segment_mean(sums["output"], original_members)
 
         # If the change is within rounding error, its parts mean nothing.
-        is_large = sums["change"] > (_LEAST * sums["output"]) ** 2
+        is_large = sums["change"] > (_SMALLEST_CHANGE * sums["output"]) ** 2
         change = torch.where(is_large, sums["change"], torch.nan)
         members_after = original_members & batch.after_inserted[:, None]
         for part in _PARTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,20 +24,17 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn show RESULT.zarr                           a stored result, in the terminal
   mechattn report RESULT.zarr                         the same as a page: every head, and the figures
   mechattn export RESULT.zarr --csv heads.csv         every number of every head as a table
+  mechattn export-netcdf RESULT.zarr RESULT.nc        all its arrays as one file, for other programs
 
 Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
 """
 DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
-# What --chat-template asks for, and --no-chat-template.
-TEMPLATES: dict[bool | None, Literal["chat", "plain"]] = {True: "chat", False: "plain"}
 
 # Options that several commands have.
 Models = Annotated[
     list[str],
-    typer.Option(
-        help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."
-    ),
+    typer.Option(help="A checkpoint directory, a hub name or a toy; repeat for several."),
 ]
 Source = Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')]
 Field = Annotated[str, typer.Option(help="The field of a file or dataset with the question.")]
@@ -99,10 +96,7 @@ def first_look(
 @app.command()
 def figures(
     out: Annotated[Path, typer.Option(help="The folder for the page.")] = Path("out/figures"),
-    model: Annotated[
-        list[str],
-        typer.Option(help="A checkpoint directory, a hub name or a toy; repeat for several."),
-    ] = [DEFAULT_MODEL],  # noqa: B006
+    model: Models = [DEFAULT_MODEL],  # noqa: B006
     prompts: Annotated[
         str, typer.Option(help='"gsm8k", "word-problems", a .jsonl file, or a hub dataset.')
     ] = "gsm8k",
@@ -159,7 +153,7 @@ def figures(
         "limit": limit,
         "field": field,
         "system": system,
-        "template": TEMPLATES.get(chat_template, "auto"),
+        "template": _template(chat_template) or "auto",
     }
     if answer_field:
         prompt_section |= {"answer": answer_field, "with_answer": True}
@@ -180,7 +174,7 @@ def figures(
                 "result": str(out / "{model}.zarr"),
                 "page": str(out / "index.html"),
                 "layer": layer,
-                "heads": _numbers(heads) if heads else None,
+                "heads": _head_numbers(heads),
             },
             "seed": seed,
             "device": device,
@@ -256,17 +250,20 @@ def run_config(
     read_sections(config)  # errors in the file are reported before torch is loaded
     from mechattn.commands.run_config import run_from_config
 
-    options: dict[str, Any] = {
-        "executor": executor,
-        "address": address,
-        "workers": workers,
-        "values": values,
-        "system": system,
-        "template": TEMPLATES.get(chat_template),
-    }
-    for path in run_from_config(
-        config, sys.argv[1:], shard=shard, fresh=fresh, force=force, **options
-    ):
+    written = run_from_config(
+        config,
+        sys.argv[1:],
+        shard=shard,
+        executor=executor,
+        address=address,
+        workers=workers,
+        values=values,
+        fresh=fresh,
+        force=force,
+        system=system,
+        template=_template(chat_template),
+    )
+    for path in written:
         _say(f"Wrote {path}")
 
 
@@ -303,12 +300,12 @@ def evaluate_config(
     it stopped."""
     from mechattn.toml_sections import read_sections
 
-    read_sections(config)
-    _say("Loading the model; a bar shows the first tokens, within a minute or two.", err=True)
+    read_sections(config)  # errors in the file are reported before torch is loaded
+    _say("Loading; a bar shows the first tokens, within a minute or two.", err=True)
     from mechattn.commands.evaluate import accuracy_table, evaluate_from_config
 
     evaluations, written = evaluate_from_config(
-        config, server, served_model, server_key, system, TEMPLATES.get(chat_template)
+        config, server, served_model, server_key, system, _template(chat_template)
     )
     for model, evaluation in evaluations.items():
         _say(f"{model}\n{accuracy_table(evaluation)}\n")
@@ -364,7 +361,7 @@ def report(
     from mechattn.commands.pages import report as write_report
 
     missing = write_report(
-        results, out, layer, _numbers(heads) if heads else None, _command(), force, top, memory
+        results, out, layer, _head_numbers(heads), _command(), force, top, memory
     )
     for words in missing:
         _say(f"Not shown: {words}", err=True)
@@ -379,27 +376,40 @@ def export(
     csv: Annotated[
         Path, typer.Option(help="The table of every head, from the current folder.")
     ] = Path("out/heads.csv"),
-    netcdf: Annotated[
-        Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")
-    ] = None,
     memory: Memory = "2GiB",
 ) -> None:
-    """Write every quantity of every head, its change, its null and its q, as one CSV file; or all
-    arrays as NetCDF."""
-    from mechattn.commands.pages import export_csv, export_netcdf
+    """Write every quantity of every head, its change, its null and its q, as one CSV file."""
+    from mechattn.commands.pages import export_csv
 
-    if netcdf is not None:
-        _say(f"Wrote {export_netcdf(results, netcdf)}")
-        return
     path, missing = export_csv(results, csv, memory)
     for words in missing:
         _say(f"Without rows: {words}", err=True)
     _say(f"Wrote {path}")
 
 
-def _numbers(text: str) -> list[int]:
+@app.command("export-netcdf")
+def export_arrays(
+    result: Annotated[str, typer.Argument(help="A stored result.")],
+    out: Annotated[Path, typer.Argument(help="The file, which ends with .nc.")],
+) -> None:
+    """Write all arrays of a result as one NetCDF file."""
+    from mechattn.commands.pages import export_netcdf
+
+    _say(f"Wrote {export_netcdf(result, out)}")
+
+
+def _template(chat_template: bool | None) -> Literal["chat", "plain"] | None:
+    """What --chat-template asks for, and --no-chat-template; None without either."""
+    if chat_template is None:
+        return None
+    return "chat" if chat_template else "plain"
+
+
+def _head_numbers(text: str) -> list[int] | None:
     from mechattn.errors import OptionError
 
+    if not text:
+        return None  # chosen by the data
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:

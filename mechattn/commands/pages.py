@@ -201,25 +201,19 @@ def _is_export(path: Path) -> bool:
         return file.readline().strip() == header
 
 
-def export_netcdf(places: Sequence[str | Path], out: Path) -> Path:
+def export_netcdf(place: str | Path, out: Path) -> Path:
     """Write all arrays and the provenance of a result to one NetCDF file, a group an analysis.
 
     Args:
-        places: The stored result, which must be one.
+        place: The stored result.
         out: The file.
 
     Returns:
         The file.
 
     Raises:
-        OptionError: There are several results, the file has another extension or exists, or
-            h5netcdf is not installed.
+        OptionError: The file has another extension or exists, or h5netcdf is not installed.
     """
-    if len(places) > 1:
-        raise OptionError(
-            f"a NetCDF file holds one result, and {len(places)} are given; export each to its own "
-            "file"
-        )
     if out.suffix != ".nc":
         raise OptionError(f'"{out.name}" should end with .nc')
     check_writable(out)
@@ -231,7 +225,7 @@ def export_netcdf(places: Sequence[str | Path], out: Path) -> Path:
     except ImportError:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
 
-    result = load_result(places[0])
+    result = load_result(place)
     datasets = {}
     for name, dataset in result.datasets.items():
         texts = {}

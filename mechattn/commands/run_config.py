@@ -18,7 +18,7 @@ from mechattn.commands.from_config import (
 )
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
-from mechattn.jobs.executors import ExecutorName, executor_named
+from mechattn.jobs.executors import executor_named
 from mechattn.jobs.job import Job
 from mechattn.jobs.resumable_run import WHOLE, Shard, compute, parse_shard, shard_place
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
@@ -46,10 +46,10 @@ def run_from_config(
     words: Sequence[str] = (),
     *,
     shard: str | None = None,
-    executor: ExecutorName | None = None,
+    executor: str | None = None,
     address: str | None = None,
     workers: int | None = None,
-    values: Literal["float32", "float16"] | None = None,
+    values: str | None = None,
     fresh: bool = False,
     force: bool = False,
     system: str | None = None,

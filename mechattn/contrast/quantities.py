@@ -188,9 +188,10 @@ def by_layer(
     dataset, name = dataset_of(result, quantity)
     values = in_segment(dataset[name], segment)
 
-    further = set(values.dims) - {"prompt", "condition", "layer"}
-    if further - {"head", "block"}:
-        words = ", ".join(map(str, further))
+    head_dims = {"prompt", "condition", "layer", "head", "block"}
+    further = [str(dim) for dim in values.dims if dim not in head_dims]
+    if further:
+        words = ", ".join(further)
         raise OptionError(f"{quantity!r} has more than one number for each head ({words})")
 
     changed = [condition for condition in conditions if condition != BASELINE]
@@ -314,16 +315,18 @@ def absent(count: int, quantity: str, segment: str | None, side: Side) -> Option
 # Blocks that fit in memory.
 
 
-def slices(count: int, bytes_of_one: int, memory: str, what: str, shared: int = 0) -> list[slice]:
-    """Split a number of layers or prompts, which take some bytes each beside ``shared`` ones, into
-    blocks that fit.
+def slices(
+    count: int, bytes_of_one: int, memory: str, what: str, bytes_of_resamples: int = 0
+) -> list[slice]:
+    """Split a number of layers or prompts, which take some bytes each, into blocks that fit beside
+    the resamples of all of them.
 
     Args:
         count: The number of layers or prompts.
         bytes_of_one: What each takes.
         memory: What may be used, such as "8GiB".
         what: What each is, for the error.
-        shared: The bytes that all of them take together.
+        bytes_of_resamples: What resamples of all of them take together; 0 without any.
 
     Returns:
         One slice of everything if it fits; else slices of as many as fit at a time.
@@ -331,16 +334,17 @@ def slices(count: int, bytes_of_one: int, memory: str, what: str, shared: int = 
     Raises:
         MemoryOptionError: Not even one fits.
     """
-    free = max(memory_bytes(memory) - shared, 0)
+    free = max(memory_bytes(memory) - bytes_of_resamples, 0)
     at_a_time = free // max(1, bytes_of_one)
     if at_a_time >= count:
         return [slice(None)]
     if at_a_time < 1:
-        needed = -(-(shared + bytes_of_one) // 2**20)  # rounded up
+        needed = -(-(bytes_of_resamples + bytes_of_one) // 2**20)  # rounded up
+        remedy = f'give more (ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB)'
+        if bytes_of_resamples:
+            remedy += ", or fewer resamples"
         raise MemoryOptionError(
-            f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; give more "
-            f'(ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB), or fewer'
-            " resamples"
+            f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; {remedy}"
         )
     starts = range(0, count, at_a_time)
     return [slice(start, min(start + at_a_time, count)) for start in starts]
@@ -387,10 +391,10 @@ def layer_blocks(
     bytes_of_a_layer = (read + computed) // layers
 
     # What is kept of all layers: counts of both kinds of resamples, signs as bits, and values.
-    shared = 0
+    bytes_of_resamples = 0
     if resamples:
         bytes_of_patterns = enough(resamples, cells) // 8
         bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _KEPT * cells
-        shared = resampled(prompts) * bytes_of_a_unit
+        bytes_of_resamples = resampled(prompts) * bytes_of_a_unit
     words = f"{quantity!r} of {prompts:,} prompts"
-    return slices(layers, bytes_of_a_layer, result.memory, words, shared)
+    return slices(layers, bytes_of_a_layer, result.memory, words, bytes_of_resamples)

@@ -29,6 +29,7 @@ from mechattn.results.provenance import is_ours
 LayerValues = dict[int, Values]  # of one analysis, by layer
 Stream = Float[Tensor, "batch pos d_model"]
 Activity = Float[Tensor, "*token d_mlp"]
+_OF_ATTENTION = {"rows", "pairs"}  # the parts that come with the rows of attention
 
 
 @dataclass(eq=False)
@@ -108,7 +109,7 @@ class PendingSums:
         """Call this when all rows have arrived: usually at once, but some bridges fire hook_pattern
         after hook_z."""
         state = self.state_of(number, layer)
-        if "rows" in state.missing:
+        if state.missing & _OF_ATTENTION:
             state.after_rows = reduce
         else:
             reduce()
@@ -119,7 +120,7 @@ class PendingSums:
         state.missing.discard(part)
 
         reduce = state.after_rows
-        if part == "rows" and reduce is not None:
+        if reduce is not None and not state.missing & _OF_ATTENTION:
             # What waited for the rows completes its own part; the state no longer keeps its
             # tensors alive.
             state.after_rows = None

@@ -63,7 +63,7 @@ class ARM:
         check_choice(fn.Scope, scope=self.scope)
         if self.control is not None:
             check_choice(fn.Control, control=self.control)
-        if not self.c >= 0:
+        if not self.c >= 0:  # also refuses NaN
             raise OptionError(f"c={self.c!r}: give a factor, 0 or more")
         if self.form == "gemma" and self.c > 1:
             raise OptionError(f"c={self.c!r}: give a share, 0 to 1")
@@ -74,7 +74,7 @@ class ARM:
                 " fraction"
             )
 
-        if not self.which or min(self.which) < 0:
+        if not self.layer_numbers or min(self.layer_numbers) < 0:
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
 
     @classmethod
@@ -87,8 +87,17 @@ class ARM:
         Args:
             model: A hooked model or a model of transformers.
             options: Further arguments of ``ARM``, which go before the published ones.
+
+        Raises:
+            OptionError: The model has no configuration of transformers, as a ``HookedTransformer``.
         """
         config = config_of(model)
+        if config is None:
+            raise OptionError(
+                f"a {type(model).__name__} has no configuration of transformers, which names its"
+                " family; give form, c and p1 to ARM itself"
+            )
+
         family = str(getattr(config, "model_type", ""))
         published: dict[str, Any] = {}
         if family.startswith("llama"):
@@ -102,13 +111,13 @@ class ARM:
         return cls(**{**published, **options})
 
     @property
-    def which(self) -> tuple[int, ...]:
-        """The layers."""
+    def layer_numbers(self) -> tuple[int, ...]:
+        """The layers, also where there is only one."""
         return as_tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a layer without an MLP of a known nonlinearity."""
-        for layer in self.which:
+        for layer in self.layer_numbers:
             plain_nonlinearity(model, layer)
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
@@ -122,9 +131,10 @@ class ARM:
             positions = tokens.positions.to(post.device)
             activations = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
 
-            rows_at_once = max(1, len(rows))
             if self.scope == "token":
                 rows_at_once = max(1, _ENTRIES // activations[0].numel())
+            else:
+                rows_at_once = max(1, len(rows))
             for start in range(0, len(rows), rows_at_once):
                 block = slice(start, start + rows_at_once)
                 activations[rows[block]] = self._moved(
@@ -132,7 +142,7 @@ class ARM:
                 )
             return activations.reshape(post.shape)
 
-        return at_nonlinearity(model, dict.fromkeys(self.which, move))
+        return at_nonlinearity(model, dict.fromkeys(self.layer_numbers, move))
 
     def _moved(
         self,
@@ -158,4 +168,4 @@ class ARM:
         change = fn.as_control(change, uniform(self.control), self.control)
         return (x.to(wide) + change).to(x.dtype)
 
-    on = on
+    on = on  # with arm.on(model): … sets it outside a run

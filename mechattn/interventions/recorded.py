@@ -67,8 +67,8 @@ class _AffineMap:
         return replace(self, parts=parts)  # type: ignore[type-var]  # a subclass is a dataclass
 
     @property
-    def which(self) -> tuple[int, ...]:
-        """The layers."""
+    def layer_numbers(self) -> tuple[int, ...]:
+        """The layers, also where there is only one."""
         return as_tuple(self.layers)
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
@@ -84,16 +84,16 @@ class _AffineMap:
                 )
             return z
 
-        return changing_z(model, {layer: partial(affine, layer) for layer in self.which})
+        return changing_z(model, {layer: partial(affine, layer) for layer in self.layer_numbers})
 
     def _words(self, source: str, tensors: Any) -> str:
         """The intervention in a result, with a digest of its tensors."""
         return (
-            f"{type(self).__name__}({source}, layers={self.which}, parts={self.parts!r}, "
+            f"{type(self).__name__}({source}, layers={self.layer_numbers}, parts={self.parts!r}, "
             f"digest={tensors_digest(tensors)})"
         )
 
-    on = on
+    on = on  # with affine.on(model): … sets it outside a run
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class AffineAttention(_AffineMap):
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers and heads that don't exist."""
-        check_layers(model, self.which)
+        check_layers(model, self.layer_numbers)
         heads = heads_of(model)
         for name, tensor in (("scale", self.scale), ("shift", self.shift)):
             if isinstance(tensor, Tensor) and tensor.shape[:1] != (heads,):
@@ -155,7 +155,7 @@ class RecordedAffine(_AffineMap):
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist and prompts that were not recorded."""
-        check_layers(model, self.which)
+        check_layers(model, self.layer_numbers)
         missing = [prompt for prompt in prompts if prompt not in self.recorded]
         _refuse_unrecorded(missing, prompts, "RecordedAffine", "record_affine")
 
@@ -287,14 +287,14 @@ class KVPatch:
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
             )
 
-        missing = [layer for layer in self.which if layer not in self.from_.layers]
-        if missing or not self.which:
+        missing = [layer for layer in self.layer_numbers if layer not in self.from_.layers]
+        if missing or not self.layer_numbers:
             raise OptionError(
                 f"layers={self.layers!r}: the recorded layers are {list(self.from_.layers)}"
             )
 
     @property
-    def which(self) -> tuple[int, ...]:
+    def layer_numbers(self) -> tuple[int, ...]:
         """The layers."""
         if self.layers is None:
             return self.from_.layers
@@ -302,7 +302,7 @@ class KVPatch:
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist, and prompts or sources that were not recorded."""
-        check_layers(model, self.which)
+        check_layers(model, self.layer_numbers)
         if hasattr(model, "hook_dict"):  # models of transformers have none
             attending = len(attention_layers(model))
             if attending < model.cfg.n_layers:
@@ -319,7 +319,7 @@ class KVPatch:
         """Refuse a sequence whose segment has another length than the recorded one."""
         count = int(sequence.of_segment(self.segment).sum())
         source = self.from_.source_of(prompt)
-        recorded_count = len(self.from_.of[source][self.which[0]]["k"])
+        recorded_count = len(self.from_.of[source][self.layer_numbers[0]]["k"])
         if recorded_count != count:
             raise OptionError(
                 f"prompt {prompt} has {count} {self.segment} tokens, but {recorded_count} were "
@@ -358,8 +358,8 @@ class KVPatch:
                 return z
             return z.masked_scatter(mask[..., None, None], first_outputs[layer])
 
-        exchanges = {layer: partial(exchange, layer) for layer in self.which}
-        later_layers = range(min(self.which), len(blocks_of(model)))
+        exchanges = {layer: partial(exchange, layer) for layer in self.layer_numbers}
+        later_layers = range(min(self.layer_numbers), len(blocks_of(model)))
         keeps = {layer: partial(keep, layer) for layer in later_layers}
         with changing_keys_values(model, exchanges), changing_z(model, keeps):
             yield
@@ -378,9 +378,9 @@ class KVPatch:
         return mask
 
     def __repr__(self) -> str:
-        return f"KVPatch({self.segment!r}, from_={self.from_!r}, layers={self.which})"
+        return f"KVPatch({self.segment!r}, from_={self.from_!r}, layers={self.layer_numbers})"
 
-    on = on
+    on = on  # with patch.on(model): … sets it outside a run
 
 
 def _refuse_unrecorded(

@@ -39,9 +39,7 @@ class Executor(Protocol):
         ...
 
 
-def executor_named(
-    name: ExecutorName, address: str | None = None, workers: int | None = None
-) -> Executor:
+def executor_named(name: str, address: str | None = None, workers: int | None = None) -> Executor:
     """Return the executor with a given name."""
     check_choice(ExecutorName, executor=name)
     if name == "ray":

@@ -61,8 +61,9 @@ def original_of(model: Any) -> Any:
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of the transformers text model behind the hooks; None if there is none."""
-    config = getattr(original_of(model), "config", None)
+    """The configuration of a transformers text model, or of the one behind the hooks; None for a
+    ``HookedTransformer``."""
+    config = getattr(original_of(model) or model, "config", None)
     return getattr(config, "text_config", None) or config
 
 
@@ -245,7 +246,7 @@ def _locks_of(model: Any) -> list[Any]:
     threads block."""
     if not isinstance(model, nn.Module):
         return []
-    config = config_of(model) or getattr(model, "config", None)
+    config = config_of(model)
     first_parameter = next(model.parameters(), None)
     owners = [owner for owner in (config, first_parameter) if owner is not None]
     with _finding:

@@ -397,10 +397,6 @@ def boundary_of(model: Any) -> Boundary | None:
     """The boundary of a hooked model or a transformers model, from its configuration; None for
     most."""
     config = config_of(model)
-    if original_of(model) is None:
-        config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config
-
     boundaries = {_boundary(settings, config) for settings in _rope_settings(config)} - {None}
     if len(boundaries) > 1:
         lengths = ", ".join(f"{length:,}" for length in sorted(b.at for b in boundaries if b))

@@ -69,8 +69,8 @@ class FrozenNorm:
 
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
-    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and
-    so for x = ±1."""
+    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ (x − mean) / σ(x)``, here of x =
+    ±1."""
     device = device_of(norm)
     dtype = next(model.parameters()).dtype
 
@@ -90,15 +90,19 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     signs = ones.clone()
     signs[1::2] = -1
     normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
-    eps = _eps_of(norm, model)
-    gamma = (normed_signs - bias) * signs * (1 + eps) ** 0.5
+    normed_signs = normed_signs - bias
     # A norm that subtracts the mean makes 0 of equal numbers.
-    centres = bool((normed_ones - bias).abs().max() < 1e-2 * gamma.abs().max())
+    centres = bool((normed_ones - bias).abs().max() < 1e-2 * normed_signs.abs().max())
+    if centres:
+        signs = signs - signs.mean()  # which is not 0 in an odd width
+    eps = _eps_of(norm, model)
+    variance = float(signs.square().mean())
+    gamma = normed_signs / signs * (variance + eps) ** 0.5
 
     frozen = FrozenNorm(gamma, centres, eps)
     expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
     error = float((output - expected).norm())
-    if not error < rounding_of(model, *_NORM_ROUNDING) * float(output.norm()):
+    if not error < rounding_of(model, *_NORM_ROUNDING) * float(output.norm()):  # also refuses NaN
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the"
             " contribution of a part of its input is undefined"
@@ -183,7 +187,9 @@ def _logit_cap(model: HookedModel) -> float | None:
         cap = getattr(model.cfg, "output_logits_soft_cap", None)
     else:
         cap = getattr(config, "final_logit_softcapping", None)
-    return float(cap) if cap and cap > 0 else None
+    if not cap or cap < 0:
+        return None  # 0 and -1 mean none
+    return float(cap)
 
 
 def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
@@ -206,11 +212,12 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     sigma = to_logits.scale(stream)[0]
     computed = (directions @ stream[0].T / sigma).T
 
+    # A bias adds the same to a token's logit at every position.
     difference = computed - expected
-    error = (difference - difference.mean(0)).norm()  # a bias adds the same at every token
+    error = (difference - difference.mean(0)).norm()
     spread = (expected - expected.mean(0)).norm()
     rounding = rounding_of(model, *_LOGIT_ROUNDING)
-    if not float(error) <= rounding * float(spread):
+    if not float(error) <= rounding * float(spread):  # also refuses NaN
         raise ModelError(
             f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap"
             " from its configuration, so a head's contribution to them is unknown"

@@ -75,8 +75,8 @@ def edges(
 
     With one step the gradient is that of the patched run (EAP). With more it is averaged over
     points between the two runs' embeddings, the middles of ``steps`` equal parts (EAP-IG); the
-    edges from the embedding then add up to the metric's difference between the embeddings. Eight
-    edges are also patched exactly, on four prompts.
+    edges from the embedding then add up to about the metric's difference between the embeddings,
+    exactly in the limit of many steps. Eight edges are also patched exactly, on four prompts.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts; TransformerLens must show

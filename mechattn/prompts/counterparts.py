@@ -27,8 +27,9 @@ class Counterpart:
 
     Tokens of both versions are paired: one by one if the versions have as many tokens; otherwise
     what a longest-match difference leaves in place, and replaced stretches of equal length. A token
-    without a partner is marked (its origin is −1) and never patched. Tokens that differ, or have no
-    partner, are the segment "changed" of both versions.
+    without a partner is marked (its origin is −1) and never patched. Tokens that differ are the
+    segment "changed" of both versions; those without a partner are "changed" in the prompt and
+    "inserted" in the other version.
 
     Args:
         versions: The other versions by prompt id, or in the order of prompts whose ids count from
@@ -41,11 +42,23 @@ class Counterpart:
     Raises:
         ConditionError: A prompt has no other version, both have the same tokens, or the answer's
             tokens differ.
+        OptionError: ``versions`` is a single text, or the token ids of a single prompt.
     """
 
     versions: Mapping[str, Version] | Sequence[Version] | None = None
     from_the_end: bool = False
     _repr_html_ = fields_table
+
+    def __post_init__(self) -> None:
+        # A text is a sequence too, of letters, and token ids are one of numbers.
+        is_single = isinstance(self.versions, str)
+        if isinstance(self.versions, Sequence):
+            is_single = is_single or any(isinstance(version, int) for version in self.versions)
+        if is_single:
+            raise OptionError(
+                f"versions={self.versions!r}: give a list with a version of each prompt, or a"
+                " mapping by the prompts' ids"
+            )
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The tokens of the other version, each with its partner in the prompt."""

@@ -9,6 +9,7 @@ import xarray as xr
 from scipy import stats
 
 import mechattn as ma
+from mechattn.contrast.quantities import by_layer
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
 from mechattn.stats.paired import paired
@@ -308,6 +309,14 @@ def test_what_it_refuses(result, options, message):
 
 def test_different_lengths_can_be_compared_on_purpose(result):
     assert len(result.compare("slash", to="long", matched=False, columns="all")) == 32
+
+
+def test_a_quantity_of_pairs_of_tokens_has_no_number_of_a_head():
+    dims = ("prompt", "condition", "layer", "head", "query", "key")
+    pattern = xr.DataArray(np.ones((1, 1, 1, 2, 3, 3)), dims=dims)
+    result = Result({"attention_map": xr.Dataset({"pattern": pattern})}, {})
+    with pytest.raises(OptionError, match=r"more than one number for each head \(query, key\)"):
+        by_layer(result, "pattern", "question", [])
 
 
 def test_few_prompts_are_refused():

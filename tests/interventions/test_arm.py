@@ -173,3 +173,11 @@ def test_the_form_is_that_of_the_models_family(name, form, c, p1, shared):
     arm = ma.interventions.ARM.for_model(shared(name), layers=1)
     assert (arm.form, arm.c, arm.p1, arm.layers) == (form, c, p1, 1)
     assert ma.interventions.ARM.for_model(shared(name), c=0.2).c == 0.2
+    assert ma.interventions.ARM.for_model(shared(name).original_model, layers=1) == arm
+
+
+def test_a_model_without_a_configuration_has_no_family():
+    with pytest.raises(
+        ma.MechattnError, match=r"a Linear has no configuration .*give form, c and p1"
+    ):
+        ma.interventions.ARM.for_model(torch.nn.Linear(1, 1))

@@ -15,11 +15,11 @@ WIDTH = 12
 class _Model(nn.Module):
     """As much of a hooked model as is read here."""
 
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.cfg, self.tokenizer = (
-            SimpleNamespace(d_model=WIDTH, eps=1e-5, model_name="a model"),
+            SimpleNamespace(d_model=width, eps=1e-5, model_name="a model"),
             None,
         )
 
@@ -27,9 +27,9 @@ class _Model(nn.Module):
         raise AssertionError("the model ran")
 
 
-def norm_of(kind, eps=0.3):
+def norm_of(kind, width, eps=0.3):
     norm = (nn.LayerNorm if kind == "LayerNorm" else nn.RMSNorm)(
-        WIDTH, eps=eps, dtype=torch.float64
+        width, eps=eps, dtype=torch.float64
     )
     generator = torch.Generator().manual_seed(0)
     for parameter in norm.parameters():
@@ -37,14 +37,15 @@ def norm_of(kind, eps=0.3):
     return norm
 
 
+@pytest.mark.parametrize("width", [WIDTH, 33])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_parts_add_up(kind):
+def test_parts_add_up(kind, width):
     """⟨norm(Σ Δ), d⟩ = Σ ⟨Δ, toward(d)⟩ / σ + ⟨b, d⟩, part by part and number by number."""
-    norm = norm_of(kind)
-    found = frozen_norm(_Model(), norm, "it")
+    norm = norm_of(kind, width)
+    found = frozen_norm(_Model(width), norm, "it")
     parts, d = (
-        torch.randn(5, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double(),
-        torch.arange(12.0).double(),
+        torch.randn(5, 3, width, generator=torch.Generator().manual_seed(1)).double(),
+        torch.arange(float(width)).double(),
     )
     bias = getattr(norm, "bias", None)
     for token in range(3):

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import mechattn as ma
+from mechattn.contrast.quantities import slices
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import lazy_bytes
 from mechattn.results.merge import merge_results
@@ -97,6 +98,13 @@ def test_a_memory_that_is_too_small_is_said_before_anything_is_read(folder, call
         )
     with pytest.raises(OptionError, match='write it like "2GiB"'):
         ma.load_result(folder / "0.zarr", memory="lots")
+
+
+def test_fewer_resamples_are_advised_only_where_there_are_some():
+    with pytest.raises(OptionError, match=r"--memory 3MiB\), or fewer resamples$"):
+        slices(2, 2**20, "1MiB", "a layer", 2**21)
+    with pytest.raises(OptionError, match=r"--memory 2MiB\)$"):
+        slices(2, 2**21, "1MiB", "a prompt")
 
 
 @pytest.mark.parametrize("target", ["all.zarr", "memory://large/all.zarr"])
