@@ -10,7 +10,6 @@ import hashlib
 import html
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +31,6 @@ from mechattn.store.atomic_writes import check_writable, write_whole
 
 DIGITS = 3
 GENERATOR = '<meta name="generator" content="mechattn'  # in the head of each of our pages
-_ADDRESS = re.compile(r"\w\w+:/")  # a Path makes "s3:/bucket" of "s3://bucket"
 _HEAD = 2**16  # bytes at the start of a file that must contain it, before any style or script
 Script = Literal["circuitsvis", "plotly"]
 
@@ -344,11 +342,6 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
     if not isinstance(path, (str, os.PathLike)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/page.html"')
     path = Path(path)
-    if _ADDRESS.match(str(path)):
-        raise OutputError(
-            f"{path} is an address: a page is written to a folder of this machine; give one such as"
-            ' "out/page.html"'
-        )
     check_writable(path)
     if path.exists() and not (path.is_file() and (force or _is_ours(path))):
         raise OutputError(

@@ -28,6 +28,7 @@ FLUSHES_AT_ONCE = 16  # each may wait for the disk
 MARKER = "mechattn.json"  # says that a temporary folder is ours
 LOCK = "lock"
 OLD = "old"
+_ADDRESS = re.compile(r"\w\w+:/")  # a Path makes "s3:/bucket" of "s3://bucket"
 
 
 def say(sentence: str) -> None:
@@ -36,7 +37,12 @@ def say(sentence: str) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Check in advance that a file or folder can be written at this place."""
+    """Check in advance that a file or folder can be written at this place of the machine."""
+    if _ADDRESS.match(str(path)):
+        raise OutputError(
+            f"{path} is an address: this is written to a folder of this machine; give a path such as"
+            ' "out/page.html"'
+        )
     try:
         path = Path(os.path.realpath(path))
         for parent in path.parents:
