@@ -408,6 +408,14 @@ def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
     assert "should end with .nc" in export("r.cdf", code=2)
 
 
+def test_a_result_without_rows_leaves_those_of_others(slash_result, toy, prompts, tmp_path, here):
+    slash_result.save(tmp_path / "whole.zarr")
+    ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}).save(tmp_path / "few.zarr")
+    printed = here("export", "whole.zarr", "few.zarr", "--csv", "both.csv")
+    assert "few.zarr: received, baseline: there are 2 prompts" in printed
+    assert set(pd.read_csv(tmp_path / "both.csv").result) == {"whole.zarr"}
+
+
 def test_export_of_too_few_prompts_says_so(toy, prompts, tmp_path, here):
     ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}).save(tmp_path / "r.zarr")
     refusal = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "heads.csv", code=2)

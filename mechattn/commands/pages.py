@@ -130,10 +130,12 @@ def summary(result: Result) -> str:
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
 
-        for quantity in sorted(map(str, dataset)):
-            # Variances and counts are stored over prompts in addition to each mean.
-            if not quantity.endswith(("_variance", "_n")):
-                lines.append(f"  {quantity}{_details(dataset[quantity])}")
+        names = set(map(str, dataset))
+        # Variances and counts are stored over prompts in addition to each mean.
+        means = {label for label in names if {f"{label}_n", f"{label}_variance"} <= names}
+        moments = {f"{label}{ending}" for label in means for ending in ("_n", "_variance")}
+        for quantity in sorted(names - moments):
+            lines.append(f"  {quantity}{_details(dataset[quantity])}")
 
     lines += ["", f"digest of the numbers: {result.digest()}"]
     lines += [f"{name}: {value}" for name, value in flat(result.provenance)]
@@ -165,7 +167,8 @@ def export_csv(
         The file, and what has no row and why.
 
     Raises:
-        OptionError: The file has another extension, or exists and is not such a table.
+        OptionError: The file has another extension, or exists and is not such a table; or no result
+            has a number for each head.
     """
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
@@ -186,7 +189,9 @@ def export_csv(
         prefix = f"{place}: " if len(places) > 1 else ""
         missing += [f"{prefix}{words}" for words in without_rows]
 
-    table = pd.concat(tables)
+    if all(table.empty for table in tables):
+        raise OptionError(f"there is nothing to export: {missing[0]}")
+    table = pd.concat([table for table in tables if not table.empty])
     write_whole(out, lambda new: table.to_csv(new, index=False))
     return out, missing
 
@@ -262,9 +267,8 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
                 tables.append(rows.assign(segment=segment, units=units))
 
     if not tables:
-        reason = missing[0] if missing else "the run measured no numbers per head"
-        raise OptionError(f"there is nothing to export: {reason}")
-
+        no_rows = missing or ["the run measured no numbers per head"]
+        return pd.DataFrame(columns=list(COLUMNS)), no_rows
     table = pd.concat(tables, ignore_index=True)
     return table.reindex(columns=list(COLUMNS)), missing
 

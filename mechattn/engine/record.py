@@ -58,7 +58,7 @@ def record_affine(
     """Record λ and Σσ of a condition for each original token, to apply them without inserting
     tokens.
 
-    Keeps ``original tokens × d_model`` numbers per prompt and layer. For layer 0 the result is
+    Keeps ``original tokens × heads × (d_head + 1)`` numbers per prompt and layer. For layer 0 the result is
     exact with ``condition.unshifted()``; elsewhere it lacks the re-routing and new values that
     ``AffineShift`` reports.
 
@@ -146,7 +146,9 @@ class _AffineParts(AnalysisBase):
         parts = split_rows(rows)
         blocks = {"scale": parts.scale, "shift": parts.shift}
         for name, block in blocks.items():
-            sums[name] = torch.cat([sums[name], block], 2) if name in sums else block
+            if name in sums:
+                block = torch.cat([sums[name], block], 2)
+            sums[name] = block
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         return dict(sums)

@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Tokens
+from mechattn.functional.attention import Marked, Pattern, Tokens, in_working_dtype
 
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
@@ -70,7 +70,6 @@ def _largest(pattern: Squares) -> tuple[PerQuery, KeyOfQuery]:
         return largest, argmax
 
     # The keys after the last whole chunk win only if they hold more: ties go to the first key.
-
     largest_of_rest, argmax_of_rest = pattern[..., in_chunks:].max(-1)
     is_in_rest = largest_of_rest > largest
     argmax = torch.where(is_in_rest, argmax_of_rest + in_chunks, argmax)
@@ -115,7 +114,9 @@ def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) ->
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=pattern.device)
 
-    # Σ A (q − k) = q Σ A − Σ A k: a product with the keys needs no [query, key] distances.
+    # Σ A (q − k) = q Σ A − Σ A k: a product with the keys needs no [query, key] distances. Half
+    # precision has no whole numbers beyond a few hundred.
+    pattern = in_working_dtype(pattern)
     mass = pattern.sum(-1)
     mean_key = pattern @ keys.to(pattern.dtype)
     return queries * mass - mean_key
@@ -137,8 +138,11 @@ def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: i
     diagonal = pattern.diagonal(offset, -2, -1)
 
     # The first queries may have no key so far back.
-    missing = min(pattern.shape[-2], max(0, -offset))
-    return torch.nn.functional.pad(diagonal, (missing, 0))
+    rows = pattern.shape[-2]
+    before = min(rows, max(0, -offset))
+    # The last ones may have theirs after this block.
+    after = rows - before - diagonal.shape[-1]
+    return torch.nn.functional.pad(diagonal, (before, after))
 
 
 def half_mass_keys(pattern: Squares) -> KeyOfQuery:
@@ -154,7 +158,7 @@ def half_mass_keys(pattern: Squares) -> KeyOfQuery:
     Returns:
         A number of keys, at least 1.
     """
-    ordered = pattern.sort(-1, descending=True).values
+    ordered = in_working_dtype(pattern).sort(-1, descending=True).values
     enough = 0.5 * ordered.sum(-1, keepdim=True) - 1e-6
 
     # The sums that fall short, and the one that does not.
@@ -175,7 +179,7 @@ def repeats_of(
 
     Args:
         tokens: Token ids of whole sequences.
-        after: The number of tokens between the earlier occurrence and the key.
+        after: How many positions after the earlier occurrence the key lies.
         queries: The positions of a block's rows.
         keys: The positions of its keys.
 

@@ -194,7 +194,13 @@ def _in_prompt_order(
     """Each prompt's own values, padded to the longest; read on demand if one of the arrays is."""
     dims = variables[0].dims  # the prompts come first
     shape = (len(order), *(sizes[dim] for dim in dims[1:]))
-    fill = PADDING_BY_KIND[variables[0].dtype.kind]
+    dtype = variables[0].dtype
+    if dtype.kind not in PADDING_BY_KIND:
+        raise OptionError(
+            f"values of type {dtype} cannot be merged, as no number pads them: give them as integers"
+            " or floats"
+        )
+    fill = PADDING_BY_KIND[dtype.kind]
     stack = stacked(variables, shape, order, fill)
     if all(variable._in_memory for variable in variables):
         return stack.read((slice(None),) * len(dims))
@@ -234,7 +240,11 @@ def _collected(ours: Any, theirs: Any) -> Any:
     values = {json.dumps(value): value for value in [*_as_list(ours), *_as_list(theirs)]}
     values.pop("null", None)
     distinct = [values[text] for text in sorted(values)]
-    return distinct[0] if len(distinct) == 1 else distinct
+    if not distinct:
+        return None
+    if len(distinct) == 1:
+        return distinct[0]  # as a result that was never merged stores it
+    return distinct
 
 
 def _span(ours: Any, theirs: Any) -> list[str]:

@@ -25,7 +25,7 @@ _LEVEL = 0.05  # of the findings that are exact
 _FIRST = 1000  # sign patterns that are tried on every cell
 _ENOUGH_SEEN = 100  # patterns with as large a mean, after which a cell is tried no further
 _COLUMNS = 1000  # cells at a time, so that 2,000 patterns of them take 16 MB
-_BESIDE = 1000  # cells without a finding that are resampled with the others
+_OTHERS = 1000  # cells without a finding that are resampled with those that may be one
 
 
 class PairedTests(NamedTuple):
@@ -40,9 +40,10 @@ def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
     """Test that the mean of each column is 0, as :func:`paired` does, at a cost that suits 70,000.
 
     ``p = max(p of sign flips, p of the bootstrap-t test)``; ``q`` is Benjamini-Hochberg over all
-    columns that are known in every unit. Up to 4,000 columns are tested by ``paired`` itself. Of
-    more, the bootstrap-t test is made only where sign flips alone give q < 0.05: p can only rise,
-    so no other column is a finding, and what is found does not depend on their p.
+    columns that are known in every unit. Up to 4,000 columns, and any of more than 2,000 units, are
+    tested by ``paired`` itself. Of more columns, the bootstrap-t test is made only where sign flips
+    alone give q < 0.05: p can only rise, so no other column is a finding, and what is found does
+    not depend on their p.
 
     Args:
         d: Differences [unit, cell]; a column with a NaN is not tested.
@@ -50,6 +51,7 @@ def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
     Returns:
         The p and q of each column, NaN where it is not tested.
     """
+    d = np.asarray(d, dtype=np.float64)
     units, cells = d.shape
     if cells <= _MANY or units > ALONE:
         statistics = paired(d, None, bootstrap_ends=False)
@@ -73,7 +75,8 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]
 
     A column is tried again with ten times as many patterns until 100 have as large a mean, or it is
     a finding (after Besag and Clifford 1991). Each time its p is that of the new patterns alone, so
-    ``P(p ≤ α) ≤ α`` still holds; up to 12 units all patterns are tried at once.
+    ``P(p ≤ α) ≤ α`` holds, but for the threshold of q, where a column that just missed it is tried
+    once more. Up to 12 units all patterns are tried at once.
     """
     units, cells = d.shape
     generator = np.random.default_rng(_SEED)
@@ -103,21 +106,22 @@ def _p_of_resamples(
     d: Float[np.ndarray, "unit cell"], possible: np.ndarray
 ) -> Float[np.ndarray, " possible"]:
     """The p of the bootstrap-t test of possible findings, with some other cells as their family."""
-    units, cells = d.shape
+    units = len(d)
     generator = np.random.default_rng(_SEED)
     counts = resampling.resample_sequentially(units, RESAMPLES, generator)
 
     # Cells without a finding stand for the rest of the family.
-    is_other = ~np.isnan(d).any(0)
+    is_tested = ~np.isnan(d).any(0)
+    is_other = is_tested.copy()
     is_other[possible] = False
     shuffled = generator.permutation(np.flatnonzero(is_other))
-    beside = shuffled[:_BESIDE]
+    others = shuffled[:_OTHERS]
 
-    resampled = np.concatenate([possible, beside])
+    resampled = np.concatenate([possible, others])
     values = d[:, resampled]
     columns = summary(values)
     error = columns["deviation"] / np.sqrt(units)
     t = resampling.t_of(columns["mean"], error)
 
-    p = resampling.p_values(values, t, counts, family_size=cells)
+    p = resampling.p_values(values, t, counts, family_size=int(is_tested.sum()))
     return p[: len(possible)]

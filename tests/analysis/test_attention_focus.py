@@ -53,16 +53,30 @@ def test_known_heads_are_found_out(three_heads):
     assert (here.entropy < 0.05).all()
 
 
-@pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (8, 0), (8, 4), (8, 8)])
-def test_the_token_before_in_a_block(first_query, first_key, random_pattern):
-    """Blocks begin anywhere; a key before the block's first is not among its keys."""
+@pytest.mark.parametrize(
+    ("first_query", "first_key", "end_key"),
+    [(0, 0, 20), (8, 0, 20), (8, 4, 20), (8, 8, 20), (8, 4, 11)],
+)
+def test_the_token_before_in_a_block(first_query, first_key, end_key, random_pattern):
+    """Blocks begin and end anywhere; a key before the block's first, or after its last, is not among its keys."""
     whole = random_pattern(2, 20)[None]
-    block = whole[:, :, first_query : first_query + 6, first_key:]
+    block = whole[:, :, first_query : first_query + 6, first_key:end_key]
     got = fn.looking_back(block, 1, first_query, first_key)
     for i in range(6):
         q = first_query + i
-        expected = whole[0, :, q, q - 1] if q > first_key else torch.zeros(2, dtype=whole.dtype)
+        expected = torch.zeros(2, dtype=whole.dtype)
+        if first_key < q <= end_key:
+            expected = whole[0, :, q, q - 1]
         torch.testing.assert_close(got[0, :, i], expected)
+
+
+def test_distances_and_half_masses_of_half_precision():
+    """bfloat16 has no odd number above 256, and a sum of 512 equal shares stops growing in it."""
+    pattern = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
+    pattern[..., 257] = 1
+    assert fn.mean_distance(pattern, first_query=511).item() == 511 - 257
+    uniform = torch.full((1, 1, 512), 1 / 512, dtype=torch.bfloat16)
+    assert fn.half_mass_keys(uniform).item() == 256
 
 
 def test_identical_tokens_and_very_short_passages(toy):

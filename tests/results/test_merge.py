@@ -56,6 +56,16 @@ def test_datasets_of_another_meaning_are_refused(halves):
         ma.merge_results([first, other])
 
 
+def test_truth_values_of_each_prompt_are_refused(halves):
+    def with_flags(result):
+        flags = result["sequences"].tokens > 5
+        datasets = {**result.datasets, "sequences": result["sequences"].assign(flags=flags)}
+        return replace(result, datasets=datasets)
+
+    with pytest.raises(OptionError, match="values of type bool cannot be merged"):
+        ma.merge_results([with_flags(halves([0, 1])), with_flags(halves([2, 3]))])
+
+
 def test_devices_and_times_are_listed(halves):
     first, second = halves([0, 1]), halves([2, 3])
     about = {**second.provenance, "time": "2001-01-01T00:00:00+00:00", "threads": 99}

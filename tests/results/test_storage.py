@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,16 @@ def test_round_trip_and_again(slash_result, tmp_path, name):
     assert f"digest of the numbers: {slash_result.digest()}\n" in summary(loaded)
     loaded.save(tmp_path / "again.zarr")
     assert_same(ma.load_result(tmp_path / "again.zarr"), slash_result)
+
+
+def test_a_summary_hides_the_moments_of_a_mean_and_no_quantity_of_ones_own(slash_result):
+    received = slash_result["received_attention"]
+    own = received.assign(shots_n=received.received_by_segment)
+    datasets = {**slash_result.datasets, "received_attention": own}
+    lines = summary(replace(slash_result, datasets=datasets)).splitlines()
+    names = {line.split()[0] for line in lines if line.startswith("  ")}
+    assert {"received", "shots_n"} <= names
+    assert not {"received_n", "received_variance"} & names
 
 
 def test_provenance_says_what_the_numbers_are_of(slash_result):
