@@ -61,12 +61,11 @@ def check_tokenizer(connection: Connection) -> None:
     requests = [(text, CompletionRequest(text, None, 1)) for text in _TEXTS]
     completions = dict(connection.completions(requests))
     counts = [completions[text].read for text in _TEXTS]
-    known_counts = [count for count in counts if count is not None]
-    if not connection.server.verify or len(known_counts) < len(_TEXTS):
+    if not connection.server.verify or None in counts:
         return
 
-    pairs = zip(known_counts, local_counts, strict=True)
-    added = [count - local_count for count, local_count in pairs]
+    pairs = zip(counts, local_counts, strict=True)
+    added = [count - local_count for count, local_count in pairs if count is not None]  # for mypy
     if min(added) < 0 or max(added) > _MOST_ADDED:
         name = reader.cfg.model_name
         raise connection.server.error(
@@ -87,7 +86,7 @@ class Reference:
     """
 
     text: str
-    prompt_logprobs: Sequence[float]
+    prompt_logprobs: Sequence[float] = ()
     steps: Sequence[str] = ()
     gaps: Sequence[float] = ()
 
@@ -198,7 +197,11 @@ def start_probe(
     Raises:
         ServerError: It is not the model, or no longer that of the run that is resumed.
     """
-    first_answers = _first_answers(earlier, sent)
+    first_answers = {
+        (prompt, name): Reference(*answer)
+        for prompt, name, *answer in earlier.get("texts", ())
+        if (prompt, name) in sent
+    }
     is_resumed = bool(first_answers)
     questions = list(first_answers)
     if not is_resumed:
@@ -232,8 +235,10 @@ def start_probe(
         "sent": "text" if sends_text else "token ids",
         "counted": all(completion.read is not None for completion in completions.values()),
         # What a run is resumed with: later probes have the same questions.
-        "texts": [[*question, answer.text] for question, answer in first_answers.items()],
-        "prompt_logprobs": [answer.prompt_logprobs for answer in first_answers.values()],
+        "texts": [
+            [*question, answer.text, answer.prompt_logprobs]
+            for question, answer in first_answers.items()
+        ],
         "against": references.source,
         "rounds": list(earlier.get("rounds", ())),
     }
@@ -243,19 +248,6 @@ def start_probe(
     if sampling.temperature > 0:
         _check_samples(connection, requests, completions)
     return probe
-
-
-def _first_answers(
-    earlier: Mapping[str, Any], sent: Mapping[Question, CompletionRequest]
-) -> dict[Question, Reference]:
-    """The server's first answers in the run that is resumed; empty in a new one."""
-    texts = earlier.get("texts", ())
-    prompt_logprobs = earlier.get("prompt_logprobs", [()] * len(texts))
-    answers = {}
-    for (prompt, name, text), logprobs in zip(texts, prompt_logprobs, strict=True):
-        if (prompt, name) in sent:
-            answers[prompt, name] = Reference(text, logprobs)
-    return answers
 
 
 def _check_is_model(probe: Probe, completions: Mapping[Question, Completion]) -> None:

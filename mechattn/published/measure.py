@@ -75,8 +75,7 @@ class ModelRuns:
     file_name: str
     statements: Statements
     settings: Settings
-    untrained_model: Any = field(default=None, init=False)
-    untrained_draw: int | None = field(default=None, init=False)  # that of the model
+    untrained: dict[int, Any] = field(default_factory=dict, init=False)  # of one draw at most
 
     @cached_property
     def model(self) -> Any:
@@ -134,8 +133,7 @@ class ModelRuns:
         for run_name in RUNS:
             values |= self.values(run_name, draw)
 
-        self.untrained_model = None  # frees its memory
-        self.untrained_draw = None
+        self.untrained.clear()  # frees its memory
         return values
 
     def values(self, run_name: str, draw: int | None = None) -> StatementValues:
@@ -225,11 +223,10 @@ class ModelRuns:
         prompts = self.settings.prompts
 
         if draw is not None:
-            if draw != self.untrained_draw:
+            if draw not in self.untrained:
                 seed = FIRST_DRAW * (1 + self.settings.seed) + draw
-                self.untrained_model = random_weights(self.model, seed=seed)
-                self.untrained_draw = draw
-            model = self.untrained_model
+                self.untrained = {draw: random_weights(self.model, seed=seed)}
+            model = self.untrained[draw]
             prompts = prompts[:UNTRAINED_PROMPTS]
 
         layers = None

@@ -220,21 +220,14 @@ class Listing(MemoryStore):
         self.checksums[key] = checksum(content)
         self.names[key] = self.checksums[key]
 
-    async def delete(self, key: str) -> None:
-        """Not done: an object is written once."""
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        """What Zarr must not do, since an object is written once."""
         raise NotImplementedError
 
-    async def clear(self) -> None:
-        """Not done: an object is written once."""
-        raise NotImplementedError
-
-    def delete_sync(self, key: str) -> None:
-        """Not done: an object is written once."""
-        raise NotImplementedError
-
-    def with_read_only(self, read_only: bool = False) -> MemoryStore:
-        """Not done: a result that is read is given as a listing, which is read-only."""
-        raise NotImplementedError
+    delete = _refused
+    delete_sync = _refused
+    clear = _refused
+    with_read_only = _refused
 
     def read(self, name: str) -> bytes:
         """The content of a listed object, compared with its checksum."""
