@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import RLock
 
 _ONE_AT_A_TIME = RLock()
@@ -41,3 +42,18 @@ def asked_once(place: str) -> Iterator[None]:
             yield
         finally:
             constants.HF_HUB_OFFLINE = offline
+
+
+def hub_commit(name: str) -> str | None:
+    """The commit of a model on the hub, or else of the one downloaded before; None if there is no
+    such model."""
+    if not may_be_on_hub(name):
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with asked_once(name):
+            config = hf_hub_download(name, "config.json")
+    except (OSError, ValueError):  # no such model, or no name that a model can have
+        return None
+    return Path(config).parent.name  # …/snapshots/COMMIT/config.json

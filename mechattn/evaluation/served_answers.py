@@ -72,7 +72,7 @@ def served_answers(
         todo = [request for request in todo if request.question in sent]
 
         earlier = file.about.get("probe", {})
-        probe = server_probe.begun(connection, questions, sent, sampling, earlier)
+        probe = server_probe.start_probe(connection, questions, sent, sampling, earlier)
         file.note("probe", probe.about)
 
         with AnswerBar(len(todo), len(file.answers)) as bar:

@@ -32,10 +32,10 @@ TOKENS = 32
 # 30 % of the weights' spread 0.75 at most.
 ALIKE = 0.9
 # The same against the server's own first answers.
-ITSELF = 0.6
+LEAST_ALIKE_ITSELF = 0.6
 # The largest mean difference of log-probabilities in nats: on the toys bfloat16 gives 0.005, 8 bits
 # 0.016, 4 bits 0.35.
-LOGPROB = 0.05
+LARGEST_LOGPROB_DIFFERENCE = 0.05
 _TIE = 0.5  # nats between the two likeliest tokens: rounding may exchange them
 _HOT = 2.0  # a temperature at which no two answers are equal
 
@@ -64,7 +64,8 @@ def check_tokenizer(connection: Connection) -> None:
     if not connection.server.verify or None in counts:
         return
 
-    added = [(count or 0) - local for count, local in zip(counts, local_counts, strict=True)]
+    pairs = zip(counts, local_counts, strict=True)
+    added = [count - local_count for count, local_count in pairs if count is not None]  # for mypy
     if min(added) < 0 or max(added) > _MOST_ADDED:
         name = reader.cfg.model_name
         raise connection.server.error(
@@ -85,7 +86,7 @@ class Reference:
     """
 
     text: str
-    prompt_logprobs: Sequence[float]
+    prompt_logprobs: Sequence[float] = ()
     steps: Sequence[str] = ()
     gaps: Sequence[float] = ()
 
@@ -127,17 +128,18 @@ class Probe:
     about: dict[str, Any]
 
     def again(self) -> str | None:
-        """Ask the questions again; why the server is refused, if so."""
-        return self.compared(dict(self.connection.completions(self.requests.items())))
+        """Ask the questions again, and compare; why the server is refused, if so."""
+        return self.compare(dict(self.connection.completions(self.requests.items())))
 
-    def compared(self, completions: Mapping[Question, Completion]) -> str | None:
-        """Compare answers with the references, and record the figures; why the server is refused,
-        if so: fewer answers are alike, or log-probabilities are too far apart.
+    def compare(self, completions: Mapping[Question, Completion]) -> str | None:
+        """Record how far a server's answers are the references; why it is refused, if so."""
+        figures = self.figures(completions)
+        self.about["rounds"].append(figures)
+        return self.refusal(figures)
 
-        Args:
-            completions: The server's answer to each question.
-        """
-        count = len(completions)
+    def figures(self, completions: Mapping[Question, Completion]) -> dict[str, float]:
+        """The share of answers that are alike, with its interval, and the mean difference of
+        log-probabilities in nats, if there are any to compare."""
         alike = 0
         differences = []
         for question, reference in self.references.answers.items():
@@ -146,27 +148,37 @@ class Probe:
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
             differences += [abs(own - theirs) for own, theirs in pairs]
 
-        share = alike / count
-        low, high = wilson_interval(alike, count)
-        figures = {"alike": share, "alike_low": low, "alike_high": high}
-        difference = 0.0
+        low, high = wilson_interval(alike, len(completions))
+        figures = {"alike": alike / len(completions), "alike_low": low, "alike_high": high}
         if differences:
-            difference = sum(differences) / len(differences)
-            figures["logprob_difference"] = difference
-        self.about["rounds"].append(figures)
+            figures["logprob_difference"] = sum(differences) / len(differences)
+        return figures
 
-        least = self.references.least
-        is_good = share >= least and difference <= LOGPROB
-        if is_good or not self.connection.server.verify:
+    def refusal(self, figures: Mapping[str, float]) -> str | None:
+        """Why a server is refused, if so: fewer answers are alike, or log-probabilities are too far
+        apart."""
+        references = self.references
+        difference = figures.get("logprob_difference")
+        is_near = difference is None or difference <= LARGEST_LOGPROB_DIFFERENCE
+        is_alike = figures["alike"] >= references.least
+        if (is_near and is_alike) or not self.connection.server.verify:
             return None
+
+        share, low, high = (100 * figures[name] for name in ("alike", "alike_low", "alike_high"))
+        reason = (
+            f"against {references.source}: {share:.0f} % [{low:.0f}, {high:.0f}] of"
+            f" {len(references.answers)} greedy answers are alike (at least"
+            f" {100 * references.least:.0f} %)"
+        )
+        if difference is None:
+            return reason
         return (
-            f"against {self.references.source}: {100 * share:.0f} % [{100 * low:.0f},"
-            f" {100 * high:.0f}] of {count} greedy answers are alike, log-probabilities are"
-            f" {difference:.3f} nats apart (at least {100 * least:.0f} %, at most {LOGPROB} nats)"
+            f"{reason}, log-probabilities are {difference:.3f} nats apart (at most"
+            f" {LARGEST_LOGPROB_DIFFERENCE})"
         )
 
 
-def begun(
+def start_probe(
     connection: Connection,
     sequences: Mapping[Question, TokenSequence],
     sent: Mapping[Question, CompletionRequest],
@@ -185,51 +197,67 @@ def begun(
     Raises:
         ServerError: It is not the model, or no longer that of the run that is resumed.
     """
-    first_texts = {(prompt, name): text for prompt, name, text in earlier.get("texts", ())}
-    questions = [question for question in first_texts if question in sent]
-    is_resumed = bool(questions)
+    first_answers = {
+        (prompt, name): Reference(*answer)
+        for prompt, name, *answer in earlier.get("texts", ())
+        if (prompt, name) in sent
+    }
+    is_resumed = bool(first_answers)
+    questions = list(first_answers)
     if not is_resumed:
-        drawn = random.Random(sampling.seed)
-        questions = drawn.sample([*sent], min(ANSWERS, len(sent)))
+        generator = random.Random(sampling.seed)
+        questions = generator.sample([*sent], min(ANSWERS, len(sent)))
 
-    longest = max(len(sequences[question]) for question in questions)
-    new_tokens = min(TOKENS, connection.longest - longest)
-    asked = {
+    longest_prompt = max(len(sequences[question]) for question in questions)
+    new_tokens = min(TOKENS, connection.longest - longest_prompt)
+    requests = {
         question: replace(sent[question], new_tokens=new_tokens, prompt_logprobs=0)
         for question in questions
     }
-    completions = dict(connection.completions(asked.items()))
+    completions = dict(connection.completions(requests.items()))
     if not is_resumed:
-        first_texts = {question: completions[question].text for question in questions}
+        first_answers = {
+            question: Reference(completions[question].text, completions[question].prompt_logprobs)
+            for question in questions
+        }
 
-    # Without the weights here, the first answers of a run have nothing to be compared with.
     references = _local_answers(connection.reader, sequences, questions, new_tokens)
+    # Without the weights here, the first answers of a run have nothing to be compared with.
     has_references = references is not None or is_resumed
     if references is None:
         _warn_of_other_weights(connection)
-        references = _own_first_answers(first_texts, completions)
+        source = "its answers when this run began"
+        references = References(source, first_answers, LEAST_ALIKE_ITSELF)
 
-    sends_text = isinstance(asked[questions[0]].prompt, str)
+    sends_text = isinstance(requests[questions[0]].prompt, str)
     about = {
         "model": name_of(connection.model),
         "sent": "text" if sends_text else "token ids",
         "counted": all(completion.read is not None for completion in completions.values()),
         # What a run is resumed with: later probes have the same questions.
-        "texts": [[*question, text] for question, text in first_texts.items()],
+        "texts": [
+            [*question, answer.text, answer.prompt_logprobs]
+            for question, answer in first_answers.items()
+        ],
         "against": references.source,
         "rounds": list(earlier.get("rounds", ())),
     }
-    probe = Probe(connection, asked, references, about)
-    reason = probe.compared(completions) if has_references else None
+    probe = Probe(connection, requests, references, about)
+    if has_references:
+        _check_is_model(probe, completions)
+    if sampling.temperature > 0:
+        _check_samples(connection, requests, completions)
+    return probe
+
+
+def _check_is_model(probe: Probe, completions: Mapping[Question, Completion]) -> None:
+    """Refuse a server whose first answers are not the model's."""
+    reason = probe.compare(completions)
     if reason is not None:
-        raise connection.server.error(
+        raise probe.connection.server.error(
             f"is not the model, {reason}. Is it quantised, another revision, or does it change the"
             " prompt? With verify=False its answers are accepted, and these figures are recorded"
         )
-
-    if sampling.temperature > 0:
-        _check_samples(connection, asked, completions)
-    return probe
 
 
 def _local_answers(
@@ -258,17 +286,6 @@ def _local_answers(
     dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
     source = f"the model here ({dtype}, weights {weights_hash(reader.loaded)})"
     return References(source, references, ALIKE)
-
-
-def _own_first_answers(
-    first_texts: Mapping[Question, str], completions: Mapping[Question, Completion]
-) -> References:
-    """The server's own first answers."""
-    references = {
-        question: Reference(first_texts[question], completion.prompt_logprobs)
-        for question, completion in completions.items()
-    }
-    return References("its answers when this run began", references, ITSELF)
 
 
 def _warn_of_other_weights(connection: Connection) -> None:
@@ -320,7 +337,8 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
 
     # From the prompt's last token on, which predicts the answer's first.
     split = len(prompt) - 1
-    gaps = -logprobs[split:].topk(2).values.diff()[:, 0]
+    likeliest = logprobs[split:].topk(2).values
+    gaps = likeliest[:, 0] - likeliest[:, 1]
 
     starts = [answer[:length] for length in range(len(answer) + 1)]
     texts = tokenizer.batch_decode(starts, skip_special_tokens=True)

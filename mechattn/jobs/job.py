@@ -4,10 +4,10 @@ that computes them."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -77,23 +77,26 @@ class Job:
     values: Values = "float32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, PathLike):
-            object.__setattr__(self, "model", str(self.model))
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         if not isinstance(self.model, str):
             raise ModelError(
                 "a job names its model, so that every worker can load it, but a"
                 f" {type(self.model).__name__} was given; save the model (save_pretrained, with its"
                 " tokenizer) and give the directory, or use ma.run"
             )
-        check_counts(chunk=self.chunk, threads=1 if self.threads is None else self.threads)
+        check_counts(chunk=self.chunk)
+        if self.threads is not None:
+            check_counts(threads=self.threads)
         check_choice(Values, values=self.values)
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
     @property
     def chunks(self) -> list[range]:
         """The indices of the prompts in each chunk."""
-        places = range(len(self.prompts))
-        return [places[start : start + self.chunk] for start in places[:: self.chunk]]
+        indices = range(len(self.prompts))
+        starts = indices[:: self.chunk]
+        return [indices[start : start + self.chunk] for start in starts]
 
     @cached_property
     def decides(self) -> dict[str, Any]:
@@ -170,7 +173,9 @@ class Worker:
 
         details = {"chunk": self.job.chunk, "command": self.job.command}
         result = replace(result, provenance={**result.provenance, **details})
-        return chunk, in_half_the_space(result) if self.job.values == "float16" else result
+        if self.job.values == "float16":
+            result = in_half_the_space(result)
+        return chunk, result
 
     def _prompts(self, chunk: int) -> list[Prompt]:
-        return [self.job.prompts[place] for place in self.job.chunks[chunk]]
+        return [self.job.prompts[index] for index in self.job.chunks[chunk]]

@@ -142,7 +142,7 @@ def chunks_folder(path: str | Path) -> Path:
     """Return where finished chunks are kept: next to the result, or in the current folder if it
     goes to an address."""
     place = place_of(path)
-    folder = place.path.parent if isinstance(place.path, Path) else Path.cwd()
+    folder = place.folder.parent if place.folder else Path.cwd()
     return folder / f"{PurePosixPath(str(place)).name}.parts"
 
 
@@ -269,8 +269,8 @@ def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:
         return False
     except OutputError:  # there is none
         return False
-    if isinstance(place.path, Path):
-        sweep(place.path)
+    if place.folder:
+        sweep(place.folder)
 
     places = [place for chunk in chunks for place in job.chunks[chunk]]
     return result.provenance.get("job") == job.fingerprint and _places(result) == places

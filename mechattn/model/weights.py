@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, check_choice, check_counts
+from mechattn.hub_access import hub_commit
 from mechattn.model.gguf_files import REAL, SUFFIX, packaged_file
 from mechattn.model.hooked import ModelFacts, alone, device_of, facts_of, making, unoffloaded
 from mechattn.model.load import load_model
@@ -137,7 +138,7 @@ def weights_hash(model: Any) -> str:
 
 def stored_hash(name: str) -> str | None:
     """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading
-    it."""
+    it; of a model on the hub, its commit there, or else the one downloaded. None for a toy."""
     try:
         place = Path(name)
         if name.startswith(REAL):
@@ -147,7 +148,7 @@ def stored_hash(name: str) -> str | None:
         elif place.suffix == SUFFIX:
             files = [place]
         else:
-            return None
+            return hub_commit(name)
 
         digest = hashlib.sha256()
         for path in sorted(files):

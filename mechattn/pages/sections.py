@@ -17,7 +17,7 @@ from mechattn.render.draw import take_heading
 from mechattn.render.figure_declaration import FIGURES, check_heads, several
 from mechattn.render.html_views import in_script
 from mechattn.render.model_figures import received_by_model
-from mechattn.render.words import model_caption, said
+from mechattn.render.words import model_caption, sentence_of
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST
@@ -214,7 +214,7 @@ def drawn_section(
     return Section(
         title,
         words.note,
-        says=said(figure),
+        says=sentence_of(figure),
         figure=in_script(figure.to_json()),
         height=int(figure.layout.height or 450),
         results=result_list,

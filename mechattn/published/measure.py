@@ -29,7 +29,7 @@ from mechattn.store.atomic_writes import say, write_whole
 
 UNTRAINED_PROMPTS = 8  # of the prompts, for each draw of untrained weights
 FIRST_DRAW = 1000  # the seed of the first draw: far from the seeds that a user takes
-DRAWN_RUN = "first"  # the run whose result the page draws
+PAGE_RUN = "first"  # the run whose result the page shows
 
 # By statement: one value a prompt, or why there are none.
 StatementValues = dict[str, list[float] | str]
@@ -75,7 +75,7 @@ class ModelRuns:
     file_name: str
     statements: Statements
     settings: Settings
-    drawn: Any = field(default=None, init=False)  # the untrained model of the current draw
+    untrained: dict[int, Any] = field(default_factory=dict, init=False)  # of one draw at most
 
     @cached_property
     def model(self) -> Any:
@@ -93,9 +93,16 @@ class ModelRuns:
 
         model_arms = [arm for arm in published if arm.model.casefold() == short_name]
         family_arms = [arm for arm in published if arm.family == family]
-        for arm in model_arms + family_arms:
-            return ARM(form=arm.form, c=arm.c, p1=arm.p1)  # type: ignore[arg-type]
-        return None
+        matching = model_arms + family_arms
+        if not matching:
+            return None
+        best = matching[0]
+        return ARM(form=best.form, c=best.c, p1=best.p1)  # type: ignore[arg-type]
+
+    @cached_property
+    def weights(self) -> str | None:
+        """What identifies the weights before they are loaded."""
+        return stored_hash(self.name)
 
     def cells(self) -> dict[str, Cell]:
         """The cell of every statement, by its key."""
@@ -114,9 +121,9 @@ class ModelRuns:
 
             means = []
             for values_of_draw in untrained:
-                draw = values_of_draw[statement.key]
-                if not isinstance(draw, str):
-                    means.append(sum(draw) / len(draw))
+                values_or_reason = values_of_draw[statement.key]
+                if not isinstance(values_or_reason, str):
+                    means.append(sum(values_or_reason) / len(values_or_reason))
             cells[statement.key] = measured_cell(statement, values, means)
         return cells
 
@@ -126,7 +133,7 @@ class ModelRuns:
         for run_name in RUNS:
             values |= self.values(run_name, draw)
 
-        self.drawn = None  # frees the untrained model of this draw
+        self.untrained.clear()  # frees its memory
         return values
 
     def values(self, run_name: str, draw: int | None = None) -> StatementValues:
@@ -140,21 +147,21 @@ class ModelRuns:
         Raises:
             MechattnError: The first run is refused, so that there is nothing to compare.
         """
-        path = self._place(run_name, draw)
-        is_drawn = run_name == DRAWN_RUN and draw is None
-        if path.exists() and (self.result_place.exists() or not is_drawn):
+        path = self._values_file(run_name, draw)
+        is_on_the_page = run_name == PAGE_RUN and draw is None
+        if path.exists() and (self.result_place.exists() or not is_on_the_page):
             return json.loads(path.read_text(encoding="utf-8"))
 
-        trained = "" if draw is None else f", untrained weights {draw + 1}"
-        say(f"{self.name}: {RUNS[run_name].says}{trained}")
+        draw_words = "" if draw is None else f", untrained weights {draw + 1}"
+        say(f"{self.name}: {RUNS[run_name].says}{draw_words}")
         statements = self._of_run(run_name)
         try:
             result = self._result(run_name, draw)
         except (ModelError, OptionError) as error:
-            if is_drawn:
+            if is_on_the_page:
                 raise  # a model without received attention has nothing to compare
             return {statement.key: str(error) for statement in statements}
-        if is_drawn:
+        if is_on_the_page:
             result.save(self.result_place)
 
         values: StatementValues = {}
@@ -170,8 +177,8 @@ class ModelRuns:
 
     @property
     def result_place(self) -> Path:
-        """Where the result is stored that the page draws."""
-        return self._place(DRAWN_RUN).with_suffix(".zarr")
+        """Where the result is stored that the page shows."""
+        return self._values_file(PAGE_RUN).with_suffix(".zarr")
 
     def _answer_cells(self) -> dict[str, Cell]:
         """The cells of the statements about accuracy, from answers that the model generates."""
@@ -216,10 +223,10 @@ class ModelRuns:
         prompts = self.settings.prompts
 
         if draw is not None:
-            if self.drawn is None:
+            if draw not in self.untrained:
                 seed = FIRST_DRAW * (1 + self.settings.seed) + draw
-                self.drawn = random_weights(self.model, seed=seed)
-            model = self.drawn
+                self.untrained = {draw: random_weights(self.model, seed=seed)}
+            model = self.untrained[draw]
             prompts = prompts[:UNTRAINED_PROMPTS]
 
         layers = None
@@ -235,12 +242,12 @@ class ModelRuns:
             keep=planned.keep,
         )
 
-    def _place(self, run_name: str, draw: int | None = None) -> Path:
+    def _values_file(self, run_name: str, draw: int | None = None) -> Path:
         """The file of a run, which is named after everything that decides its numbers."""
         planned = RUNS[run_name]
         decides = [
             self.name,
-            stored_hash(self.name),
+            self.weights,
             identity(planned),
             [statement.model_dump() for statement in self._of_run(run_name)],
             provenance.digest(self.settings.prompts),
@@ -249,6 +256,6 @@ class ModelRuns:
             provenance.versions(),
         ]
         digest = provenance.digest(decides)[:8]
-        trained = "" if draw is None else f"-untrained-{draw}"
-        name = f"{self.file_name}-{run_name}{trained}-{digest}.json"
+        draw_suffix = "" if draw is None else f"-untrained-{draw}"
+        name = f"{self.file_name}-{run_name}{draw_suffix}-{digest}.json"
         return self.settings.folder / name

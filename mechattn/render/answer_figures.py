@@ -18,8 +18,7 @@ from mechattn.render import draw
 from mechattn.render.change_figures import changes, numbers_or_words, swept_conditions
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
-from mechattn.render.words import model_caption, quantity_words, says
-from mechattn.render.words import said as said_by
+from mechattn.render.words import model_caption, quantity_words, says, sentence_of
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -280,7 +279,7 @@ def dose_curves(
 
     heading = f"{model_caption(result)}: answers and attention by {over}"
     draw.title(figure, heading, note, 640, top=150)
-    return says(figure, said_by(lower))
+    return says(figure, sentence_of(lower))
 
 
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechattn.errors import OptionError
-from mechattn.render.print_size import plain
+from mechattn.render.print_size import without_markup
 
 TABLE_COLUMNS = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
 
@@ -42,7 +42,7 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
 def _without_markup(cell: Any) -> Any:
     """A cell of the table, whose words may have had tags for plotly."""
     if isinstance(cell, str):
-        return plain(cell)
+        return without_markup(cell)
     return cell
 
 

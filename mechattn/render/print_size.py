@@ -13,9 +13,9 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 import plotly.io as pio
 
-from mechattn.errors import OptionError, OutputError
+from mechattn.errors import OptionError, OutputError, check_choice
 from mechattn.render.draw import FONT
-from mechattn.render.words import said
+from mechattn.render.words import sentence_of
 
 Column = Literal["single", "double"]
 _MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
@@ -43,8 +43,7 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
         OptionError: There is no such column, or a single one is too narrow for the panels beside
             each other.
     """
-    if column not in _MILLIMETRES:
-        raise OptionError(f"column={column!r}: choose {' or '.join(map(repr, _MILLIMETRES))}")
+    check_choice(Column, column=column)
     side_by_side = len({axis.domain for axis in figure.select_xaxes()})
     if column == "single" and side_by_side > 1:
         raise OptionError(
@@ -129,12 +128,12 @@ def caption(figure: go.Figure) -> str:
         figure: A figure of ``mechattn.render``, before :func:`for_paper`.
     """
     title = str(figure.layout.title.text or "").replace("<br><sup>", "; ")
-    sentences = [plain(title), said(figure)]
+    sentences = [without_markup(title), sentence_of(figure)]
     cleaned = [" ".join(sentence.split()) for sentence in sentences if sentence]
     return " ".join(sentence.removesuffix(".") + "." for sentence in cleaned)
 
 
-def plain(text: str) -> str:
+def without_markup(text: str) -> str:
     """The text without markup."""
     return unescape(re.sub("<[^>]*>", " ", text))
 
@@ -186,6 +185,7 @@ def _drawn(figure: go.Figure, path: Path) -> None:
     for _ in range(2):
         drawing: futures.Future[None] = futures.Future()
 
+        # Bound now: a late first attempt must not fill the second one's future.
         def attempt(drawing: futures.Future[None] = drawing) -> None:
             """Draw; an error is raised again in the caller's thread."""
             try:

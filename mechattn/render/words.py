@@ -104,11 +104,11 @@ def model_sentence(result: Result, phrases: Sequence[str]) -> str:
 
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
-    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see :func:`said`)."""
+    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see :func:`sentence_of`)."""
     return figure.update_layout(meta={"says": " ".join(filter(None, sentences))})
 
 
-def said(figure: go.Figure) -> str:
+def sentence_of(figure: go.Figure) -> str:
     """The sentence of a figure; empty if it was not drawn by this library."""
     meta: Any = figure.layout.meta
     return str(meta.get("says", "")) if isinstance(meta, dict) else ""

@@ -138,7 +138,8 @@ def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
     if variable._in_memory or not variable.ndim:
         yield variable.values
         return
-    rows = max(1, BLOCK // max(1, variable.dtype.itemsize * prod(variable.shape[1:])))
+    bytes_of_row = variable.dtype.itemsize * prod(variable.shape[1:])
+    rows = max(1, BLOCK // max(1, bytes_of_row))
     for start in range(0, len(variable), rows):
         yield variable[start : start + rows].values
 

@@ -144,7 +144,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     Pathak and Rao 1999.
     """
     distinct_on_average = n * (1 - np.exp(-1))
-    enough = int(distinct_on_average) + 1
+    distinct_needed = int(distinct_on_average) + 1
 
     blocks = []
     for rows in _block_sizes(resamples):
@@ -157,7 +157,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
             is_new = counts[unfinished, prompt] == 0
             distinct[unfinished] += is_new
             counts[unfinished, prompt] += 1
-            unfinished = unfinished[distinct[unfinished] < enough]
+            unfinished = unfinished[distinct[unfinished] < distinct_needed]
         blocks.append(counts)
     return blocks
 
@@ -183,7 +183,7 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
     interval.
 
     ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with
-    ``t* = (mean* − mean) / (s* / √n)``
+    ``t* = (mean* − mean) / (s* / √n*)``, where n* is the size of the resample
 
     Args:
         d: Differences [prompt, cell].
@@ -257,10 +257,12 @@ def tails(d: np.ndarray, t: np.ndarray, counts: Counts) -> Tails:
     """
     order = _nearest_first(t)
     t = _infinite_where_far(d, t, order, counts)
+    for_family = 1  # in the list of spreads
     spreads = [_smallest_for_p(len(d), len(order)), _SMALLEST_SPREAD]
     reached = _reached(d, t, order, counts, spreads)
     p = _p_of_each_cell(reached, len(order), len(order))
-    return Tails(reached.furthest[0, 1], -reached.furthest[1, 1], p, reached.p_family[1])
+    upper, lower = reached.furthest[:, for_family]
+    return Tails(upper, -lower, p, reached.p_family[for_family])
 
 
 def p_values(

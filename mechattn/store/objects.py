@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,6 +36,10 @@ READS_AT_ONCE = 16
 LEFT_BY_DESKTOPS = {".DS_Store", "Thumbs.db", "desktop.ini"}
 
 
+# What Zarr writes: the metadata of groups and arrays, and objects such as "sequences/place/c/0".
+_OBJECT_NAME = re.compile(r"(.+/)?(zarr\.json|c(/\d+)*)")
+
+
 class DamagedResult(OutputError):
     """What is stored is not what was written."""
 
@@ -50,9 +55,14 @@ class Place:
         return str(self.path)
 
     @property
+    def folder(self) -> Path | None:
+        """The folder on this machine; None for an address."""
+        return self.path if isinstance(self.path, Path) else None
+
+    @property
     def files(self) -> Any:
         """The file system."""
-        if isinstance(self.path, Path):
+        if self.folder:
             return LocalFileSystem(auto_mkdir=True)
         return fsspec.url_to_fs(self.path)[0]
 
@@ -129,9 +139,9 @@ class Place:
             raise OutputError(
                 f"{self} exists and is not a stored result; choose another name, or move it away"
             )
-        if "writing" in attributes:  # what is left of a result that was not finished
-            return
         strangers = set(self.sizes()) - {ROOT, *attributes.get("objects", ())}
+        if "writing" in attributes:  # a result that was not finished has no listing yet
+            strangers = {name for name in strangers if not _OBJECT_NAME.fullmatch(name)}
         if strangers:
             raise OutputError(
                 f"{self} is a stored result that holds {min(strangers)} too, which mechattn did not"
@@ -172,13 +182,17 @@ class Listing(MemoryStore):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: Any = None
     ) -> Buffer | None:
-        """Read an object for Zarr, which asks for parts of one only if it is sharded."""
-        return await asyncio.to_thread(self.get_sync, key, prototype=prototype)
+        """Read an object for Zarr."""
+        return await asyncio.to_thread(
+            self.get_sync, key, prototype=prototype, byte_range=byte_range
+        )
 
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: Any = None
     ) -> Buffer | None:
         """As :meth:`get`, which newer versions of Zarr may call instead."""
+        if byte_range is not None:  # of objects in shards, which are not written here
+            raise NotImplementedError
         if key not in self.names:
             return None
         content = root_content({}) if key == ROOT else self.read(key)
@@ -187,14 +201,33 @@ class Listing(MemoryStore):
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
         """Write an object for Zarr."""
+        if byte_range is not None:
+            raise NotImplementedError
         await asyncio.to_thread(self.set_sync, key, value)
+
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
+        """Write an object that is not listed yet."""
+        if key not in self.names:
+            await self.set(key, value)
 
     def set_sync(self, key: str, value: Buffer) -> None:
         """As :meth:`set`; the root is not Zarr's to write."""
-        if key != ROOT:
-            content = value.to_bytes()
-            self.checksums[key] = self.names[key] = checksum(content)
-            self.place.write(key, content)
+        self._check_writable()
+        if key == ROOT:
+            return
+        content = value.to_bytes()
+        self.place.write(key, content)
+        self.checksums[key] = checksum(content)
+        self.names[key] = self.checksums[key]
+
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        """What Zarr must not do, since an object is written once."""
+        raise NotImplementedError
+
+    delete = _refused
+    delete_sync = _refused
+    clear = _refused
+    with_read_only = _refused
 
     def read(self, name: str) -> bytes:
         """The content of a listed object, compared with its checksum."""
@@ -212,6 +245,7 @@ class Listing(MemoryStore):
     def check(self) -> None:
         """Read every object once, and compare it with its checksum."""
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+            # As bool, so that the contents are not kept.
             list(pool.map(lambda name: bool(self.read(name)), self.checksums))
 
 

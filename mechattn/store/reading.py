@@ -121,8 +121,8 @@ def open_result(path: str | Path) -> Result:
 def _recovered(path: str | Path) -> Place:
     """The place of a result; a folder is put back if a process was killed while it replaced it."""
     place = place_of(path)
-    if isinstance(place.path, Path):
-        recover(place.path)
+    if place.folder:
+        recover(place.folder)
     return place
 
 
@@ -142,8 +142,8 @@ def _in_words(path: str | Path) -> Iterator[None]:
 
 def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
     """The objects of a result, all of which are there in their sizes, and its provenance."""
-    if isinstance(place.path, Path) and not (place.path / ROOT).is_file():
-        results = ", ".join(sorted(path.name for path in place.path.glob("*.zarr"))[:4])
+    if place.folder and not (place.folder / ROOT).is_file():
+        results = ", ".join(sorted(path.name for path in place.folder.glob("*.zarr"))[:4])
         hint = f"; there is {results} in it" if results else ""
         raise OutputError(f"there is no stored result at {place}{hint}")
 

@@ -40,8 +40,8 @@ def check_result_place(path: str | Path) -> None:
     """
     place = _checked_place(path)
     try:
-        if isinstance(place.path, Path):
-            check_writable(place.path)
+        if place.folder:
+            check_writable(place.folder)
         else:
             probe = f"{place.full_name('')[:-1]}.mechattn-{os.urandom(8).hex()}"
             place.files.pipe_file(probe, b"")
@@ -68,8 +68,8 @@ def _checked_place(path: str | Path) -> Place:
             "For NetCDF or CSV, see mechattn export"
         )
 
-    if isinstance(place.path, Path):
-        recover(place.path)
+    if place.folder:
+        recover(place.folder)
     try:
         if place.files.exists(str(place)):
             place.check_ours()
@@ -92,14 +92,14 @@ def save_result(result: Result, path: str | Path) -> None:
     written last."""
     check_result_place(path)
     place = place_of(path)
-    if isinstance(place.path, Path):
+    if place.folder:
 
         def write(new: Path) -> None:
             write_result(result, Place(new))
             if place.files.exists(str(place)):  # somebody may have put a file there meanwhile
                 place.check_ours()
 
-        write_whole(place.path, write)
+        write_whole(place.folder, write)
         return
 
     if place.true_name in {Place(source).true_name for source in lazy_sources(result)}:

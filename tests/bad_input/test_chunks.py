@@ -1,5 +1,7 @@
 """Jobs, executors and commands that cannot be, refused before the work."""
 
+import os
+
 import pytest
 
 import mechattn as ma
@@ -17,6 +19,9 @@ def test_a_job_names_its_model(toy, prompts, tmp_path):
     ):
         ma.Job(toy, prompts)
     assert ma.Job(tmp_path, prompts).model == str(tmp_path)
+    (tmp_path / "model").mkdir()
+    with os.scandir(tmp_path) as entries:
+        assert ma.Job(next(entries), prompts).model == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize("options", [{"chunk": True}, {"threads": 0}])

@@ -1,5 +1,6 @@
 """Names that no hub has, and a hub that does not answer."""
 
+import shutil
 import socket
 import time
 
@@ -38,6 +39,20 @@ def test_toys_and_directories_need_no_hub(nobody, monkeypatch, checkpoint):
     monkeypatch.setattr("mechattn.hub_access._ONE_AT_A_TIME", None)
     assert ma.load_model(str(checkpoint), verify=False).cfg.n_layers == 3
     assert tokenizer_named("toy:llama")
+
+
+def test_another_commit_is_another_job(monkeypatch, prompts, checkpoint, tmp_path):
+    """By the name of a model on the hub, of which a commit was downloaded before."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    decided = []
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(checkpoint, folder / "snapshots" / commit)
+        (folder / "refs" / "main").write_text(commit)
+        decided.append(ma.Job("some/model", prompts).decides)
+    assert [each.pop("weights") for each in decided] == ["a" * 40, "b" * 40]
+    assert decided[0] == decided[1]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "a/b/c"])

@@ -58,7 +58,7 @@ def prompts():
 @pytest.fixture(autouse=True)
 def coarse_arithmetic(monkeypatch):
     """It multiplies in 8 bits where we use 32, on each CPU a little differently: 0.03 nats on ours."""
-    monkeypatch.setattr(server_probe, "LOGPROB", 0.2)
+    monkeypatch.setattr(server_probe, "LARGEST_LOGPROB_DIFFERENCE", 0.2)
 
 
 @pytest.fixture

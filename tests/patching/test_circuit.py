@@ -23,7 +23,7 @@ from mechattn.patching.circuit import _connected
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.pairs import request_of
-from mechattn.render.words import said
+from mechattn.render.words import sentence_of
 from mechattn.stats.units import halves_of
 from tests.patching.test_edges import EQUAL, theirs
 from tests.tiny_families import tiny_model
@@ -216,10 +216,10 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
     top = table.iloc[0]
     assert f"{top.writer} → {top.reader}" in figure.data[-2].hovertext
     assert max(trace.line.width for trace in figure.data[2:-1]) == figure.data[-2].line.width
-    assert f"{len(table)} edges on a way from the embedding to the logits. " in said(figure)
-    assert "On the other half, the first 20 edges carry" in said(figure)
+    assert f"{len(table)} edges on a way from the embedding to the logits. " in sentence_of(figure)
+    assert "On the other half, the first 20 edges carry" in sentence_of(figure)
     assert "On the other half, the first 20 edges" in figure.layout.title.text
-    assert "What they carry was not measured" in said(ma.render.circuit_map(found, size=19))
+    assert "What they carry was not measured" in sentence_of(ma.render.circuit_map(found, size=19))
     with pytest.raises(OptionError, match="size='all': give a whole number"):
         ma.render.circuit_map(found, size="all")
 

@@ -607,7 +607,7 @@ def test_no_share_of_a_whole_effect_that_may_be_nothing():
     assert unsure.table().share.isnull().all()
     figures = [ma.render.patching_map(made) for made in (unsure, drawn(32, rng))]
     assert [
-        "of the whole effect" in f"{words.said(each)}{each.data[0].hovertemplate}"
+        "of the whole effect" in f"{words.sentence_of(each)}{each.data[0].hovertemplate}"
         for each in figures
     ] == [
         False,

@@ -90,6 +90,14 @@ def test_the_arm_is_that_of_the_models_family(tmp_path):
     assert (arm.form, arm.c, arm.p1) == ("released_llama", 0.32, 90.0)
 
 
+def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
+    settings = Settings(prompts[:3], [], 2, 8, 0, "float32", None, tmp_path)
+    runs = ModelRuns("toy:llama", "llama", read_statements(), settings)
+    runs.model = toy
+    first, second = (runs.values("first", draw) for draw in range(2))
+    assert first != second
+
+
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [

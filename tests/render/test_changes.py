@@ -10,7 +10,7 @@ import mechattn as ma
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render.draw import THIRD, WITH, WITHOUT, head_map
-from mechattn.render.words import said
+from mechattn.render.words import sentence_of
 from tests.render.by_hand import percent_change
 
 
@@ -170,8 +170,8 @@ def test_a_map_of_changes_from_a_control(measured):
     )
     figure = ma.render.change_map(measured, "slash", to="sentence", null="uniform")
     changed = int((table.q_difference < 0.05).sum())
-    assert f"{changed} of 32 heads changed relative to “sentence” at q" in said(figure)
-    against_baseline = said(ma.render.change_map(measured, "slash"))
+    assert f"{changed} of 32 heads changed relative to “sentence” at q" in sentence_of(figure)
+    against_baseline = sentence_of(ma.render.change_map(measured, "slash"))
     assert "heads differ from dilution at q < 0.05" in against_baseline
 
 

@@ -9,7 +9,7 @@ import pytest
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES
 from mechattn.contrast.contrast import Verdict
-from mechattn.render.words import change_words, heads_words, mean_words, percent, said
+from mechattn.render.words import change_words, heads_words, mean_words, percent, sentence_of
 from mechattn.results.provenance import matched_control
 from mechattn.stats.intervals import Interval
 from mechattn.stats.units import halves_of
@@ -25,7 +25,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_every_figure_says_its_number_with_an_interval(measured, name):
-    words = said(FIGURES[name](measured, **OPTIONS.get(name, {})))
+    words = sentence_of(FIGURES[name](measured, **OPTIONS.get(name, {})))
     assert re.search(r"\d[^ ]* ?%? \[[+−-]?\d[^\]]*, [+−-]?\d[^\]]*\]", words), words
     assert "nan" not in words
 
@@ -39,9 +39,9 @@ def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are
     each = at.isel(head=[1, 5]).mean("head")
     ratios = each.sel(condition="slash") / each.sel(condition="baseline")
     expected = percent_change(ratios)
-    shown = numbers(said(ma.render.received_attention(measured, 1, [1, 5], "slash")))
+    shown = numbers(sentence_of(ma.render.received_attention(measured, 1, [1, 5], "slash")))
     np.testing.assert_allclose(shown[:3], expected, atol=0.051)
-    others = numbers(said(ma.render.received_attention(measured, 1, [0, 5], "slash")))
+    others = numbers(sentence_of(ma.render.received_attention(measured, 1, [0, 5], "slash")))
     assert np.abs(others[:3] - expected).max() > 0.1, "another head has another number"
     odd = np.arange(1, 8, 2)
     half = numbers(change_words(measured, "slash", layer=1, heads=[1, 5], prompts=odd))

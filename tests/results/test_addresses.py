@@ -149,6 +149,19 @@ def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, 
     assert names(folder / "two") == []
 
 
+def test_what_is_not_ours_is_not_deleted_with_an_unfinished_result(small_results, folder):
+    small_results[0].save(PLACE)
+    Place(PLACE).begin()
+    Place(PLACE).write("v/v/c/0/0", b"half of it")
+    small_results[1].save(PLACE)  # over what is left of a result
+
+    Place(PLACE).begin()
+    Place(PLACE).write("notes.txt", b"mine")
+    with pytest.raises(OutputError, match=r"holds notes\.txt too, which mechattn did not write"):
+        small_results[0].save(PLACE)
+    assert Place(PLACE).read("notes.txt") == b"mine"
+
+
 def test_a_result_is_not_saved_where_it_is_read_from(small_results, folder, read_on_demand):
     """The old one would be deleted before it is read; a folder is replaced when the new one is complete."""
     small_results[0].save(PLACE)

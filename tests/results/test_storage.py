@@ -1,11 +1,13 @@
 """A stored result is the same result, and opens without this library."""
 
+import asyncio
 import json
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,16 @@ import pytest
 import torch
 import xarray as xr
 from fsspec.implementations.memory import MemoryFileSystem
+from zarr.abc.store import RangeByteRequest
+from zarr.core.buffer import default_buffer_prototype
 
 import mechattn as ma
 from mechattn.commands.pages import summary
 from mechattn.errors import OptionError, OutputError
 from mechattn.model import weights
 from mechattn.results.arrays import datasets_digest
-from mechattn.store.objects import SCHEMA, Place
+from mechattn.store.objects import SCHEMA, Listing, Place, place_of
+from mechattn.store.reading import open_listing
 
 PLACES = ["result.zarr", "memory://tests/result.zarr"]
 
@@ -205,3 +210,28 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
     ):
         with pytest.raises(OptionError, match=message):
             slash_result.sel(**labels)
+
+
+def test_zarr_cannot_change_a_stored_result(stored):
+    """What is read is read-only, and what is written is written once, as a whole."""
+    listing, _ = open_listing(place_of(stored))
+    name = next(iter(listing.checksums))
+    content = (stored / name).read_bytes()
+    value = default_buffer_prototype().buffer.from_bytes(b"x")
+    for write in (listing.set, listing.set_if_not_exists):
+        with pytest.raises(ValueError, match="read-only"):
+            asyncio.run(write("new", value))
+    with pytest.raises(ValueError, match="read-only"):
+        listing.set_sync(name, value)
+    assert (stored / name).read_bytes() == content
+
+    new = Listing(place_of(stored.with_name("new.zarr")))
+    for call in (
+        partial(new.delete, "v"),
+        new.clear,
+        partial(listing.get, name, byte_range=RangeByteRequest(0, 1)),
+    ):
+        with pytest.raises(NotImplementedError):
+            asyncio.run(call())
+    asyncio.run(new.set_if_not_exists("v", value))
+    assert new.read("v") == b"x"

@@ -43,8 +43,9 @@ def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_en
     with running(StandIn(changed_engine("30 % noise"), takes_ids=False)) as server:
         with pytest.raises(
             ServerError, match=r"\d\d % \[\d\d, \d\d\] of 8 greedy answers are alike"
-        ):
+        ) as refusal:
             served(server, prompts, None, toy, 2)
+        assert "log-probabilities" not in str(refusal.value), "none were compared"
         evaluation = served(server, prompts, None, toy, 2, verify=False)
     figures = evaluation.provenance["probe"]["rounds"][0]
     assert 0.2 < figures["alike"] < ALIKE - 0.1
@@ -89,6 +90,23 @@ def test_a_model_that_is_exchanged_is_found(
         server.reply = model_reply
         evaluation = served(server, prompts[:4], SLASH, model, out=path)
     assert evaluation.answers == whole.answers
+
+
+def test_a_resumed_run_compares_log_probabilities_with_its_first_ones(
+    prompts, engine, changed_engine, tmp_path
+):
+    """Four bits leave most answers as they are; so without weights here the prompts tell."""
+    path = tmp_path / "answers.jsonl"
+    with running(StandIn(engine)) as server:
+        served(server, prompts[:3], out=path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with (
+        running(StandIn(changed_engine("4 bits"))) as server,
+        pytest.raises(
+            ServerError, match=r"when this run began: .*probabilities are 0\.[1-9]\d+ nats"
+        ),
+    ):
+        served(server, prompts[:3], out=path)
 
 
 def test_another_tokenizer_is_refused_without_weights(prompts, server):
