@@ -164,9 +164,10 @@ class Completion(BaseModel, strict=True):
 
     @property
     def prompt_logprobs(self) -> list[float]:
-        """The log-probability of each token of the prompt after the first."""
+        """The log-probability of each token of the prompt after the first, as it is stored: to four
+        decimals."""
         entries = [entry for entry in self.prompt or () if entry]
-        return [next(iter(entry.values())).logprob for entry in entries]
+        return [round(next(iter(entry.values())).logprob, 4) for entry in entries]
 
 
 class _ListedModel(BaseModel):

@@ -198,7 +198,7 @@ def start_probe(
         ServerError: It is not the model, or no longer that of the run that is resumed.
     """
     first_answers = {
-        (prompt, name): Reference(*answer)
+        (prompt, name): Reference(*answer)  # a text, and log-probabilities unless it is an old file
         for prompt, name, *answer in earlier.get("texts", ())
         if (prompt, name) in sent
     }

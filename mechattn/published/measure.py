@@ -198,19 +198,18 @@ class ModelRuns:
             new_tokens=self.settings.new_tokens,
         )
 
+        families = ", ".join(arm.family for arm in self.statements.arms)
+        architecture = architecture_named(self.name)
+        without_arm = (
+            f"ARM is published for the families {families}, and this model is {architecture}"
+        )
         cells = {}
         for statement in statements:
             if statement.condition in evaluation.conditions:
                 cells[statement.key] = accuracy_cell(statement, evaluation)
             else:
-                cells[statement.key] = Cell(NOT_MEASURABLE, note=self._without_arm())
+                cells[statement.key] = Cell(NOT_MEASURABLE, note=without_arm)
         return cells
-
-    def _without_arm(self) -> str:
-        """Why a model has no condition "arm"."""
-        families = ", ".join(arm.family for arm in self.statements.arms)
-        architecture = architecture_named(self.name)
-        return f"ARM is published for the families {families}, and this model is {architecture}"
 
     def _of_run(self, run_name: str) -> list[Statement]:
         """The statements that are measured in a run."""

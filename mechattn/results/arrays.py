@@ -76,7 +76,7 @@ def _read_stacked(
     are read."""
     rows = np.atleast_1d(order[key[0]])
     integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
-    spans = [_as_slice(index) for index in key[1:]]
+    spans = [index if isinstance(index, slice) else slice(index, index + 1) for index in key[1:]]
     sizes = [len(range(*span.indices(size))) for span, size in zip(spans, shape[1:], strict=True)]
     block = np.full((len(rows), *sizes), fill, fill.dtype)
 
@@ -95,10 +95,6 @@ def _read_stacked(
         start = stop
 
     return block.squeeze(integer_axes)
-
-
-def _as_slice(index: int | slice) -> slice:
-    return index if isinstance(index, slice) else slice(index, index + 1)
 
 
 def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:

@@ -116,11 +116,9 @@ def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
         How often each prompt was drawn, in blocks [resample, prompt] of uint8.
     """
     shares = np.full(n, 1 / n)
-    blocks = []
-    for rows in _block_sizes(resamples):
-        counts = generator.multinomial(n, shares, rows)
-        blocks.append(counts.astype(np.uint8))
-    return blocks
+    return [
+        generator.multinomial(n, shares, rows).astype(np.uint8) for rows in _block_sizes(resamples)
+    ]
 
 
 def resample_sequentially(n: int, resamples: int, generator: np.random.Generator) -> Counts:
@@ -195,15 +193,12 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
 
     Source: Hall 1988.
     """
-    upper = np.empty(d.shape[1])
-    lower = np.empty(d.shape[1])
+    upper_and_lower = np.empty((2, d.shape[1]))
     quantiles = [(1 + level) / 2, (1 - level) / 2]
     every_column = np.arange(d.shape[1])
     for columns, t_star in _t_star_by_columns(d, every_column, counts, [_SMALLEST_SPREAD]):
-        t_star_of_cells = t_star[:, 0]
-        ends = np.quantile(t_star_of_cells, quantiles, axis=1)
-        upper[columns] = ends[0]
-        lower[columns] = ends[1]
+        upper_and_lower[:, columns] = np.quantile(t_star[:, 0], quantiles, axis=1)
+    upper, lower = upper_and_lower
     return upper, lower
 
 

@@ -197,7 +197,7 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
     content = listing.read(metadata_name)
     try:
         metadata = json.loads(content)
-        if _is_group(metadata):
+        if metadata["node_type"] == "group" and _is_plain(metadata):
             return []
         shape, object_shape, data_type = _declared(metadata)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
@@ -226,11 +226,6 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
             raise damage(listing.place, name, f"{size:,} bytes are not those of {count:,} values")
 
     return names
-
-
-def _is_group(metadata: Any) -> bool:
-    """Whether this is the metadata of a group, as mechattn writes it."""
-    return metadata["node_type"] == "group" and _is_plain(metadata)
 
 
 def _is_plain(metadata: Any) -> bool:

@@ -137,8 +137,8 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
     merged = merge_results(results)
 
     attributes = target_place.attributes()
-    is_unfinished = "writing" in attributes
-    if attributes and not is_unfinished and not is_part(open_result(target), merged):
+    is_finished = attributes and "writing" not in attributes
+    if is_finished and not is_part(open_result(target), merged):
         raise OptionError(
             f"{target} exists and is not a merge of {', '.join(paths)}: its content would be lost."
             " The first name is the target (mechattn merge TARGET RESULT…); name a new one, or"
