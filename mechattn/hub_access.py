@@ -44,7 +44,7 @@ def asked_once(place: str) -> Iterator[None]:
             constants.HF_HUB_OFFLINE = offline
 
 
-def hub_commit(name: str) -> str | None:
+def hub_commit(name: str, revision: str | None = None) -> str | None:
     """The commit of a model on the hub, or else of the one downloaded before; None if there is no
     such model."""
     if not may_be_on_hub(name):
@@ -53,7 +53,7 @@ def hub_commit(name: str) -> str | None:
 
     try:
         with asked_once(name):
-            config = hf_hub_download(name, "config.json")
+            config = hf_hub_download(name, "config.json", revision=revision)
     except (OSError, ValueError):  # no such model, or no name that a model can have
         return None
     return Path(config).parent.name  # …/snapshots/COMMIT/config.json

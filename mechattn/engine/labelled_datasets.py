@@ -18,7 +18,7 @@ from mechattn.errors import plain
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, architecture_of, device_of, facts_of
 from mechattn.model.hooks import boundary_of
-from mechattn.model.weights import revision, weights_hash
+from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import PADDING, Batch, TokenSequence, token_texts
@@ -270,7 +270,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
         "device": str(device_of(model)),
         "prepends_bos": bool(getattr(cfg, "default_prepend_bos", False)),
         "hooked_by": type(model).__name__,
-        "revision": revision(model),
+        "revision": facts.revision,
         "weights": facts.weights,
         "random_weights": facts.random_weights,
     }

@@ -174,7 +174,6 @@ def _built(model: Any, text_class: Any) -> Any:
     from accelerate import init_empty_weights
 
     config = model.config.text_config
-    config._commit_hash = getattr(model.config, "_commit_hash", None)
     config._name_or_path = getattr(model.config, "_name_or_path", "")
 
     with init_empty_weights(include_buffers=False):

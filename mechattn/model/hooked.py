@@ -130,6 +130,7 @@ class ModelFacts:
     weights: str = (
         "as given, perhaps processed"  # or "raw"; the default warns that they may have been folded
     )
+    revision: str | None = None  # the commit on the hub that the weights come from
     random_weights: Mapping[str, Any] | None = None  # the kind and seed of weights drawn at random
     native: Any = (
         None  # a copy without hooks that shares the parameters; None if there cannot be one

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from mechattn.errors import ModelError, OptionError, check_choice
-from mechattn.hub_access import asked_once
+from mechattn.hub_access import asked_once, hub_commit
 from mechattn.model import checkpoint
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
 from mechattn.model.gguf_files import (
@@ -129,7 +129,9 @@ def load_model(
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
         with making, as_trusted(own_code), asked_once(place), read_once():
+            commit = hub_commit(place, options.get("revision"))
             hooked = _from_name(str(model), tokenizer, dtype, device, options)
+            known_facts(hooked).revision = commit
     else:
         raise ModelError(
             f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a"

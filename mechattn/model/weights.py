@@ -164,16 +164,6 @@ def stored_hash(name: str) -> str | None:
         return None
 
 
-def revision(model: Any) -> str | None:
-    """The hub commit that the weights come from; None for a directory, a toy or a model object."""
-    facts = facts_of(model) or ModelFacts()
-    config = getattr(facts.native, "config", None)
-    commit = getattr(config, "_commit_hash", None)
-    if commit is None:
-        return None
-    return str(commit)
-
-
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:
     """The bytes of at most this many numbers of a tensor, evenly spaced."""
     if values.is_meta:  # offloaded: not read again each time

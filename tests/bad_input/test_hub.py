@@ -41,6 +41,23 @@ def test_toys_and_directories_need_no_hub(nobody, monkeypatch, checkpoint):
     assert tokenizer_named("toy:llama")
 
 
+def test_a_result_names_the_commit_of_its_model(monkeypatch, checkpoint, tmp_path):
+    """transformers 5 no longer writes it into the configuration."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "c" * 40
+    folder = tmp_path / "models--some--model"
+    shutil.copytree(checkpoint, folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    result = ma.run(
+        ma.load_model("some/model"), "What is 3 + 4?", {"slash": ma.MeaninglessTokens("/", 3)}
+    )
+    assert result.provenance["model"]["revision"] == commit
+    other = ma.run(ma.load_model(str(checkpoint)), "What is 3 + 4?")
+    assert other.provenance["model"]["revision"] is None  # negative control
+
+
 def test_another_commit_is_another_job(monkeypatch, prompts, checkpoint, tmp_path):
     """By the name of a model on the hub, of which a commit was downloaded before."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

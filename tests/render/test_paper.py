@@ -63,7 +63,7 @@ def test_what_cannot_be_a_column(figure, slash_result):
     assert ma.render.for_paper(below_each_other, "single").layout.width == pytest.approx(
         85 / 25.4 * 96
     )
-    with pytest.raises(OptionError, match="choose 'single' or 'double'"):
+    with pytest.raises(OptionError, match="choose one of 'single', 'double'"):
         ma.render.for_paper(figure, "triple")
 
 
