@@ -25,7 +25,16 @@ from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
 
 _CALIPER = 0.15  # of the longer answer's tokens, but at least 2
-_TESTED = ("difference", "null", "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond")
+# The columns of a comparison, and the fields of Paired that they hold.
+_TESTED = {
+    "difference": "difference",
+    "null": "null",
+    "beyond": "beyond",
+    "beyond_low": "beyond_low",
+    "beyond_high": "beyond_high",
+    "p_beyond": "p",
+    "q_beyond": "q",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +199,7 @@ class WhileAnswering:
             level,
             bootstrap_ends=False,
         )
-        columns = {name: getattr(test, name.removesuffix("_beyond")) for name in _TESTED}
+        columns = {column: getattr(test, field) for column, field in _TESTED.items()}
         return {**columns, "pairs": pair_counts}
 
     def _units(self, places: np.ndarray) -> Units:
