@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from mechattn.axes import BASELINE
 from mechattn.contrast.means import mean_over_prompts, overall_mean
 from mechattn.contrast.quantities import check_layer
 from mechattn.results.result import Result
@@ -27,7 +28,7 @@ def budget_table(
     100.
 
     Each number is the mean over heads, layers and queries of the question, then over prompts, with
-    a 95 % t interval over prompts.
+    a 95 % t interval over prompts. A prompt without a segment pays it nothing.
 
     Args:
         result: A result with ``ma.analyses.AttentionBudget()``.
@@ -50,7 +51,7 @@ def budget_table(
     # The columns, each with a number for every payer.
     changed = dataset.sel(condition=condition)
     columns = {
-        "baseline": dataset.attention.sel(condition="baseline"),
+        "baseline": dataset.attention.sel(condition=BASELINE),
         "value": changed.attention,
         "change": changed.change,
     }
@@ -61,8 +62,7 @@ def budget_table(
     for payer in payers(result):
         row: dict[str, object] = {"payer": payer}
         for name, values in columns.items():
-            payer_values = values.sel(segment=payer)
-            interval = overall_mean(result, payer_values)
+            interval = overall_mean(result, _of_payer(values, payer))
             row[name] = POINTS * float(interval.estimate)
             row[f"{name}_low"] = POINTS * float(interval.low)
             row[f"{name}_high"] = POINTS * float(interval.high)
@@ -75,16 +75,16 @@ def payers_and_causes(
 ) -> pd.DataFrame:
     """See :meth:`mechattn.Result.attention_budget`."""
     condition = result.condition(condition)
-    wide = budget_table(result, condition, layer)
+    by_payer = budget_table(result, condition, layer)
     columns = {"all": "change"}
     for cause in known_causes(result, condition):
         columns[cause] = cause
 
     rows = []
-    for row in wide.to_dict("records"):
+    for row in by_payer.to_dict("records"):
         for cause, column in columns.items():
-            ends = (row[column], row[f"{column}_low"], row[f"{column}_high"])
-            rows.append((row["payer"], cause, *ends))
+            change = (row[column], row[f"{column}_low"], row[f"{column}_high"])
+            rows.append((row["payer"], cause, *change))
 
     names = ["payer", "cause", "change", "change_low", "change_high"]
     table = pd.DataFrame(rows, columns=names)
@@ -100,12 +100,19 @@ def payers_and_causes(
     return table
 
 
-def by_layer(result: Result, values: xr.DataArray) -> Interval:
-    """Means over heads and prompts of each layer, in points of 100, with 95 % t intervals over
-    prompts.
+def by_layer(result: Result, values: xr.DataArray, payer: str) -> Interval:
+    """A payer's means over heads and prompts in each layer, in points of 100, with 95 % t intervals
+    over prompts.
     """
-    mean, low, high = mean_over_prompts(result, values, ["head"])
+    mean, low, high = mean_over_prompts(result, _of_payer(values, payer), ["head"])
     return Interval(POINTS * mean, POINTS * low, POINTS * high)
+
+
+def _of_payer(values: xr.DataArray, payer: str) -> xr.DataArray:
+    """A payer's values, 0 where a prompt has no such segment, so that the payers add up to 100."""
+    is_measured = values.sel(segment="question", drop=True).notnull()
+    payer_values = values.sel(segment=payer, drop=True)
+    return payer_values.fillna(0).where(is_measured)
 
 
 def payers(result: Result) -> list[str]:
@@ -133,6 +140,6 @@ def busiest_layer(result: Result, condition: str) -> int:
     gain.
     """
     changes = result[NAME].change.sel(condition=condition)
-    changes = changes.mean(["prompt", "head"])
-    moved = np.abs(changes).sum("segment").values
+    amounts = [abs(by_layer(result, changes, payer).estimate) for payer in payers(result)]
+    moved = np.sum(amounts, axis=0)
     return int(changes.layer.values[moved.argmax()])

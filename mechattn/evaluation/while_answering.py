@@ -22,10 +22,19 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.paired import paired
-from mechattn.stats.units import Units
+from mechattn.stats.units import Unit, Units
 
 _CALIPER = 0.15  # of the longer answer's tokens, but at least 2
-_TESTED = ("difference", "null", "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond")
+# The columns of a comparison, and the fields of Paired that they hold.
+_TESTED = {
+    "difference": "difference",
+    "null": "null",
+    "beyond": "beyond",
+    "beyond_low": "beyond_low",
+    "beyond_high": "beyond_high",
+    "p_beyond": "p",
+    "q_beyond": "q",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +73,14 @@ class WhileAnswering:
         """One row per condition: attention of right and wrong answers to a segment, mean over heads
         and layers.
 
-        ``right`` and ``wrong`` have t intervals over answers, and the same for uniform attention.
-        The rest is over pairs of a right and a wrong answer of about the same length (optimal pairs
-        whose lengths differ by 15 % or 2 tokens at most, each answer once): ``difference`` (right
-        minus wrong), its ``null``, and ``beyond`` (difference minus null) with a t interval and a
-        sign-flip ``p_beyond`` over pairs. NaN with too few pairs. Where problems share groups
-        (``Prompt.group``), both answers of a pair are from one group, and intervals and
-        ``p_beyond`` are over groups; ``table.attrs["unit"]`` says which.
+        ``right`` and ``wrong`` have t intervals over answers; ``right_uniform`` and
+        ``wrong_uniform``, the same means for uniform attention, have none. The rest is over pairs
+        of a right and a wrong answer of about the same length (optimal pairs whose lengths differ
+        by 15 % or 2 tokens at most, each answer once): ``difference`` (right minus wrong), its
+        ``null``, and ``beyond`` (difference minus null) with a t interval and a sign-flip
+        ``p_beyond`` over pairs. NaN with too few pairs. Where problems share groups
+        (``Prompt.group``), both answers of a pair are from one group, and means of attention,
+        intervals and ``p_beyond`` are over groups; ``table.attrs["unit"]`` says which.
 
         Args:
             to: The segment of the keys.
@@ -143,7 +153,10 @@ class WhileAnswering:
         is_of_kind = answers.right == (kind == "right")
         places = np.flatnonzero(is_of_kind & answers.flow.notnull())
         chosen = answers.isel(prompt=places)
-        values = self._units(places).means(chosen.flow.values)
+        # Of both the mean over units, as only then do attention and its null compare.
+        units = self._units(places)
+        values = units.means(chosen.flow.values)
+        uniform = units.means(chosen.uniform.values)
 
         low = high = np.nan
         if len(values) >= FEWEST:
@@ -155,7 +168,7 @@ class WhileAnswering:
             kind: _mean(values),
             f"{kind}_low": low,
             f"{kind}_high": high,
-            f"{kind}_uniform": _mean(chosen.uniform.values),
+            f"{kind}_uniform": _mean(uniform),
             f"{kind}_tokens": _mean(chosen.tokens.values),
             f"{kind}_n": len(places),
         }
@@ -190,7 +203,7 @@ class WhileAnswering:
             level,
             bootstrap_ends=False,
         )
-        columns = {name: getattr(test, name.removesuffix("_beyond")) for name in _TESTED}
+        columns = {column: getattr(test, field) for column, field in _TESTED.items()}
         return {**columns, "pairs": pair_counts}
 
     def _units(self, places: np.ndarray) -> Units:
@@ -269,6 +282,7 @@ def while_answering(
     predicting: bool = False,
     layers: Sequence[int] | int | None = None,
     seed: int = 0,
+    unit: Unit = "auto",
 ) -> WhileAnswering:
     """Measure a model's attention while it writes its own answers, under each condition of an
     evaluation.
@@ -288,25 +302,27 @@ def while_answering(
         predicting: Measure the queries that predict the answer's tokens.
         layers: The layers, from 0; all by default.
         seed: The seed of the conditions' draws: that of the evaluation.
+        unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
 
     Returns:
         The attention of each answer by condition, layer, head and segment, and uniform attention.
 
     Raises:
-        OptionError: A condition or a prompt was not evaluated.
+        OptionError: A condition or a prompt was not evaluated, or there are fewer than three groups.
     """
     model = load_model(as_hooked(model))
     named = with_baseline(conditions)
     _check_evaluated(evaluation, named, prompts)
+    ids = [prompt.id for prompt in prompts]
+    units = evaluation._restricted_to(ids)._units(unit)  # refuses too few groups
 
     measured = [
         _measured(model, evaluation, prompts, name, condition, predicting, layers, seed)
         for name, condition in named.items()
     ]
-    ids = [prompt.id for prompt in prompts]
     return WhileAnswering(
         data=xr.concat(measured, pd.Index(list(named), name="condition")),
-        units=evaluation._restricted_to(ids)._units("auto"),
+        units=units,
         about=str(model.cfg.model_name),
         predicting=predicting,
     )

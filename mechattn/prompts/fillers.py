@@ -50,8 +50,8 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     near = sorted({len(encode(max(1, fewest - 1))), len(encode(fewest))})
     raise ConditionError(
         f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them,"
-        f" separated by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))},"
-        " another separator, or .fitted(model) for the nearest count"
+        f" separated by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}"
+        " (one more with own_line=True), another separator, or .fitted(model) for the nearest count"
     )
 
 
@@ -97,10 +97,10 @@ def counted(tokenizer: Any, room: int) -> list[int]:
     """As many whole numbers of "1 2 3 …" as ``room`` tokens hold; a ``ConditionError`` if they hold
     none."""
 
-    def encode(last: int) -> list[int]:
-        return tokens_of(tokenizer, " ".join(map(str, range(1, last + 1))))
+    def encode(largest: int) -> list[int]:
+        return tokens_of(tokenizer, " ".join(map(str, range(1, largest + 1))))
 
-    last = bisect_right(range(1, room + 1), room, key=lambda last: len(encode(last)))
+    last = bisect_right(range(1, room + 1), room, key=lambda largest: len(encode(largest)))
     if not last:
         raise ConditionError(
             "counting needs room for a number and its line breaks; give a larger count"
@@ -120,7 +120,8 @@ def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int
 
 
 def whole_sentences(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
-    """The same of exactly ``count`` tokens, drawn again until they fit."""
+    """Sentences of :func:`random_sentence` that have exactly ``count`` tokens, drawn again until
+    they fit."""
     for _ in range(_MOST_DRAWS):
         tokens = random_sentence(tokenizer, count, draw)
         if len(tokens) == count:

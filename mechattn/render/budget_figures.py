@@ -155,7 +155,7 @@ def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> No
         words = PAYER_WORDS[payer]
         _bars(
             figure,
-            by_layer(result, attention.sel(segment=payer)),
+            by_layer(result, attention, payer),
             attention.layer.values,
             name=words,
             legendgroup=payer,
@@ -209,13 +209,13 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
 
 def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> None:
     """The question's change in each layer: a bar for each cause, and a line for their sum."""
-    dataset = result[NAME].sel(condition=condition, segment="question")
+    dataset = result[NAME].sel(condition=condition)
     layers = dataset.layer.values
     words = _cause_words(result)
     for cause in known_causes(result, condition):
         _bars(
             figure,
-            by_layer(result, dataset.by_cause.sel(cause=cause)),
+            by_layer(result, dataset.by_cause.sel(cause=cause), "question"),
             layers,
             name=words[cause],
             legend=LOWER,
@@ -229,7 +229,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
     draw.points(
         figure,
         layers,
-        by_layer(result, dataset.change),
+        by_layer(result, dataset.change, "question"),
         "all causes",
         "#000000",
         column=column,
@@ -333,8 +333,8 @@ def own_attention_words(result: Result, condition: str) -> str:
     """Whether the question attends less to itself than without insertion: the change in points over
     all layers, and in the layer where it is largest."""
     layers = result[NAME].layer.values
-    changes = result[NAME].change.sel(condition=condition, segment="question")
-    layer_changes = changes.mean(("prompt", "head")).values
+    changes = result[NAME].change.sel(condition=condition)
+    layer_changes = by_layer(result, changes, "question").estimate
     layer = layers[np.abs(layer_changes).argmax()]
 
     change = budget_table(result, condition).set_index("payer").loc["question"]

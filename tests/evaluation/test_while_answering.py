@@ -211,6 +211,19 @@ def test_pairs_are_made_within_groups_which_are_the_unit():
         simulated(effect=0.05, confounded=False, groups=2).heads("slash")
 
 
+def test_uniform_attention_is_averaged_over_groups_too():
+    """A group of nine right answers and two of one: attention that is uniform does not differ from uniform attention."""
+    measured = simulated(effect=0.0, confounded=False)
+    data = measured.data.isel(prompt=slice(0, 22, 2))  # the right answers
+    uniform = [0.9] * 9 + [0.3, 0.3]
+    of_group = ["a"] * 9 + ["b", "c"]
+    for name in ("flow", "uniform"):
+        data[name] = data[name] * 0 + xr.DataArray(uniform, dims="prompt")
+    table = WhileAnswering(data, Units.grouped(of_group), "simulated").table().iloc[0]
+    assert table.right_uniform == pytest.approx((0.9 + 0.3 + 0.3) / 3)
+    assert table.right == pytest.approx(table.right_uniform)
+
+
 def test_what_a_group_shares_is_not_taken_for_an_effect():
     """60 evaluations in which groups differ in either direction; as single problems, they give false findings."""
     grouped = [simulated(0.0, False, groups=5, seed=seed, shared=0.05) for seed in range(60)]
@@ -222,6 +235,21 @@ def test_what_a_group_shares_is_not_taken_for_an_effect():
         covered.append(np.mean(contains_0))
     assert covered[0] > 0.9
     assert covered[1] < 0.7, "negative control"
+
+
+def test_two_groups_are_refused_before_the_model_reads(toy, prompts, monkeypatch):
+    answers = evaluation(toy, prompts)
+    groups = {prompt.id: str(number // 3) for number, prompt in enumerate(prompts[:6])}
+    grouped = replace(answers, provenance=answers.provenance | {"groups": groups})
+    measured = ma.while_answering(toy, grouped, prompts[:6], unit="prompt")
+    assert measured.units.unit == "prompts"
+
+    def unreached(*arguments, **options):
+        pytest.fail("the model was run")
+
+    monkeypatch.setattr("mechattn.evaluation.while_answering.run", unreached)
+    with pytest.raises(OptionError, match=r'2 groups of 6 prompts.*unit="prompt"'):
+        ma.while_answering(toy, grouped, prompts[:6])
 
 
 def test_what_cannot_be_compared(measured, toy, prompts):

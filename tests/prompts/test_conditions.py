@@ -438,6 +438,19 @@ def test_a_line_break_is_tokenized_with_the_mark_before_it(toy, condition):
     assert tokenizer(text)["input_ids"] == filler
 
 
+def test_the_counts_that_an_error_names_can_be_had_with_a_line_of_its_own(toy):
+    """Two letters are two tokens here, and the line break is one."""
+    model = SimpleNamespace(tokenizer=InDigits(), cfg=toy.cfg)
+    condition = ma.MeaninglessTokens("ab", 10, separator="", own_line=True)
+    with pytest.raises(ma.MechattnError, match="one more with own_line=True") as refused:
+        condition._with_line(PROMPT, model, 0)
+    (named,) = re.findall(r"count=(\d+) or (\d+)", str(refused.value))
+    assert [int(count) + 1 for count in named] == [9, 11]
+    for count in (9, 11):
+        filler = dataclasses.replace(condition, count=count)._with_line(PROMPT, model, 0)
+        assert model.tokenizer.decode(filler) == "ab" * (count // 2) + "\n"
+
+
 @pytest.mark.parametrize(("count", "own_line"), [(20, True), (33, False)])
 def test_whole_sentences_have_exactly_the_count(toy, count, own_line):
     condition = ma.RandomSentence(count, own_line=own_line, cut=False)

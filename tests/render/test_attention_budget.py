@@ -90,6 +90,39 @@ def test_the_table_is_the_mean_over_layers_and_heads(result):
     np.testing.assert_allclose(row.astype(float), expected, rtol=1e-5, atol=1e-8)
 
 
+def test_a_prompt_without_a_segment_pays_it_nothing(toy):
+    """The pattern of the hooked model over two prompts, of which one has no system text."""
+    question = "Tom has 3 apples. How many are left?"
+    prompts = [ma.Prompt(question, system="Solve it.", id="a"), ma.Prompt(question, id="b")]
+    slash = ma.MeaninglessTokens("/", 5)
+    result = ma.run(toy, prompts, {"slash": slash}, ma.analyses.AttentionBudget())
+
+    to_system = []
+    for prompt in prompts:
+        sequence = slash.apply(prompt, toy)
+        queries = sequence.of_segment("question")
+        keys = sequence.of_segment("system")
+        _, cache = toy.run_with_cache(sequence.tokens[None])
+        patterns = [cache["pattern", layer][0].double() for layer in range(toy.cfg.n_layers)]
+        to_system.append([pattern[:, queries][:, :, keys].sum(-1).mean() for pattern in patterns])
+    expected = 100 * np.mean(to_system, axis=0)  # of each layer; the second prompt's are 0
+
+    figure = ma.render.attention_budget(result)
+    stacks = [trace for trace in figure.data if trace.legendgroup in PAYERS]
+    for axis in ("x", "x2"):  # without and with the tokens
+        total = np.sum([stack.y for stack in stacks if stack.xaxis == axis], axis=0)
+        np.testing.assert_allclose(total, 100, atol=1e-3)
+    system = traces(figure, "system text", "bar")[1]
+    np.testing.assert_allclose(system.y, expected, atol=1e-3)
+
+    table = budget_table(result, "slash").set_index("payer")
+    assert table.value["system"] == pytest.approx(expected.mean(), abs=1e-3)
+    totals = table[["baseline", "value", "change"]].sum()
+    np.testing.assert_allclose(totals, [100, 100, 0], atol=1e-3)
+    change = f"{table.change['system']:+.1f}".replace("-", "−")
+    assert f"system text {change}" in figure.layout.meta["says"]
+
+
 def test_the_tidy_table_has_a_row_a_payer_and_cause(result):
     layer = 2
     table = result.attention_budget("sentence", layer)
