@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -22,6 +22,7 @@ from mechattn.prompts.token_sequences import Batch
 Engine = Literal["auto", "streaming", "fused", "hooks"]
 
 
+@runtime_checkable
 class LayerReceiver(Protocol):
     """Receives the attention of the measured layers during a pass."""
 

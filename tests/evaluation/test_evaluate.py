@@ -70,6 +70,9 @@ class Ignored:
     def see_rows(self, layer, rows):
         pass
 
+    def see_whole(self, layer, fused):
+        pass
+
 
 VARIANTS = {
     "masked": SLASH.masked(),
