@@ -157,7 +157,7 @@ def _positions(
     cache = options.get("past_key_values")
     if cache is not None:
         past = int(cache.get_seq_length())
-    cache = options.get("past_kv_cache")  # a HookedTransformer's
-    if cache is not None:
-        past = int(cache[0].past_keys.shape[1])
+    hooked_cache = options.get("past_kv_cache")  # a HookedTransformer's
+    if hooked_cache is not None:
+        past = int(hooked_cache[0].past_keys.shape[1])
     return (past + torch.arange(length, device=tokens.device)).expand(rows, -1)

@@ -169,5 +169,9 @@ def score_scale(model: Any, layer: int, width: int) -> float:
 def mend(model: Any) -> tuple[str, ...]:
     """Correct known faults of a booted bridge, in place; a sentence for each."""
     correct = particulars_of(model).mend
-    sentence = "" if correct is None else correct(model)
-    return (sentence,) if sentence else ()
+    if correct is None:
+        return ()
+    sentence = correct(model)
+    if not sentence:  # this model does not have the fault
+        return ()
+    return (sentence,)
