@@ -147,14 +147,13 @@ def _positions(
             inputs.insert(0, options[name])
     tokens = inputs[0]
     if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
-        given = {name: options[name] for name in ("prepend_bos", "padding_side") if name in options}
-        tokens = model.to_tokens(tokens, **given)
+        tokens = model.to_tokens(tokens)
     if tokens.ndim == 1:
         tokens = tokens[None]
     rows, length = tokens.shape[:2]
 
     hooked_cache = options.get("past_kv_cache")  # a HookedTransformer's
-    mask = options.get("attention_mask")
+    mask: Any = options.get("attention_mask")
     has_mask = isinstance(mask, Tensor) and mask.ndim == 2
     if has_mask and hooked_cache is not None:  # its mask is of the new tokens alone
         mask = torch.cat([hooked_cache.previous_attention_mask.to(mask), mask], -1)
