@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -32,9 +32,9 @@ from mechattn.prompts.token_sequences import Batch
 
 Stream = Float[Tensor, "batch pos d_model"]
 BLOCKS = ("attention", "mlp")
-_AROUND = ("hook_resid_pre", "hook_resid_post")
-_MIDDLE = "hook_resid_mid"
-_OUTS = ("hook_attn_out", "hook_mlp_out")
+_STREAM_HOOKS = ("hook_resid_pre", "hook_resid_post")
+_MIDDLE_HOOK = "hook_resid_mid"
+_OUTPUT_HOOKS = ("hook_attn_out", "hook_mlp_out")
 _DIMS = ("block", "segment")
 _DIRECTIONS = {
     "block_magnitude": Quantity(
@@ -74,7 +74,7 @@ class BlockUpdates(AnalysisBase):
     per_query: bool = False
     sequential: bool = True
     # The hooks of the blocks' outputs, and what multiplies what they hold.
-    outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)
+    output_hooks: tuple[str, str] = field(default=_OUTPUT_HOOKS, repr=False, compare=False)
     factor: float = field(default=1.0, repr=False, compare=False)
 
     @property
@@ -93,8 +93,8 @@ class BlockUpdates(AnalysisBase):
     @property
     def captures(self) -> Sequence[str]:
         """The residual stream around both blocks, and the output of each."""
-        middle = (_MIDDLE,) if self.sequential else ()
-        return (*_AROUND, *middle, *self.outs)
+        middle = (_MIDDLE_HOOK,) if self.sequential else ()
+        return (*_STREAM_HOOKS, *middle, *self.output_hooks)
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
@@ -103,34 +103,36 @@ class BlockUpdates(AnalysisBase):
             ModelError: A layer has no hooks that give the outputs of its blocks.
         """
         hooks = model.hook_dict
-        sequential = all(f"blocks.{layer}.{_MIDDLE}" in hooks for layer in layers)
+        sequential = all(f"blocks.{layer}.{_MIDDLE_HOOK}" in hooks for layer in layers)
         factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
         if factor is None:
             factor = 1.0
-            outs = _OUTS
+            output_hooks = _OUTPUT_HOOKS
         else:
             # Such a block fires hook_attn_out only for functions that TransformerLens has added.
-            outs = ("attn.hook_out", "mlp.hook_out")
+            output_hooks = ("attn.hook_out", "mlp.hook_out")
 
         for layer in layers:
-            for name in (*_AROUND, *outs):
+            for name in (*_STREAM_HOOKS, *output_hooks):
                 if f"blocks.{layer}.{name}" not in hooks:
                     raise ModelError(
                         f"layer {layer} of {model.cfg.model_name} has no {name}, so the outputs of"
                         " its blocks cannot be separated"
                     )
-        return replace(self, sequential=sequential, outs=outs, factor=factor)
+        return replace(self, sequential=sequential, output_hooks=output_hooks, factor=factor)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         tensors = {name: tensor.float() for name, tensor in captures.tensors.items()}
-        before, after = (tensors[name] for name in _AROUND)
-        attention, mlp = (tensors[name] * self.factor for name in self.outs)
+        before, after = (tensors[name] for name in _STREAM_HOOKS)
+        attention, mlp = (tensors[name] * self.factor for name in self.output_hooks)
         middle = before  # what a parallel MLP reads
         if self.sequential:
-            middle = tensors[_MIDDLE]
-            attention = _added(before, attention, middle)
-            mlp = _added(middle, mlp, after)
+            middle = tensors[_MIDDLE_HOOK]
+            real = captures.batch.real
+            precision = torch.finfo(captures.tensors["hook_resid_post"].dtype).eps
+            attention = _added(before, attention, middle, real, precision)
+            mlp = _added(middle, mlp, after, real, precision)
 
         streams = torch.stack([before, middle], 1)
         updates = torch.stack([attention, mlp], 1)
@@ -157,8 +159,17 @@ class BlockUpdates(AnalysisBase):
         return values
 
 
-def _added(before: Stream, out: Stream, after: Stream) -> Stream:
-    """The block's output from its hook where that is the update (a difference of large numbers
-    loses digits); otherwise (BLOOM adds the residual first) the difference."""
+def _added(
+    before: Stream, out: Stream, after: Stream, real: Bool[Tensor, "batch pos"], precision: float
+) -> Stream:
+    """The block's output from its hook if that is the update at most tokens (a difference of large
+    numbers loses digits); otherwise (BLOOM adds the residual first) the difference."""
     change = after - before
-    return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)
+    error = (change - out).norm(dim=-1)
+    rounding = precision * after.norm(dim=-1)
+    is_update = error < 0.05 * change.norm(dim=-1) + rounding
+
+    # One decision for all, as a massive activation at one token says little of the others.
+    update_count = (is_update & real).sum()
+    holds_update = 2 * update_count > real.sum()
+    return torch.where(holds_update, out, change)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -110,7 +111,10 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
         inner = getattr(model, "original_model", None) or model
         forward = inner.forward
 
-        # Replaces forward itself and is no hook, because some callers call forward directly.
+        # Replaces forward itself and is no hook, because some callers call forward directly. It has
+        # the same signature, as transformers' generate gives positions only to models that take
+        # them.
+        @wraps(forward)
         def forward_with_positions(*arguments: Any, **options: Any) -> Any:
             positions[:] = [_positions(inner, arguments, options)]
             return forward(*arguments, **options)
@@ -134,9 +138,8 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
 def _positions(
     model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Int[Tensor, "row pos"]:
-    """The positions of the tokens of a forward pass, without padding on the left.
-
-    They are counted after the tokens of its cache.
+    """The positions of the tokens of a forward pass, counted after those of its cache; −1 for
+    padding, which transformers puts at position 0 or 1, and on the right at that of the last token.
     """
     inputs = list(arguments)
     for name in ("inputs_embeds", "input", "input_ids"):
@@ -145,19 +148,30 @@ def _positions(
     tokens = inputs[0]
     if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
         tokens = model.to_tokens(tokens)
+    if tokens.ndim == 1:
+        tokens = tokens[None]
     rows, length = tokens.shape[:2]
 
-    if options.get("position_ids") is not None:
-        return options["position_ids"].expand(rows, -1)
-    mask = options.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return mask.long().cumsum(-1)[:, -length:] - 1
+    hooked_cache = options.get("past_kv_cache")  # a HookedTransformer's
+    mask: Any = options.get("attention_mask")
+    has_mask = isinstance(mask, Tensor) and mask.ndim == 2
+    if has_mask and hooked_cache is not None:  # its mask is of the new tokens alone
+        mask = torch.cat([hooked_cache.previous_attention_mask.to(mask), mask], -1)
 
-    past = 0
-    cache = options.get("past_key_values")
-    if cache is not None:
-        past = int(cache.get_seq_length())
-    cache = options.get("past_kv_cache")  # a HookedTransformer's
-    if cache is not None:
-        past = int(cache[0].past_keys.shape[1])
-    return (past + torch.arange(length, device=tokens.device)).expand(rows, -1)
+    positions = options.get("position_ids")
+    if positions is None and has_mask:
+        positions = mask.long().cumsum(-1)[:, -length:] - 1
+    if positions is None:
+        past = 0
+        cache = options.get("past_key_values")
+        if cache is not None:
+            past = int(cache.get_seq_length())
+        if hooked_cache is not None:
+            past = int(hooked_cache[0].past_keys.shape[1])
+        positions = past + torch.arange(length, device=tokens.device)
+
+    positions = positions.expand(rows, -1)
+    if has_mask:
+        is_padding = mask[:, -length:] == 0
+        positions = positions.masked_fill(is_padding, -1)
+    return positions

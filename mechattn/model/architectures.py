@@ -43,10 +43,11 @@ class Particulars:
 
 
 def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
-    """1 / √d_head, divided by the number of the layer (from 1) if the configuration says so."""
+    """1 / √d_head or 1, divided by the number of the layer (from 1) if the configuration says so."""
+    scale = usual if config.scale_attn_weights else 1.0
     if config.scale_attn_by_inverse_layer_idx:
-        return usual / (layer + 1)
-    return usual
+        return scale / (layer + 1)
+    return scale
 
 
 def _mpt_scale(config: Any, layer: int, usual: float) -> float:
@@ -63,14 +64,17 @@ def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
 
 def _rotate_in_dtype_of_weights(model: Any) -> str:
     """Cast rotated queries and keys to the weights' dtype."""
-    dtype = next(model.parameters()).dtype
-    if dtype not in (torch.bfloat16, torch.float16):
+
+    def cast(module: Any, given: Any, rotated: Tensor) -> Tensor:
+        return rotated.to(next(model.parameters()).dtype)  # which may change after loading
+
+    if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         return ""
     for block in model.blocks:
         for name in ("hook_rot_q", "hook_rot_k"):
             point = getattr(block.attn, name, None)
             if point is not None:
-                point.register_forward_hook(lambda module, given, rotated: rotated.to(dtype))
+                point.register_forward_hook(cast)
     return (
         "rotated queries and keys have the dtype of the weights, as in the model itself:"
         " TransformerLens leaves them in the float32 of OLMo's cosines, which its values are not in"
@@ -169,5 +173,9 @@ def score_scale(model: Any, layer: int, width: int) -> float:
 def mend(model: Any) -> tuple[str, ...]:
     """Correct known faults of a booted bridge, in place; a sentence for each."""
     correct = particulars_of(model).mend
-    sentence = "" if correct is None else correct(model)
-    return (sentence,) if sentence else ()
+    if correct is None:
+        return ()
+    sentence = correct(model)
+    if not sentence:  # this model does not have the fault
+        return ()
+    return (sentence,)

@@ -13,6 +13,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.errors import ModelError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, attribute_set, device_of
 from mechattn.model.hooks import blocks_of, keeping_nothing, split_heads
@@ -100,30 +101,58 @@ def changing(
                 changes[layer] = partial(_only, part, change, heads)
             stack.enter_context(changing_keys_values(model, changes))
         else:
-            name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
             heads = model.cfg.n_heads if part == "q" else 1
             change_part: Any = partial(_change_heads, heads=heads)
             if part == "pattern":
                 change_part = _change_queries
 
             for layer, change in layers.items():
-                hook = model.hook_dict[f"blocks.{layer}.{name}"]
+                hook = hook_of(model, part, layer)
                 function = partial(change_part, change)
                 stack.enter_context(hook.register_forward_hook(function))
         yield
+
+
+def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
+    """The hook of a part of a layer other than z, keys and values.
+
+    Raises:
+        ModelError: The layer has none.
+    """
+    block: Any = model.blocks[layer]
+    name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
+    if part in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
+        # Such a block fires these hooks only for functions that TransformerLens has added. Before
+        # the factor, both runs lack the same one.
+        is_attention = part == "attn_out"
+        module = block.scaled_attn_submodule if is_attention else block.scaled_mlp_submodule
+        name = f"{module}.hook_out"
+
+    hook = model.hook_dict.get(f"blocks.{layer}.{name}")
+    if hook is None:
+        raise ModelError(
+            f"layer {layer} of {model.cfg.model_name} has no hook of {part}, so it cannot be "
+            "patched there"
+        )
+    return hook
 
 
 def _only(part: Part, change: ActivationChange, heads: int, kind: str, x: Tensor) -> Tensor:
     """Keys and values come to the same function; only one of the two is changed."""
     if kind != part:
         return x
-    return _change_heads(change, None, None, x, heads)
+    return _with_heads_changed(change, x, heads)
 
 
 def _change_heads(
     change: ActivationChange, module: Any, inputs: Any, x: Tensor, heads: int
 ) -> Tensor:
     """A forward hook that changes an activation [batch pos head d_head], whatever its shape."""
+    return _with_heads_changed(change, x, heads)
+
+
+def _with_heads_changed(change: ActivationChange, x: Tensor, heads: int) -> Tensor:
+    """An activation after a change of its heads, in its own shape."""
     changed = change(split_heads(x, heads))
     return changed.reshape(x.shape)
 

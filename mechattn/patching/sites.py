@@ -17,7 +17,7 @@ from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, device_of
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
-from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing
+from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing, hook_of
 from mechattn.results.result import head_named
 
 
@@ -143,7 +143,7 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
 
     Raises:
         OptionError: There is no such part, head or layer.
-        ModelError: A pattern is named, and changing it would have no effect.
+        ModelError: The layers have no such part, or changing it would have no effect.
     """
     sites = at
     if isinstance(at, str) and at in get_args(Part):
@@ -165,6 +165,9 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
         count = kv_heads_of(model) if sites.part in ("k", "v") else model.cfg.n_heads
         heads = _heads(model, where, count)
 
+    if sites.part not in ("z", "k", "v"):
+        for layer, _ in heads:
+            hook_of(model, sites.part, layer)
     if sites.part == "pattern" and not _patterns_act(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing "

@@ -7,6 +7,7 @@ a process of their own without it.
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -236,3 +237,26 @@ def test_falcon_is_mended_in_a_bridge_of_3_9_too():
     report = ma.verify_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
     assert report.passed
     assert report.mended
+
+
+def test_tokens_after_a_hooked_transformers_cache_are_not_those_that_were_recorded():
+    """The mask that is given covers only the new tokens; a row may come without a batch."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    model = tiny_hooked_transformer()
+    prompt = ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a")
+    recorded = ma.record_affine(model, [prompt], ma.MeaninglessTokens("/", 20), layers=1)
+    tokens = ma.Baseline().apply(prompt, model).tokens[None]
+    later = tokens[:, 1:6]
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+    given = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
+    with recorded.on(model, ["a"]), torch.no_grad():
+        changed = model(tokens, **given)
+        without_batch = model(tokens[0])
+        given = {"past_kv_cache": deepcopy(cache), "attention_mask": torch.ones_like(later)}
+        after = model(later, **given)
+    given["past_kv_cache"] = cache
+    with torch.no_grad():
+        torch.testing.assert_close(after, model(later, **given))
+        torch.testing.assert_close(without_batch, changed)
+        assert (model(tokens) - changed).abs().max() > 0.01, "negative control"

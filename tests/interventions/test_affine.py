@@ -6,6 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.model.checkpoint import toy_names
+from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
@@ -147,3 +148,48 @@ def test_heads_are_ablated(toy, prompts):
     every = [attention_outputs(toy, ma.Baseline().apply(p, toy), 1)[0] for p in prompts[3:6]]
     torch.testing.assert_close(mean[0, 2], torch.cat(every).mean(0)[2], atol=1e-6, rtol=1e-5)
     assert (mean[:, 2] == mean[0, 2]).all()
+
+
+@pytest.mark.parametrize("how", ["generated", "right", "hooked"])
+def test_prompts_beside_longer_ones_have_no_more_tokens(how, tokenizer):
+    """Each row of a padded batch is as the same prompt alone, under the map that was recorded for it."""
+    native, same = (tiny_model("GPT-2", len(tokenizer)) for _ in range(2))
+    model = ma.load_model(same, tokenizer=tokenizer)
+    pair = [
+        ma.Prompt("Tom has 3 apples and buys 4.", id="long"),
+        ma.Prompt("How many?", id="short"),
+    ]
+    recorded = ma.record_affine(model, pair, SLASH, layers=1)
+    rows = [ma.Baseline().apply(prompt, model).tokens for prompt in pair]
+    lengths = [len(row) for row in rows]
+    side = "right" if how == "right" else "left"
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
+    )
+
+    def logits(ids, mask):
+        with torch.no_grad():
+            if how == "generated":
+                made = native.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0,
+                                       output_logits=True, return_dict_in_generate=True)  # fmt: skip
+                return torch.stack(made.logits, 1)
+            if how == "right":
+                return native(ids, attention_mask=mask).logits
+            # Padding at position 1, as TransformerLens puts it.
+            positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+            return model(ids, attention_mask=mask, position_ids=positions)
+
+    reader = model if how == "hooked" else native
+    with recorded.on(reader, [prompt.id for prompt in pair]):
+        together = logits(ids, mask)
+    for index, prompt in enumerate(pair):
+        alone_ids = rows[index][None]
+        with recorded.on(reader, [prompt.id]):
+            alone = logits(alone_ids, torch.ones_like(alone_ids))[0]
+        without = logits(alone_ids, torch.ones_like(alone_ids))[0]
+        row = together[index]
+        if how != "generated":
+            row = row[: lengths[index]] if side == "right" else row[-lengths[index] :]
+        torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4)
+        assert (alone - without).abs().max() > 0.01, "negative control"

@@ -164,6 +164,16 @@ def test_olmo_in_half_precision(family, tokenizer, shared):
     whole = ma.run(shared(family), TEXT, engine="hooks")["received_attention"].received_by_segment
     assert 0 < float(abs(half - whole).max()) < 0.1
 
+    rounded = tiny_model(family, len(tokenizer))
+    for weight in rounded.parameters():
+        weight.data = weight.data.bfloat16().float()
+    again = ma.load_model(rounded, tokenizer=tokenizer)
+    seen = []
+    for single in (model.float(), again):
+        tokens = torch.arange(3, 40)[None]
+        seen.append(single.run_with_cache(tokens)[1]["blocks.1.attn.hook_pattern"])
+    torch.testing.assert_close(*seen, atol=1e-6, rtol=0)
+
 
 def test_a_model_that_runs_into_an_error_is_refused_with_it(tokenizer):
     def broken_model():

@@ -11,6 +11,7 @@ from mechattn.analysis.analysis import AnalysisBase, Quantity
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import attention as functional
 from mechattn.model import hooks
+from mechattn.model.architectures import score_scale
 from mechattn.model.patch import streaming as attention_calls
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.verify.checks import check_streaming
@@ -55,6 +56,21 @@ def test_a_measuring_pass_keeps_no_keys_and_values(family, shared, monkeypatch):
     for last_layer in (hooks.attention_layers(model)[0], model.cfg.n_layers - 1):
         hooks.forward_to(model, tokens, last_layer, [])
         assert not kept
+
+
+@pytest.mark.parametrize(("by_layer", "factors"), [(False, [1 / 4, 1 / 4]), (True, [1 / 4, 1 / 8])])
+def test_the_factor_of_gpt2s_scores(by_layer, factors, tokenizer):
+    """1 / sqrt(16), by the number of the layer if the configuration says so; or 1 instead of it."""
+    for scaled, numerator in ((True, 1), (False, 4)):
+        native = tiny_model(
+            "GPT-2",
+            len(tokenizer),
+            scale_attn_weights=scaled,
+            scale_attn_by_inverse_layer_idx=by_layer,
+        )
+        model = ma.load_model(native, tokenizer=tokenizer, verify=False)
+        measured = [score_scale(model, layer, 16) for layer in range(2)]
+        assert measured == [numerator * factor for factor in factors]
 
 
 def test_a_module_that_never_asks_would_see_the_future_and_is_noticed(tokenizer, monkeypatch):

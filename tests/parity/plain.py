@@ -95,6 +95,8 @@ def seen_in(plain, ids, into, out_of=(), **options):
 
     def keep(key, value):
         value = value[0] if isinstance(value, tuple) else value
+        if value.dtype == torch.bfloat16:  # which numpy lacks
+            value = value.float()
         seen[key] = value[0].detach().numpy().copy()
 
     with contextlib.ExitStack() as stack:

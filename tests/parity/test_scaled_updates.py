@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer
@@ -73,3 +74,26 @@ def test_block_updates_that_are_scaled(granite, prompts, engine):
             cosine = (stream * delta).sum(-1) / size / base
             turned = of_block.block_orientation_at_per_prompt.values[: len(size)]
             np.testing.assert_allclose(turned, cosine, atol=1e-4)
+
+
+def test_small_updates_of_a_large_stream_are_what_blocks_give(tokenizer, prompts):
+    """In bfloat16, where the difference of the streams is mostly rounding."""
+    plain, same = (tiny_model("Llama", len(tokenizer)) for _ in range(2))
+    for native in (plain, same):
+        with torch.no_grad():
+            native.model.embed_tokens.weight *= 10000
+        native.bfloat16()
+    model = ma.load_model(same, tokenizer=tokenizer, verify=False)
+    ids = SLASH.apply(prompts[0], model).tokens.tolist()
+    layer = plain.model.layers[0]
+    into = {"before": layer, "middle": layer.post_attention_layernorm}
+    seen = seen_in(plain, ids, into, {"attention": layer.self_attn})[0]
+    expected = np.linalg.norm(seen["attention"], axis=-1)
+    difference = np.linalg.norm(seen["middle"] - seen["before"], axis=-1)
+    assert np.median(abs(difference / expected - 1)) > 0.05, "negative control"
+
+    mine = measured(model, prompts, ma.analyses.BlockUpdates(per_query=True))
+    of_block = mine.sel(layer=0, block="attention")
+    magnitude = of_block.block_magnitude_at_per_prompt.values[: len(ids)]
+    stream = np.linalg.norm(seen["before"], axis=-1)
+    np.testing.assert_allclose(magnitude, expected / stream, rtol=0.02)

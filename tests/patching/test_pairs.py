@@ -7,10 +7,12 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.conditions import Counterpart
-from mechattn.errors import OptionError, PromptError
-from mechattn.model.checkpoint import toy_folder
+from mechattn.errors import ModelError, OptionError, PromptError
+from mechattn.model.checkpoint import load_tokenizer, toy_folder
 from mechattn.patching.answer_metrics import chosen_metric
 from tests.conftest import loaded_once
+from tests.model.unusual import unusual_model
+from tests.tiny_families import tiny_model
 
 LONGER = [
     ma.Prompt(tokens=(1, 20, 30, 31, 32, 40, 41, 9 + i), answer_tokens=(60,), counterpart=(1, 20, 35, 40, 41, 9 + i),
@@ -182,3 +184,32 @@ def test_the_metric_is_the_logit_difference_where_every_prompt_has_another_answe
     assert chosen_metric(None, [with_both, with_both]) == "logit_diff"
     assert chosen_metric(None, [with_both, with_one]) == "logprob"
     assert chosen_metric("kl", [with_both]) == "kl"
+
+
+@pytest.mark.parametrize("part", ["attn_out", "mlp_out"])
+def test_blocks_whose_outputs_are_multiplied(part):
+    """Granite's blocks fire TransformerLens's hooks of their outputs for its own functions alone."""
+    tokenizer = load_tokenizer("toy:llama")
+    plain, same = (
+        tiny_model("Granite", len(tokenizer), residual_multiplier=0.22).double() for _ in range(2)
+    )
+    model = ma.load_model(same, tokenizer=tokenizer)
+    effects = ma.patch(
+        model, LONGER, Counterpart(), at=ma.Sites(part, [1]), metric="logit_diff", controls=()
+    ).effects.effect
+    module = PARTS[part]
+    for index, prompt in enumerate(LONGER):
+        clean, corrupted = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
+        _, values = difference(plain, corrupted, len(corrupted) - 1, 61, [module])
+        rows = {to: lambda _, value=values[module][at]: value for to, at in PARTNERS}
+        before, _ = difference(plain, clean, len(clean) - 1, 61)
+        after, _ = difference(plain, clean, len(clean) - 1, 61, [module], {module: rows})
+        assert abs(after - before) > 1e-3
+        assert float(effects[index].squeeze()) == pytest.approx(after - before, abs=2e-5)
+
+
+def test_a_part_that_a_layer_lacks_is_refused(tokenizer):
+    """No single module of a Granite with experts gives what the MLP adds."""
+    model = ma.load_model(unusual_model("Granite hybrid NoPE", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match=r"layer 1 of .* has no hook of mlp_out"):
+        ma.patch(model, LONGER, Counterpart(), at="mlp_out")
