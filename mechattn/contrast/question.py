@@ -21,7 +21,7 @@ from mechattn.contrast.quantities import (
     in_parts,
     variable_of,
 )
-from mechattn.errors import OptionError, check_choice, check_counts
+from mechattn.errors import OptionError, check_choice, check_counts, visible
 from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import Moments, check_level
 from mechattn.stats.units import RESAMPLES, Unit
@@ -254,11 +254,13 @@ def first_token_words(result: Result, condition: str) -> str:
     if token is None or not (token.preceded or token.moved):
         return ""
     sentence = (
-        f"The baseline's first token (“{token.text.strip()}” in the first prompt) held"
+        f"The baseline's first token (“{visible(token.text).strip()}” in the first prompt) held"
         f" {100 * token.before:.1f} points of 100 of the attention, and {100 * token.after:.1f} with “{condition}”"
     )
     if token.preceded:
-        sentence += f", whose tokens come before it (now “{token.text_now.strip()}” is first"
+        sentence += (
+            f", whose tokens come before it (now “{visible(token.text_now).strip()}” is first"
+        )
         if not np.isnan(token.now):
             sentence += f", and gets {100 * token.now:.1f}"
         sentence += ")"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.axes import BASELINE
-from mechattn.errors import MemoryOptionError, OptionError, plain
+from mechattn.errors import MemoryOptionError, OptionError, plain, visible
 from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,
@@ -268,7 +268,8 @@ def subtitle(results: Sequence[Result]) -> str:
     if any(len(result.conditions) > 1 for result in results):
         subject = "Attention with and without inserted tokens"
     counts = ", ".join(map(str, prompt_counts))
-    sentences = [f"{subject}, {counts} prompts."]
+    noun = "prompt" if prompt_counts == {1} else "prompts"
+    sentences = [f"{subject}, {counts} {noun}."]
     for words_of in (_inserted, alike_words):
         for result in results:
             words = words_of(result)
@@ -304,7 +305,7 @@ def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
     inserted = RANDOM_TOKENS.get(kind, "")
     text = options.get("text", options.get("word"))
     if isinstance(text, str):
-        inserted = f"“{plain(text)}”"
+        inserted = f"“{visible(plain(text))}”"
     place = PLACES.get(options.get("place", ""))
     count = options.get("count")
     if not (place and count):

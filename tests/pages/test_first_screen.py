@@ -16,6 +16,7 @@ from mechattn.pages.first_screen import (
     own_attention_sentence,
     picture,
 )
+from mechattn.pages.page import subtitle
 from mechattn.render.words import percent, percent_words
 from mechattn.stats.intervals import Interval
 from tests.render.by_hand import percent_change, t_interval
@@ -170,3 +171,18 @@ def test_what_has_no_verdict_says_why():
     assert change_sentence([]) == ""
     both = picture([row, change("b", "slash", LESS, -0.5)])
     assert both.description.startswith("b, slash")
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        (ma.MeaninglessTokens("\n", 5), "5 tokens of “⏎” before the question"),
+        (ma.RandomSentence(5, place="start"), "5 tokens of random sentences at the start"),
+    ],
+)
+def test_a_page_says_what_is_inserted(toy, prompts, condition, words):
+    result = ma.run(toy, prompts[:1], {"shown": condition}, layers=[0])
+    assert (
+        subtitle([result, result])
+        == f"Attention with and without inserted tokens, 1 prompt. “shown” is {words}."
+    )
