@@ -65,9 +65,16 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     for name, place in places.items():
         count = len(prompts[name])
         say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
-        hooked = load_model(name, dtype=dtype, device=config.device)
-        model = _measure(hooked, prompts[name], inserted, config.seed, place)
-        measured.append(model)
+        # Without a name, so that its memory is free for the next.
+        measured.append(
+            _measure(
+                load_model(name, dtype=dtype, device=config.device),
+                prompts[name],
+                inserted,
+                config.seed,
+                place,
+            )
+        )
 
     models = [
         ShownModel(model.result, model.maps, choice.named_head(model.result)) for model in measured
@@ -138,7 +145,7 @@ def _subtitle(
     system_words = "without a system prompt"
     if system:
         system_words = f"after “{plain(system)}”"
-    count, *_ = map(len, prompts.values())
+    count = len(next(iter(prompts.values())))  # every model has the same
     return (
         f"{_inserted_words(measured)} ({_condition_name(inserted)}), or as many tokens of random "
         f"sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "

@@ -35,8 +35,9 @@ _SQUARES = 6
 _FLOAT32 = 4  # bytes
 _LARGEST_BATCH = 64
 _LEAST_FILL = 0.75  # the shortest prompt of a batch, as a share of its longest
-_CPU_WORDS = (
+_MEMORY_WORDS = (
     "not enough memory",
+    "cublas_status_alloc_failed",
     "can't allocate memory",
     "cannot allocate memory",
     "out of memory",
@@ -50,7 +51,8 @@ class Cost:
     reproducible."""
 
     heads: int  # attention heads per layer
-    width: int  # numbers in memory at the same time for each position: residual stream, MLP, projections
+    # Numbers in memory at the same time for each position: residual stream, MLP, projections.
+    width: int
     # Whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming).
     holds_pattern: bool
 
@@ -135,7 +137,7 @@ def is_out_of_memory(error: Any) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in message for words in _CPU_WORDS)
+    return isinstance(error, RuntimeError) and any(words in message for words in _MEMORY_WORDS)
 
 
 def measure_batch(
@@ -145,7 +147,7 @@ def measure_batch(
     windows: Windows,
     analyses: Sequence[Analysis],
     prompt_ids: Sequence[str],
-    blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
+    blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value; only nulls need it
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU.
 

@@ -59,7 +59,7 @@ class HeadAblation:
     means: HeadMeans | None = None
 
     def __post_init__(self) -> None:
-        if not all(isinstance(pair, (tuple, list)) for pair in self.heads):
+        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in self.heads):
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )

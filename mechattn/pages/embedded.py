@@ -43,7 +43,7 @@ _EXPORT = re.compile(r"^export ((?:async )?function|const|let) (\w+)", re.MULTIL
 
 
 def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
-    """Pack an array for JSON."""
+    """Pack an array for JSON; with "u2" whole numbers from 0 to 65,535."""
     numbers = np.asarray(values, dtype=np.float64)
     if kind == "f2":
         numbers = numbers * SCALE

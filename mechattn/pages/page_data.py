@@ -292,7 +292,7 @@ def head_curves(result: Result) -> dict[str, Any]:
         "shares": shares,
         "mean": packed(mean, kind),
         "half": packed(half, kind),
-        "n": packed(counts[..., :keys], "u2"),
+        "n": packed(counts[..., :keys]),
         "null": packed(null.values[..., :keys]),
         "segments": _segments(result, keys),
         "question": _question_start(result),

@@ -49,7 +49,8 @@ PLAIN_TYPES = (
     np.generic,
 )
 
-# The modules that generate a dataclass's __repr__.
+# The modules that generate a dataclass's __repr__: dataclasses wraps it in a function of its own
+# (until Python 3.12) or of reprlib's, so that the function's globals tell it from a written one.
 GENERATORS_OF_REPR = ("dataclasses", "reprlib")
 
 
@@ -216,6 +217,8 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
         return f"({', '.join(map(inner, value))}{comma})"
     if hasattr(value, "__array__") and not isinstance(value, type):
         return _array(value)
+    if isinstance(value, partial):
+        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if inspect.isfunction(value) or inspect.ismethod(value):
         function = getattr(value, "__func__", value)
         return f"{_named(function)}({', '.join(map(inner, _captured(value)))})"
@@ -229,14 +232,18 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
 
 def _array(value: Any) -> str:
     """An array of numpy or torch by its type, shape and a hash of its numbers."""
-    on_cpu = value.detach().cpu() if hasattr(value, "detach") else value
-    values = np.asarray(on_cpu.double() if hasattr(on_cpu, "double") else on_cpu)
+    numbers = value
+    if hasattr(value, "detach"):
+        numbers = value.detach().cpu()
+        if not numbers.is_complex():
+            numbers = numbers.double()  # as numpy has no bfloat16
+    values = np.asarray(numbers)
     content = values.tobytes()
     if values.dtype == object:
         content = repr(values.tolist()).encode()
 
     kind = type(value).__name__
-    dtype = getattr(on_cpu, "dtype", values.dtype)
+    dtype = getattr(value, "dtype", values.dtype)
     return f"{kind}({dtype}, {values.shape}, {hashlib.sha256(content).hexdigest()[:12]})"
 
 
@@ -255,6 +262,7 @@ def _captured(function: Any) -> list[Any]:
     """What a function carries with it: its object, its defaults, its closure."""
     captured = [cell.cell_contents for cell in function.__closure__ or ()]
     captured += function.__defaults__ or ()
+    captured += (function.__kwdefaults__ or {}).items()
     if inspect.ismethod(function):
         captured.append(function.__self__)
     return captured
@@ -287,7 +295,9 @@ def _named(kind: Any) -> str:
     foreign = [
         parent
         for parent in parents
-        if not is_ours(parent) and parent.__module__ not in ("builtins", "abc")
+        # A method of a built-in type has no module.
+        if not is_ours(parent)
+        and getattr(parent, "__module__", "builtins") not in ("builtins", "abc")
     ]
     if not foreign:
         return name

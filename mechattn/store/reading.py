@@ -74,10 +74,11 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     result = open_result(path)
 
     is_small = lazy_bytes(result) <= share
-    for dataset in result.datasets.values():
-        for variable in dataset.variables.values():
-            if is_small or "prompt" not in variable.dims:
-                variable.load()
+    with _in_words(path):
+        for dataset in result.datasets.values():
+            for variable in dataset.variables.values():
+                if is_small or "prompt" not in variable.dims:
+                    variable.load()
 
     return replace(result, memory=memory)
 

@@ -76,7 +76,12 @@ def with_default(x, by=2):
     return x * by
 
 
+def with_keyword(by):
+    return lambda x, *, by=by: x * by
+
+
 DIFFERENT = [
+    partial(scaled(2)), partial(scaled(3)), partial(with_keyword(2)), with_keyword(2), with_keyword(3), str.upper,
     Plain(), Plain(2.0), Plain(more=1), Words(), Words(2.0), Slots(1), Slots(2), Colour.RED, Colour.BLUE,
     Plain(inner=Plain(3.0)), Plain(inner=Plain(4.0)), SLASH.under(Plain()), SLASH.under(Plain(2.0)),
     ma.Baseline(Plain()), Fields(torch.ones(3)), Fields(torch.ones(4)), Fields(torch.zeros(3)),
