@@ -105,7 +105,7 @@ def several_tested(
         OptionError: Nulls or labels differ, or a condition cannot be compared.
     """
     contrasts = [replace(contrast, condition=name) for name in names]
-    nulls = [condition.null_used for condition in contrasts]
+    nulls = [named_contrast.null_used for named_contrast in contrasts]
     if by == "beyond" and len(set(nulls)) > 1:
         phrases = [f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True)]
         words = ", ".join(phrases)
@@ -114,7 +114,7 @@ def several_tested(
             ' cannot be taken together; give one for all, such as null="uniform"'
         )
 
-    tested = [what_is_tested(condition, layer, bags, by) for condition in contrasts]
+    tested = [what_is_tested(named_contrast, layer, bags, by) for named_contrast in contrasts]
 
     # Cells are matched by their place, so their labels must agree.
     labels = tested[0].labels

@@ -1,5 +1,5 @@
-"""Circuits: the edges with the largest scores, and how much of the effect they carry by
-themselves."""
+"""Circuits: the edges whose mean scores are furthest from 0, and how much of the effect they carry
+by themselves."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Circuit:
         if name in self.curve:
             raise OptionError(f"the curve has a column {name!r} already; give another name")
 
-        order = _ranked(scores)
+        order = _ranked(scores, self.graph.exists)
         effects = self._carried.effects([order])
         shares = _shares(effects)
         curve = self.curve.assign(**{name: shares[0]})
@@ -122,28 +122,34 @@ class Circuit:
         return jaccard(first, second), by_chance
 
     def size(self, faithfulness: float = _ENOUGH) -> int:
-        """The smallest size on the curve with at least this faithfulness."""
+        """The smallest size on the curve with at least this faithfulness.
+
+        Raises:
+            OptionError: No size has.
+        """
         is_enough = self.curve.faithfulness >= faithfulness
+        if not is_enough.any():
+            raise OptionError(f"no size has a faithfulness of {faithfulness}; give size=…")
         return int(self.curve.edges[is_enough].min())
 
     def kept(self, size: int | None = None, q: float | None = None) -> EdgeSet:
         """The edges of the circuit that lie on a way from the embedding to the logits.
 
         Args:
-            size: The number of edges with the largest scores; by default the smallest that carries
-                85 % of the effect.
+            size: The number of edges whose mean scores are furthest from 0; by default the smallest
+                that carries 85 % of the effect.
             q: Instead: all edges with an adjusted p-value below this.
         """
         if q is None:
             count = self.size() if size is None else size
             check_counts(size=count)
-            order = _ranked(self.edges)
+            order = _ranked(self.edges, self.graph.exists)
             return _connected(self.graph, first_edges(self.graph, order, count))
 
         table = self.edges.table()
         tested = table.attrs["tested"]
         kept_edges = np.zeros(self.graph.exists.shape, dtype=bool)
-        kept_edges[self.graph.exists] = table[f"q_{tested}"] < q
+        kept_edges[self.edges.measured] = table[f"q_{tested}"] < q
         if not kept_edges.any():
             warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
@@ -155,8 +161,8 @@ class Circuit:
             size: As for ``kept``.
             q: As for ``kept``.
         """
-        kept_edges = self.kept(size, q)[self.graph.exists]
-        order = _ranked(self.edges)
+        kept_edges = self.kept(size, q)[self.edges.measured]
+        order = _ranked(self.edges, self.edges.measured)
         kept_order = order[kept_edges[order]]
         return self.edges.rows(kept_order)
 
@@ -173,7 +179,7 @@ class Circuit:
             The path of the file.
         """
         kept_edges = self.kept(size, q)
-        scores = self.edges.effects.effect.mean("prompt").values
+        scores = _mean_scores(self.edges)
         writers = [_eap_names(self.graph, name)[0] for name in self.graph.writers]
 
         edges_by_name: dict[str, Any] = {}
@@ -199,7 +205,6 @@ class Circuit:
 
     def __str__(self) -> str:
         about = self.about
-        similarity, chance = self.stability()
 
         areas = []
         for name, value in self.areas.items():
@@ -215,12 +220,14 @@ class Circuit:
             str(self.edges.resolution),
             self.curve.to_string(index=False, float_format=lambda x: f"{x:.3g}"),
             ", ".join(areas),
-            (
+        ]
+        if (self.curve.faithfulness >= _ENOUGH).any():
+            similarity, chance = self.stability()
+            lines.append(
                 f"stability: the first {self.size()} edges of two halves of the ranking prompts"
                 f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
-            ),
-            self.edges.about.get("sharing", ""),
-        ]
+            )
+        lines.append(self.edges.about.get("sharing", ""))
         return "\n".join(lines).rstrip()
 
 
@@ -241,8 +248,8 @@ def circuit(
     by themselves.
 
     ``faithfulness(C) = (metric(C) − metric(∅)) / (metric(all) − metric(∅))``, a ratio of means over
-    prompts: in the clean version every edge outside C carries the writer's output of another run,
-    exactly, in one pass.
+    units (prompts, or groups of them): in the clean version every edge outside C carries the
+    writer's output of another run, exactly, in one pass.
 
     Args:
         model: As for ``edges``.
@@ -288,7 +295,7 @@ def circuit(
 
     # The order of the scores, then random ones to compare it with.
     generator = np.random.default_rng(seed)
-    ranked = _ranked(scores)
+    ranked = _ranked(scores, graph.exists)
     edge_count = len(ranked)
     orders = [ranked]
     for _ in range(_DRAWS):
@@ -370,12 +377,15 @@ def _shares(effects: CircuitEffects) -> Float[np.ndarray, "order size"]:
     return carried / whole
 
 
-def _ranked(scores: Patching) -> np.ndarray:
-    """The numbers of the graph's edges, the largest mean score first."""
-    mean = scores.effects.effect.mean("prompt").values
-    is_edge = ~np.isnan(mean)
-    size = abs(mean[is_edge])
+def _ranked(scores: Patching, edge_set: EdgeSet) -> np.ndarray:
+    """Numbers of a set's edges, by the size of their mean score over units, the largest first."""
+    size = abs(_mean_scores(scores)[edge_set])
     return np.argsort(-size, kind="stable")
+
+
+def _mean_scores(scores: Patching) -> np.ndarray:
+    """The mean score [writer reader] of each edge over units; NaN where there is none."""
+    return scores.units.means(scores.effects.effect.values).mean(0)
 
 
 def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:

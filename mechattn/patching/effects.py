@@ -238,13 +238,13 @@ class Patching:
 
     def _values(self, name: str) -> np.ndarray:
         """The requested values [unit cell]."""
-        by_prompt = self.effects[name].values[:, self._measured]
+        by_prompt = self.effects[name].values[:, self.measured]
         return self.units.means(by_prompt)
 
     @cached_property
     def _cells(self) -> list[tuple[Any, ...]]:
         """The labels of each cell."""
-        indices = np.nonzero(self._measured)
+        indices = np.nonzero(self.measured)
 
         columns = []
         for dim, index in zip(self.labels, indices, strict=True):
@@ -253,7 +253,7 @@ class Patching:
         return list(zip(*columns, strict=True))
 
     @cached_property
-    def _measured(self) -> np.ndarray:
+    def measured(self) -> np.ndarray:
         """Which cells have an effect in every prompt."""
         is_missing = np.isnan(self.effects.effect.values)
         return ~is_missing.any(0)
@@ -295,7 +295,7 @@ class Patching:
             exact: For each of the first prompts, the exact effects [sampled cell].
             sample: The numbers of these cells, as ``checked_sample`` draws them.
         """
-        attributed = self.effects.effect.values[:, self._measured][:, sample]
+        attributed = self.effects.effect.values[:, self.measured][:, sample]
         sampled_cells = [self._cells[cell] for cell in sample]
         cells = pd.DataFrame(sampled_cells, columns=self.labels)
 

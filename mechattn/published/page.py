@@ -57,8 +57,9 @@ THREE_LAYERS = (
 )
 
 CHOICE = (
-    "Heads are those of layer 0 that change most on one half of the prompts (the first ones, of "
-    "few prompts); all prompts are drawn, so a change in them looks somewhat larger than it is."
+    "Heads are those of layer 0 that change most on one half of the prompts; with fewer than six "
+    "prompts, or groups of prompts, the first heads. All prompts are drawn, so a change looks "
+    "somewhat larger than it is."
 )
 
 
@@ -73,12 +74,18 @@ def write_comparison(
         path: The page.
         force: Replace a page that mechattn did not write.
     """
-    models = comparison.about["seconds"]
-    filled = {"comparison": comparison, "models": models, "rule": rule_words, "styles": STYLES}
+    seconds_by_model = comparison.about["seconds"]  # its keys are the models, in order
+    filled = {
+        "comparison": comparison,
+        "models": seconds_by_model,
+        "rule": rule_words,
+        "styles": STYLES,
+    }
     about = About(
         title="What was published, and what other models show",
         subtitle=(
-            f"{'; '.join(comparison.statements.sources.values())}, beside {', '.join(models)}."
+            f"{'; '.join(comparison.statements.sources.values())}, beside "
+            f"{', '.join(seconds_by_model)}."
         ),
         command=comparison.about["command"],
         lead=("paper.html.j2", filled),
@@ -116,11 +123,12 @@ def figure_sections(results: Sequence[Result]) -> list[Section]:
 
 def changing_heads(result: Result) -> list[int]:
     """The heads of layer 0 that change most on one half of the prompts; the first where there are
-    too few."""
+    too few prompts or groups."""
     count = min(HEADS, result["received_attention"].sizes["head"])
     prompts = result["received_attention"].sizes["prompt"]
-    if prompts < 2 * FEWEST:
+    units = units_of(result, prompts)
+    if units.n < 2 * FEWEST:
         return list(range(count))
-    chosen_on, _ = units_of(result, prompts).halves()
+    chosen_on, _ = units.halves()
     chosen = choose_heads(result, 0, count, "slash", np.asarray(chosen_on), "difference")
     return [head for _, head in chosen]

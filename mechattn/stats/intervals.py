@@ -217,10 +217,10 @@ def ratio_interval(above: np.ndarray, below: np.ndarray) -> Interval:
     covariance = products / (n - 1)
 
     # The ends are the roots of a r² − 2 b r + c, where the mean below differs from 0 (a > 0).
-    far = t_quantile(0.95, n - 1) ** 2 / n
-    a = mean_below**2 - far * below.var(ddof=1)
-    b = mean_above * mean_below - far * covariance
-    c = mean_above**2 - far * above.var(0, ddof=1)
+    squared_critical = t_quantile(0.95, n - 1) ** 2 / n
+    a = mean_below**2 - squared_critical * below.var(ddof=1)
+    b = mean_above * mean_below - squared_critical * covariance
+    c = mean_above**2 - squared_critical * above.var(0, ddof=1)
     if a <= 0:
         nan = np.full(b.shape, np.nan)
         return Interval(nan, nan, nan)

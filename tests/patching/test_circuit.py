@@ -265,3 +265,45 @@ def test_what_does_not_rank_these_edges_is_refused(model, found):
     ):
         with pytest.raises(OptionError, match=words):
             found.beside(name, given)
+
+
+def test_groups_of_unequal_size_count_the_same(model, tmp_path):
+    named = [replace(MANY[i], group=f"g{i if i < 6 else halves_of(6)[0][0]}") for i in range(8)]
+    found = ma.circuit(model, named, Counterpart(), steps=1, sizes=[5])
+    exists = found.graph.exists
+    rows_of_group = {}
+    for values, group in zip(found.edges.effects.effect.values, found.edges.units.of, strict=True):
+        rows_of_group.setdefault(group, []).append(values[exists].astype(np.float64))
+    assert sorted(map(len, rows_of_group.values())) == [1, 1, 3]
+    mean = sum(sum(rows) / len(rows) for rows in rows_of_group.values()) / 3
+    order = np.argsort(-abs(mean), kind="stable")
+    assert found.table(int(exists.sum())).effect.values == pytest.approx(mean[order], abs=1e-12)
+    data = json.loads(found.save(tmp_path / "circuit.json", size=5).read_text())
+    writer, reader = (labels[order[0]] for labels in exists.nonzero())
+    score = found.edges.units.means(found.edges.effects.effect.values).mean(0)[writer, reader]
+    assert max((abs(edge["score"]), edge["score"]) for edge in data["edges"].values())[1] == score
+
+
+def test_without_a_size_that_carries_enough(found):
+    with pytest.raises(OptionError, match=r"no size has a faithfulness of 1\.5; give size="):
+        replace(found, curve=found.curve.assign(faithfulness=[0, 0.5, 1.2, 1])).size(1.5)
+    no_effect = replace(found, curve=found.curve.assign(faithfulness=np.nan))
+    assert "stability" in str(found)
+    assert "stability" not in str(no_effect)
+    assert len(no_effect.table(20)) > 0
+
+
+def test_an_edge_without_scores_comes_last_and_moves_no_other(found):
+    effects = found.edges.effects.copy(deep=True)
+    writer, reader = np.argwhere(found.graph.exists)[0]
+    effects.effect[:, writer, reader] = np.nan
+    made = replace(found, edges=replace(found.edges, effects=effects))
+    count = int(found.graph.exists.sum())
+    labels = ["writer", "reader", "effect"]
+    kept = found.table(count)[labels]
+    missing = (kept.writer == found.graph.writers[writer]) & (
+        kept.reader == found.graph.readers[reader]
+    )
+    assert missing.sum() == 1
+    assert made.table(count)[labels].equals(kept[~missing].reset_index(drop=True))
+    assert np.array_equal(made.kept(20), found.kept(20))
