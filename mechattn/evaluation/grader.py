@@ -56,14 +56,23 @@ _SCALES = {
     "trillion": 10**12,
 }
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
-# After a number these make it a part of something else: a product, a power, a list, a range, a
-# time.
+# After a number these make it a part of something else.
 _GOES_ON = re.compile(
-    r"[a-zA-Z](?![a-zA-Z])(?<![mghslL])|[({!√π²³]|\.\d"  # "2x", "3(4)", "5!"; but "5m"
-    r"|\s*(?:[-−:/]\s*[\d\\(]|[+*×÷·^=<>_]\s*[\w\\({]|\\|\d|,\s*[-+−]?[\d\\])"
-    r"|\s+(?:or|and|to|plus|minus|times)\s+[\da]|\s*[a-zA-Z]+\s+\d"  # "2 and a half", "5 feet 3"
+    r"""
+    [a-zA-Z](?![a-zA-Z])(?<![mghslL])            # a variable, "2x"; but a unit of one letter, "5m"
+    | [({!√π²³]                                  # "3(4)", "5!"
+    | \.\d                                       # "1.2.3"
+    | \s*[-−:/]\s*[\d\\(]                        # "5-6", "8:30"
+    | \s*[+*×÷·^=<>_]\s*[\w\\({]                 # "2 + x", "52_8"
+    | \s*(?:\\|\d)                               # "3\sqrt{13}", "10 000"
+    | \s*,\s*[-+−]?[\d\\]                        # a list, "3, 5"
+    | \s+(?:or|and|to|plus|minus|times)\s+[\da]  # "3 or 4", "2 and a half"
+    | \s*[a-zA-Z]+\s+\d                          # "5 feet 3"
+    """,
+    re.VERBOSE,
 )
-# Before a number these make it a part of something else.
+# Before a number these make it a part of something else. A lone letter is a variable, except "a",
+# "A" and "I", which are words.
 _BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−<>=≤≥≠-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
 _LONGEST_POWER = 400  # digits that a power may add
 
