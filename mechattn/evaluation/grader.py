@@ -37,7 +37,10 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
 _CURRENCY = re.compile(r"^(?:\\\$|[$€£¥])\s*")
 _UNIT = re.compile(r"(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400})"
-_FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
+_FRACTION = (
+    r"\\[dt]?frac\s*(?:\{\s*(?P<top>-?\d+)\s*\}|(?P<top_digit>\d))"
+    r"\s*(?:\{\s*(?P<under>-?\d+)\s*\}|(?P<under_digit>\d))"
+)
 _PLAIN = re.compile(
     rf"(?P<whole>{_DIGITS})?(?P<decimals>\.\d{{1,400}})?"
     rf"(?:\s+(?P<mixed_top>\d+)\s*/\s*(?P<mixed_bottom>\d+)|\s*/\s*(?P<bottom>{_DIGITS}(?:\.\d+)?)"
@@ -279,9 +282,9 @@ def _plain_value(match: re.Match[str]) -> Fraction | None:
     """The value of digits, decimals and a fraction after them; None for a division by zero."""
     whole = Fraction((match["whole"] or "0").replace(",", ""))
     value = whole + Fraction(f"0{match['decimals'] or '.0'}")
-    top = match["mixed_top"] or match[6] or match[7]
-    digits = match["mixed_bottom"] or match["bottom"] or match[8] or match[9] or "1"
-    bottom = digits.replace(",", "")
+    top = match["mixed_top"] or match["top"] or match["top_digit"]
+    under = match["under"] or match["under_digit"] or "1"
+    bottom = (match["mixed_bottom"] or match["bottom"] or under).replace(",", "")
     if not Fraction(bottom):
         return None
 
