@@ -38,17 +38,18 @@ _CURRENCY = re.compile(r"^(?:\\\$|[$€£¥])\s*")
 _UNIT = re.compile(r"(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400})"
 _FRACTION = (
-    r"\\[dt]?frac\s*(?:\{\s*(?P<top>-?\d+)\s*\}|(?P<top_digit>\d))"
-    r"\s*(?:\{\s*(?P<under>-?\d+)\s*\}|(?P<under_digit>\d))"
+    r"\\[dt]?frac\s*(?:\{\s*(?P<top>-?\d{1,400})\s*\}|(?P<top_digit>\d))"
+    r"\s*(?:\{\s*(?P<under>-?\d{1,400})\s*\}|(?P<under_digit>\d))"
 )
 _PLAIN = re.compile(
     rf"(?P<whole>{_DIGITS})?(?P<decimals>\.\d{{1,400}})?"
-    rf"(?:\s+(?P<mixed_top>\d+)\s*/\s*(?P<mixed_bottom>\d+)|\s*/\s*(?P<bottom>{_DIGITS}(?:\.\d+)?)"
-    rf"|\s*{_FRACTION})?"
+    rf"(?:\s+(?P<mixed_top>\d{{1,400}})\s*/\s*(?P<mixed_bottom>\d{{1,400}})"
+    rf"|\s*/\s*(?P<bottom>{_DIGITS}(?:\.\d{{1,400}})?)|\s*{_FRACTION})?"
 )
 _POWER = re.compile(
-    r"(?:[eE](?P<plain>[-+]?\d+)(?!\w)|\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?(?P<ten>-?\d+)\}?"
-    r"|\s*(?:\^|\*\*)\s*\{?(?P<own>\d+)\}?)"
+    r"(?:[eE](?P<plain>[-+]?\d{1,4})(?!\w)"
+    r"|\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?(?P<ten>-?\d{1,4})\}?"
+    r"|\s*(?:\^|\*\*)\s*\{?(?P<own>\d{1,4})\}?)"
 )
 _SCALES = {
     "dozen": 12,
@@ -77,7 +78,8 @@ _GOES_ON = re.compile(
 # Before a number these make it a part of something else. A lone letter is a variable, except "a",
 # "A" and "I", which are words.
 _BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−<>=≤≥≠-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
-_LONGEST_POWER = 400  # digits that a power may add
+_LONGEST_POWER = 400  # the largest exponent
+_LONGEST = 4000  # digits of a power; Python neither reads nor writes integers of more than 4300
 
 
 @dataclass(frozen=True)
@@ -298,9 +300,13 @@ def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
     exponent = int(power["plain"] or power["ten"] or power["own"])
     if abs(exponent) > _LONGEST_POWER:
         return None
-    if power["own"]:
-        return value**exponent
-    return value * Fraction(10) ** exponent
+    if not power["own"]:
+        return value * Fraction(10) ** exponent
+
+    digits = max(len(str(value.numerator)), len(str(value.denominator)))
+    if exponent * digits > _LONGEST:
+        return None
+    return value**exponent
 
 
 def _compared_as_expressions(answer: str, reference: str) -> Grade:

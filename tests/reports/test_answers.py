@@ -82,6 +82,30 @@ def test_what_is_more_than_a_number_is_unread(written):
     assert read(f"The answer is {written}") is None
 
 
+LONG = "1" * 4301  # more digits than Python turns into a number, or a number into
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "99999999999^{400}",
+        f"10^{LONG}",
+        f"2^{LONG}",
+        f"2 \\cdot 10^{{{LONG}}}",
+        f"1e{LONG}",
+        f"\\frac{{{LONG}}}{{2}}",
+        f"\\frac{{2}}{{{LONG}}}",
+        f"1 {LONG}/2",
+        f"1 1/{LONG}",
+        f"1/2.{LONG}",
+    ],
+)
+@pytest.mark.parametrize("grader", ["number", "auto"])
+def test_a_number_too_long_to_write_is_unread(written, grader):
+    pytest.importorskip("math_verify")
+    assert not grade(f"\\boxed{{{written}}}", "5", grader).right
+
+
 # Which number counts: the table of docs/concepts/evaluation.
 
 RULE = [
