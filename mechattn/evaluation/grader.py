@@ -147,7 +147,10 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
 def final_answer(text: str, finished: bool = True) -> str | None:
     """What follows the strongest mark of a text, whole; None without a mark, or if it was cut
     off."""
-    following = _NEXT_PROBLEM.search(text)
+    # Before the first mark a model restates its problem.
+    marks = [mark.search(text) for mark in (_BOX, _HASHES, _PHRASE, _EQUALS)]
+    first = min((mark.start() for mark in marks if mark), default=0)
+    following = _NEXT_PROBLEM.search(text, first)
     if following:
         text = text[: following.start()]
     elif not finished:

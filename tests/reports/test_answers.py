@@ -171,6 +171,16 @@ def test_an_answer_before_a_new_problem_is_whole():
     assert grade(text, "18", finished=False).right
 
 
+def test_a_restated_problem_is_not_a_new_one():
+    text = (
+        "I restate it.\n\n**Problem:** find x.\n\n\\boxed{5}\n\n**Problem:** find y.\n\n\\boxed{6}"
+    )
+    assert final_answer(text) == "5"
+    assert final_answer("I restate it.\n\n**Problem:** find x, the", finished=False) is None
+    # The first "=", too, stands in an answer: what follows is a new problem.
+    assert final_answer("3 * 4 = 12\n\nQuestion: Tom has 5.\n#### 5") == "12"
+
+
 # "number" only where reference and answer are numbers.
 
 
