@@ -26,6 +26,10 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _EQUALS = re.compile("(?<![<>!])=")
+# Before a "=" these make it one of several solutions: "3 or x", "3, x_2", "3; f(2)".
+_ANOTHER_SOLUTION = re.compile(
+    r"\d[\s})]*(?:\\q?quad\s*)?(?:[,;]|or\b|and\b)\s*(?:\\q?quad\s*)?\\?[a-zA-Z][\w(){}]*\s*$"
+)
 _SENTENCE_END = re.compile(r"(?<=[\w)}\]%$*])[.!?](?=\s|$|\*|\$)|\n")
 _MARKDOWN = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__|`|\\[(\[\])]|(?<!\\)\$")
 
@@ -180,7 +184,7 @@ def final_answer(text: str, finished: bool = True) -> str | None:
 def number_in(answer: str) -> Fraction | None:
     """The number that an answer is, units aside; None if it is something else, or several
     numbers."""
-    answer = _without_dressing(_EQUALS.split(answer)[-1])
+    answer = _without_dressing(_last_side(answer))
     start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
     if start is None:
         return None
@@ -203,7 +207,7 @@ def _reference_number(solution: str) -> Fraction | None:
     if not answer:
         return None
     if _marked(solution):
-        answer = _EQUALS.split(answer)[-1]
+        answer = _last_side(answer)
 
     value, rest = _number_at(_without_dressing(answer))
     if rest.strip() not in ("", ".", "%", "\\%"):
@@ -241,6 +245,14 @@ def _stated(text: str) -> str | None:
     """The rest of a sentence, or the next line with something in it."""
     text = _MARKDOWN.sub("", text).strip(" \t\n:*_#")
     return _SENTENCE_END.split(text, maxsplit=1)[0].strip() or None
+
+
+def _last_side(answer: str) -> str:
+    """What follows the last "="; nothing if it is the last of several solutions."""
+    *earlier, last = _EQUALS.split(answer)
+    if any(_ANOTHER_SOLUTION.search(_without_dressing(side)) for side in earlier):
+        return ""
+    return last
 
 
 def _without_dressing(answer: str) -> str:

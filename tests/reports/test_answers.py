@@ -133,6 +133,7 @@ RULE = [
     # one number among words; of several none is chosen
     ("Answer: she makes $18 every day", 18),
     ("Answer: she sells 9 eggs and makes 18", None),
+    ("The answer is 5 apples and 3 pears.", 5),
     # without a mark, the value after the last "="
     ("So she makes 9 * 2 = $18 every day.", 18),
     ("So she makes 18 dollars.", None),
@@ -155,6 +156,30 @@ RULE = [
 @pytest.mark.parametrize(("text", "value"), RULE)
 def test_which_number_counts(text, value):
     assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    "solutions",
+    [
+        r"x=3 \text{ or } x=7",
+        "x = 3, x = 7",
+        "x=3; y=7",
+        r"x_1 = -\frac{1}{2}, \quad x_{2} = 7",
+        r"x = 3 \quad\text{and}\quad y = 7",
+        r"f(1) = 3, f(2) = 7",
+    ],
+)
+def test_several_solutions_are_no_number(solutions):
+    assert number_in(solutions) is None
+    assert grader_for(f"\\boxed{{{solutions}}}") == "math"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    ["1,000 + 5 = 1,005", "3 * 4 = 12, 12 + 993 = 1,005", "If x = 5, then 201x = 1,005"],
+)
+def test_steps_before_the_last_value_are_no_solutions(steps):
+    assert number_in(steps) == 1005
 
 
 # A text that was cut off has no answer, unless a new problem had begun.
