@@ -26,6 +26,10 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _EQUALS = re.compile("(?<![<>!])=")
+# Before a "=" these make it one of several solutions: "3 or x", "3, x_2", "3; f(2)".
+_ANOTHER_SOLUTION = re.compile(
+    r"\d[\s})]*(?:\\q?quad\s*)?(?:[,;]|or\b|and\b)\s*(?:\\q?quad\s*)?\\?[a-zA-Z][\w(){}]*\s*$"
+)
 _SENTENCE_END = re.compile(r"(?<=[\w)}\]%$*])[.!?](?=\s|$|\*|\$)|\n")
 _MARKDOWN = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__|`|\\[(\[\])]|(?<!\\)\$")
 
@@ -37,15 +41,19 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
 _CURRENCY = re.compile(r"^(?:\\\$|[$€£¥])\s*")
 _UNIT = re.compile(r"(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400})"
-_FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
+_FRACTION = (
+    r"\\[dt]?frac\s*(?:\{\s*(?P<top>-?\d{1,400})\s*\}|(?P<top_digit>\d))"
+    r"\s*(?:\{\s*(?P<under>-?\d{1,400})\s*\}|(?P<under_digit>\d))"
+)
 _PLAIN = re.compile(
     rf"(?P<whole>{_DIGITS})?(?P<decimals>\.\d{{1,400}})?"
-    rf"(?:\s+(?P<mixed_top>\d+)\s*/\s*(?P<mixed_bottom>\d+)|\s*/\s*(?P<bottom>{_DIGITS}(?:\.\d+)?)"
-    rf"|\s*{_FRACTION})?"
+    rf"(?:\s+(?P<mixed_top>\d{{1,400}})\s*/\s*(?P<mixed_bottom>\d{{1,400}})"
+    rf"|\s*/\s*(?P<bottom>{_DIGITS}(?:\.\d{{1,400}})?)|\s*{_FRACTION})?"
 )
 _POWER = re.compile(
-    r"(?:[eE](?P<plain>[-+]?\d+)(?!\w)|\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?(?P<ten>-?\d+)\}?"
-    r"|\s*(?:\^|\*\*)\s*\{?(?P<own>\d+)\}?)"
+    r"(?:[eE](?P<plain>[-+]?\d{1,4})(?!\w)"
+    r"|\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?(?P<ten>-?\d{1,4})\}?"
+    r"|\s*(?:\^|\*\*)\s*\{?(?P<own>\d{1,4})\}?)"
 )
 _SCALES = {
     "dozen": 12,
@@ -56,16 +64,26 @@ _SCALES = {
     "trillion": 10**12,
 }
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
-# After a number these make it a part of something else: a product, a power, a list, a range, a
-# time.
+# After a number these make it a part of something else.
 _GOES_ON = re.compile(
-    r"[a-zA-Z](?![a-zA-Z])(?<![mghslL])|[({!√π²³]|\.\d"  # "2x", "3(4)", "5!"; but "5m"
-    r"|\s*(?:[-−:/]\s*[\d\\(]|[+*×÷·^=<>_]\s*[\w\\({]|\\|\d|,\s*[-+−]?[\d\\])"
-    r"|\s+(?:or|and|to|plus|minus|times)\s+[\da]|\s*[a-zA-Z]+\s+\d"  # "2 and a half", "5 feet 3"
+    r"""
+    [a-zA-Z](?![a-zA-Z])(?<![mghslL])            # a variable, "2x"; but a unit of one letter, "5m"
+    | [({!√π²³]                                  # "3(4)", "5!"
+    | \.\d                                       # "1.2.3"
+    | \s*[-−:/]\s*[\d\\(]                        # "5-6", "8:30"
+    | \s*[+*×÷·^=<>_]\s*[\w\\({]                 # "2 + x", "52_8"
+    | \s*(?:\\|\d)                               # "3\sqrt{13}", "10 000"
+    | \s*,\s*[-+−]?[\d\\]                        # a list, "3, 5"
+    | \s+(?:or|and|to|plus|minus|times)\s+[\da]  # "3 or 4", "2 and a half"
+    | \s*[a-zA-Z]+\s+\d                          # "5 feet 3"
+    """,
+    re.VERBOSE,
 )
-# Before a number these make it a part of something else.
+# Before a number these make it a part of something else. A lone letter is a variable, except "a",
+# "A" and "I", which are words.
 _BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−<>=≤≥≠-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
-_LONGEST_POWER = 400  # digits that a power may add
+_LONGEST_POWER = 400  # the largest exponent
+_LONGEST = 4000  # digits of a power; Python neither reads nor writes integers of more than 4300
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,10 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
 def final_answer(text: str, finished: bool = True) -> str | None:
     """What follows the strongest mark of a text, whole; None without a mark, or if it was cut
     off."""
-    following = _NEXT_PROBLEM.search(text)
+    # Before the first mark a model restates its problem.
+    marks = [mark.search(text) for mark in (_BOX, _HASHES, _PHRASE, _EQUALS)]
+    first = min((mark.start() for mark in marks if mark), default=0)
+    following = _NEXT_PROBLEM.search(text, first)
     if following:
         text = text[: following.start()]
     elif not finished:
@@ -163,7 +184,7 @@ def final_answer(text: str, finished: bool = True) -> str | None:
 def number_in(answer: str) -> Fraction | None:
     """The number that an answer is, units aside; None if it is something else, or several
     numbers."""
-    answer = _without_dressing(_EQUALS.split(answer)[-1])
+    answer = _without_dressing(_last_side(answer))
     start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
     if start is None:
         return None
@@ -186,7 +207,7 @@ def _reference_number(solution: str) -> Fraction | None:
     if not answer:
         return None
     if _marked(solution):
-        answer = _EQUALS.split(answer)[-1]
+        answer = _last_side(answer)
 
     value, rest = _number_at(_without_dressing(answer))
     if rest.strip() not in ("", ".", "%", "\\%"):
@@ -224,6 +245,14 @@ def _stated(text: str) -> str | None:
     """The rest of a sentence, or the next line with something in it."""
     text = _MARKDOWN.sub("", text).strip(" \t\n:*_#")
     return _SENTENCE_END.split(text, maxsplit=1)[0].strip() or None
+
+
+def _last_side(answer: str) -> str:
+    """What follows the last "="; nothing if it is the last of several solutions."""
+    *earlier, last = _EQUALS.split(answer)
+    if any(_ANOTHER_SOLUTION.search(_without_dressing(side)) for side in earlier):
+        return ""
+    return last
 
 
 def _without_dressing(answer: str) -> str:
@@ -270,9 +299,9 @@ def _plain_value(match: re.Match[str]) -> Fraction | None:
     """The value of digits, decimals and a fraction after them; None for a division by zero."""
     whole = Fraction((match["whole"] or "0").replace(",", ""))
     value = whole + Fraction(f"0{match['decimals'] or '.0'}")
-    top = match["mixed_top"] or match[6] or match[7]
-    digits = match["mixed_bottom"] or match["bottom"] or match[8] or match[9] or "1"
-    bottom = digits.replace(",", "")
+    top = match["mixed_top"] or match["top"] or match["top_digit"]
+    under = match["under"] or match["under_digit"] or "1"
+    bottom = (match["mixed_bottom"] or match["bottom"] or under).replace(",", "")
     if not Fraction(bottom):
         return None
 
@@ -286,9 +315,13 @@ def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
     exponent = int(power["plain"] or power["ten"] or power["own"])
     if abs(exponent) > _LONGEST_POWER:
         return None
-    if power["own"]:
-        return value**exponent
-    return value * Fraction(10) ** exponent
+    if not power["own"]:
+        return value * Fraction(10) ** exponent
+
+    digits = max(len(str(value.numerator)), len(str(value.denominator)))
+    if exponent * digits > _LONGEST:
+        return None
+    return value**exponent
 
 
 def _compared_as_expressions(answer: str, reference: str) -> Grade:

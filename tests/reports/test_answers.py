@@ -82,6 +82,30 @@ def test_what_is_more_than_a_number_is_unread(written):
     assert read(f"The answer is {written}") is None
 
 
+LONG = "1" * 4301  # more digits than Python turns into a number, or a number into
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "99999999999^{400}",
+        f"10^{LONG}",
+        f"2^{LONG}",
+        f"2 \\cdot 10^{{{LONG}}}",
+        f"1e{LONG}",
+        f"\\frac{{{LONG}}}{{2}}",
+        f"\\frac{{2}}{{{LONG}}}",
+        f"1 {LONG}/2",
+        f"1 1/{LONG}",
+        f"1/2.{LONG}",
+    ],
+)
+@pytest.mark.parametrize("grader", ["number", "auto"])
+def test_a_number_too_long_to_write_is_unread(written, grader):
+    pytest.importorskip("math_verify")
+    assert not grade(f"\\boxed{{{written}}}", "5", grader).right
+
+
 # Which number counts: the table of docs/concepts/evaluation.
 
 RULE = [
@@ -109,6 +133,7 @@ RULE = [
     # one number among words; of several none is chosen
     ("Answer: she makes $18 every day", 18),
     ("Answer: she sells 9 eggs and makes 18", None),
+    ("The answer is 5 apples and 3 pears.", 5),
     # without a mark, the value after the last "="
     ("So she makes 9 * 2 = $18 every day.", 18),
     ("So she makes 18 dollars.", None),
@@ -133,6 +158,30 @@ def test_which_number_counts(text, value):
     assert read(text) == value
 
 
+@pytest.mark.parametrize(
+    "solutions",
+    [
+        r"x=3 \text{ or } x=7",
+        "x = 3, x = 7",
+        "x=3; y=7",
+        r"x_1 = -\frac{1}{2}, \quad x_{2} = 7",
+        r"x = 3 \quad\text{and}\quad y = 7",
+        r"f(1) = 3, f(2) = 7",
+    ],
+)
+def test_several_solutions_are_no_number(solutions):
+    assert number_in(solutions) is None
+    assert grader_for(f"\\boxed{{{solutions}}}") == "math"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    ["1,000 + 5 = 1,005", "3 * 4 = 12, 12 + 993 = 1,005", "If x = 5, then 201x = 1,005"],
+)
+def test_steps_before_the_last_value_are_no_solutions(steps):
+    assert number_in(steps) == 1005
+
+
 # A text that was cut off has no answer, unless a new problem had begun.
 
 
@@ -145,6 +194,16 @@ def test_a_text_that_was_cut_off_has_no_answer(text, grader):
 def test_an_answer_before_a_new_problem_is_whole():
     text = "#### 18\n\nQuestion: Tom has 3 app"
     assert grade(text, "18", finished=False).right
+
+
+def test_a_restated_problem_is_not_a_new_one():
+    text = (
+        "I restate it.\n\n**Problem:** find x.\n\n\\boxed{5}\n\n**Problem:** find y.\n\n\\boxed{6}"
+    )
+    assert final_answer(text) == "5"
+    assert final_answer("I restate it.\n\n**Problem:** find x, the", finished=False) is None
+    # The first "=", too, stands in an answer: what follows is a new problem.
+    assert final_answer("3 * 4 = 12\n\nQuestion: Tom has 5.\n#### 5") == "12"
 
 
 # "number" only where reference and answer are numbers.
