@@ -39,8 +39,8 @@ def sooner(toy, monkeypatch):
     """One loaded model, and pages without figures: what is written where does not depend on them."""
     for module in ("mechattn.jobs.job", "mechattn.commands.evaluate"):
         monkeypatch.setattr(f"{module}.load_model", lambda *args, **options: toy)
-    for sections in ("lead_sections", "_drawn_sections"):
-        monkeypatch.setattr(f"mechattn.pages.page.{sections}", lambda *args: [])
+    for module in ("mechattn.pages.page", "mechattn.commands.pages"):
+        monkeypatch.setattr(f"{module}.sections_of", lambda *args: ([], []))
 
 
 @pytest.fixture(scope="module")

@@ -569,3 +569,9 @@ def test_a_token_id_that_is_no_whole_number(token):
     ):
         ma.Prompt(id="a", tokens=(1, 2, token))
     assert ma.Prompt(tokens=(np.int64(1), 2)).tokens == (1, 2)
+
+
+@pytest.mark.parametrize("single", ["Tom", (1, 20, 31)])
+def test_one_version_is_not_taken_for_those_of_all_prompts(single):
+    with pytest.raises(OptionError, match="give a list with a version of each prompt"):
+        ma.conditions.Counterpart(single)

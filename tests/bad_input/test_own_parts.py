@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.analysis import Quantity
+from mechattn.engine.pending_sums import PendingSums
 from mechattn.errors import ConditionError, MechattnError, OptionError, PromptError
 from mechattn.prompts.token_sequences import insert
 from mechattn.prompts.tokenization import tokenize
@@ -233,3 +235,25 @@ def test_a_kind_of_inserted_tokens_without_a_filler(toy):
 
     with pytest.raises(TypeError, match=r"Empty .*abstract method '?filler"):
         ma.run(toy, "Tom has 3 apples.", {"empty": Empty()})
+
+
+class PairsAndCaptures(ma.analyses.AffineShift):
+    captures = ("attn.hook_z",)
+
+    def start(self, batch, heads):
+        return {}
+
+    def add_captures(self, sums, captures):
+        pass
+
+
+def test_captures_wait_for_pairs_too():
+    """As in a bridge whose hook_pattern fires after hook_z."""
+    batch = SimpleNamespace(batches={0: None}, heads=1)
+    pending = PendingSums(batch, [PairsAndCaptures()], None, None)
+    assert pending.parts == [{"pairs", "hooks"}]
+    arrived = []
+    pending.after_rows(0, 0, lambda: arrived.append("captures"))
+    assert arrived == []
+    pending.complete(0, 0, "pairs")
+    assert arrived == ["captures"]

@@ -1,7 +1,6 @@
 """What happens when the memory is full, or a model gives NaN."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,28 +92,6 @@ def test_another_error_is_not_taken_for_a_full_memory(toy, prompts, monkeypatch)
         ma.run(toy, prompts[:2], CONDITIONS)
     assert not is_out_of_memory(ValueError("out of memory"))
     assert all(map(is_out_of_memory, ERRORS))
-
-
-class PairsAndCaptures(ma.analyses.AffineShift):
-    captures = ("attn.hook_z",)
-
-    def start(self, batch, heads):
-        return {}
-
-    def add_captures(self, sums, captures):
-        pass
-
-
-def test_captures_wait_for_pairs_too():
-    """As in a bridge whose hook_pattern fires after hook_z."""
-    batch = SimpleNamespace(batches={0: None}, heads=1)
-    pending = PendingSums(batch, [PairsAndCaptures()], None, None)
-    assert pending.parts == [{"pairs", "hooks"}]
-    arrived = []
-    pending.after_rows(0, 0, lambda: arrived.append("captures"))
-    assert arrived == []
-    pending.complete(0, 0, "pairs")
-    assert arrived == ["captures"]
 
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
