@@ -318,8 +318,7 @@ def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
     if not power["own"]:
         return value * Fraction(10) ** exponent
 
-    digits = max(len(str(value.numerator)), len(str(value.denominator)))
-    if exponent * digits > _LONGEST:
+    if exponent * len(str(value)) > _LONGEST:
         return None
     return value**exponent
 
