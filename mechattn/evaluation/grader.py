@@ -249,10 +249,10 @@ def _stated(text: str) -> str | None:
 
 def _last_side(answer: str) -> str:
     """What follows the last "="; nothing if it is the last of several solutions."""
-    *earlier, last = _EQUALS.split(answer)
-    if any(_ANOTHER_SOLUTION.search(_without_dressing(side)) for side in earlier):
+    sides = _EQUALS.split(answer)
+    if len(sides) > 1 and _ANOTHER_SOLUTION.search(_without_dressing(sides[-2])):
         return ""
-    return last
+    return sides[-1]
 
 
 def _without_dressing(answer: str) -> str:
