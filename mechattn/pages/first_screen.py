@@ -224,10 +224,10 @@ def change_sentence(rows: Sequence[Change]) -> str:
     if unsure_models:
         unsure += f" in {unsure_models} of them"
     direction = _direction(intervals)
-    form = "+.1f"
-    if direction != "unclear":
-        form = ".1f"  # the sentence says whether it is more or less
-    amount = _range_words(intervals, form)
+    estimates = [float(change.estimate) for change in intervals]
+    amount = _range_words(estimates, "+.1f")
+    if direction != "unclear":  # the sentence says whether it is more or less
+        amount = _range_words([abs(estimate) for estimate in estimates], ".1f")
     return SENTENCES[direction].format(
         condition=condition, amount=amount, models=len(intervals), unsure=unsure
     )
@@ -242,13 +242,11 @@ def _direction(intervals: Sequence[Interval]) -> str:
     return "unclear"
 
 
-def _range_words(intervals: Sequence[Interval], form: str) -> str:
-    """The smallest change and the largest, whatever their signs."""
-    estimates = sorted((change.estimate for change in intervals), key=abs)
-    if "+" not in form:
-        estimates = [abs(estimate) for estimate in estimates]
-    smallest = percent_number(estimates[0], form)
-    largest = percent_number(estimates[-1], form)
+def _range_words(changes: Sequence[float], form: str) -> str:
+    """The smallest relative change and the largest, whatever their signs, in percent."""
+    by_size = sorted(changes, key=abs)
+    smallest = percent_number(by_size[0], form)
+    largest = percent_number(by_size[-1], form)
     if smallest == largest:
         return f"{smallest}\u00a0%"
     return f"{smallest} to {largest}\u00a0%"

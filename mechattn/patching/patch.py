@@ -171,20 +171,25 @@ def patch(
     patching = request.patched_in_batches(plan.batches(pairs), plan.effects, axes, method, **about)
     effects = target.by_dimension(patching.effects.drop_vars("before"), tokens)
     patching = replace(patching, effects=effects)
-    if not target.attributed:
-        return patching
+    if target.attributed:
+        return _beside_exact(patching, plan)
+    return patching
 
-    sample = checked_sample(patching, seed)
+
+def _beside_exact(patching: Patching, plan: PatchingPlan) -> Patching:
+    """Attributed effects with those of a sample of cells, patched exactly in a few prompts."""
+    request = plan.request
+    sample = checked_sample(patching, request.seed)
     exact_plan = replace(
         plan,
-        target=replace(target, attributed=False),
-        cells=[cells[index] for index in sample],
-        replacements=partial(_replacements, request, target, ()),
+        target=replace(plan.target, attributed=False),
+        cells=[plan.cells[index] for index in sample],
+        replacements=partial(_replacements, request, plan.target, ()),
         partners={},
         controls=(),
     )
     exact = []
-    for pair in pairs[:CHECKED]:
+    for pair in request.pairs[:CHECKED]:
         [effects_of_pair] = exact_plan.effects([pair])
         exact.append(np.asarray(effects_of_pair["effect"]))
     return patching.compared(exact, sample)

@@ -192,7 +192,7 @@ class Listing(MemoryStore):
     ) -> Buffer | None:
         """As :meth:`get`, which newer versions of Zarr may call instead."""
         if byte_range is not None:  # of objects in shards, which are not written here
-            raise NotImplementedError
+            raise NotImplementedError("an object of a result is read whole")
         if key not in self.names:
             return None
         content = root_content({}) if key == ROOT else self.read(key)
@@ -202,7 +202,7 @@ class Listing(MemoryStore):
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
         """Write an object for Zarr."""
         if byte_range is not None:
-            raise NotImplementedError
+            raise NotImplementedError("an object of a result is written whole")
         await asyncio.to_thread(self.set_sync, key, value)
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
@@ -222,7 +222,7 @@ class Listing(MemoryStore):
 
     def _refused(self, *_: Any, **__: Any) -> Any:
         """What Zarr must not do, since an object is written once."""
-        raise NotImplementedError
+        raise NotImplementedError("an object of a result is written once")
 
     delete = _refused
     delete_sync = _refused
