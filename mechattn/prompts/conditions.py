@@ -154,21 +154,28 @@ class Insertion(ABC):
         """The filler, with a line break between it and the question where that is asked for."""
         if not self.own_line:
             return self.filler(prompt, model, seed)
-        tokenizer = require_tokenizer(model)
-        line = fillers.line_break(tokenizer)
+        line = fillers.line_break(require_tokenizer(model))
         with_room: Any = replace(self, count=self.count - 1)  # type: ignore
-        filler = with_room.filler(prompt, model, seed)
         if self.place == "after_question":
-            return [*line, *filler]
+            return [*line, *with_room.filler(prompt, model, seed)]
 
-        # Qwen's tokenizer has ".\n" as a single token, so that the filler may be a token longer.
+        return self._joined_with_line(prompt, model, seed) or [
+            *with_room.filler(prompt, model, seed),
+            *line,
+        ]
+
+    def _joined_with_line(
+        self, prompt: Prompt, model: TokenizedModel, seed: int
+    ) -> list[int] | None:
+        """The filler with the line break in its last token, as Qwen's tokenizer has ".\\n"; None if
+        this tokenizer has no such token, or the filler not this length."""
+        try:
+            filler = self.filler(prompt, model, seed)
+        except ConditionError:
+            return None
+        tokenizer = require_tokenizer(model)
         last_tokens = fillers.tokens_of(tokenizer, tokenizer.decode(filler[-1:]) + "\n")
-        if len(last_tokens) == 1:
-            longer_filler = self.filler(prompt, model, seed)
-            if longer_filler[-1] == filler[-1]:
-                return [*longer_filler[:-1], *last_tokens]
-
-        return [*filler, *line]
+        return [*filler[:-1], *last_tokens] if len(last_tokens) == 1 else None
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         """The position before which the filler is inserted."""

@@ -422,6 +422,7 @@ class MergesFullStops(InDigits):
     "condition",
     [
         ma.MeaninglessTokens("/", 55, separator="", own_line=True),
+        ma.MeaninglessTokens("ab.", 54, separator="", own_line=True),
         ma.RandomSentence(120, own_line=True, cut=False),
         ma.RandomSentence(120, own_line=True),
     ],
