@@ -38,14 +38,16 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
         condition, to, quantity and segment. ``q_beyond``, ``q_difference`` and ``q_random`` are
         over all tables; the original ones are ``q_beyond_of_table``, ``q_difference_of_table``,
         ``q_same_of_table`` and ``p_family_of_table``. ``attrs`` state the family, each table's own
-        attributes ("tables") and the smallest q that a single test can reach ("smallest_q_alone").
+        attributes ("tables") and the smallest q that a single test can reach ("smallest_q_alone";
+        NaN where all tables are of evaluations).
 
     Raises:
         OptionError: There are no tables, one has no p-values, or one is given twice.
 
     Source: Benjamini and Hochberg 1995.
     """
-    tables = _checked(tables)
+    _check_tables(tables)
+    tables = [_with_result_columns(table) for table in tables]
     numbered = [_numbered(number, table) for number, table in enumerate(tables)]
     stacked = by_head(pd.concat(numbered, ignore_index=True))
 
@@ -102,14 +104,14 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
     return numbered
 
 
-def _checked(tables: Any) -> list[pd.DataFrame]:
-    """The tables, those of an evaluation with the columns of others; refuses what is no list of
-    different tables.
-    """
+def _check_tables(tables: Any) -> None:
+    """Refuse what is no list of different tables with p-values."""
     are_tables = isinstance(tables, (list, tuple)) and len(tables) > 0
     if not are_tables or not all(isinstance(table, pd.DataFrame) for table in tables):
-        raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
-    checked: list[pd.DataFrame] = []
+        raise OptionError(
+            "give a list of tables: ma.adjust([result.compare(…, columns='all'),"
+            " other.compare(…, columns='all')])"
+        )
     for number, table in enumerate(tables):
         if "table" in table:
             raise OptionError(
@@ -120,14 +122,15 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
                 raise OptionError(
                     f"table {number} is the same as table {earlier_number}; give every table once"
                 )
-
-        # The tables of an evaluation have one test a row.
-        if "p_difference" not in table:
-            table = table.rename(columns=_ONE_TEST)
-        if "p_difference" not in table:
+        if "p_difference" not in table and "p" not in table:
             raise OptionError(
                 f"table {number} has no column p_difference; give tables from"
                 " Result.compare(…, columns='all')"
             )
-        checked.append(table)
-    return checked
+
+
+def _with_result_columns(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of an evaluation, which has one test a row, with the names of a result's columns."""
+    if "p_difference" in table:
+        return table
+    return table.rename(columns=_ONE_TEST)

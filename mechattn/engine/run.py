@@ -30,13 +30,13 @@ from mechattn.engine.labelled_datasets import (
 )
 from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import Analyses, AnyPrompts, ChosenLayers, Conditions
-from mechattn.errors import check_choice, check_counts, memory_bytes
+from mechattn.errors import check_choice, check_counts, memory_bytes, warn
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
 from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
-from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
+from mechattn.prompts.prompt import Prompt, as_prompts, likeness_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right
 from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result
@@ -133,8 +133,14 @@ class Plan:
 
     def calibrated(self, prompts: Sequence[Prompt]) -> Run:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
-        likeness = warn_of_likeness(prompts)
-        alike = {likeness: len(prompts)} if likeness else {}
+        likeness = likeness_of(prompts)
+        alike = {}
+        if likeness:
+            alike = {likeness: len(prompts)}
+            warn(
+                f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
+                " load_prompts(group=…)"
+            )
         analyses = []
         for analysis in self.analyses:
             if isinstance(analysis, Calibrates):
@@ -165,7 +171,10 @@ class Run:
         plan = self.plan
         model = plan.model
         ids = [prompt.id for prompt in prompts]
-        lengths = [[len(sequence) for sequence in own.values()] for own in sequences]
+        lengths = []  # of each prompt, under each condition
+        for by_condition in sequences:
+            lengths.append([len(sequence) for sequence in by_condition.values()])
+        baseline_lengths = [len(by_condition[BASELINE]) for by_condition in sequences]
 
         # What is measured goes into one collector for each analysis.
         coords: dict[str, list] = {
@@ -174,8 +183,8 @@ class Run:
             "layer": plan.layers,
         }
         widths = {
-            "key": max(map(max, lengths)),
-            "original_key": max(len(own[BASELINE]) for own in sequences),
+            "key": max(max(of_prompt) for of_prompt in lengths),
+            "original_key": max(baseline_lengths),
         }
         collectors = [
             Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses

@@ -14,8 +14,8 @@ import pandas as pd
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.evaluation.answer_file import GradedAnswer, read_answers, write_answers
-from mechattn.evaluation.followed_answers import follows
 from mechattn.prompts.prompt import Prompt
+from mechattn.results import provenance
 from mechattn.stats.accuracy import (
     deviation,
     paired_accuracy,
@@ -41,8 +41,8 @@ class Evaluation:
     def __repr__(self) -> str:
         shares = []
         for name in self.conditions:
-            accuracy = 100 * self.right(name).mean()
-            shares.append(f"{name} {accuracy:.1f} %")
+            accuracy = np.mean([answer.right for answer in self._under(name)])
+            shares.append(f"{name} {100 * accuracy:.1f} %")
         right = ", ".join(shares)
 
         problems = len({answer.prompt for answer in self.answers})
@@ -63,13 +63,18 @@ class Evaluation:
     def cautions(self) -> list[str]:
         """Sentences to read before the accuracies; none where nothing is the matter.
 
-        They name the conditions where more than a tenth of the answers were cut off, or cannot be
-        read, and a baseline that cannot fall or cannot rise.
+        They name the conditions where answers are missing, or more than a tenth of them were cut
+        off or cannot be read, and a baseline that cannot fall or cannot rise.
         """
+        problem_count = len(self._problems())
+        missing = []
         cut_off = []
         unread = []
         for name in self.conditions:
             answers = self._under(name)
+            missing_count = problem_count * self.samples - len(answers)
+            if missing_count:
+                missing.append(f"{missing_count} of {problem_count * self.samples} under {name!r}")
             finished = [answer for answer in answers if answer.finished]
             cut_off_count = len(answers) - len(finished)
             unread_count = sum(answer.answer is None for answer in finished)
@@ -79,6 +84,10 @@ class Evaluation:
                 unread.append(f"{unread_count} of {len(answers)} under {name!r}")
 
         sentences = []
+        if missing:
+            sentences.append(
+                f"Careful: answers are missing ({', '.join(missing)}), as after an interrupted run."
+            )
         if cut_off:
             sentences.append(
                 f"Careful: many answers were cut off and count as wrong ({', '.join(cut_off)}). "
@@ -99,8 +108,8 @@ class Evaluation:
 
     @property
     def samples(self) -> int:
-        """The number of answers to each question."""
-        last_sample = max(answer.sample for answer in self.answers)
+        """The number of answers to each question; 0 if there are none at all."""
+        last_sample = max((answer.sample for answer in self.answers), default=-1)
         return last_sample + 1
 
     def right(self, condition: str) -> np.ndarray:
@@ -109,10 +118,7 @@ class Evaluation:
         Raises:
             OptionError: There is no such condition, or some of its answers are missing.
         """
-        if condition not in self.conditions:
-            have = ", ".join(map(repr, self.conditions))
-            raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
-
+        self._check_condition(condition)
         right = {(answer.prompt, answer.sample): answer.right for answer in self._under(condition)}
         keys = [(prompt, sample) for prompt in self._problems() for sample in range(self.samples)]
         missing = [key for key in keys if key not in right]
@@ -154,11 +160,13 @@ class Evaluation:
         table = _intervals(shares, units, level)
         table = table.rename(columns={"estimate": "accuracy"})
 
-        answers = [self._under(name) for name in names]
         table["n"] = units.n
-        table["unread"] = [sum(a.answer is None for a in rows) for rows in answers]
-        table["unfinished"] = [sum(not a.finished for a in rows) for rows in answers]
-        table["tokens"] = [float(np.mean([len(a.tokens) for a in rows])) for rows in answers]
+        for row, name in enumerate(names):
+            answers = self._under(name)
+            table.loc[row, "unread"] = sum(answer.answer is None for answer in answers)
+            table.loc[row, "unfinished"] = sum(not answer.finished for answer in answers)
+            table.loc[row, "tokens"] = np.mean([len(answer.tokens) for answer in answers])
+        table = table.astype({"unread": int, "unfinished": int})
         table.attrs = {"unit": units.unit, "cautions": self.cautions}
         return table
 
@@ -253,6 +261,11 @@ class Evaluation:
         q = false_discovery(table.p.to_numpy())
         after_p = table.columns.get_loc("p") + 1
         table.insert(after_p, "q", q)
+        table.attrs = {
+            "models": self.provenance.get("model", ""),
+            "to": to,
+            "answers": provenance.digest(self.answers),
+        }
         return table
 
     def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
@@ -267,11 +280,12 @@ class Evaluation:
             conditions: The candidates; all but the baseline by default.
 
         Returns:
-            What :meth:`compare` gives on the other half; "condition", and "chosen_on", its accuracy
-            on the first half.
+            What :meth:`compare` gives on the other half, with the "accuracy" of the condition and
+            of the "baseline" there; "condition", and "chosen_on", its accuracy on the first half.
 
         Raises:
-            OptionError: There are fewer than two problems, or no condition other than the baseline.
+            OptionError: There is no condition other than the baseline, or a half has too few
+                problems (or groups of them) for :meth:`compare`.
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
         group_of = self._groups()
@@ -280,7 +294,7 @@ class Evaluation:
         if not names or units.n < 2:
             raise OptionError(
                 "best needs at least one condition other than the baseline, and at least two"
-                " problems"
+                " problems (or groups of problems)"
             )
 
         choosing_places, reported_places = units.halves()
@@ -312,9 +326,11 @@ class Evaluation:
             A row a condition and k: condition, k, estimate, low, high.
 
         Raises:
-            OptionError: k is larger than the number of samples.
+            OptionError: k is larger than the number of samples, or there is none.
         """
         counts: list[Any] = [k] if np.ndim(k) == 0 else list(k)  # type: ignore[arg-type]
+        if not counts:
+            raise OptionError(f"k={k!r}: give at least one number of answers")
         for count in counts:
             check_counts(k=count)
 
@@ -351,14 +367,65 @@ class Evaluation:
 
         Returns:
             "followed" with "low" and "high" (a score interval); "kept", the fraction that kept
-            their own answer;
-            "by_chance", how often the answer is that of an unrelated prompt; "n"; "alike".
+            their own answer; "by_chance", how often the answer is that of an unrelated prompt; "n",
+            the number of problems or of their groups, over which all fractions are means; "alike".
 
         Raises:
             OptionError: There is no such condition, there are several answers per problem, or a
                 source has no answer.
         """
-        return follows(self, condition, sources, without, level, unit)
+        if self.samples > 1:
+            raise OptionError(
+                f"{self.samples} answers per problem: follows needs one answer per problem"
+                " (samples=1)"
+            )
+
+        own_answers = self._final_answers(without)
+        answers = self._final_answers(condition)
+        for prompt in own_answers:
+            if sources.get(prompt, prompt) not in own_answers:
+                raise OptionError(
+                    f"the source of prompt {prompt} is not among the answered problems; give"
+                    " KeysValues.from_other_prompts().sources of the same prompts"
+                )
+
+        distinct = []  # the prompts whose own answer and whose source's can be told apart
+        for prompt, own_answer in own_answers.items():
+            source_answer = own_answers[sources.get(prompt, prompt)]
+            if None not in (own_answer, source_answer) and own_answer != source_answer:
+                distinct.append(prompt)
+        if not distinct:
+            raise OptionError(
+                f"under {without!r} no prompt's answer differs from its source's, so they cannot be"
+                " distinguished"
+            )
+
+        followed = [answers[prompt] == own_answers[sources[prompt]] for prompt in distinct]
+        kept = [answers[prompt] == own_answers[prompt] for prompt in distinct]
+        by_chance = []  # the share of the other problems' answers that this one equals
+        for prompt in distinct:
+            unrelated = [
+                answer
+                for problem, answer in own_answers.items()
+                if problem not in (prompt, sources[prompt]) and answer is not None
+            ]
+            equal_count = unrelated.count(answers[prompt])
+            by_chance.append(equal_count / len(unrelated) if unrelated else np.nan)
+
+        units = self._restricted_to(distinct)._units(unit)
+        followed_share = share_interval(units.means(np.array(followed, float)), level)
+        kept_share = share_interval(units.means(np.array(kept, float)), level)
+        chance_share = share_interval(units.means(np.array(by_chance)), level)
+        return {
+            "condition": condition,
+            "followed": float(followed_share.estimate),
+            "low": float(followed_share.low),
+            "high": float(followed_share.high),
+            "kept": float(kept_share.estimate),
+            "by_chance": float(chance_share.estimate),
+            "n": units.n,
+            "alike": len(own_answers) - len(distinct),
+        }
 
     def answered(
         self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0
@@ -375,9 +442,15 @@ class Evaluation:
             sample: Which of several answers, from 0.
 
         Raises:
-            OptionError: A prompt has no answer under this condition.
+            OptionError: There is no such condition or sample, or a prompt has no answer under it.
         """
-        answers = self._first_answers(condition, sample)
+        self._check_condition(condition)
+        if not 0 <= sample < self.samples:
+            raise OptionError(
+                f"sample={sample}: the evaluation has {self.samples} answers to each problem,"
+                " counted from 0"
+            )
+        answers = self._answers_by_problem(condition, sample)
         missing = [
             prompt.id
             for prompt in prompts
@@ -393,13 +466,26 @@ class Evaluation:
 
         return answered
 
-    def _first_answers(self, condition: str, sample: int = 0) -> dict[str, GradedAnswer]:
-        """The answer to each problem under a condition, by the problem's id."""
-        return {a.prompt: a for a in self._under(condition) if a.sample == sample}
+    def _answers_by_problem(self, condition: str, sample: int = 0) -> dict[str, GradedAnswer]:
+        """One of the answers to each problem under a condition, by the problem's id."""
+        answers = [answer for answer in self._under(condition) if answer.sample == sample]
+        return {answer.prompt: answer for answer in answers}
+
+    def _final_answers(self, condition: str) -> dict[str, str | None]:
+        """The final answer to each problem under a condition, which has to have them all."""
+        self.right(condition)  # refuses where one is missing
+        answers = self._answers_by_problem(condition)
+        return {problem: answers[problem].answer for problem in self._problems()}
+
+    def _check_condition(self, condition: str) -> None:
+        """Refuse a condition without answers."""
+        if condition not in self.conditions:
+            have = ", ".join(map(repr, self.conditions))
+            raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
-        return pd.DataFrame([asdict(a) for a in self.answers])
+        return pd.DataFrame([asdict(answer) for answer in self.answers])
 
     def save(self, path: str | Path) -> None:
         """Save as JSON lines, provenance first, then the answers; the file is written completely or

@@ -357,7 +357,7 @@ def _measured(
     seed: int,
 ) -> xr.Dataset:
     """The attention of the answers under a condition, NaN where one is empty, and what they are."""
-    answers = evaluation._first_answers(name)
+    answers = evaluation._answers_by_problem(name)
     written = [prompt for prompt in prompts if answers[prompt.id].tokens]
     if not written:
         raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")

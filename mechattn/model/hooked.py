@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _NAME = "_mechattn"
 Function = TypeVar("Function", bound=Callable[..., Any])
-making = RLock()  # of any model, as transformers and accelerate modify torch while they make one
-_LONG = 10.0  # seconds of waiting before a warning
-_locks = (
-    WeakIdKeyDictionary()
-)  # by the configuration and the first parameter, so no lock is pickled or copied
-_finding = Lock()
+# Held while any model is made, as transformers and accelerate then modify torch.
+model_creation_lock = RLock()
+_SECONDS_BEFORE_WARNING = 10.0
+# By the configuration and the first parameter, so no lock is pickled or copied.
+_locks = WeakIdKeyDictionary()
+_lock_table_guard = Lock()
 
 
 @runtime_checkable
@@ -43,9 +43,8 @@ class HookedModel(Protocol):
     ) -> Any:
         """A forward pass with functions at named hooks, which are removed afterwards."""
 
-    if (
-        TYPE_CHECKING
-    ):  # not checked at run time: isinstance does not see submodules, and rebuilds hook_dict
+    # Not checked at run time: isinstance does not see submodules, and rebuilds hook_dict.
+    if TYPE_CHECKING:
         blocks: Sequence[Any]  # each with its hooks by name
 
         @property
@@ -82,9 +81,9 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
             return
         visited.add(id(module))
         modules[name] = module
-        for own, child in module._modules.items():
+        for child_name, child in module._modules.items():
             if child is not None:
-                visit(f"{name}.{own}".removeprefix("."), child)
+                visit(f"{name}.{child_name}".removeprefix("."), child)
 
     visit("", model)
     original = original_of(model)
@@ -106,20 +105,20 @@ def rounding_of(model: Any, in_float32: float, in_half_precision: float) -> floa
 
 
 @contextmanager
-def attribute_set(thing: Any, name: str, value: Any) -> Iterator[None]:
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute on the object itself; a bridge would forward a plain assignment to the
     module that it wraps."""
     missing = object()
-    before = vars(thing).get(name, missing)
-    object.__setattr__(thing, name, value)
+    before = vars(owner).get(name, missing)
+    object.__setattr__(owner, name, value)
 
     try:
         yield
     finally:
         if before is missing:
-            object.__delattr__(thing, name)
+            object.__delattr__(owner, name)
         else:
-            object.__setattr__(thing, name, before)
+            object.__setattr__(owner, name, before)
 
 
 @dataclass
@@ -127,14 +126,12 @@ class ModelFacts:
     """What is known about a model: how it was made, mended and verified; kept on the model
     object."""
 
-    weights: str = (
-        "as given, perhaps processed"  # or "raw"; the default warns that they may have been folded
-    )
+    # Or "raw"; the default warns that they may have been folded.
+    weights: str = "as given, perhaps processed"
     revision: str | None = None  # the commit on the hub that the weights come from
     random_weights: Mapping[str, Any] | None = None  # the kind and seed of weights drawn at random
-    native: Any = (
-        None  # a copy without hooks that shares the parameters; None if there cannot be one
-    )
+    # A copy without hooks that shares the parameters; None if there cannot be one.
+    native: Any = None
     why_not_native: str = ""
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
@@ -176,10 +173,10 @@ def limit_of(model: Any, check: str) -> str:
     return facts.report.limited.get(check, "")
 
 
-def remember(model: Any, what: ModelFacts) -> ModelFacts:
-    """Store ``what`` on the model."""
-    setattr(model, _NAME, what)
-    return what
+def store_facts(model: Any, facts: ModelFacts) -> ModelFacts:
+    """Store the facts on the model."""
+    setattr(model, _NAME, facts)
+    return facts
 
 
 def alone(function: Function) -> Function:
@@ -187,11 +184,37 @@ def alone(function: Function) -> Function:
     mode."""
 
     @wraps(function)
-    def waiting(model: Any, *given: Any, **named: Any) -> Any:
+    def run_alone(model: Any, *args: Any, **options: Any) -> Any:
         with holding(model), measuring(model):
-            return function(model, *given, **named)
+            return function(model, *args, **options)
 
-    return cast(Function, waiting)
+    return cast(Function, run_alone)
+
+
+class _DefaultFloat32:
+    """Makes float32 torch's default dtype as long as any thread measures: there is one default for
+    all threads, so the first sets it and the last brings back what was there."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.users = 0
+        self.before = torch.float32
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.users == 0:
+                self.before = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float32)
+            self.users += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                torch.set_default_dtype(self.before)
+
+
+_default_float32 = _DefaultFloat32()
 
 
 @contextmanager
@@ -204,13 +227,12 @@ def measuring(model: Any) -> Iterator[None]:
     training = []
     if hasattr(model, "cfg") and isinstance(model, nn.Module):
         training = [module for module in modules_of(model).values() if module.training]
-    dtype = torch.get_default_dtype()
     for module in training:
         module.training = False
 
     try:
-        torch.set_default_dtype(torch.float32)
         with ExitStack() as stack:
+            stack.enter_context(_default_float32)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             for device in ("cpu", "cuda"):
@@ -220,7 +242,6 @@ def measuring(model: Any) -> Iterator[None]:
                 stack.enter_context(torch.device("cpu"))
             yield
     finally:
-        torch.set_default_dtype(dtype)
         for module in training:
             module.training = True
 
@@ -230,12 +251,12 @@ def holding(model: Any) -> ExitStack:
     again."""
     with ExitStack() as stack:
         for lock in _locks_of(model):
-            if not lock.acquire(timeout=_LONG):
+            if not lock.acquire(timeout=_SECONDS_BEFORE_WARNING):
                 name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
                 warn(
-                    f"waiting: another thread has used {name} for {_LONG:.0f} s. Hooks and patches"
-                    " are on the model, so one thread at a time can use it; load it by name in"
-                    " each thread to use several at once"
+                    f"waiting: another thread has used {name} for"
+                    f" {_SECONDS_BEFORE_WARNING:.0f} s. Hooks and patches are on the model, so one"
+                    " thread at a time can use it; load it by name in each thread to use several at once"
                 )
                 lock.acquire()
             stack.callback(lock.release)
@@ -250,7 +271,7 @@ def _locks_of(model: Any) -> list[Any]:
     config = config_of(model)
     first_parameter = next(model.parameters(), None)
     owners = [owner for owner in (config, first_parameter) if owner is not None]
-    with _finding:
+    with _lock_table_guard:
         return [_locks.setdefault(owner, RLock()) for owner in owners]
 
 
@@ -269,8 +290,8 @@ def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
     """A parameter or buffer of this name; if it is offloaded, what is stored of it."""
     if not tensor.is_meta:
         return tensor
-    owner, _, own = name.rpartition(".")
-    return _hook_of(model.get_submodule(owner)).weights_map[own]
+    module_name, _, parameter_name = name.rpartition(".")
+    return _hook_of(model.get_submodule(module_name)).weights_map[parameter_name]
 
 
 @contextmanager

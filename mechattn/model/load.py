@@ -37,8 +37,8 @@ from mechattn.model.given_objects import (
 from mechattn.model.hooked import (
     alone,
     facts_of,
-    making,
-    remember,
+    model_creation_lock,
+    store_facts,
 )
 from mechattn.model.verified_models import (
     known_facts,
@@ -123,12 +123,12 @@ def load_model(
 
     if isinstance(model, torch.nn.Module):
         model = unwrapped_model(model)
-        with making, as_trusted(checkpoint.is_of_own_code(model)):
+        with model_creation_lock, as_trusted(checkpoint.is_of_own_code(model)):
             hooked = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
-        with making, as_trusted(own_code), asked_once(place), read_once():
+        with model_creation_lock, as_trusted(own_code), asked_once(place), read_once():
             commit = hub_commit(place, options.get("revision"))
             hooked = _from_name(str(model), tokenizer, dtype, device, options)
             known_facts(hooked).revision = commit
@@ -199,7 +199,7 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.state = state_of(hooked)
-    remember(hooked, facts)
+    store_facts(hooked, facts)
     return facts.report
 
 

@@ -19,10 +19,10 @@ from mechattn.model.hooked import (
     ModelFacts,
     device_of,
     facts_of,
-    making,
+    model_creation_lock,
     modules_of,
     original_of,
-    remember,
+    store_facts,
 )
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING
@@ -74,9 +74,9 @@ def known_facts(model: Any) -> ModelFacts:
     facts = facts_of(model)
     if facts is not None:
         return facts
-    with making:
+    with model_creation_lock:
         native, why = _native_twin(model)
-    return remember(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
+    return store_facts(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
 
 
 def _verify(model: Any, facts: ModelFacts) -> None:
@@ -105,7 +105,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
         return
     if facts.state is None or facts.state == state_of(model):
         return
-    with making:
+    with model_creation_lock:
         facts.native, facts.why_not_native = _native_twin(model)
     facts.to_verify = False
     facts.report = facts.state = facts.streaming = facts.fused = None
@@ -119,7 +119,7 @@ def notice_changes(model: Any, facts: ModelFacts) -> None:
     refuse_changes(model, before, now)
     is_moved = before["device"] != now["device"]
     if is_moved:
-        with making:
+        with model_creation_lock:
             facts.native, facts.why_not_native = _native_twin(model)
     if is_moved or before["hooks"] != now["hooks"]:
         _verify(model, facts)

@@ -14,7 +14,14 @@ from torch import Tensor
 from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.hub_access import hub_commit
 from mechattn.model.gguf_files import REAL, SUFFIX, packaged_file
-from mechattn.model.hooked import ModelFacts, alone, device_of, facts_of, making, unoffloaded
+from mechattn.model.hooked import (
+    ModelFacts,
+    alone,
+    device_of,
+    facts_of,
+    model_creation_lock,
+    unoffloaded,
+)
 from mechattn.model.load import load_model
 
 Kind = Literal["initialised", "shuffled"]
@@ -56,7 +63,7 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
             " Give an unquantised model by its name, its directory, or as a transformers model"
         )
 
-    with making:
+    with model_creation_lock:
         native = _drawn(facts.native, kind, seed)
 
     drawn = load_model(native, tokenizer=hooked.tokenizer)

@@ -21,7 +21,8 @@ Probabilities = Float[Tensor, "original key"]  # of a head's pattern at these to
 
 
 def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
-    """Another prompt's pair for each, drawn among those at least as long; none for the longest.
+    """Another prompt's pair for each, drawn among those at least as long; none where there is
+    no such pair.
 
     Those with the same answer are left out where there are others: what they bring may be the
     answer itself.

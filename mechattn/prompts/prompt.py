@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechattn.errors import PromptError, check_choice, plain, warn
+from mechattn.errors import PromptError, check_choice, plain
 
 Template = Literal["plain", "chat", "joined"]
 # Generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory.
@@ -86,22 +86,22 @@ class Prompt:
                     f" printed: {name!r}"
                 )
 
-        if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
+        versions = (self.counterpart, self.other_answer)
+        texts = [self.system, self.question, self.answer, self.solution]
+        texts += [version for version in versions if isinstance(version, str)]
+        if any(HALVES.search(text) for text in texts if text):
             raise PromptError(
                 f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
                 " text"
             )
 
-        versions = [
-            version
-            for version in (self.counterpart, self.other_answer)
-            if not isinstance(version, str)
-        ]
-        for token in chain(self.tokens, self.answer_tokens, *versions):
+        token_ids = [version for version in versions if not isinstance(version, str)]
+        for token in chain(self.tokens, self.answer_tokens, *token_ids):
             is_whole = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_whole or not -(2**63) <= token < 2**63:
                 raise PromptError(
-                    f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers"
+                    f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers, of 64"
+                    " bits at most"
                 )
 
     @property
@@ -187,6 +187,15 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
         masks = _rows(encoding["attention_mask"])
 
     prompts = []
+    lengths = [len(row) for row in rows]
+    mask_lengths = [len(mask) for mask in masks]
+    if mask_lengths != lengths:
+        raise PromptError(
+            f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"
+            " give them as the tokenizer returned them"
+        )
+    if not rows:
+        raise PromptError("there are no prompts; give at least one")
     for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         tokens = tuple(compress(row, mask))
         prompts.append(Prompt(tokens=tokens, id=str(index)))
@@ -220,11 +229,12 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
     return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(tokens.tolist())]
 
 
-def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
-    """Warn if at least half of the prompts repeat another one, apart from numbers and names.
+def likeness_of(prompts: Sequence[Prompt]) -> str:
+    """How much the prompts repeat each other, apart from numbers and names, if at least half of
+    them do: in one sentence, without its full stop; "" if they don't, or if they have groups.
 
-    Returns:
-        The first sentence of the warning; empty if there was none.
+    Intervals are then too narrow by ``√(Σ m_t² / n)`` at most, with m_t prompts of template t:
+    Kish's design effect where the prompts of a template all give the same number.
     """
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     has_groups = 0 < len(groups) < len(prompts)  # which the statistics take as units
@@ -243,17 +253,13 @@ def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
     number = f"{len(templates)} templates"
     if len(templates) == 1:
         number = "one template"
-    too_narrow = (len(prompts) / len(templates)) ** 0.5
-    likeness = (
+    inflation = sum(size**2 for size in templates.values()) / len(prompts)
+    too_narrow = inflation**0.5
+    return (
         f"{len(prompts)} prompts follow {number}, apart from numbers and names"
         f' ("{_shortened(usual)}" {count} times): intervals and tests assume independent prompts, so'
         f" intervals are up to {too_narrow:.1f} times too narrow"
     )
-    warn(
-        f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
-        " load_prompts(group=…)"
-    )
-    return likeness
 
 
 def _shortened(text: str) -> str:

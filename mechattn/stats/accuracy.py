@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, stats
 
-from mechattn.errors import OptionError
-from mechattn.stats.intervals import Interval, t_interval, t_quantile, wilson_interval
+from mechattn.errors import OptionError, check_counts
+from mechattn.stats.intervals import Interval, check_level, t_interval, t_quantile, wilson_interval
 
-_FEW = 5.0  # units away from the edge: with that many, half of the variance is what was measured
+# So many units away from the edge, or differing, give half of the weight to the measured variance,
+# the rest to the prior one: the numbers with which the intervals cover 95 % in simulations.
+_FEW = 5.0
 _FEW_PAIRS = 3.0
 
 
@@ -70,8 +72,10 @@ def paired_accuracy(
 
 
 def mcnemar_mid_p(only_first: int, only_second: int) -> float:
-    """The two-sided mid-p McNemar test: the exact p-value minus half the probability of the
-    observed outcome.
+    """The two-sided mid-p McNemar test: the exact p-value, in which the observed outcome counts half
+    on each side.
+
+    ``p = 2 P(X ≤ b) − P(X = b)`` with b the smaller count and X binomial.
 
     The exact test is conservative. Source: Fagerland, Lydersen and Laake, BMC Medical Research
     Methodology 2013.
@@ -106,7 +110,7 @@ def _newcombe(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
         covariance = max(covariance - n / 2, 0)
     first_wrong = n - first_right
     second_wrong = n - second_right
-    margins = first_right * first_wrong * second_right * second_wrong
+    margins = float(first_right) * first_wrong * second_right * second_wrong
     phi = 0.0
     if margins:
         phi = covariance / np.sqrt(margins)
@@ -144,8 +148,9 @@ def detectable_difference(n: int, disagreement: float) -> float:
         The difference of two accuracies, at most 1 even where that is not detected.
 
     Raises:
-        OptionError: The disagreement is not a share between 0 and 1.
+        OptionError: The disagreement is not a share between 0 and 1, or there is no problem.
     """
+    check_counts(n=n)
     if not 0 <= disagreement <= 1:
         raise OptionError(
             f"disagreement={disagreement}: give the share of problems on which the answers differ"
@@ -209,6 +214,7 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
         values: The share of each unit, such as of right answers to a problem [unit].
         level: The level of the interval.
     """
+    check_level(level)
     shares = values[~np.isnan(values)]
     n = len(shares)
     if not n:
@@ -218,24 +224,26 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     single_spread = mean * (1 - mean)  # the variance if each unit were 0 or 1
 
     trials: float = n
-    far = t_quantile(level, np.inf)
+    quantile = t_quantile(level, np.inf)
     is_single_answer = np.isin(shares, (0, 1)).all()
     if n > 1 and not is_single_answer:
-        far = t_quantile(level, n - 1)
+        quantile = t_quantile(level, n - 1)
         measured_ratio = float(shares.var(ddof=1)) / single_spread
         measured_ratio = min(1.0, measured_ratio)
         # Where few units differ from the edge, the measured variance says little: φ is drawn
         # towards 1.
-        nearer_edge = float(mean > 0.5)
+        nearer_edge = 0.0
+        if mean > 0.5:
+            nearer_edge = 1.0
         off_edge = int((shares != nearer_edge).sum())
         weight = off_edge / (off_edge + _FEW)
         trials = n / (weight * measured_ratio + 1 - weight)
 
     # Wilson's interval.
-    shrink = 1 + far**2 / trials
-    centre = (mean + far**2 / (2 * trials)) / shrink
-    score_variance = single_spread / trials + far**2 / (4 * trials**2)
-    half = far / shrink * np.sqrt(score_variance)
+    shrink = 1 + quantile**2 / trials
+    centre = (mean + quantile**2 / (2 * trials)) / shrink
+    score_variance = single_spread / trials + quantile**2 / (4 * trials**2)
+    half = quantile / shrink * np.sqrt(score_variance)
     low = np.clip(centre - half, 0, mean)
     high = np.clip(centre + half, mean, 1)
     return Interval(np.array(mean), low, high)

@@ -1,13 +1,13 @@
 """Prompts that repeat each other are named in a warning; varied ones are not."""
 
-import warnings
+import re
 from dataclasses import replace
 
 import pytest
 
 import mechattn as ma
 from mechattn.errors import PromptError
-from mechattn.prompts.prompt import as_prompts, warn_of_likeness
+from mechattn.prompts.prompt import as_prompts, likeness_of
 from mechattn.results.result import alike_words
 
 COPIES = [ma.Prompt("Tom has 3 apples. How many?", id=str(n)) for n in range(6)]
@@ -28,49 +28,38 @@ TEMPLATE = [
     ],
 )
 def test_what_repeats_is_named(prompts, message):
-    with pytest.warns(UserWarning, match=message) as said:
-        warn_of_likeness(prompts)
-    assert len(said) == 1
+    assert re.search(message, likeness_of(prompts))
 
 
-def test_token_ids_are_no_numbers(recwarn):
-    warn_of_likeness([ma.Prompt(tokens=(1, n, 2, n), id=str(n)) for n in range(4)])
-    assert not recwarn.list
-    with pytest.warns(UserWarning, match=r'4 prompts follow one template.*\("1 2 3" 4 times\)'):
-        warn_of_likeness([ma.Prompt(tokens=(1, 2, 3), id=str(n)) for n in range(4)])
+def test_token_ids_are_no_numbers():
+    assert not likeness_of([ma.Prompt(tokens=(1, n, 2, n), id=str(n)) for n in range(4)])
+    copies = [ma.Prompt(tokens=(1, 2, 3), id=str(n)) for n in range(4)]
+    assert re.match(r'4 prompts follow one template.*\("1 2 3" 4 times\)', likeness_of(copies))
 
 
-@pytest.mark.parametrize("source", ["word-problems", "the three of a trial"])
-def test_varied_prompts_are_left_alone(source):
-    few = as_prompts(TEMPLATE[:3])
-    prompts = ma.load_prompts(source, limit=64) if source == "word-problems" else few
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        warn_of_likeness(prompts)
-    assert said == []
+def test_varied_prompts_are_left_alone():
+    assert not likeness_of(ma.load_prompts("word-problems", limit=64))
+    assert not likeness_of(as_prompts(TEMPLATE[:3]))
 
 
 def test_the_cost_is_named_and_groups_end_it():
-    with pytest.warns(UserWarning, match=r"up to 2\.4 times too narrow.*Prompt\(group=…\)"):  # √6
-        warn_of_likeness(COPIES)
+    assert likeness_of(COPIES).endswith("up to 2.4 times too narrow")  # √6
+    assert likeness_of(as_prompts(TEMPLATE)).endswith("up to 2.0 times too narrow")
 
-    with pytest.warns(UserWarning, match=r"up to 2\.0 times too narrow"):
-        warn_of_likeness(as_prompts(TEMPLATE))
+    # 51 of one template and 49 alone: √((51² + 49) / 100), not √(100 / 50).
+    alone = [ma.Prompt("z" * n, id=f"alone {n}") for n in range(1, 50)]
+    copies = [replace(COPIES[0], id=str(n)) for n in range(51)]
+    assert likeness_of(copies + alone).endswith("up to 5.1 times too narrow")
 
-    with pytest.warns(
-        UserWarning, match="6 prompts follow one template"
-    ):  # negative control: groups of one say nothing
-        warn_of_likeness([replace(prompt, group=prompt.id) for prompt in COPIES])
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        warn_of_likeness([replace(prompt, group="apples") for prompt in COPIES])
-
-    assert said == []
+    # Negative control: groups of one say nothing.
+    groups_of_one = [replace(prompt, group=prompt.id) for prompt in COPIES]
+    assert likeness_of(groups_of_one).startswith("6 prompts follow one template")
+    assert not likeness_of([replace(prompt, group="apples") for prompt in COPIES])
 
 
 def test_a_run_says_it_once_and_where_it_was_called(toy):
-    with pytest.warns(UserWarning, match="6 prompts follow one template") as said:
+    words = r"6 prompts follow one template.*Prompt\(group=…\)"
+    with pytest.warns(UserWarning, match=words) as said:
         ma.run(toy, COPIES, layers=[0])
     assert [w.filename for w in said if "6 prompts follow one template" in str(w.message)] == [
         __file__
