@@ -219,9 +219,9 @@ def of_each(quantities: Quantities, member: str = "query") -> dict[str, Quantity
     return {
         f"{name}_at": replace(
             quantity,
-            dims=(*quantity.dims[:-1], "key"),
+            # A position stands where the segment does in a mean over it.
+            dims=tuple("key" if dim == "segment" else dim for dim in quantity.dims),
             description=f"{quantity.description}, of each {member}",
-            compared="ratio",
         )
         for name, quantity in quantities.items()
     }
@@ -265,7 +265,10 @@ class Analysis(Protocol):
 
 class AnalysisBase:
     """Base class of analyses: dataclass fields are the options, any sequence can be measured, and
-    sums begin empty."""
+    sums begin empty.
+
+    A field with ``repr=False`` is no option: calibration fills it in.
+    """
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -292,20 +295,20 @@ class AnalysisBase:
 def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> Sums:
     """Sums of 0 for every position of every head [batch head pos *last]."""
     shape = (len(names), len(batch.rows), heads, batch.tokens.shape[1], *last)
-    together = torch.zeros(shape, device=batch.tokens.device)
-    return dict(zip(names, together.unbind(), strict=True))
+    stacked_sums = torch.zeros(shape, device=batch.tokens.device)
+    return dict(zip(names, stacked_sums.unbind(), strict=True))
 
 
-def means_by_segment(member_values: Values, batch: Batch, each: Iterable[str] = ()) -> Values:
+def means_by_segment(member_values: Values, batch: Batch, per_query: Iterable[str] = ()) -> Values:
     """Means over the queries (or tokens) of each segment, those with NaN left out.
 
     Args:
         member_values: Quantities of each query, all [batch head pos].
         batch: The sequences.
-        each: The quantities of which each query's own value is kept too, as ``…_at``.
+        per_query: The quantities of which each query's own value is kept too, as ``…_at``.
     """
     values = segment_means(member_values, batch.members())
-    for name in each:
+    for name in per_query:
         values[f"{name}_at"] = member_values[name].masked_fill(~batch.real[:, None], torch.nan)
     return values
 
@@ -387,8 +390,8 @@ class Calibrates(Protocol):
 def seen_keys(
     batch: Batch, queries: Int[Tensor, " query"], window: Window
 ) -> Bool[Tensor, "batch query pos"]:
-    """Which positions some queries of each sequence can see: all before them, except for windows
-    and cut edges."""
+    """Which positions some queries of each sequence can see: their own and all before it, except
+    for windows and cut edges."""
     length = batch.tokens.shape[1]
     count = len(batch.rows)
     seen = visible_keys(queries, length, window).expand(count, -1, -1)

@@ -135,7 +135,8 @@ class AttentionBudget(AnalysisBase):
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        # Of the model's own attention, once; a null has no queries and keys to move.
+        # Of the model's own attention, once; a null has no queries and keys to move, nor has what
+        # hooks show, so that ``values`` finds no "moved" there.
         is_first_block = "moved" not in sums and not rows.null
         if is_first_block and isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
@@ -148,7 +149,7 @@ class AttentionBudget(AnalysisBase):
         shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
         moved = torch.zeros(shape, device=attention.q.device)
         moved_original = torch.zeros_like(moved)
-        is_unchanged = torch.zeros_like(moved)
+        is_unchanged = torch.zeros(len(batch.rows), dtype=torch.bool, device=moved.device)
 
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
@@ -164,8 +165,7 @@ class AttentionBudget(AnalysisBase):
             )
 
             if layer == 0:  # whose hidden states are embeddings
-                unchanged_rows = fn.is_unchanged(before, attention.of(longer))
-                is_unchanged[longer] = unchanged_rows[:, None, None].to(moved.dtype)
+                is_unchanged[longer] = fn.is_unchanged(before, attention.of(longer))
             masses = fn.segment_masses(before, shared.members[longer], queries)
             weights = shared.question_weights[longer, :, queries]
 
@@ -180,7 +180,7 @@ class AttentionBudget(AnalysisBase):
         return {
             "moved": moved,
             "moved_original": moved_original,
-            "knows_distance": torch.full_like(moved, float(layer in self.rotations)),
+            "knows_distance": torch.full_like(is_unchanged, layer in self.rotations),
             "is_unchanged": is_unchanged,
         }
 
@@ -224,11 +224,12 @@ class AttentionBudget(AnalysisBase):
         if "moved" not in sums:
             # The engine showed no queries and keys.
             return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
+        # Of each row, for all heads and segments.
         rows = torch.arange(len(baseline), device=baseline.device)
         is_longer = (baseline != rows)[:, None, None]  # not a baseline itself
-        knows_distance = sums["knows_distance"] > 0
+        knows_distance = sums["knows_distance"][:, None, None]
         # Layer 0 reads embeddings, which do not change: rounding must not appear as a change.
-        has_same_inputs = is_longer & (sums["is_unchanged"] > 0)
+        has_same_inputs = is_longer & sums["is_unchanged"][:, None, None]
 
         # From the baseline's attention to the condition's, one cause at a time.
         at_new_positions = sums["moved_original"]
@@ -294,7 +295,10 @@ class _Shared:
         return same_prompt @ self.batch.members().any(-1).float() > 0
 
 
-_shared = lru_cache(maxsize=4)(_Shared)
+@lru_cache(maxsize=4)  # the layers of a batch share it; batches may alternate with those of a null
+def _shared(batch: Batch) -> _Shared:
+    """What the layers and blocks of this batch have in common."""
+    return _Shared(batch)
 
 
 def _span(marked: Bool[Tensor, "batch pos"]) -> slice:

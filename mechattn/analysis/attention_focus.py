@@ -217,7 +217,7 @@ class AttentionFocus(AnalysisBase):
 
         if not self.per_query:
             return means_by_segment(query_values, batch)
-        values = means_by_segment(query_values, batch, each=query_values)
+        values = means_by_segment(query_values, batch, per_query=query_values)
         values["target_at"] = target.masked_fill(uncounted, torch.nan)
         return values
 

@@ -126,7 +126,7 @@ class DirectLogits(_Logits):
         is_last = ~_has_next(batch)[:, None]
         logit = (sums["product"] / sums["scale"]).masked_fill(is_last, torch.nan)
         per_token = {"next_token_logit": logit}
-        return means_by_segment(per_token, batch, each=per_token if self.per_query else ())
+        return means_by_segment(per_token, batch, per_query=per_token if self.per_query else ())
 
 
 def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:

@@ -105,4 +105,6 @@ class QueryAnalysis(AnalysisBase):
             name: sums[name].masked_fill(sums[name + _UNDEFINED], torch.nan)
             for name in self.numbers
         }
-        return means_by_segment(of_queries, batch, each=self.numbers if self.each_query else ())
+        return means_by_segment(
+            of_queries, batch, per_query=self.numbers if self.each_query else ()
+        )

@@ -146,7 +146,7 @@ class ScoreDecomposition(AnalysisBase):
         parts = {part: sums[part].masked_fill(uncounted, torch.nan) for part in PARTS}
         total = sum(value.abs() for value in parts.values())
         shares = {f"{part}_share": value.abs() / total for part, value in parts.items()}
-        values = means_by_segment(parts | shares, batch, each=PARTS if self.per_query else ())
+        values = means_by_segment(parts | shares, batch, per_query=PARTS if self.per_query else ())
 
         padding = ~batch.real[:, None]
         for name in ("bias_of_key", "alibi_of_key"):

@@ -216,7 +216,7 @@ class _Updates(AnalysisBase):
             norm = sums["norm" + BEFORE_NORM]
             before = _per_token(norm, sums["product" + BEFORE_NORM], stream)
             means |= {name + BEFORE_NORM: value for name, value in before.items()}
-        values = means_by_segment(means, batch, each=_DIRECTIONS if self.per_query else ())
+        values = means_by_segment(means, batch, per_query=_DIRECTIONS if self.per_query else ())
 
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]

@@ -35,7 +35,7 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Measurement:
     """What was measured of a model: its result, patterns of a short prompt, what was inserted."""
 
     result: Result
@@ -61,12 +61,12 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     places, prompts = prepared(config, force, chooses_heads=True)
     choice = head_choice(config)
 
-    measured = []
+    measurements = []
     for name, place in places.items():
         count = len(prompts[name])
         say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
         # Without a name, so that its memory is free for the next.
-        measured.append(
+        measurements.append(
             _measure(
                 load_model(name, dtype=dtype, device=config.device),
                 prompts[name],
@@ -76,16 +76,16 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
             )
         )
 
-    models = [
-        ShownModel(model.result, model.maps, choice.named_head(model.result)) for model in measured
-    ]
+    models = []
     sections = []
-    for model in measured:
-        sections += lead_sections(model.result, choice)
-    sections += [prompt_section(model.result) for model in measured]
+    for measurement in measurements:
+        head = choice.named_head(measurement.result)
+        models.append(ShownModel(measurement.result, measurement.maps, head))
+        sections += lead_sections(measurement.result, choice)
+    sections += [prompt_section(measurement.result) for measurement in measurements]
 
-    title = f"What {_inserted_words(measured[:1])} do to attention"
-    subtitle = _subtitle(config, measured, prompts)
+    title = f"What {_inserted_words(measurements)} do to attention"
+    subtitle = _subtitle(config, measurements, prompts)
     about = About(title, subtitle, command)
     return write_page(Path(str(config.output.page)), about, models, sections, force)
 
@@ -96,15 +96,9 @@ def _measure(
     inserted: MeaninglessTokens,
     seed: int,
     place: str,
-) -> _Measured:
+) -> _Measurement:
     """Run a model on all prompts and store its result; keep patterns of the shortest prompt too."""
-    fitted = inserted.fitted(hooked)
-    if fitted.count != inserted.count:  # some tokenizers split each "/" in two
-        say(
-            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of "
-            f"{inserted.text!r}; {fitted.count} are inserted"
-        )
-
+    fitted = _fitted(inserted, hooked)
     name = _condition_name(fitted)
     control = RandomSentence(count=fitted.count, place=fitted.place)
     conditions: dict[str, Condition] = {name: fitted, "sentence": control}
@@ -116,7 +110,19 @@ def _measure(
     few_count = min(FEW_TOKENS, inserted.count)
     few_tokens = replace(inserted, count=few_count).fitted(hooked)
     maps = run(hooked, shortest, {name: few_tokens}, [AttentionMap()], seed=seed)
-    return _Measured(result, maps, fitted)
+    return _Measurement(result, maps, fitted)
+
+
+def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
+    """The inserted tokens with a count that this tokenizer can make, which is said if it is another:
+    some tokenizers split each "/" in two."""
+    fitted = inserted.fitted(hooked)
+    if fitted.count != inserted.count:
+        say(
+            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of "
+            f"{inserted.text!r}; {fitted.count} are inserted"
+        )
+    return fitted
 
 
 def _condition_name(inserted: MeaninglessTokens) -> str:
@@ -126,19 +132,19 @@ def _condition_name(inserted: MeaninglessTokens) -> str:
     return "meaningless"
 
 
-def _inserted_words(measured: Sequence[_Measured]) -> str:
+def _inserted_words(measurements: Sequence[_Measurement]) -> str:
     """The inserted tokens in words: "55 “/”"; "55 or 56 “/”" where tokenizers differ."""
-    counts = sorted({model.inserted.count for model in measured})
+    counts = sorted({measurement.inserted.count for measurement in measurements})
     count_words = " or ".join(map(str, counts))
-    text = plain(measured[0].inserted.text)
+    text = plain(measurements[0].inserted.text)
     return f"{count_words} “{text}”"
 
 
 def _subtitle(
-    config: Config, measured: Sequence[_Measured], prompts: dict[str, list[Prompt]]
+    config: Config, measurements: Sequence[_Measurement], prompts: dict[str, list[Prompt]]
 ) -> str:
     """What was inserted where, and what the models read."""
-    inserted = measured[0].inserted
+    inserted = measurements[0].inserted
     first_prompts = [model_prompts[0] for model_prompts in prompts.values()]
     templates = dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts)
     system = first_prompts[0].system
@@ -147,7 +153,7 @@ def _subtitle(
         system_words = f"after “{plain(system)}”"
     count = len(next(iter(prompts.values())))  # every model has the same
     return (
-        f"{_inserted_words(measured)} ({_condition_name(inserted)}), or as many tokens of random "
+        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or as many tokens of random "
         f"sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
         f"{name_of(config.prompts.source)}, {' or '.join(templates)}, {system_words}."
     )

@@ -15,6 +15,7 @@ from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking, Selection
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_counts
+from mechattn.results.result import units_of
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags
 
@@ -47,8 +48,10 @@ def stability(
     fewest = Selection("half", top, by).fewest
 
     # What is selected by, in cells that all conditions have.
-    tested, present = several_tested(contrast, names, layer, contrast.seed, by or "difference")
-    units = tested[0].units
+    prompts = contrast.result["sequences"].sizes["prompt"]
+    units = units_of(contrast.result, prompts, contrast.unit)
+    bags = Bags.drawn(units.n, contrast.seed)
+    tested, present = several_tested(contrast, names, layer, bags, by or "difference")
     cells = int(present.sum())
     if top is not None and top >= cells:
         raise OptionError(
@@ -56,8 +59,8 @@ def stability(
         )
     units.refuse_below(fewest)
     values = {}
-    for name, numbers in zip(names, tested, strict=True):
-        values[name] = numbers.values[:, present]
+    for name, of_condition in zip(names, tested, strict=True):
+        values[name] = of_condition.values[:, present]
 
     # All conditions are split at the same units, or at bags of them.
     n = len(values[names[0]])
@@ -75,7 +78,6 @@ def stability(
         "splits": splits,
         "seed": contrast.seed,
     }
-    bags = Bags.drawn(units.n, contrast.seed)
     if bags is not None:
         table.attrs["resampled"] = bags.words
     return table

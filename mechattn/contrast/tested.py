@@ -20,8 +20,8 @@ from mechattn.stats.units import Bags, Units
 
 
 class Tested(NamedTuple):
-    """The numbers of a table's test [unit, cell], NaN for missing cells; their units, their labels
-    and the null.
+    """The numbers of a table's test [unit, cell], or those of bags of units [bag, cell], NaN for
+    missing cells; the units, the labels of the cells and the null.
     """
 
     values: np.ndarray
@@ -31,14 +31,17 @@ class Tested(NamedTuple):
 
 
 def what_is_tested(
-    contrast: Question, layer: int | None = None, bags: int | None = None, by: Ranking = "beyond"
+    contrast: Question,
+    layer: int | None = None,
+    bags: Bags | None = None,
+    by: Ranking = "beyond",
 ) -> Tested:
     """What the table tests, of all layers or one: differences, by default minus those of the null.
 
     Args:
         contrast: The comparison.
         layer: One layer; by default all.
-        bags: The seed of bags of units, whose means are then returned.
+        bags: Bags of units, whose means are then returned.
         by: "beyond" subtracts the null where it is known; "difference" does not.
 
     Raises:
@@ -48,43 +51,42 @@ def what_is_tested(
     contrast = contrast.at_layer(layer)
     prompts = contrast.result["sequences"].sizes["prompt"]
     units = units_of(contrast.result, prompts, contrast.unit)
-    unit_bags = None
-    if bags is not None:
-        unit_bags = Bags.drawn(units.n, bags)
-
     values = []
     left_out: list[str] = []
     labels = []
     for block in layers_of(contrast)():
-        tested = block.difference.values
+        differences = block.difference.values
         if by == "beyond" and block.expected is not None:
-            tested = tested - block.expected
+            differences = differences - block.expected
 
-        unit_values = without_rounding(units.means(tested), block.rounding(units))
+        unit_values = without_rounding(units.means(differences), block.rounding(units))
         unit_values = np.where(block.cells, unit_values, np.nan)
         unit_values = unit_values.reshape(units.n, -1)
-        if unit_bags is not None:
-            unit_values = unit_bags.means(unit_values)
+        if bags is not None:
+            unit_values = bags.means(unit_values)
         values.append(unit_values)
 
         every_cell = np.ones_like(block.cells)
         labels.append(cell_labels(block, every_cell))
         left_out += block.left_out
+        # The same in every block.
+        scale = block.scale
+        null = block.null
 
     all_values = np.concatenate(values, axis=1)
-    check_cells(contrast, block.scale, all_values.shape[1], left_out)
+    check_cells(contrast, scale, all_values.shape[1], left_out)
 
     all_labels = {}
     for name in labels[0]:
         all_labels[name] = np.concatenate([block_labels[name] for block_labels in labels])
-    return Tested(all_values, units, all_labels, block.null)
+    return Tested(all_values, units, all_labels, null)
 
 
 def several_tested(
     contrast: Question,
     names: Sequence[str],
     layer: int | None = None,
-    bags: int | None = None,
+    bags: Bags | None = None,
     by: Ranking = "beyond",
 ) -> tuple[list[Tested], np.ndarray]:
     """What the tables of several conditions test, and the cells that all have.
@@ -95,7 +97,7 @@ def several_tested(
         contrast: The comparison, with any of the conditions.
         names: The conditions.
         layer: As for :func:`what_is_tested`, like the rest.
-        bags: The seed of bags of units.
+        bags: Bags of units.
         by: Whether to subtract the null.
 
     Returns:
@@ -114,17 +116,17 @@ def several_tested(
             ' cannot be taken together; give one for all, such as null="uniform"'
         )
 
-    tested = [what_is_tested(named_contrast, layer, bags, by) for named_contrast in contrasts]
+    by_condition = [what_is_tested(named_contrast, layer, bags, by) for named_contrast in contrasts]
 
     # Cells are matched by their place, so their labels must agree.
-    labels = tested[0].labels
-    present = np.ones(tested[0].values.shape[1], dtype=bool)
-    for numbers, name in zip(tested, names, strict=True):
+    labels = by_condition[0].labels
+    present = np.ones(by_condition[0].values.shape[1], dtype=bool)
+    for tested, name in zip(by_condition, names, strict=True):
         for dim in labels:
-            if not np.array_equal(numbers.labels[dim], labels[dim]):
+            if not np.array_equal(tested.labels[dim], labels[dim]):
                 raise OptionError(
                     f"{name!r} has other {dim}s than {names[0]!r}, so they cannot be taken"
                     " together; compare each by itself"
                 )
-        present &= np.isfinite(numbers.values).all(0)
-    return tested, present
+        present &= np.isfinite(tested.values).all(0)
+    return by_condition, present

@@ -24,7 +24,7 @@ from mechattn.engine.pending_sums import (
 from mechattn.engine.placed_batch import PlacedBatch, Windows
 from mechattn.errors import ModelError, RowError, memory_bytes
 from mechattn.functional.attention import BLOCK
-from mechattn.interventions.intervention import Target, read_first
+from mechattn.interventions.intervention import Target, any_reads_first
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch
@@ -184,7 +184,7 @@ def measure_batch(
             for intervention, target in interventions:
                 stack.enter_context(intervention.acting(model, partial(_constant, target)))
 
-            if read_first(intervention for intervention, _ in interventions):
+            if any_reads_first(intervention for intervention, _ in interventions):
                 # Without windows no layer is measured: interventions read this pass.
                 forward(model, placed, {}, receiver, pending.last_layer)
 

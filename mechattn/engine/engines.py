@@ -39,8 +39,8 @@ Forward = Callable[[Any, Batch, Mapping[int, int | None], LayerReceiver, int], N
 def chosen_forward(
     model: HookedModel, engine: Engine, analyses: Sequence[Analysis], layers: Sequence[int]
 ) -> tuple[Forward, str]:
-    """The engine for this model, and the reason; streaming is compared with the hooks once per
-    model before use.
+    """The engine for this model, and the reason; streaming is compared with the hooks before use,
+    once per model that came from ``load_model``.
 
     Args:
         model: The model.
@@ -128,6 +128,9 @@ def _fused_or_in_blocks(
             ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
         )
 
+    if engine == "fused" and not takes_whole_layers:
+        return forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
+
     can_be_fused = takes_whole_layers and not needing_rows
     is_slower_here = engine == "auto" and device_of(model).type != "cuda"
     if engine == "streaming" or not can_be_fused or is_slower_here:
@@ -199,7 +202,8 @@ def forward_through_hooks(
         last: The last layer that is computed.
 
     Raises:
-        ModelError: What a hook shows is not a pattern: NaN, rows that do not sum to 1, a wrong mask.
+        ModelError: What a hook shows is not a pattern: NaN, rows that do not sum to 1, a wrong
+            mask.
     """
     edge_masks = _edge_masks(model, batch, last)
     all_positions = slice(0, batch.tokens.shape[1])

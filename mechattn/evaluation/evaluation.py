@@ -404,7 +404,7 @@ class Evaluation:
         kept = [answers[prompt] == own_answers[prompt] for prompt in distinct]
         by_chance = []  # the share of the other problems' answers that this one equals
         for prompt in distinct:
-            unrelated = [
+            unrelated: list[str | None] = [
                 answer
                 for problem, answer in own_answers.items()
                 if problem not in (prompt, sources[prompt]) and answer is not None

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mechattn.axes import BASELINE
 from mechattn.evaluation.answer_file import Key
 from mechattn.functional.attention import EdgeMask
-from mechattn.interventions.intervention import Target, read_first
+from mechattn.interventions.intervention import Target, any_reads_first
 from mechattn.model.hooks import keeping_one
 from mechattn.prompts.token_sequences import PADDING, TokenSequence, edges_to_cut
 
@@ -336,7 +336,7 @@ def acting_on_prompts(
         interventions = [
             intervention for request in requests for intervention in request.sequence.interventions
         ]
-        if read_first(interventions):
+        if any_reads_first(interventions):
             model(**prompts.inputs, use_cache=False, **last_logits_only(model))
         yield
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -58,7 +60,7 @@ def _tensors_in(nested: Any) -> Iterator[Tensor]:
 
 def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
     """One or several layers, or names of segments, as a tuple."""
-    if isinstance(one_or_several, (int, str)):
+    if isinstance(one_or_several, (Integral, str)):
         return (one_or_several,)
     return tuple(one_or_several)
 
@@ -75,7 +77,7 @@ class Intervention(Protocol):
         """Act on the tokens that ``target()`` returns at each forward pass."""
 
 
-def read_first(interventions: Iterable[Any]) -> bool:
+def any_reads_first(interventions: Iterable[Any]) -> bool:
     """Whether one has ``reads_first = True``.
 
     It then leaves the first of two passes over a batch as it is, to learn from it.
@@ -107,7 +109,7 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
     """
     with holding(model):
         intervention.check(model, tuple(prompts))
-        positions: list[Tensor] = []
+        current_positions: Tensor | None = None
         inner = getattr(model, "original_model", None) or model
         forward = inner.forward
 
@@ -116,54 +118,61 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
         # them.
         @wraps(forward)
         def forward_with_positions(*arguments: Any, **options: Any) -> Any:
-            positions[:] = [_positions(inner, arguments, options)]
+            nonlocal current_positions
+            parameters = signature(forward).parameters
+            inputs = dict(zip(parameters, arguments, strict=False)) | options
+            current_positions = _positions(inner, inputs)
             return forward(*arguments, **options)
 
         def target() -> Target:
-            (current,) = positions
-            rows = len(current)
+            assert current_positions is not None, "hooks fire during a forward pass"
+            rows = len(current_positions)
             if prompts and len(prompts) != rows:
                 raise OptionError(
                     f"{len(prompts)} prompt ids were given, but the model reads {rows} rows: "
                     "give one for each row"
                 )
             ids = tuple(prompts) or ("",) * rows
-            return Target(torch.arange(rows, device=current.device), ids, current)
+            row_numbers = torch.arange(rows, device=current_positions.device)
+            return Target(row_numbers, ids, current_positions)
 
         recording = attribute_set(inner, "forward", forward_with_positions)
         with recording, intervention.acting(model, target):
             yield
 
 
-def _positions(
-    model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> Int[Tensor, "row pos"]:
+def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
     """The positions of the tokens of a forward pass, counted after those of its cache; −1 for
     padding, which transformers puts at position 0 or 1, and on the right at that of the last token.
+
+    Args:
+        model: The model of transformers, or the ``HookedTransformer``, whose ``forward`` is called.
+        inputs: The arguments of ``forward`` by their names.
     """
-    inputs = list(arguments)
-    for name in ("inputs_embeds", "input", "input_ids"):
-        if options.get(name) is not None:
-            inputs.insert(0, options[name])
-    tokens = inputs[0]
+    tokens = next(iter(inputs.values()))
+    for name in ("input_ids", "input", "inputs_embeds"):
+        if inputs.get(name) is not None:
+            tokens = inputs[name]
+            break
     if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
-        tokens = model.to_tokens(tokens)
+        reading = {name: inputs[name] for name in ("prepend_bos", "padding_side") if name in inputs}
+        tokens = model.to_tokens(tokens, **reading)
     if tokens.ndim == 1:
         tokens = tokens[None]
     rows, length = tokens.shape[:2]
 
-    hooked_cache = options.get("past_kv_cache")  # a HookedTransformer's
-    mask: Any = options.get("attention_mask")
+    hooked_cache = inputs.get("past_kv_cache")  # a HookedTransformer's
+    mask: Any = inputs.get("attention_mask")
     has_mask = isinstance(mask, Tensor) and mask.ndim == 2
     if has_mask and hooked_cache is not None:  # its mask is of the new tokens alone
         mask = torch.cat([hooked_cache.previous_attention_mask.to(mask), mask], -1)
 
-    positions = options.get("position_ids")
+    positions = inputs.get("position_ids")
     if positions is None and has_mask:
         positions = mask.long().cumsum(-1)[:, -length:] - 1
     if positions is None:
         past = 0
-        cache = options.get("past_key_values")
+        cache = inputs.get("past_key_values")
         if cache is not None:
             past = int(cache.get_seq_length())
         if hooked_cache is not None:

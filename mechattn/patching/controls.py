@@ -7,17 +7,17 @@ import random
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_window
 from mechattn.patching.pairs import Pair
-from mechattn.patching.patched_runs import Part, RecordedRun, Where
+from mechattn.patching.patched_runs import RecordedRun, Where
 
 Output = Float[Tensor, "original d_head"]  # of a head, at the base run's original tokens
-Probabilities = Float[Tensor, "original key"]  # of a head's pattern at these tokens
+Rows = Float[Tensor, "original key"]  # of a head's pattern at these tokens
 
 
 def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
@@ -56,19 +56,11 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
 
 
 def random_steps(
-    model: HookedModel,
-    part: Part,
-    seed: int,
-    prompt_id: str,
-    base: RecordedRun,
-    values: Mapping[Where, Output],
+    seed: int, prompt_id: str, base: RecordedRun, values: Mapping[Where, Output]
 ) -> dict[Where, Output]:
-    """Each head's own output and a random step, as long as that to its value; of patterns, the
-    value's probabilities in random order.
+    """Each head's own output and a random step, as long as that to its value.
 
     Args:
-        model: The hooked model.
-        part: What is patched.
         seed: The seed; numbers are drawn by prompt, token, layer and head.
         prompt_id: The id of the prompt.
         base: The run that is patched.
@@ -76,26 +68,43 @@ def random_steps(
     """
     randomised = {}
     for (layer, head), value in values.items():
-        places = base.places.to(value.device)
-        own = base.activations[layer][places, head]
-        length, width = own.shape
-
-        purpose = f"a random direction of head {head}"
-        token_numbers = torch.arange(length)[None]
-        keys = token_keys(seed, [prompt_id], token_numbers, layer, purpose)
-        uniform = keyed_uniform(keys[0], width).to(own.device)
-
-        if part == "pattern":
-            window = attention_window(model, layer)
-            randomised[layer, head] = _shuffled(value, uniform, places, window)
-            continue
-
+        base_output = base.activations[layer][base.places.to(value.device), head]
         # The normal distribution's inverse; of 0 it would be infinite.
-        above_zero = uniform.clamp(min=2**-25)
-        direction = torch.special.ndtri(above_zero).to(own)
-        step = as_long(direction, value - own)
-        randomised[layer, head] = own + step
+        above_zero = _uniform(seed, prompt_id, layer, head, value).clamp(min=2**-25)
+        direction = torch.special.ndtri(above_zero).to(base_output)
+        step = as_long(direction, value - base_output)
+        randomised[layer, head] = base_output + step
     return randomised
+
+
+def shuffled_patterns(
+    model: HookedModel, seed: int, prompt_id: str, base: RecordedRun, values: Mapping[Where, Rows]
+) -> dict[Where, Rows]:
+    """Each head's new probabilities, permuted among the keys that the query sees: these are at least
+    as many as have a probability above 0.
+
+    Args:
+        model: The hooked model.
+        seed: As for :func:`random_steps`, like the rest.
+        prompt_id: The id of the prompt.
+        base: The run that is patched.
+        values: What replaces each head's pattern at the run's original tokens.
+    """
+    shuffled = {}
+    for (layer, head), value in values.items():
+        key_count = value.shape[-1]
+        key_pos = torch.arange(key_count, device=value.device)
+        query_pos = base.places.to(value.device)
+        distance = query_pos[:, None] - key_pos
+        window = attention_window(model, layer) or key_count
+        unseen = (distance < 0) | (distance >= window)
+
+        # Keys that are not seen come last in the order, and so get the zeros.
+        uniform = _uniform(seed, prompt_id, layer, head, value)
+        order = uniform.masked_fill(unseen, 2.0).argsort(-1)
+        probabilities = value.sort(-1, descending=True).values
+        shuffled[layer, head] = torch.zeros_like(value).scatter(-1, order, probabilities)
+    return shuffled
 
 
 def as_long(direction: Tensor, step: Tensor) -> Tensor:
@@ -105,56 +114,52 @@ def as_long(direction: Tensor, step: Tensor) -> Tensor:
     return length * direction / length_of_direction
 
 
-def _shuffled(
-    value: Probabilities,
-    uniform: Probabilities,
-    places: Tensor,
-    window: int | None,
-) -> Probabilities:
-    """Each token's probabilities, permuted among the keys that it sees: these are at least as many
-    as have a probability above 0."""
-    width = value.shape[-1]
-    key_places = torch.arange(width, device=value.device)
-    distance = places[:, None] - key_places
-    unseen = (distance < 0) | (distance >= (window or width))
-
-    # Keys that are not seen come last in the order, and so get the zeros.
-    order = uniform.masked_fill(unseen, 2.0).argsort(-1)
-    probabilities = value.sort(-1, descending=True).values
-    shuffled = torch.zeros_like(value)
-    return shuffled.scatter(-1, order, probabilities)
-
-
-def aligned(base: RecordedRun, source: RecordedRun, where: Where, part: Part = "z") -> Output:
+def aligned_output(base: RecordedRun, source: RecordedRun, where: Where) -> Output:
     """A head's output in another run at the base run's original tokens; from the end, after a
     shared beginning.
 
     Args:
         base: The run that is patched.
         source: The other run: of the same prompt, or of one that is at least as long.
-        where: The head.
-        part: What is patched; of patterns, the probabilities among original tokens, 0 elsewhere.
+        where: The layer and the head.
     """
     layer, head = where
     device = base.activations[layer].device
-    own_places = base.places.to(device)
-    own_tokens = base.sequence.tokens[base.places]
-    source_tokens = source.sequence.tokens[source.places]
+    return source.activations[layer][_aligned_pos(base, source).to(device), head]
 
-    # All of them, if it is the same prompt.
-    own_length = len(own_tokens)
-    agrees = own_tokens == source_tokens[:own_length]
-    in_shared_beginning = agrees.long().cumprod(0).bool()
 
-    from_the_start = torch.arange(own_length)
-    from_the_end = from_the_start + len(source_tokens) - own_length
-    source_index = torch.where(in_shared_beginning, from_the_start, from_the_end)
-    source_places = source.places[source_index].to(device)
-    value = source.activations[layer][source_places, head]
-    if part != "pattern":
-        return value
+def aligned_pattern(base: RecordedRun, source: RecordedRun, where: Where) -> Rows:
+    """A head's probabilities among original tokens in another run, at the base run's positions; 0
+    elsewhere. As for :func:`aligned_output`."""
+    layer, head = where
+    device = base.activations[layer].device
+    base_pos = base.places.to(device)
+    source_pos = _aligned_pos(base, source).to(device)
 
     # Columns are positions of a run, so those of the source go to the base run's.
-    pattern = torch.zeros_like(base.activations[layer][own_places, head])
-    pattern[:, own_places] = value[:, source_places]
-    return pattern
+    rows = torch.zeros_like(base.activations[layer][base_pos, head])
+    rows[:, base_pos] = source.activations[layer][source_pos, head][:, source_pos]
+    return rows
+
+
+def _aligned_pos(base: RecordedRun, source: RecordedRun) -> Int[Tensor, " original"]:
+    """The position in the other run for each original token of the base run."""
+    base_tokens = base.sequence.tokens[base.places]
+    source_tokens = source.sequence.tokens[source.places]
+
+    # If both are of one prompt, the whole of it is the shared beginning.
+    length = len(base_tokens)
+    agrees = base_tokens == source_tokens[:length]
+    in_shared_beginning = agrees.long().cumprod(0).bool()
+    from_the_start = torch.arange(length)
+    from_the_end = from_the_start + len(source_tokens) - length
+    return source.places[torch.where(in_shared_beginning, from_the_start, from_the_end)]
+
+
+def _uniform(seed: int, prompt_id: str, layer: int, head: int, value: Tensor) -> Tensor:
+    """Numbers between 0 and 1 in the shape of a head's value, drawn by prompt, token, layer and
+    head."""
+    length, width = value.shape
+    purpose = f"a random direction of head {head}"
+    keys = token_keys(seed, [prompt_id], torch.arange(length)[None], layer, purpose)
+    return keyed_uniform(keys[0], width).to(value.device)

@@ -48,7 +48,13 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import aligned, partners_of, random_steps
+from mechattn.patching.controls import (
+    aligned_output,
+    aligned_pattern,
+    partners_of,
+    random_steps,
+    shuffled_patterns,
+)
 from mechattn.patching.effects import CHECKED, CONTROLS, Control, Patching, checked_sample
 from mechattn.patching.pairs import Direction, Pair, PatchingRequest, check_gradients, request_of
 from mechattn.patching.patched_runs import Part, Where, Z, possible_starts
@@ -235,15 +241,20 @@ def _replacements(
     request: PatchingRequest, target: PatchTarget, controls: Sequence[str], runs: PairRuns
 ) -> dict[str, dict[Where, Z]]:
     """What is put in place of each head's output, for the effect and each control."""
-    part = target.part
-    values = {where: aligned(runs.base, runs.source, where, part) for where in target.heads}
+    is_of_patterns = target.part == "pattern"
+    aligned = aligned_pattern if is_of_patterns else aligned_output
+    values = {where: aligned(runs.base, runs.source, where) for where in target.heads}
     replacements = {"effect": values}
     if runs.partner is not None:
         replacements["other_prompt"] = {
-            where: aligned(runs.base, runs.partner, where, part) for where in target.heads
+            where: aligned(runs.base, runs.partner, where) for where in target.heads
         }
-    if "random" in controls:
-        replacements["random"] = random_steps(
-            request.model, part, request.seed, runs.pair.id, runs.base, values
+
+    seed = request.seed
+    if "random" in controls and is_of_patterns:
+        replacements["random"] = shuffled_patterns(
+            request.model, seed, runs.pair.id, runs.base, values
         )
+    elif "random" in controls:
+        replacements["random"] = random_steps(seed, runs.pair.id, runs.base, values)
     return replacements

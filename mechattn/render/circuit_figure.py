@@ -100,7 +100,7 @@ def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
     """A circle for each node, with what the axes do not say of its name."""
     figure.add_scatter(
         x=[across for across, _ in places.values()],
-        y=[row for _, row in places.values()],
+        y=[height for _, height in places.values()],
         mode="markers+text",
         text=[_BESIDE_THE_AXES.sub("", node) for node in places],
         hovertext=list(places),
@@ -113,9 +113,11 @@ def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
 
 def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> str:
     """What the circuit carries on the half of the prompts that did not rank its edges."""
+    if q is not None:
+        return "What they carry was not measured: circuit(…, sizes=[…]) measures the first edges."
     edges = circuit.size() if size is None else size
     measured = circuit.curve[circuit.curve.edges == edges]
-    if q is not None or measured.empty:
+    if measured.empty:
         return f"What they carry was not measured; circuit(…, sizes=[{edges}]) measures a size."
 
     faithful = measured.iloc[0]
@@ -152,10 +154,10 @@ def _arc(
     x1 += _ASIDE.get(reader_input, 0.0)
 
     # Half a sine to the side, so that edges over several layers do not hide each other.
-    way = np.linspace(0, 1, _POINTS)
+    fraction = np.linspace(0, 1, _POINTS)
     side = 1 if x1 >= x0 else -1
     width = 0.35 * side * min(1.0, (y1 - y0) / 2)
-    bend = width * np.sin(np.pi * way)
+    bend = width * np.sin(np.pi * fraction)
 
     q = edge.q_effect
     if np.isnan(q):
@@ -169,8 +171,8 @@ def _arc(
     colour = WITH if edge.effect > 0 else WITHOUT
     relative_size = abs(edge.effect) / largest
     figure.add_scatter(
-        x=x0 + (x1 - x0) * way + bend,
-        y=y0 + (y1 - y0) * way,
+        x=x0 + (x1 - x0) * fraction + bend,
+        y=y0 + (y1 - y0) * fraction,
         mode="lines",
         hovertext=hover,
         hoverinfo="text",
@@ -184,12 +186,12 @@ def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     """Where a node is drawn; layers count upwards, the MLPs are on the right."""
     match = _OF_LAYER.match(name)
     if match is None:  # the embedding below, or the logits above
-        row = -1
+        height = -1
         if name == "logits":
-            row = len(layers)
-        return (heads - 1) / 2, row
+            height = len(layers)
+        return (heads - 1) / 2, height
 
-    row = layers.index(int(match[1]))
+    height = layers.index(int(match[1]))
     if match[2]:
-        return float(match[2]), row
-    return heads + 0.3, row + 0.5
+        return float(match[2]), height
+    return heads + 0.3, height + 0.5

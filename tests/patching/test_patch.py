@@ -314,14 +314,14 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     model, _ = wide
     some = prompts()
     attributed = ma.patch(model, some, SLASH, direction="denoising").effects.effect
-    aligned = patching.aligned
+    aligned_output = patching.aligned_output
 
-    def small_step(base, source, where, part="z"):
+    def small_step(base, source, where):
         layer, head = where
         own = base.activations[layer][base.places, head]
-        return own + 1e-2 * (aligned(base, source, where) - own)
+        return own + 1e-2 * (aligned_output(base, source, where) - own)
 
-    monkeypatch.setattr(patching, "aligned", small_step)
+    monkeypatch.setattr(patching, "aligned_output", small_step)
     exact = ma.patch(model, some, SLASH, at=HEADS, direction="denoising").effects.effect
     for layer, head in HEADS:
         expected = exact.sel(layer=layer, head=head).values
@@ -408,11 +408,11 @@ def runs_of(model, prompt, part):
 def test_the_random_control_is_a_step_of_equal_norm(toy):
     base, source = runs_of(toy, prompts(1)[0], "z")
     where = (1, 2)
-    value = controls.aligned(base, source, where)
+    value = controls.aligned_output(base, source, where)
     own = base.activations[1][base.places, 2]
 
     def drawn_for(name):
-        return controls.random_steps(toy, "z", 7, name, base, {where: value})[where]
+        return controls.random_steps(7, name, base, {where: value})[where]
 
     step = drawn_for("a") - own
     lengths = (value - own).norm(dim=-1)
@@ -429,8 +429,8 @@ def test_the_random_pattern_stays_inside_the_window(shared):
     base, source = runs_of(model, prompts(1)[0], "pattern")
     window = attention_window(model, 0)
     assert window < len(base.places)
-    value = controls.aligned(base, source, (0, 1), "pattern")
-    drawn = controls.random_steps(model, "pattern", 7, "a", base, {(0, 1): value})[0, 1]
+    value = controls.aligned_pattern(base, source, (0, 1))
+    drawn = controls.shuffled_patterns(model, 7, "a", base, {(0, 1): value})[0, 1]
     distance = base.places[:, None] - torch.arange(len(base.sequence))
     assert (drawn[(distance < 0) | (distance >= window)] == 0).all()
     torch.testing.assert_close(drawn.sort(-1).values, value.sort(-1).values, rtol=0, atol=0)
@@ -475,14 +475,14 @@ def test_another_prompt_is_aligned_from_the_end_after_a_shared_beginning(toy):
     assert 0 < shared < len(short) < len(long)
     base = SLASH.apply(some[0], toy, 0)
     [base_run, long_run] = recorded_runs(toy, [(base, short.origin), (long, long.origin)], [1], "z")
-    value = controls.aligned(base_run, long_run, (1, 2))
+    value = controls.aligned_output(base_run, long_run, (1, 2))
     from_the_end = len(long) - (len(short) - shared)
     assert torch.equal(value[:shared], long_run.activations[1][:shared, 2])
     assert torch.equal(value[shared:], long_run.activations[1][from_the_end:, 2])
 
     unpatched = [(sequence, sequence.origin) for sequence in (short, long)]
     patterns = recorded_runs(toy, unpatched, [1], "pattern")
-    rows = controls.aligned(*patterns, (1, 2), "pattern")
+    rows = controls.aligned_pattern(*patterns, (1, 2))
     assert rows.shape == (len(short), len(short))
     assert rows[-1, -1] == patterns[1].activations[1][-1, 2, -1]
 
