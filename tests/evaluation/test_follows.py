@@ -79,3 +79,31 @@ def test_what_cannot_be_told():
     ):
         with pytest.raises(OptionError, match=message):
             evaluation.follows(*arguments, "filler")
+
+
+def test_all_shares_are_over_the_same_units():
+    """13 problems of one group keep their answers, 3 alone follow: shares of the four units."""
+    filler = [str(n) for n in range(16)]
+    sources = {filler[n]: filler[n - 1] for n in range(16)}
+    other = [*filler[:13], *filler[12:15]]
+    groups = {str(n): "one" if n < 13 else str(n) for n in range(16)}
+    evaluation = Evaluation(finals(filler, other).answers, {"groups": groups})
+    shares = evaluation.follows("other", sources, "filler")
+    assert (shares["n"], shares["followed"], shares["kept"]) == (4, 0.75, 0.25)
+    alone = evaluation.follows("other", sources, "filler", unit="prompt")
+    assert (alone["n"], alone["followed"], alone["kept"]) == (16, 3 / 16, 13 / 16)
+
+
+def test_an_evaluation_with_missing_answers_is_printed():
+    answers = finals(["1", "2", "3"], ["1", "2", "3"]).answers
+    unfinished = Evaluation(answers[:-1], {})
+    assert "answers are missing (1 of 3 under 'other')" in repr(unfinished)
+    assert Evaluation((), {}).samples == 0
+    with pytest.raises(OptionError, match="there is no condition 'slsh'"):
+        unfinished.answered([], "slsh")
+    with pytest.raises(OptionError, match="sample=5: the evaluation has 1 answers"):
+        unfinished.answered([], "other", sample=5)
+    with pytest.raises(OptionError, match="level=95: give a probability"):
+        Evaluation(answers, {}).accuracy(95)
+    with pytest.raises(OptionError, match="at least one number of answers"):
+        Evaluation(answers, {}).pass_at_k([])

@@ -159,3 +159,12 @@ def test_a_group_or_two_are_too_few(toy):
     assert evaluation.accuracy(unit="prompt").high[0] == pytest.approx(high)
     alone = ma.evaluate(toy, problems, new_tokens=2)
     assert "groups" not in alone.provenance, "each prompt has a template of its own"
+
+
+def test_two_evaluations_with_equal_numbers_are_not_one_table():
+    evaluation = simulated()
+    longer = [replace(answer, text=f"{answer.text} ") for answer in evaluation.answers]
+    tables = [evaluation.comparisons(), Evaluation(tuple(longer), {}).comparisons()]
+    assert len(ma.adjust(tables)) == 2
+    with pytest.raises(OptionError, match="table 1 is the same as table 0"):
+        ma.adjust([evaluation.comparisons(), evaluation.comparisons()])

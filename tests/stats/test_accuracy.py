@@ -90,3 +90,17 @@ def test_detectable_where_answers_hardly_differ(disagreement):
     values, times = np.unique(counts, return_counts=True)
     is_found = [mcnemar_mid_p(int(value), 0) < 0.05 for value in values]
     assert 0.72 < np.average(is_found, weights=times) < 0.95
+
+
+def test_many_problems_do_not_overflow():
+    """The product of four counts is beyond 64 bits; the interval is then that of the normal distribution."""
+    rng = np.random.default_rng(0)
+    n = 140_000
+    first = rng.random(n) < 0.6
+    second = np.where(rng.random(n) < 0.8, first, rng.random(n) < 0.5)
+    many = paired_accuracy(first, second)
+    difference = first.mean() - second.mean()
+    d = first.astype(float) - second
+    half = 1.96 * d.std() / n**0.5
+    assert many.low == pytest.approx(difference - half, abs=1e-5)
+    assert many.high == pytest.approx(difference + half, abs=1e-5)
