@@ -17,7 +17,6 @@ CONDITIONS = {
     "unshifted": ma.MeaninglessTokens("/", 7).unshifted(),
     "random": ma.MeaninglessTokens("/", 5, place="random"),
 }
-FAMILIES = ("toy:llama", "Mistral", "GPT-OSS")  # plain, with windows, with sinks
 NAMES = ("received_by_segment", "mass_by_segment")
 
 
@@ -69,8 +68,10 @@ def parts_of(result, prompt, condition):
     )
 
 
+# Plain, with windows, with sinks.
 @pytest.mark.parametrize(
-    ("name", "queries"), [("toy:llama", "question"), *((name, "original") for name in FAMILIES)]
+    ("name", "queries"),
+    [("toy:llama", "question"), ("Mistral", "original"), ("GPT-OSS", "original")],
 )
 def test_the_dilution_null_is_that_of_loops(name, queries, shared):
     model = shared(name)
@@ -86,7 +87,7 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
             counted = np.flatnonzero(origin >= 0)
             if queries == "question":
                 counted = np.flatnonzero(own_segments == SEGMENTS.index("question"))
-            for layer, head in np.ndindex(*patterns.shape[:2]):
+            for layer, head in np.ndindex(2, 2):
                 window = widest(baseline[layer])
                 expected = slow_dilution(
                     patterns[layer, head], baseline[layer, head], origin, segments, counted, window
@@ -113,13 +114,6 @@ def widest(patterns):
     )  # fmt: skip
 
 
-def test_a_baseline_is_its_own_dilution_null(shared):
-    result = ma.run(shared("toy:llama"), PROMPTS, CONDITIONS)
-    baseline = result["received_attention"].sel(condition="baseline")
-    for name in NAMES:
-        np.testing.assert_allclose(baseline[f"{name}_dilution"], baseline[name], rtol=1e-5)
-
-
 def test_a_sequence_with_changed_tokens_has_no_dilution_null(shared):
     prompts = [
         ma.Prompt(
@@ -139,5 +133,5 @@ def test_a_sequence_with_changed_tokens_has_no_dilution_null(shared):
 
 
 def test_where_inserted_queries_count_there_is_no_dilution_null(shared):
-    result = ma.run(shared("toy:llama"), PROMPTS, CONDITIONS, ma.ReceivedAttention("all"))
+    result = ma.run(shared("toy:llama"), PROMPTS[1], CONDITIONS, ma.ReceivedAttention("all"))
     assert not [name for name in result["received_attention"] if name.endswith("_dilution")]
