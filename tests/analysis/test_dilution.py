@@ -6,6 +6,7 @@ import pytest
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
+from mechattn.model.hooks import attention_window
 
 PROMPTS = [
     ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", system="Think.", id="a"),
@@ -88,7 +89,7 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
             if queries == "question":
                 counted = np.flatnonzero(own_segments == SEGMENTS.index("question"))
             for layer, head in np.ndindex(2, 2):
-                window = widest(baseline[layer])
+                window = attention_window(model, layer)
                 expected = slow_dilution(
                     patterns[layer, head], baseline[layer, head], origin, segments, counted, window
                 )
@@ -103,15 +104,6 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
                     from_undiluted = max(from_undiluted, abs(undiluted - null)[question])
     assert from_null > 1e-4, "the null is another number than what was measured"
     assert from_undiluted > 1e-3, "negative control: without M the loops would give another number"
-
-
-def widest(patterns):
-    """The largest number of keys that any query of a layer sees; patterns are 0 beyond a window."""
-    length = patterns.shape[-1]
-    return max(
-        query - key + 1 for query in range(length) for key in range(query + 1)
-        if (patterns[:, query, key] > 0).any()
-    )  # fmt: skip
 
 
 def test_a_sequence_with_changed_tokens_has_no_dilution_null(shared):

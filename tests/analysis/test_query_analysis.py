@@ -107,15 +107,6 @@ def test_a_number_that_some_queries_do_not_have(toy, short_prompts):
     )
 
 
-def test_options_are_the_fields_of_a_dataclass():
-    assert Reach().options == {}
-    assert ma.analyses.AttentionFocus(per_query=True).options == {
-        "half_mass": False,
-        "per_query": True,
-    }
-    assert ma.analyses.AttentionSinks().options["massive"] == [100.0, 1000.0]
-
-
 @pytest.mark.parametrize(
     ("of_queries", "message"),
     [

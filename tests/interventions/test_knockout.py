@@ -11,9 +11,9 @@ from mechattn.errors import OptionError
 SLASH = ma.MeaninglessTokens("/", 20)
 
 
-def measured(model, prompts, conditions, engine, layers=None):
+def measured(model, prompts, conditions, engine="streaming"):
     analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
-    return ma.run(model, prompts[:3], conditions, analyses, engine=engine, layers=layers)
+    return ma.run(model, prompts[:3], conditions, analyses, engine=engine)
 
 
 def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, short_prompts):
@@ -22,7 +22,7 @@ def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, short_prompts)
         "cut": SLASH.under(ma.interventions.AttentionKnockout()),
         "slash": SLASH,
     }
-    result = measured(toy, short_prompts, conditions, "streaming")
+    result = measured(toy, short_prompts, conditions)
     for name in ("received_attention", "affine_shift", "segment_flow"):
         for quantity, values in result[name].data_vars.items():
             if "condition" in values.dims and "prompt" in values.dims:
@@ -72,7 +72,7 @@ def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, short_prompts)
             intervention=ma.interventions.AttentionKnockout("question", "system", layers=2)
         )
     }
-    data = measured(toy, short_prompts, conditions, "streaming")["received_attention"]
+    data = measured(toy, short_prompts, conditions)["received_attention"]
     null = data.received_by_segment_uniform.sel(segment="question")
     apart = abs(null.sel(condition="cut") / null.sel(condition="baseline") - 1)
     assert apart.sel(layer=[0, 1, 3]).max() < 1e-6

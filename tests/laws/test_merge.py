@@ -157,24 +157,19 @@ def test_the_law_would_notice_another_value(spoil):  # negative control
         assert_one_pass(merged, synthetic(world, range(4)))
 
 
-@pytest.fixture(scope="module")
-def alone(toy, short_prompts):
-    """The toy on some problems, a prompt a batch, so that how they are split changes no batch."""
+def test_a_real_run_in_parts_is_the_whole_run(toy, short_prompts, tmp_path):
+    """A prompt a batch, so that how they are split changes no batch."""
     conditions = {"slash": ma.MeaninglessTokens(count=7)}
     analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations("absolute", 0.01)]
+    options = {"layers": [0], "memory": "1KiB", "seed": 4}
 
-    def run(chosen, **options):
-        options = {"memory": "0.1MiB", "seed": 4} | options
-        some = [short_prompts[i] for i in chosen]
-        return run_part(toy, some, conditions, analyses, layers=[0], places=chosen, **options)
+    def run(places):
+        chosen = [short_prompts[place] for place in places]
+        return run_part(toy, chosen, conditions, analyses, places=places, **options)
 
-    return run
-
-
-def test_a_real_run_in_parts_is_the_whole_run(alone, tmp_path):
-    whole = alone(range(4))
+    whole = run(range(4))
     expected = whole.compare("slash", resamples=99, columns="all").difference.values
-    parts = [alone(chosen) for chosen in ([2], [0, 3], [1])]
+    parts = [run(places) for places in ([2], [0, 3], [1])]
     parts[1].save(tmp_path / "part.zarr")
     parts[1] = ma.load_result(tmp_path / "part.zarr")  # as it comes back from a disk
     merged = in_some_tree(parts, seed=0)

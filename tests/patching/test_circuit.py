@@ -265,14 +265,15 @@ def test_what_does_not_rank_these_edges_is_refused(model, found):
 
 
 def test_groups_of_unequal_size_count_the_same(model):
-    named = [replace(MANY[i], group=f"g{i if i < 6 else halves_of(6)[0][0]}") for i in range(8)]
+    """Two groups of one prompt, and one of three, among those that rank."""
+    ranking, _ = halves_of(6)
+    named = [replace(MANY[i], group=f"g{i if i < 6 else ranking[0]}") for i in range(8)]
     found = ma.circuit(model, named, Counterpart(), steps=1, sizes=[5])
     exists = found.graph.exists
-    rows_of_group = {}
-    for values, group in zip(found.edges.effects.effect.values, found.edges.units.of, strict=True):
-        rows_of_group.setdefault(group, []).append(values[exists].astype(np.float64))
-    assert sorted(map(len, rows_of_group.values())) == [1, 1, 3]
-    mean = sum(sum(rows) / len(rows) for rows in rows_of_group.values()) / 3
+    effects = pd.DataFrame(found.edges.effects.effect.values[:, exists].astype(np.float64))
+    by_group = effects.groupby(np.array(found.edges.units.of))
+    assert sorted(by_group.size()) == [1, 1, 3]
+    mean = by_group.mean().mean().values
     order = np.argsort(-abs(mean), kind="stable")
     assert found.table(int(exists.sum())).effect.values == pytest.approx(mean[order], abs=1e-12)
 
