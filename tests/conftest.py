@@ -187,6 +187,23 @@ def prompts():
     return ma.load_prompts("word-problems", limit=12)
 
 
+def short_problems(count, with_answer=True):
+    """Problems of about twenty tokens, each longer than the one before, for what does not depend on the length."""
+    problems = []
+    for index in range(count):
+        first, second = 31 + index, 7 - index
+        question = f"Tom has {first} shells and finds {second}{' and 2' * index}. How many?"
+        answer = f"{first} + {second} = {first + second}" if with_answer else ""
+        problems.append(ma.Prompt(question, answer=answer, system="Solve.", id=str(index)))
+    return problems
+
+
+@pytest.fixture(scope="session")
+def short_prompts():
+    """Five of these, without answers."""
+    return short_problems(5, with_answer=False)
+
+
 @pytest.fixture(scope="session")
 def slash_result(toy, prompts):
     """The toy on the twelve problems, with and without 55 slashes, every prompt's positions kept."""

@@ -6,6 +6,7 @@ import pytest
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
+from mechattn.model.hooks import attention_window
 
 PROMPTS = [
     ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", system="Think.", id="a"),
@@ -17,7 +18,6 @@ CONDITIONS = {
     "unshifted": ma.MeaninglessTokens("/", 7).unshifted(),
     "random": ma.MeaninglessTokens("/", 5, place="random"),
 }
-FAMILIES = ("toy:llama", "Mistral", "GPT-OSS")  # plain, with windows, with sinks
 NAMES = ("received_by_segment", "mass_by_segment")
 
 
@@ -69,8 +69,10 @@ def parts_of(result, prompt, condition):
     )
 
 
+# Plain, with windows, with sinks.
 @pytest.mark.parametrize(
-    ("name", "queries"), [("toy:llama", "question"), *((name, "original") for name in FAMILIES)]
+    ("name", "queries"),
+    [("toy:llama", "question"), ("Mistral", "original"), ("GPT-OSS", "original")],
 )
 def test_the_dilution_null_is_that_of_loops(name, queries, shared):
     model = shared(name)
@@ -86,8 +88,8 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
             counted = np.flatnonzero(origin >= 0)
             if queries == "question":
                 counted = np.flatnonzero(own_segments == SEGMENTS.index("question"))
-            for layer, head in np.ndindex(*patterns.shape[:2]):
-                window = widest(baseline[layer])
+            for layer, head in np.ndindex(2, 2):
+                window = attention_window(model, layer)
                 expected = slow_dilution(
                     patterns[layer, head], baseline[layer, head], origin, segments, counted, window
                 )
@@ -102,22 +104,6 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
                     from_undiluted = max(from_undiluted, abs(undiluted - null)[question])
     assert from_null > 1e-4, "the null is another number than what was measured"
     assert from_undiluted > 1e-3, "negative control: without M the loops would give another number"
-
-
-def widest(patterns):
-    """The largest number of keys that any query of a layer sees; patterns are 0 beyond a window."""
-    length = patterns.shape[-1]
-    return max(
-        query - key + 1 for query in range(length) for key in range(query + 1)
-        if (patterns[:, query, key] > 0).any()
-    )  # fmt: skip
-
-
-def test_a_baseline_is_its_own_dilution_null(shared):
-    result = ma.run(shared("toy:llama"), PROMPTS, CONDITIONS)
-    baseline = result["received_attention"].sel(condition="baseline")
-    for name in NAMES:
-        np.testing.assert_allclose(baseline[f"{name}_dilution"], baseline[name], rtol=1e-5)
 
 
 def test_a_sequence_with_changed_tokens_has_no_dilution_null(shared):
@@ -139,5 +125,5 @@ def test_a_sequence_with_changed_tokens_has_no_dilution_null(shared):
 
 
 def test_where_inserted_queries_count_there_is_no_dilution_null(shared):
-    result = ma.run(shared("toy:llama"), PROMPTS, CONDITIONS, ma.ReceivedAttention("all"))
+    result = ma.run(shared("toy:llama"), PROMPTS[1], CONDITIONS, ma.ReceivedAttention("all"))
     assert not [name for name in result["received_attention"] if name.endswith("_dilution")]

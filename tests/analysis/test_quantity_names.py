@@ -40,15 +40,3 @@ def test_two_with_a_name_in_common_are_noticed():
 
     with pytest.raises(OptionError, match="both measure a quantity named"):
         checked_analyses([ma.analyses.AttentionFocus(), Twin()])
-
-
-def test_focus_and_scores_of_each_query_in_one_run(prompts, shared):
-    analyses = [
-        ma.analyses.AttentionFocus(per_query=True),
-        ma.analyses.ScoreDecomposition(per_query=True),
-    ]
-    result = ma.run(shared("toy:falcon"), prompts[:1], analyses=analyses, keep="prompts")
-    focus = result["attention_focus"].target_at_per_prompt.values
-    scores = result["score_decomposition"].ranked_target_at_per_prompt.values
-    same = (focus == scores)[focus == focus]
-    assert same.mean() > 0.99, "the strongest target either way, but for ties in rounding"

@@ -1,76 +1,39 @@
 """Predict, then intervene: λ and Σσ recorded with inserted tokens, and applied without them."""
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.checkpoint import toy_names
 from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
 
-def attention_outputs(model, sequence, layer, *interventions, prompt=""):
-    """z [pos, head, d_head], attention output [pos, d_model] and pattern [head, query, key] of one layer."""
-    from contextlib import ExitStack
-
-    ids = {} if not sequence.keeps_positions else {
-        "position_ids": sequence.position_ids[None],
-        "attention_mask": torch.ones(1, len(sequence), dtype=torch.long),
-    }  # fmt: skip
-    names = {
-        f"blocks.{layer}.attn.hook_z",
-        f"blocks.{layer}.hook_attn_out",
-        f"blocks.{layer}.attn.hook_pattern",
-    }
+def outputs(model, sequence, layer, *interventions, prompt=""):
+    """z [pos, head, d_head] of one layer."""
+    name = f"blocks.{layer}.attn.hook_z"
     with ExitStack() as stack, torch.no_grad():
         for intervention in interventions:
             stack.enter_context(intervention.on(model, [prompt]))
-        _, cache = model.run_with_cache(
-            sequence.tokens[None], names_filter=lambda n: n in names, **ids
-        )
-    z = cache[f"blocks.{layer}.attn.hook_z"][0].reshape(len(sequence), model.cfg.n_heads, -1)
-    return (
-        z.double(),
-        cache[f"blocks.{layer}.hook_attn_out"][0].double(),
-        cache[f"blocks.{layer}.attn.hook_pattern"][0],
-    )
-
-
-@pytest.mark.parametrize("name", [name for name in toy_names() if name != "toy:falcon"])
-def test_unshifted_filler_is_reproduced_without_it(name, shared):
-    """toy:gemma3's layer 0 has a window of 64, in which filler takes places: the prompt is short enough to fit."""
-    model = shared(name)
-    prompt = ma.Prompt("Tom has 3 apples and buys 4. How many?", id="p", system="Solve.")
-    condition = SLASH.unshifted()
-    recorded = ma.record_affine(model, [prompt], condition, layers=0)
-    baseline = ma.Baseline().apply(prompt, model)
-    made = condition.apply(prompt, model)
-    assert len(made) <= 64
-    _, with_tokens, _ = attention_outputs(model, made, 0)
-    _, before, _ = attention_outputs(model, baseline, 0)
-    _, applied, _ = attention_outputs(model, baseline, 0, recorded, prompt="p")
-    question = baseline.of_segment("question")
-    expected = with_tokens[~made.inserted]
-    torch.testing.assert_close(applied, expected, atol=1e-5, rtol=0)
-    assert (before - expected)[question].norm() > 0.1 * expected[question].norm(), (
-        "nothing had to be predicted"
-    )
+        _, cache = model.run_with_cache(sequence.tokens[None], names_filter=name)
+    return cache[name][0].reshape(len(sequence), model.cfg.n_heads, -1).double()
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"), [("toy:llama", 0), *((name, 2) for name in toy_names())]
+    ("name", "layer"), [("toy:llama", 2), ("toy:gemma3", 0), ("toy:falcon", 2)]
 )
-def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prompts, shared):
+def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, short_prompts, shared):
     """z' − (λ z + Σσ), with λ and Σσ applied to the model's own z in layer 0, is what AffineShift calls the residual."""
     model = shared(name)
-    prompt = prompts[1]
+    prompt = short_prompts[1]
     recorded = ma.record_affine(model, [prompt], SLASH, layers=layer)
     baseline = ma.Baseline().apply(prompt, model)
     made = SLASH.apply(prompt, model)
-    after, _, _ = attention_outputs(model, made, layer)
-    applied, _, _ = attention_outputs(model, baseline, layer, recorded, prompt=prompt.id)
+    after = outputs(model, made, layer)
+    applied = outputs(model, baseline, layer, recorded, prompt=prompt.id)
     missing = (after[~made.inserted] - applied).norm(dim=-1) / after[~made.inserted].norm(dim=-1)
     result = ma.run(
         model,
@@ -87,11 +50,11 @@ def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prom
     assert np.nanmax(predicted) > 0.01
 
 
-def test_scale_alone_shift_alone_and_both(toy, prompts):
-    prompt = prompts[0]
+def test_scale_alone_shift_alone_and_both(toy, short_prompts):
+    prompt = short_prompts[0]
     recorded = ma.record_affine(toy, [prompt], SLASH, layers=1)
     baseline = ma.Baseline().apply(prompt, toy)
-    z, _, _ = attention_outputs(toy, baseline, 1)
+    z = outputs(toy, baseline, 1)
     affine = recorded.recorded[prompt.id][1]
     scale = affine.scale.double().T.unsqueeze(-1)
     shift = affine.shift.double().transpose(0, 1)
@@ -100,31 +63,31 @@ def test_scale_alone_shift_alone_and_both(toy, prompts):
         ("scale", scale * z),
         ("shift", z + shift),
     ):
-        got, _, _ = attention_outputs(toy, baseline, 1, recorded.only(parts), prompt=prompt.id)
+        got = outputs(toy, baseline, 1, recorded.only(parts), prompt=prompt.id)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_chosen_numbers(toy, prompts):
-    baseline = ma.Baseline().apply(prompts[0], toy)
-    z, _, _ = attention_outputs(toy, baseline, 2)
+def test_chosen_numbers(toy, short_prompts):
+    baseline = ma.Baseline().apply(short_prompts[0], toy)
+    z = outputs(toy, baseline, 2)
     shift = torch.randn(8, toy.cfg.d_head, generator=torch.Generator().manual_seed(0))
     chosen = ma.interventions.AffineAttention(
         scale=torch.linspace(0.2, 1, 8), shift=shift, layers=2
     )
-    got, _, _ = attention_outputs(toy, baseline, 2, chosen)
+    got = outputs(toy, baseline, 2, chosen)
     expected = torch.linspace(0.2, 1, 8, dtype=torch.float64)[:, None] * z + shift.double()
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
+def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, short_prompts):
     """The first MLP's activations move to where unshifted tokens move them; the scale alone does not get there."""
-    recorded = ma.record_affine(toy, prompts[:5], SLASH.unshifted(), layers=0)
+    recorded = ma.record_affine(toy, short_prompts[:3], SLASH.unshifted(), layers=0)
     conditions = {
         "tokens": SLASH.unshifted(),
         "map": ma.Baseline(intervention=recorded),
         "scale": ma.Baseline(intervention=recorded.only("scale")),
     }
-    result = ma.run(toy, prompts[:5], conditions, ma.analyses.MlpActivations(), layers=[0])
+    result = ma.run(toy, short_prompts[:3], conditions, ma.analyses.MlpActivations(), layers=[0])
     table = result.agreement("tokens", "map").set_index("other")
     assert table.cosine["map"] > 0.99999
     assert table.cosine["scale"] < 0.99
@@ -133,47 +96,41 @@ def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
     assert repr(recorded) in result.provenance["conditions"]["map"]["written"]
 
 
-def test_heads_are_ablated(toy, prompts):
-    baseline = ma.Baseline().apply(prompts[0], toy)
-    z, _, _ = attention_outputs(toy, baseline, 1)
-    zero, _, _ = attention_outputs(
-        toy, baseline, 1, ma.interventions.HeadAblation(((1, 2), (1, 5)))
-    )
+def test_heads_are_ablated(toy, short_prompts):
+    baseline = ma.Baseline().apply(short_prompts[0], toy)
+    z = outputs(toy, baseline, 1)
+    zero = outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2), (1, 5))))
     assert not zero[:, [2, 5]].any()
     torch.testing.assert_close(zero[:, [0, 1, 3, 4, 6, 7]], z[:, [0, 1, 3, 4, 6, 7]])
-    means = ma.head_means(toy, prompts[3:6])
-    mean, _, _ = attention_outputs(
-        toy, baseline, 1, ma.interventions.HeadAblation(((1, 2),), means)
-    )
-    every = [attention_outputs(toy, ma.Baseline().apply(p, toy), 1)[0] for p in prompts[3:6]]
+    means = ma.head_means(toy, short_prompts[2:4])
+    mean = outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2),), means))
+    every = [outputs(toy, ma.Baseline().apply(p, toy), 1) for p in short_prompts[2:4]]
     torch.testing.assert_close(mean[0, 2], torch.cat(every).mean(0)[2], atol=1e-6, rtol=1e-5)
     assert (mean[:, 2] == mean[0, 2]).all()
 
 
 @pytest.mark.parametrize("how", ["generated", "right", "hooked"])
-def test_prompts_beside_longer_ones_have_no_more_tokens(how, tokenizer):
+def test_prompts_beside_longer_ones_have_no_more_tokens(how, tokenizer, shared):
     """Each row of a padded batch is as the same prompt alone, under the map that was recorded for it."""
-    native, same = (tiny_model("GPT-2", len(tokenizer)) for _ in range(2))
-    model = ma.load_model(same, tokenizer=tokenizer)
-    pair = [
+    model = shared("GPT-2")
+    native = tiny_model("GPT-2", len(tokenizer))
+    prompts = [
         ma.Prompt("Tom has 3 apples and buys 4.", id="long"),
         ma.Prompt("How many?", id="short"),
     ]
-    recorded = ma.record_affine(model, pair, SLASH, layers=1)
-    rows = [ma.Baseline().apply(prompt, model).tokens for prompt in pair]
-    lengths = [len(row) for row in rows]
+    recorded = ma.record_affine(model, prompts, SLASH, layers=1)
+    rows = [ma.Baseline().apply(prompt, model).tokens for prompt in prompts]
     side = "right" if how == "right" else "left"
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-    mask = torch.nn.utils.rnn.pad_sequence(
-        [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
-    )
 
-    def logits(ids, mask):
+    def logits(rows):
+        padding = {"batch_first": True, "padding_side": side}
+        ids = torch.nn.utils.rnn.pad_sequence(rows, **padding)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], **padding)
+        if how == "generated":
+            made = native.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0,
+                                   output_logits=True, return_dict_in_generate=True)  # fmt: skip
+            return torch.stack(made.logits, 1)
         with torch.no_grad():
-            if how == "generated":
-                made = native.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0,
-                                       output_logits=True, return_dict_in_generate=True)  # fmt: skip
-                return torch.stack(made.logits, 1)
             if how == "right":
                 return native(ids, attention_mask=mask).logits
             # Padding at position 1, as TransformerLens puts it.
@@ -181,15 +138,13 @@ def test_prompts_beside_longer_ones_have_no_more_tokens(how, tokenizer):
             return model(ids, attention_mask=mask, position_ids=positions)
 
     reader = model if how == "hooked" else native
-    with recorded.on(reader, [prompt.id for prompt in pair]):
-        together = logits(ids, mask)
-    for index, prompt in enumerate(pair):
-        alone_ids = rows[index][None]
+    with recorded.on(reader, [prompt.id for prompt in prompts]):
+        together = logits(rows)
+    for index, prompt in enumerate(prompts):
         with recorded.on(reader, [prompt.id]):
-            alone = logits(alone_ids, torch.ones_like(alone_ids))[0]
-        without = logits(alone_ids, torch.ones_like(alone_ids))[0]
-        row = together[index]
-        if how != "generated":
-            row = row[: lengths[index]] if side == "right" else row[-lengths[index] :]
+            [alone] = logits([rows[index]])
+        [without] = logits([rows[index]])
+        length = len(alone)
+        row = together[index, :length] if side == "right" else together[index, -length:]
         torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4)
         assert (alone - without).abs().max() > 0.01, "negative control"

@@ -11,19 +11,18 @@ from mechattn.errors import OptionError
 SLASH = ma.MeaninglessTokens("/", 20)
 
 
-def measured(model, prompts, conditions, engine, layers=None):
+def measured(model, prompts, conditions, engine="streaming"):
     analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
-    return ma.run(model, prompts[:3], conditions, analyses, engine=engine, layers=layers)
+    return ma.run(model, prompts[:3], conditions, analyses, engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["streaming", "hooks"])
-def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engine):
+def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, short_prompts):
     conditions = {
         "masked": SLASH.masked(),
         "cut": SLASH.under(ma.interventions.AttentionKnockout()),
         "slash": SLASH,
     }
-    result = measured(toy, prompts, conditions, engine)
+    result = measured(toy, short_prompts, conditions)
     for name in ("received_attention", "affine_shift", "segment_flow"):
         for quantity, values in result[name].data_vars.items():
             if "condition" in values.dims and "prompt" in values.dims:
@@ -33,7 +32,7 @@ def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engin
     assert float(abs(received.sel(condition="cut") - received.sel(condition="slash")).max()) > 1e-3
 
 
-def test_engines_agree_on_any_edges(toy, prompts):
+def test_engines_agree_on_any_edges(toy, short_prompts):
     """The question doesn't see the system prompt, in two layers; inserted tokens don't see each other."""
     conditions = {
         "system": ma.Baseline(
@@ -43,7 +42,9 @@ def test_engines_agree_on_any_edges(toy, prompts):
             ma.interventions.AttentionKnockout("inserted", ("inserted", "system"))
         ),
     }
-    one, other = (measured(toy, prompts, conditions, engine) for engine in ("streaming", "hooks"))
+    one, other = (
+        measured(toy, short_prompts, conditions, engine) for engine in ("streaming", "hooks")
+    )
     for name in ("received_attention", "affine_shift", "segment_flow"):
         for quantity, values in one[name].data_vars.items():
             if "prompt" in values.dims:
@@ -65,13 +66,13 @@ def test_engines_agree_on_any_edges(toy, prompts):
     assert (mass > 0).all()
 
 
-def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, prompts):
+def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, short_prompts):
     conditions = {
         "cut": ma.Baseline(
             intervention=ma.interventions.AttentionKnockout("question", "system", layers=2)
         )
     }
-    data = measured(toy, prompts, conditions, "streaming")["received_attention"]
+    data = measured(toy, short_prompts, conditions)["received_attention"]
     null = data.received_by_segment_uniform.sel(segment="question")
     apart = abs(null.sel(condition="cut") / null.sel(condition="baseline") - 1)
     assert apart.sel(layer=[0, 1, 3]).max() < 1e-6
@@ -79,32 +80,21 @@ def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, prompts):
     assert (null.sel(condition="cut", layer=2) > null.sel(condition="baseline", layer=2)).all()
 
 
-@pytest.mark.parametrize("engine", ["streaming", "hooks"])
-def test_a_token_always_sees_itself(toy, engine):
+def test_a_token_always_sees_itself(toy):
     """A question whose tokens see nothing else gives all of its attention to itself."""
-    prompt = ma.Prompt("Tom has 3 apples.", id="a")
-    condition = ma.Baseline(
-        intervention=ma.interventions.AttentionKnockout(
-            "question", ("first", "template", "system", "question")
-        )
+    knockout = ma.interventions.AttentionKnockout(
+        "question", ("first", "template", "system", "question")
     )
     result = ma.run(
-        toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine
+        toy,
+        ma.Prompt("Tom has 3 apples."),
+        {"alone": ma.Baseline(intervention=knockout)},
+        ma.ReceivedAttention("question"),
     )
-    mass = result["received_attention"].mass_by_segment.sel(condition="alone", segment="question")
-    np.testing.assert_allclose(mass, 1, atol=1e-6)
-    assert (
-        float(
-            result["received_attention"]
-            .mass_by_segment.sel(condition="baseline", segment="question")
-            .max()
-        )
-        < 1
-    )
-    null = result["received_attention"].mass_by_segment_uniform.sel(
-        condition="alone", segment="question"
-    )
-    np.testing.assert_allclose(null, 1, atol=1e-6)
+    received = result["received_attention"].sel(segment="question")
+    for name in ("mass_by_segment", "mass_by_segment_uniform"):
+        np.testing.assert_allclose(received[name].sel(condition="alone"), 1, atol=1e-6)
+    assert float(received.mass_by_segment.sel(condition="baseline").max()) < 1
 
 
 def test_an_edge_that_is_not_there_cannot_be_cut(toy):
@@ -170,10 +160,12 @@ class CutsSeen(AnalysisBase):
 
 
 @pytest.mark.parametrize(("layer", "is_cut"), [(1, False), (2, True)])
-def test_an_analysis_is_told_of_the_edges_that_are_cut_in_its_layer(toy, prompts, layer, is_cut):
+def test_an_analysis_is_told_of_the_edges_that_are_cut_in_its_layer(
+    toy, short_prompts, layer, is_cut
+):
     knockout = ma.interventions.AttentionKnockout("question", "first", layers=2)
     analysis = CutsSeen()
     conditions = {"cut": ma.Baseline(intervention=knockout)}
-    ma.run(toy, prompts[:2], conditions, analysis, layers=[layer])
+    ma.run(toy, short_prompts[:2], conditions, analysis, layers=[layer])
     assert len(analysis.is_cut) == 7
     assert all(seen == {is_cut} for seen in analysis.is_cut.values()), analysis.is_cut

@@ -36,14 +36,19 @@ _SHARP = 60.0  # the score of a match, far above all others
 PROMPTS = 24
 
 
-def distances_from_what_was_written() -> dict[tuple[int, int], float]:
-    """How far each handwritten head's measure is from 1, the larger of both engines'."""
+def focus_of_handmade() -> list[xr.Dataset]:
+    """Where the handwritten heads look, by both engines."""
     hooked = hooked_model(handmade_model())
     tokens, _ = repeated_spans(PROMPTS, torch.Generator().manual_seed(0))
-    focus_by_engine = [attention_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
-    distances = {}
+    return [attention_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
 
-    for (layer, head), (_, measure) in HEADS.items():
+
+def distances_from_what_was_written(
+    focus_by_engine: list[xr.Dataset], heads: dict[tuple[int, int], tuple[str, str]]
+) -> dict[tuple[int, int], float]:
+    """How far each handwritten head's measure is from 1, the larger of both engines'."""
+    distances = {}
+    for (layer, head), (_, measure) in heads.items():
         distances[layer, head] = max(
             float(abs(focus[measure].sel(layer=layer, head=head) - 1).max())
             for focus in focus_by_engine
@@ -173,7 +178,7 @@ def _first_token(attention: Any, head: int) -> None:
     _matrix(attention, "k", head)[_POSITION, 0] = 1.0
 
 
-def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
+def copying_model(seed: int = 0, steps: int = STEPS, batch: int = BATCH) -> Any:
     """A GPT-2 of two layers × four heads without MLPs, trained on random spans that are repeated.
 
     It can copy in no other way than by an induction head in layer 1.
@@ -192,13 +197,11 @@ def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
                 weight.requires_grad_(False).zero_()
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.01)
-        if not steps:
-            return model.eval()
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, 3e-3, total_steps=steps, pct_start=0.1
         )
         for _ in range(steps):
-            tokens, foreseen = repeated_spans(BATCH)
+            tokens, foreseen = repeated_spans(batch)
             logits = model(tokens).logits[:, :-1]
             loss = torch.nn.functional.cross_entropy(
                 logits[foreseen[:, 1:]], tokens[:, 1:][foreseen[:, 1:]]

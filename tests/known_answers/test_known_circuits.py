@@ -31,11 +31,8 @@ def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name):
     assert [fall > 0.5 for fall in falls] == is_needed, falls
 
 
-@pytest.mark.parametrize(
-    "name", ["induction, two layers", "the name that is not repeated, three layers"]
-)
-def test_integrated_gradients_find_them_and_one_step_misses_edges(name):
-    circuit = CIRCUITS[name]
+def test_integrated_gradients_find_one_and_one_step_misses_edges():
+    circuit = CIRCUITS["the name that is not repeated, three layers"]
     sizes = known.edge_sizes(circuit, "EAP-IG, 5 steps")
     assert known.scores(circuit, sizes) == {"edges": 1.0, "heads": 1.0, "precision": 1.0}
     one_step = known.scores_of(circuit, "EAP")
@@ -64,7 +61,7 @@ def test_zero_ablation_names_a_head_that_always_writes_the_same():
 def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():
     """With its own answers the same pairs find the circuit (negative control)."""
     circuit = CIRCUITS["induction, two layers"]
-    model, pairs = circuit.model(), circuit.prompts(16, 3)
+    model, pairs = circuit.model(), circuit.prompts(12, 3)
     generator = np.random.default_rng(0)
     others = []
     for pair in pairs:

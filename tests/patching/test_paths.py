@@ -1,4 +1,6 @@
-"""Exact paths, against plain forward passes of transformers with hooks by hand, and against exact edges."""
+"""Exact paths, against plain forward passes of transformers with hooks by hand."""
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,14 +9,9 @@ import torch
 import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError
-from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching import paths
-from mechattn.patching.edges import EdgePair
-from mechattn.patching.graph import graph_of, showing_edges
-from mechattn.patching.pairs import request_of
 from tests.conftest import loaded_once
-from tests.known_answers.known_heads import VOCABULARY, copying_model
-from tests.patching.test_edges import ByHand
+from tests.patching.plain_runs import W_O, plain_logits, plain_toy
 from tests.patching.test_pairs import LONGER, PARTNERS
 
 NAMED = [
@@ -28,94 +25,65 @@ NAMED = [
 
 def inputs_of(native, tokens, z=None, put=None):
     """Metric, what each W_O is given, and the projections; ``z`` replaces the former, ``put`` a slice of the latter."""
-    given, projected, handles = {}, {}, []
+    given, projected = {}, {}
     width = native.config.head_dim
 
-    def at_output(module, args, n):
-        value = args[0] if z is None else z[n][None]
-        given[n] = value[0].clone()
-        return (value,)
+    def at_output(layer, value):
+        given[layer] = value if z is None else z[layer]
+        return given[layer]
 
-    def at_projection(module, args, out, key):
+    def at_projection(key, value):
         if put and key in put:
-            head, value = put[key]
-            out = out.clone()
-            out[0, :, head * width : (head + 1) * width] = value
-        projected[key] = out[0]
-        return out
+            head, piece = put[key]
+            value = value.clone()
+            value[:, head * width : (head + 1) * width] = piece
+        projected[key] = value
+        return value
 
-    for n, layer in enumerate(native.model.layers):
-        handles.append(
-            layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a, n=n: at_output(m, a, n))
-        )
-        for part in "qkv":
-            projection = getattr(layer.self_attn, f"{part}_proj")
-            handles.append(
-                projection.register_forward_hook(
-                    lambda m, a, o, key=(part, n): at_projection(m, a, o, key)
-                )
-            )
+    reading = {W_O.format(layer): partial(at_output, layer) for layer in range(4)}
+    writing = {
+        f"model.layers.{layer}.self_attn.{part}_proj": partial(at_projection, (part, layer))
+        for part in "qkv"
+        for layer in range(4)
+    }
     with torch.no_grad():
-        logits = native(torch.tensor([tokens]), use_cache=False).logits[0, -2]
-    for handle in handles:
-        handle.remove()
+        logits = plain_logits(native, tokens, reading, writing)[-2]
     return float(logits[60] - logits[61]), given, projected
 
 
-@pytest.mark.parametrize("direction", ["denoising", "noising"])
-def test_paths_by_hand(direction):
-    native, model = ByHand().native, loaded_once("toy:llama", dtype=torch.float64)
-    made = ma.paths(model, LONGER, Counterpart(), NAMED, direction=direction)
-    ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
-    width, unfrozen = native.config.head_dim, []
-    live = {
-        sender: ma.patch(
-            model, LONGER, Counterpart(), at=[sender], metric="logit_diff", direction=direction
-        )
-        for sender, _ in NAMED
-    }
-    for i, prompt in enumerate(LONGER[:2]):
-        own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
-        base, source = (other, own) if direction == "denoising" else (own, other)
+def test_paths_by_hand():
+    native = plain_toy()
+    model = loaded_once("toy:llama", dtype=torch.float64)
+    made = ma.paths(model, LONGER[:2], Counterpart(), NAMED, direction="denoising")
+    senders = [sender for sender, _ in NAMED]
+    live = ma.patch(model, LONGER[:2], Counterpart(), at=senders, direction="denoising")
+    width = native.config.head_dim
+    unfrozen = []
+    for index, prompt in enumerate(LONGER[:2]):
+        source, base = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
         before, mine, _ = inputs_of(native, base)
         after, theirs, _ = inputs_of(native, source)
-        assert float(made.effects.whole[i]) == pytest.approx(after - before, abs=2e-6)
-        for j, (sender, end) in enumerate(NAMED):
+        assert float(made.effects.whole[index]) == pytest.approx(after - before, abs=2e-6)
+        for number, (sender, end) in enumerate(NAMED):
             layer, head = int(sender[1]), int(sender[3])
-            z = {n: each.clone() for n, each in mine.items()}
-            some = slice(head * width, (head + 1) * width)
-            for to, at in ways:
-                z[layer][to, some] = theirs[layer][at, some]
+            z = {n: values.clone() for n, values in mine.items()}
+            columns = slice(head * width, (head + 1) * width)
+            for from_place, to_place in PARTNERS:
+                z[layer][to_place, columns] = theirs[layer][from_place, columns]
             value, _, projected = inputs_of(native, base, z)
             if end != "logits":
-                key, at = (end[-1], int(end[1])), int(end[3])
-                piece = projected[key][:, at * width : (at + 1) * width]
-                value, _, _ = inputs_of(native, base, put={key: (at, piece)})
-            assert float(made.effects.effect[i, j]) == pytest.approx(value - before, abs=2e-6)
-            unfrozen.append(abs(float(live[sender].effects.effect[i].squeeze()) - (value - before)))
+                key = (end[-1], int(end[1]))
+                receiver = int(end[3])
+                piece = projected[key][:, receiver * width : (receiver + 1) * width]
+                value, _, _ = inputs_of(native, base, put={key: (receiver, piece)})
+            effect = float(made.effects.effect[index, number])
+            assert effect == pytest.approx(value - before, abs=2e-6)
+            with_all = float(live.effects.effect[index].sel(layer=layer, head=head))
+            unfrozen.append(abs(with_all - effect))
     assert max(unfrozen) > 1e-3, "heads that are not frozen would be noticed"
 
 
-def test_without_mlps_a_path_is_an_edge():
-    model = ma.load_model(copying_model(0, steps=0), tokenizer=lettered_tokenizer(VOCABULARY))
-    pairs = [ma.Prompt(tokens=(11 + i, 2, 3, 11 + i), counterpart=(2, 11 + i, 3, 11 + i), answer_tokens=(2,),
-                       other_answer=(3,), id=str(i)) for i in range(3)]  # fmt: skip
-    named = [("L0H1", "L1H0.k"), ("L0H2", "L1H3.q"), ("L0H0", "L1H1.v"), ("L0H3", "logits")]
-    made = ma.paths(model, pairs, Counterpart(), named)
-    graph = graph_of(model)
-    some = [(graph.writers.index(a), graph.readers.index(b)) for a, b in named]
-    with showing_edges(model):
-        each = [
-            EdgePair(model, graph, pair, 2**31).exact(some)
-            for pair in request_of(
-                model, pairs, Counterpart(), "logit_diff", "noising", "1GiB", 0
-            ).pairs
-        ]
-    np.testing.assert_allclose(made.effects.effect.values, each, atol=1e-5)
-    assert abs(np.array(each)).max() > 1e-3
-
-
-def test_paths_that_do_not_exist_are_refused_in_words():
+def test_paths_that_do_not_exist_are_refused_in_words(toy):
     for between, said in (
         ([("L0H1", "L1H9.q")], r"no head 9 in layer 1: .* has heads 0 to 7 in layers 0, 1, 2, 3"),
         ([("L0H1", "L1H4.k")], r"has heads 0 to 3 in layers"),
@@ -124,22 +92,23 @@ def test_paths_that_do_not_exist_are_refused_in_words():
         ([], r"give paths such as"),
     ):
         with pytest.raises(OptionError, match=said):
-            ma.paths("toy:llama", LONGER, Counterpart(), between)
+            ma.paths(toy, LONGER, Counterpart(), between)
 
 
 def test_paths_that_go_together_by_memory_make_no_difference(monkeypatch):
     model = loaded_once("toy:llama", dtype=torch.float64)
+    named = NAMED[1:4]
     sizes = []
     patched = paths._patched
 
-    def counted(model, named, *others):
-        sizes.append(len(named))
-        return patched(model, named, *others)
+    def counted(model, batch, *others):
+        sizes.append(len(batch))
+        return patched(model, batch, *others)
 
     monkeypatch.setattr(paths, "_patched", counted)
-    together = ma.paths(model, LONGER, Counterpart(), NAMED).effects.effect.values
-    assert set(sizes) == {len(NAMED)}
+    together = ma.paths(model, LONGER[:1], Counterpart(), named).effects.effect.values
+    assert set(sizes) == {3}
     sizes.clear()
-    alone = ma.paths(model, LONGER, Counterpart(), NAMED, memory="1KiB").effects.effect.values
+    alone = ma.paths(model, LONGER[:1], Counterpart(), named, memory="1KiB").effects.effect.values
     assert set(sizes) == {1}
     np.testing.assert_allclose(alone, together, atol=1e-9)

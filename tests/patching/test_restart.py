@@ -1,10 +1,12 @@
 """A pass that changes a later layer starts there: the same bits, without the layers before it."""
 
 import pytest
+import torch
 import xarray as xr
 
 import mechattn as ma
 from mechattn.patching import patch, paths
+from tests.conftest import loaded_once, short_problems
 
 SLASH = ma.MeaninglessTokens("/", count=5)
 NEVER = staticmethod(lambda model, sequence, layers: [])
@@ -12,36 +14,50 @@ NEVER = staticmethod(lambda model, sequence, layers: [])
 
 @pytest.fixture(scope="module")
 def prompts():
-    return ma.load_prompts("word-problems", limit=2, with_answer=True)
+    return short_problems(2)
+
+
+@pytest.fixture
+def unverified():
+    """A toy whose verification would count as passes, and what hooks the MLP of a layer until the test ends."""
+    model = loaded_once("toy:llama", verify=False)
+    handles = []
+
+    def hook(layer, function):
+        handles.append(model.blocks[layer].mlp.register_forward_hook(function))
+
+    yield model, hook
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.mark.parametrize(
     ("name", "at"), [("toy:falcon", "resid_post"), ("toy:llama", [(2, 1), (3, 0), (3, 5)])]
 )
 def test_the_same_numbers_as_from_the_first_layer(name, at, prompts, monkeypatch):
-    model = ma.load_model(name)
+    model = loaded_once(name, dtype=torch.float64)
     patched = ma.patch(model, prompts, SLASH, at=at)
     monkeypatch.setattr(patch, "possible_starts", NEVER)
     xr.testing.assert_identical(patched.effects, ma.patch(model, prompts, SLASH, at=at).effects)
 
 
 def test_paths_give_the_same_bits(prompts, monkeypatch):
-    model = ma.load_model("toy:llama")
+    model = loaded_once("toy:llama", dtype=torch.float64)
     named = [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
     patched = ma.paths(model, prompts, SLASH, named)
     monkeypatch.setattr(paths, "possible_starts", NEVER)
     xr.testing.assert_identical(patched.effects, ma.paths(model, prompts, SLASH, named).effects)
 
 
-def test_the_layers_before_are_not_computed_again(prompts):
-    model = ma.load_model("toy:llama", verify=False)  # which would count as passes
+def test_the_layers_before_are_not_computed_again(prompts, unverified):
+    model, hook = unverified
     rows = [0] * 4
-    for layer, block in enumerate(model.blocks):
+    for layer in range(4):
 
         def counted(module, given, out, layer=layer):
             rows[layer] += len(out)
 
-        block.mlp.register_forward_hook(counted)
+        hook(layer, counted)
     ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)], direction="denoising")
     # Both runs of both prompts, another prompt's for the shorter one, and the two copies with whose
     # logits those are compared that start later.
@@ -54,13 +70,13 @@ def test_the_layers_before_are_not_computed_again(prompts):
     assert rows[2] == unpatched + 2 * 4 + 2
 
 
-def test_prompts_of_one_length_share_their_passes():
+def test_prompts_of_one_length_share_their_passes(unverified):
     """Each pass reads all weights, which takes longer than computing with few rows."""
-    model = ma.load_model("toy:llama", verify=False)
+    model, hook = unverified
     questions = [f"Anna has {number} shells and" for number in (3, 5, 7, 9)]
     prompts = [ma.Prompt(question, answer=" 5", template="joined") for question in questions]
     rows = []
-    model.blocks[3].mlp.register_forward_hook(lambda module, given, out: rows.append(len(out)))
+    hook(3, lambda module, given, out: rows.append(len(out)))
     together = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], controls=())
     # Three passes show that one may start later; then both versions, and a pass for each head.
     assert rows == [2, 2, 2, 4, 4, 4, 4]
@@ -76,9 +92,11 @@ def test_prompts_of_one_length_share_their_passes():
 
 
 @pytest.mark.parametrize("missing", ["nothing is added", "an error"])
-def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(missing, prompts, monkeypatch):
+def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
+    missing, prompts, unverified, monkeypatch
+):
     """A later layer adds what the first has read in the same pass, as models with shared keys and values do."""
-    model = ma.load_model("toy:llama", verify=False)
+    model, hook = unverified
     read = []
 
     def reads(module, given, out):
@@ -89,8 +107,8 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(missing, promp
             return out
         return out + read.pop()
 
-    model.blocks[0].mlp.register_forward_hook(reads)
-    model.blocks[3].mlp.register_forward_hook(adds)
+    hook(0, reads)
+    hook(3, adds)
 
     def effects():
         return ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects
@@ -104,16 +122,16 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(missing, promp
         assert not patched.identical(effects()), "a pass that starts later would be noticed"
 
 
-def test_an_error_that_a_later_start_does_not_explain_is_raised(prompts):
-    model = ma.load_model("toy:llama", verify=False)
+def test_an_error_that_a_later_start_does_not_explain_is_raised(prompts, unverified):
+    model, hook = unverified
     passes = []
-    model.blocks[0].mlp.register_forward_hook(lambda module, given, out: passes.append(1))
+    hook(0, lambda module, given, out: passes.append(1))
 
     def fails(module, given, out):
         if not passes:
             raise MemoryError
         passes.clear()
 
-    model.blocks[3].mlp.register_forward_hook(fails)
+    hook(3, fails)
     with pytest.raises(MemoryError):
         ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)])
