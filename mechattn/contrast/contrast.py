@@ -132,14 +132,7 @@ class Contrast(Question):
         Raises:
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
-        names = [] if isinstance(conditions, str) else list(conditions)
-        if len(set(names)) < max(FEWEST_CONDITIONS, len(names)):
-            raise OptionError(
-                f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
-                " are the sample, and from fewer nothing can be said about others; ma.sweep makes"
-                " them"
-            )
-        names = [self.result.condition(name) for name in names]
+        names = [self.result.condition(name) for name in sampled_conditions(conditions)]
         tested, present = several_tested(self, names)
         units = tested[0].units
         units.refuse_below(FEWEST)
@@ -330,6 +323,22 @@ class Contrast(Question):
         :meth:`mechattn.Result.stability`.
         """
         return stability.stability(self, top, by, layer, over, splits, patterns)
+
+
+def sampled_conditions(conditions: Sequence[str]) -> list[str]:
+    """The names of conditions that are a sample of others.
+
+    Raises:
+        OptionError: There are too few, or one is there twice.
+    """
+    names = [] if isinstance(conditions, str) else list(conditions)
+    if len(set(names)) < max(FEWEST_CONDITIONS, len(names)):
+        raise OptionError(
+            f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
+            " are the sample, and from fewer nothing can be said about others; ma.sweep makes"
+            " them"
+        )
+    return names
 
 
 def _means(contrast: Contrast) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ in its memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import xarray as xr
@@ -18,6 +18,7 @@ from mechattn.stats.units import enough, resampled
 Scale = Literal["log-ratio", "difference"]
 Null = Literal["dilution", "uniform", "blind"]
 Side = tuple[Result, str]  # a condition of a result
+Values = TypeVar("Values", xr.DataArray, xr.Dataset)
 
 NULLS = {
     "dilution": "dilution of the baseline's attention",
@@ -217,8 +218,8 @@ def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.Da
     return values.reset_coords(drop=True)  # the names of the condition and of the segment
 
 
-def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:
-    """A variable's values in a segment, if it has segments.
+def in_segment(variable: Values, segment: str | None) -> Values:
+    """The values of a variable or a dataset in a segment, if it has segments.
 
     Raises:
         OptionError: It has segments, but not this one.

@@ -232,7 +232,7 @@ def kept_chunks(path: str | Path, job: Job, chunks: list[int]) -> Iterator[KeptC
 
 def _delete_chunk(path: Path) -> None:
     """Delete a chunk under the name of an unfinished one, as half of a chunk is none."""
-    Place(path).check_ours()
+    Place(folder=path).check_ours()
 
     unfinished = path.with_name(f".{path.name}.mechattn-deleted_")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from mechattn.errors import ModelError, OptionError, check_choice
+from mechattn.errors import ModelError, OptionError, check_choice, check_counts
 from mechattn.hub_access import asked_once, hub_commit
 from mechattn.model import checkpoint
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
@@ -79,15 +79,15 @@ def load_model(
     Args:
         model: "toy:llama"; "real:smollm2", a trained model whose file `make figures` fetches; a
             checkpoint directory; a GGUF file ("model.gguf"), whose weights are dequantised; a hub
-            name; a transformers model (changed in place, or hooked again), which may be dispatched over several
-            devices, offloaded to memory or disk, or quantised; or a ``TransformerBridge`` or
-            ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
-            ALiBi, and returned.
+            name; a transformers model (changed in place, or hooked again), which may be dispatched
+            over several devices, offloaded to memory or disk, or quantised; or a
+            ``TransformerBridge`` or ``HookedTransformer``, which is verified, corrected in place if
+            it is a Falcon with ALiBi, and returned.
         tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint
             directory without a tokenizer gives a model without one, whose prompts must be token
             ids.
-        dtype: The dtype of the weights; "auto" uses the checkpoint's on a GPU, and float32 on a
-            CPU and for GGUF files.
+        dtype: The dtype of the weights; "auto" uses the checkpoint's on a GPU, float32 on a CPU and
+            for GGUF files, and leaves that of a transformers model as it is.
         device: The device; by default TransformerLens's choice.
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if
             they differ. With False the model stays unverified, and its results record this.
@@ -123,8 +123,15 @@ def load_model(
 
     if isinstance(model, torch.nn.Module):
         model = unwrapped_model(model)
+        if tokenizer is None:
+            raise ModelError(
+                "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
+            )
+        new_dtype = None
+        if isinstance(dtype, torch.dtype):
+            new_dtype = dtype
         with model_creation_lock, as_trusted(checkpoint.is_of_own_code(model)):
-            hooked = _from_object(model, tokenizer, dtype, device, options)
+            hooked = _from_object(model, tokenizer, new_dtype, device, options)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
@@ -186,10 +193,9 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 
     Raises:
         ModelError: There is no such model, or it cannot be hooked.
-        OptionError: The probe is too short.
+        OptionError: The probe is too short, or its length is no whole number.
     """
-    if length < AT_LOADING:
-        raise OptionError(f"length={length}: a probe has at least {AT_LOADING} tokens")
+    check_counts(AT_LOADING, length=length)
     hooked = load_model(model, verify=False, **options)
     facts = known_facts(hooked)
     if native is not None:
@@ -272,11 +278,16 @@ def _from_name(
     elif tokenizer is None:
         tokenizer = checkpoint.tokenizer_of(place, **remote)
 
-    refuse_other_kinds("".join(getattr(config, "architectures", None) or [])[:80], config)
+    architectures = getattr(config, "architectures", None) or []
+    class_names = ", ".join(architectures)
+    refuse_other_kinds(class_names[:80], config)
     if not is_gguf(place) and not is_multimodal(config):
         return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
-    placing = {option: options.pop(option) for option in _PLACING if option in options}
+    placing = {}
+    for option in _PLACING:
+        if option in options:
+            placing[option] = options.pop(option)
     if device is None and not placing:
         device = get_device()
     if is_gguf(place):
@@ -285,7 +296,7 @@ def _from_name(
     else:
         hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
 
-    hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
+    hooked = _from_object(hf_model, tokenizer, None, device, options, name)
     if is_gguf(place):
         known_facts(hooked).gguf = gguf_header(place).provenance()
     return hooked
@@ -294,30 +305,26 @@ def _from_name(
 def _from_object(
     hf_model: Any,
     tokenizer: Any,
-    dtype: Dtype,
+    dtype: torch.dtype | None,
     device: Any,
     options: dict[str, Any],
     name: str = "",
 ) -> Any:
-    """A hooked model from a transformers model, moved and converted first."""
-    if tokenizer is None:
-        raise ModelError(
-            "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
-        )
-
+    """A hooked model from a transformers model, moved and converted first; it keeps its dtype where
+    that is None."""
     gguf = gguf_of(hf_model)
     name = name or getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
     hf_model = unhooked(text_model_of(as_plain(hf_model)))
     hf_model.config.architectures = [type(hf_model).__name__]
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
-    if placed and (dtype != "auto" or device is not None):
+    if placed and (dtype is not None or device is not None):
         raise OptionError(
             "the dtype and devices of a quantised or dispatched model cannot be changed; set them"
             " where it is made"
         )
 
     if not placed:
-        hf_model = moved(hf_model, device, None if dtype == "auto" else dtype)
+        hf_model = moved(hf_model, device, dtype)
     warn_of_rounded_frequencies(hf_model)
     hooked = _boot(
         name,
@@ -325,7 +332,7 @@ def _from_object(
         tokenizer=tokenizer,
         device=device,
         hf_model=hf_model.eval(),
-        dtype=hf_model.dtype if dtype == "auto" else dtype,
+        dtype=hf_model.dtype,
         **options,
     )
     known_facts(hooked).gguf = gguf
@@ -361,29 +368,50 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
 
 @contextmanager
 def classes_left_alone() -> Iterator[None]:
-    """Undo what booting changes in classes of transformers (TransformerLens issue 1795); no
-    progress bar, and no processor of images, for which TransformerLens would run pip where
-    torchvision is absent.
-    """
-    import transformers
-    from transformers.utils import logging
+    """Leave transformers as it is while a model is booted."""
+    with _attention_restored(), _no_progress_bar(), _no_image_processor():
+        yield
 
-    processor: Any = transformers.AutoProcessor
+
+@contextmanager
+def _attention_restored() -> Iterator[None]:
+    """Undo what booting changes in attention functions (TransformerLens issue 1795)."""
     modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
     functions = [module.eager_attention_forward for module in modules]
-    loading = vars(processor)["from_pretrained"]
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
-    processor.from_pretrained = staticmethod(_no_processor)
-
     try:
         yield
     finally:
-        processor.from_pretrained = loading
         for module, function in zip(modules, functions, strict=True):
             module.eager_attention_forward = function
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide the progress bar, which transformers shows even for a toy of one megabyte."""
+    from transformers.utils import logging
+
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
         if shows_bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _no_image_processor() -> Iterator[None]:
+    """Load no processor of images, for which TransformerLens would run pip where torchvision is
+    absent."""
+    import transformers
+
+    processor: Any = transformers.AutoProcessor
+    load_processor = vars(processor)["from_pretrained"]
+    processor.from_pretrained = staticmethod(_no_processor)
+    try:
+        yield
+    finally:
+        processor.from_pretrained = load_processor
 
 
 def _no_processor(*arguments: Any, **options: Any) -> None:

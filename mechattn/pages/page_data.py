@@ -91,7 +91,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
         ``conditions``, ``layers`` and ``heads`` of the map, and its ``start``: the layer and head
         that are selected when the page opens; ``quantities``, as :func:`head_values` returns them,
         and ``lacking``, why a quantity has no values; ``curves``, ``texts`` and ``patterns`` of the
-        heads.
+        heads, the last with ``from_separate_run``: whether another run measured them.
     """
     result = model.result
     layers = _measured_layers(result)
@@ -122,8 +122,11 @@ def model_data(model: ShownModel) -> dict[str, Any]:
 
     on_map = replace(result, datasets=datasets)
 
-    patterns = head_patterns(result if model.maps is None else model.maps)
-    patterns["apart"] = model.maps is not None
+    maps_result = result
+    if model.maps is not None:
+        maps_result = model.maps
+    patterns = head_patterns(maps_result)
+    patterns["from_separate_run"] = model.maps is not None
     return {
         "conditions": result.conditions,
         "layers": layers,
@@ -230,7 +233,7 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
         **columns,
         "scale": scale,
         "against": table.attrs["null"],
-        "predictsNoChange": table.attrs["predicts_no_change"],
+        "predicts_no_change": table.attrs["predicts_no_change"],
         "null_name": NULL_NAMES[contrast.null_used],
         "margin": LARGER_THAN[scale],
         "n": int(table.n.iloc[0]),
@@ -254,12 +257,12 @@ def head_curves(result: Result) -> dict[str, Any]:
     """Received attention by original position, of every head in each condition, and its null.
 
     Returns:
-        ``mean`` and ``half`` (of the interval, relative to the mean) [condition, layer, head, key],
-        ``n`` [condition, layer, key] and uniform attention in ``null`` [condition, layer, key];
-        ``shares`` [layer, head, key], what dilution leaves of the baseline's line, by condition,
-        which is the null where it is known; ``inserted``, what inserted tokens receive, by
-        condition; ``segments`` of the baseline, and where its ``question`` starts; the number of
-        ``prompts``, and what ``bands`` are.
+        ``mean`` and ``relative_half_width`` (of the interval, as a fraction of the mean)
+        [condition, layer, head, key], ``n`` [condition, layer, key] and uniform attention in
+        ``null`` [condition, layer, key]; ``shares`` [layer, head, key], what dilution leaves of the
+        baseline's line, by condition, which is the null where it is known; ``inserted``, what
+        inserted tokens receive, by condition; ``segments`` of the baseline, and where its
+        ``question`` starts; the number of ``prompts``, and what ``bands`` are.
     """
     dataset = result.datasets.get(RECEIVED)
     if dataset is None or "received_by_origin_variance" not in dataset:
@@ -267,7 +270,7 @@ def head_curves(result: Result) -> dict[str, Any]:
 
     prompts = dataset.sizes["prompt"]
     dims = ("condition", "layer", "head", "original_key")
-    mean, half = _means(dataset, "received_by_origin", dims)
+    mean, relative_half_width = _means(dataset, "received_by_origin", dims)
     counts = dataset["received_by_origin_n"].max("head").transpose("condition", "layer", ...).values
     null = dataset["received_uniform_by_origin"].transpose("condition", "layer", "original_key")
 
@@ -275,7 +278,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     has_mean = np.isfinite(mean).any(axis=(0, 1, 2))
     keys = int(np.flatnonzero(has_mean).max(initial=0)) + 1
     mean = mean[..., :keys]
-    half = half[..., :keys]
+    relative_half_width = relative_half_width[..., :keys]
     kind = kind_for(mean.size)
 
     shares = {}
@@ -291,7 +294,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     return {
         "shares": shares,
         "mean": packed(mean, kind),
-        "half": packed(half, kind),
+        "relative_half_width": packed(relative_half_width, kind),
         "n": packed(counts[..., :keys]),
         "null": packed(null.values[..., :keys]),
         "segments": _segments(result, keys),
@@ -305,7 +308,7 @@ def head_curves(result: Result) -> dict[str, Any]:
 def _means(
     dataset: xr.Dataset, quantity: str, dims: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means, and half of their intervals relative to them; NaN where too few prompts have one."""
+    """Means, and the half widths of their intervals relative to them; NaN where too few prompts have one."""
     prompt_numbers = np.arange(dataset.sizes["prompt"])
     moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
     # All heads' positions as if they were those of one.
@@ -313,14 +316,16 @@ def _means(
     cells = cells.assign_coords(prompt=prompt_numbers)
     statistics = at_positions(cells, quantity, {}, prompt_numbers)
     with np.errstate(invalid="ignore", divide="ignore"):
-        half = statistics.high / statistics.mean - 1
+        relative_half_width = statistics.high / statistics.mean - 1
+    relative_half_width = np.where(statistics.mean > 0, relative_half_width, 0.0)
 
-    half = np.where(statistics.mean > 0, half, 0.0)
+    mean_cells = np.full(cells.sizes["cell"], np.nan)
+    mean_cells[statistics.at] = statistics.mean
+    half_width_cells = np.full(cells.sizes["cell"], np.nan)
+    half_width_cells[statistics.at] = relative_half_width
+
     shape = [dataset.sizes[dim] for dim in dims]
-    numbers = np.full((2, cells.sizes["cell"]), np.nan)
-    numbers[:, statistics.at] = [statistics.mean, half]
-    mean, half = numbers.reshape(2, *shape)
-    return mean, half
+    return mean_cells.reshape(shape), half_width_cells.reshape(shape)
 
 
 def _inserted(result: Result, condition: str) -> dict[str, Any] | None:
@@ -335,14 +340,14 @@ def _inserted(result: Result, condition: str) -> dict[str, Any] | None:
         return None
 
     dataset = result[RECEIVED].isel(key=slice(start, last + 1)).sel(condition=condition)
-    mean, half = _means(dataset, "received", ("layer", "head", "key"))
+    mean, relative_half_width = _means(dataset, "received", ("layer", "head", "key"))
     null = dataset["received_uniform"].transpose("layer", "key").values
     kind = kind_for(mean.size)
     return {
         "start": start,
         "count": last + 1 - start,
         "mean": packed(mean, kind),
-        "half": packed(half, kind),
+        "relative_half_width": packed(relative_half_width, kind),
         "null": packed(null),
     }
 

@@ -92,6 +92,12 @@ class Comparison:
     cells: Mapping[str, Mapping[str, Cell]]
     about: Mapping[str, Any]
 
+    @property
+    def models(self) -> list[str]:
+        """The names of the models, in the order in which they are shown."""
+        first_statement = next(iter(self.cells.values()))
+        return list(first_statement)
+
     def table(self) -> pd.DataFrame:
         """One row for each statement and model; values are in percent, or in points."""
         rows = []
@@ -132,8 +138,7 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """A table with a row for each statement and a column for each model."""
-        models = list(next(iter(self.cells.values())))
-        header = ["statement", "published", *models]
+        header = ["statement", "published", *self.models]
         rule = ["---"] * len(header)
 
         rows = [header, rule]

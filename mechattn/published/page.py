@@ -38,23 +38,27 @@ STYLES = {
 }
 
 HEADS = 3
-# What automatic captions say of the paper's figures; layers and heads are counted from 0.
-THREE_HEADS = (
-    "Published, by captions of figures 15 and 18. Llama-3.1-8B-Instruct, layer 0, heads 19, 24, "
-    "25: peaks of 0.08 to 0.12 without the tokens, 0.06 to 0.10 with them; an inserted token gets "
-    "0.03 to 0.08, the others 0.01 to 0.02. Qwen2.5-Math-7B, layer 0, heads 16, 25, 27: the other "
-    "way, peaks of 0.04 to 0.06 without, 0.08 to 0.12 with."
-)
-SENTENCE = (
-    "Published, by a caption of figure 11. With “/” up to 0.12 (Qwen2.5-Math-7B head 0), 0.08 "
-    "(Llama-3.1-8B-Instruct head 26), 0.55 (Gemma 3 4B head 7); with a random sentence up to "
-    "0.08, 0.06 and 0.35."
-)
-THREE_LAYERS = (
-    "Published, by a caption of figure 9. Qwen2.5-Math-7B, head 21: in layer 0 the peaks fall "
-    "from 0.07 and 0.08 to 0.04 and 0.05; in layer 1 a peak of 0.175 vanishes and another rises "
-    "from 0.075 to 0.15; in layer 2 the peaks are higher with the tokens, 0.075 beside 0.05."
-)
+# What automatic captions say of the paper's figures, in the order of the page; layers and heads
+# are counted from 0.
+CAPTIONS = {
+    "heads": (
+        "Published, by captions of figures 15 and 18. Llama-3.1-8B-Instruct, layer 0, heads 19, "
+        "24, 25: peaks of 0.08 to 0.12 without the tokens, 0.06 to 0.10 with them; an inserted "
+        "token gets 0.03 to 0.08, the others 0.01 to 0.02. Qwen2.5-Math-7B, layer 0, heads 16, 25, "
+        "27: the other way, peaks of 0.04 to 0.06 without, 0.08 to 0.12 with."
+    ),
+    "sentence": (
+        "Published, by a caption of figure 11. With “/” up to 0.12 (Qwen2.5-Math-7B head 0), 0.08 "
+        "(Llama-3.1-8B-Instruct head 26), 0.55 (Gemma 3 4B head 7); with a random sentence up to "
+        "0.08, 0.06 and 0.35."
+    ),
+    "layers": (
+        "Published, by a caption of figure 9. Qwen2.5-Math-7B, head 21: in layer 0 the peaks fall "
+        "from 0.07 and 0.08 to 0.04 and 0.05; in layer 1 a peak of 0.175 vanishes and another "
+        "rises from 0.075 to 0.15; in layer 2 the peaks are higher with the tokens, 0.075 beside "
+        "0.05."
+    ),
+}
 
 CHOICE = (
     "Heads are those of layer 0 that change most on one half of the prompts; with fewer than six "
@@ -74,10 +78,9 @@ def write_comparison(
         path: The page.
         force: Replace a page that mechattn did not write.
     """
-    seconds_by_model = comparison.about["seconds"]  # its keys are the models, in order
     filled = {
         "comparison": comparison,
-        "models": seconds_by_model,
+        "models": comparison.models,
         "rule": rule_words,
         "styles": STYLES,
     }
@@ -85,7 +88,7 @@ def write_comparison(
         title="What was published, and what other models show",
         subtitle=(
             f"{'; '.join(comparison.statements.sources.values())}, beside "
-            f"{', '.join(seconds_by_model)}."
+            f"{', '.join(comparison.models)}."
         ),
         command=comparison.about["command"],
         lead=("paper.html.j2", filled),
@@ -96,29 +99,31 @@ def write_comparison(
 
 def figure_sections(results: Sequence[Result]) -> list[Section]:
     """Three figures of every model, each with what was published; figure by figure."""
-    by_figure: dict[str, list[Section]] = {THREE_HEADS: [], SENTENCE: [], THREE_LAYERS: []}
+    sections_by_figure: dict[str, list[Section]] = {name: [] for name in CAPTIONS}
 
-    def add(published: str, figure: Callable, result: Result, words: str, **options: Any) -> None:
+    def add(name: str, figure: Callable, result: Result, words: str, **options: Any) -> None:
         section = drawn_section(figure, result, options)
         title = f"{model_caption(result)}: {words}"
-        note = f"{published} {CHOICE} {section.note}"
-        by_figure[published].append(replace(section, title=title, note=note))
+        note = f"{CAPTIONS[name]} {CHOICE} {section.note}"
+        sections_by_figure[name].append(replace(section, title=title, note=note))
 
     for result in results:
         heads = changing_heads(result)
         words = f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”"
-        add(THREE_HEADS, received_attention, result, words, layer=0, heads=heads, condition="slash")
+        options = {"layer": 0, "heads": heads, "condition": "slash"}
+        add("heads", received_attention, result, words, **options)
 
-        first = heads[0]
-        words = f"layer 0, head {first}, “/” and a random sentence"
-        both = ("slash", "sentence")
-        add(SENTENCE, received_by_model, result, words, layer=0, heads=first, conditions=both)
+        most_changed_head = heads[0]
+        words = f"layer 0, head {most_changed_head}, “/” and a random sentence"
+        conditions = ("slash", "sentence")
+        options = {"layer": 0, "heads": most_changed_head, "conditions": conditions}
+        add("sentence", received_by_model, result, words, **options)
 
         layers = result["received_attention"].layer.values.tolist()
-        words = f"head {first} in layers {', '.join(map(str, layers))}"
-        options = {"layer": layers, "heads": [first], "condition": "slash"}
-        add(THREE_LAYERS, received_attention, result, words, **options)
-    return [section for sections in by_figure.values() for section in sections]
+        words = f"head {most_changed_head} in layers {', '.join(map(str, layers))}"
+        options = {"layer": layers, "heads": [most_changed_head], "condition": "slash"}
+        add("layers", received_attention, result, words, **options)
+    return [section for sections in sections_by_figure.values() for section in sections]
 
 
 def changing_heads(result: Result) -> list[int]:

@@ -12,7 +12,7 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.means import mean_over_prompts, overall_mean
-from mechattn.contrast.quantities import NULLS, Null, check_condition, in_parts
+from mechattn.contrast.quantities import NULLS, Null, check_condition, in_parts, in_segment
 from mechattn.contrast.quantities import by_layer as values_by_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
@@ -54,22 +54,26 @@ def heads_by_layer(
         conditions: The conditions, one per panel; all by default.
 
     Raises:
-        OptionError: There is no such quantity, segment or condition, or the quantity has no heads.
+        OptionError: There is no such quantity, segment or condition, no prompt has a value, or the
+            quantity has no heads.
     """
-    shown = _Shown.of(result, quantity, segment, conditions)
-    if "head" not in shown.variable.dims:
+    layer_quantity = _LayerQuantity.of(result, quantity, segment, conditions)
+    variable = layer_quantity.variable
+    if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
 
-    figure = draw.panels(shown.names, shared_yaxes=True, horizontal_spacing=0.04)
-    for column, (name, colour) in enumerate(draw.condition_colours(shown.names), 1):
-        _strips(figure, result, shown.variable.sel(condition=name), name, colour, column)
+    names = layer_quantity.names
+    figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
+    for column, (name, colour) in enumerate(draw.condition_colours(names), 1):
+        _strips(figure, result, variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
-        _null_line(figure, shown, name, colour, column)
+        _null_line(figure, layer_quantity, name, colour, column)
 
-    heading = f"{model_caption(result)}: {shown.title}, every head"
+    heading = f"{model_caption(result)}: {layer_quantity.title}, every head"
     note = f"n = {count_words(result)}; a point per head, sorted within each layer"
-    draw.title(figure, heading, shown.small_print(note), 460)
-    return _with_axes(figure, shown)
+    draw.title(figure, heading, layer_quantity.small_print(note), 460)
+    _title_axes(figure, layer_quantity)
+    return says(figure, _sentence(layer_quantity))
 
 
 @declare(
@@ -92,10 +96,10 @@ def by_layer(
         conditions: The conditions; by default all that have the quantity.
 
     Raises:
-        OptionError: There is no such quantity, segment or condition.
+        OptionError: There is no such quantity, segment or condition, or no prompt has a value.
     """
-    shown = _Shown.of(result, quantity, segment, conditions)
-    variable = shown.variable
+    layer_quantity = _LayerQuantity.of(result, quantity, segment, conditions)
+    variable = layer_quantity.variable
 
     blocks = [""]
     if "block" in variable.dims:
@@ -104,21 +108,17 @@ def by_layer(
     figure = draw.panels(blocks, horizontal_spacing=0.08)
     for column, block in enumerate(blocks, 1):
         panel_values = variable.sel(block=block) if block else variable
-        for name, colour in draw.condition_colours(shown.names):
+        for name, colour in draw.condition_colours(layer_quantity.names):
             _line(figure, result, panel_values.sel(condition=name), name, colour, column)
-            _null_line(figure, shown, name, colour, column)
+            _null_line(figure, layer_quantity, name, colour, column)
 
-    heads = "mean over heads; " if "head" in variable.dims else ""
-    note = f"{heads}n = {count_words(result)}; bands: 95 % intervals"
-    heading = f"{model_caption(result)}: {shown.title} by layer"
-    draw.title(figure, heading, shown.small_print(note), 440)
-    return _with_axes(figure, shown)
-
-
-def _has_values(result: Result, values: xr.DataArray) -> bool:
-    """Whether any prompt has a value."""
-    blocks = in_parts(values, "prompt", result.memory)
-    return any(bool(block.notnull().any()) for block in blocks)
+    note = f"n = {count_words(result)}; bands: 95 % intervals"
+    if "head" in variable.dims:
+        note = f"mean over heads; {note}"
+    heading = f"{model_caption(result)}: {layer_quantity.title} by layer"
+    draw.title(figure, heading, layer_quantity.small_print(note), 440)
+    _title_axes(figure, layer_quantity)
+    return says(figure, _sentence(layer_quantity))
 
 
 @declare(_AFFINE, compares=True, report=[{}])
@@ -135,9 +135,18 @@ def scale_by_layer(
         result: A result with ``AffineShift``.
         condition: The condition; the first that isn't the baseline by default.
         segment: The segment of the queries.
+
+    Raises:
+        OptionError: There is no such segment or condition, or no query of the segment is in the
+            baseline, so that the affine form has no error.
     """
     condition = result.condition(condition)
-    dataset = result[_AFFINE].sel(condition=condition, segment=segment)
+    dataset = in_segment(result[_AFFINE].sel(condition=condition), segment)
+    if not _has_values(result, dataset.relative_error):
+        raise OptionError(
+            f"segment={segment!r}: no query there is in the baseline and in {condition!r}, so the"
+            " affine form has no error to plot; choose another segment"
+        )
     layers = dataset.layer.values
 
     titles = ["attention left to the original keys (λ)", "what λ · output + Σσ misses"]
@@ -181,7 +190,7 @@ def scale_by_layer(
 
 
 @dataclass(frozen=True, eq=False)
-class _Shown:
+class _LayerQuantity:
     """What a figure by layer shows: a quantity of some conditions, with its null.
 
     Args:
@@ -205,8 +214,12 @@ class _Shown:
     @classmethod
     def of(
         cls, result: Result, quantity: str, segment: str, conditions: Sequence[str] | None
-    ) -> _Shown:
-        """The quantity of the conditions that have a value of it; refuses unknown names."""
+    ) -> _LayerQuantity:
+        """The quantity of the conditions that have a value of it.
+
+        Raises:
+            OptionError: There is no such quantity, segment or condition, or none has a value.
+        """
         names = list(result.conditions if conditions is None else conditions)
         if not names:
             raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
@@ -214,8 +227,18 @@ class _Shown:
             check_condition(result, name)
 
         variable, null, null_kind = values_by_layer(result, quantity, segment, names)
-        names = [name for name in names if _has_values(result, variable.sel(condition=name))]
-        return cls(result, quantity, segment, names, variable, null, null_kind)
+        measured = [name for name in names if _has_values(result, variable.sel(condition=name))]
+        if not measured:
+            place = ""
+            remedy = "other conditions"
+            if "segment" in variable.coords:
+                place = f" in the segment {segment!r}"
+                remedy = "another segment or other conditions"
+            raise OptionError(
+                f"no prompt has {quantity!r}{place} with {', '.join(map(repr, names))}; choose"
+                f" {remedy}"
+            )
+        return cls(result, quantity, segment, measured, variable, null, null_kind)
 
     @property
     def title(self) -> str:
@@ -242,22 +265,30 @@ class _Shown:
         return "; ".join(phrases)
 
 
+def _has_values(result: Result, values: xr.DataArray) -> bool:
+    """Whether any prompt has a value."""
+    blocks = in_parts(values, "prompt", result.memory)
+    return any(bool(block.notnull().any()) for block in blocks)
+
+
 def _over_heads(result: Result, values: xr.DataArray) -> Interval:
     """The mean over prompts, and over heads where there are any."""
     over = ["head"] if "head" in values.dims else []
     return mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
 
 
-def _null_line(figure: go.Figure, shown: _Shown, condition: str, colour: str, column: int) -> None:
+def _null_line(
+    figure: go.Figure, layer_quantity: _LayerQuantity, condition: str, colour: str, column: int
+) -> None:
     """The value under the null in each layer, mean over heads, dotted."""
-    null = shown.null_of(condition)
+    null = layer_quantity.null_of(condition)
     if null is None:
         return
-    name = NULL_NAMES[shown.null_kind]
+    name = NULL_NAMES[layer_quantity.null_kind]
     draw.dotted(
         figure,
         null.layer.values,
-        _over_heads(shown.result, null).estimate,
+        _over_heads(layer_quantity.result, null).estimate,
         name,
         colour,
         column=column,
@@ -266,30 +297,33 @@ def _null_line(figure: go.Figure, shown: _Shown, condition: str, colour: str, co
     )
 
 
-def _with_axes(figure: go.Figure, shown: _Shown) -> go.Figure:
-    """The figure with titles of its axes, and its sentence: the mean of each condition with its
-    null.
-    """
-    variable = shown.variable
-    units = variable.attrs["units"]
+def _title_axes(figure: go.Figure, layer_quantity: _LayerQuantity) -> None:
+    """Set the titles of the axes."""
+    variable = layer_quantity.variable
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
-    axis_words = f"{shown.title}<br>({units})"
+    axis_words = f"{layer_quantity.title}<br>({variable.attrs['units']})"
     figure.update_yaxes(title_text=axis_words, col=1)
 
+
+def _sentence(layer_quantity: _LayerQuantity) -> str:
+    """The mean of each condition with its null."""
+    result = layer_quantity.result
+    variable = layer_quantity.variable
+
     phrases = []
-    for condition in shown.names:
-        mean = mean_words(shown.result, variable.sel(condition=condition))
+    for condition in layer_quantity.names:
+        mean = mean_words(result, variable.sel(condition=condition))
         phrase = f"{condition} {mean}"
-        null = shown.null_of(condition)
+        null = layer_quantity.null_of(condition)
         if null is not None:
-            null_mean = in_digits(overall_mean(shown.result, null).estimate, ".3g")
-            phrase += f" ({NULL_NAMES[shown.null_kind]}: {null_mean})"
+            null_mean = in_digits(overall_mean(result, null).estimate, ".3g")
+            phrase += f" ({NULL_NAMES[layer_quantity.null_kind]}: {null_mean})"
         phrases.append(phrase)
 
     averaged = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
     name = str(variable.name).removesuffix("_by_segment")
     over = " and ".join(averaged)
-    return says(figure, f"{name} ({units}), mean over {over}: {'; '.join(phrases)}.")
+    return f"{name} ({variable.attrs['units']}), mean over {over}: {'; '.join(phrases)}."
 
 
 def _line(
@@ -330,12 +364,14 @@ def _strips(
     )
 
     table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
-    beside = np.linspace(-0.3, 0.3, head_count) if head_count > 1 else np.zeros(1)
+    offsets = np.zeros(1)
+    if head_count > 1:
+        offsets = np.linspace(-0.3, 0.3, head_count)
     hover = (
         "L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
     )
     figure.add_scatter(
-        x=table.layer + np.tile(beside, layer_count),
+        x=table.layer + np.tile(offsets, layer_count),
         y=table["mean"],
         customdata=table[["layer", "head", "low", "high"]].to_numpy(),
         mode="markers",

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ def lazy_bytes(result: Any) -> int:
     return sum(variable.nbytes for variable in _lazy(result))
 
 
-def lazy_sources(result: Any) -> set[str | Path]:
+def lazy_sources(result: Any) -> set[str]:
     """The places that the arrays that are not in memory are read from."""
     return {place for variable in _lazy(result) for place in variable.encoding.get(SOURCES, ())}
 

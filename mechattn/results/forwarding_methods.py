@@ -54,7 +54,7 @@ class Questions:
         """Test how the attention that a segment receives changes from the baseline, beside a null.
 
         Args:
-            condition: The condition; by default the first that isn't the baseline.
+            condition: The condition; by default the first that is neither the baseline nor ``to``.
             segment: A segment that every prompt has.
             to: The condition to compare it with.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single
@@ -67,8 +67,8 @@ class Questions:
             OptionError: There is no such condition or segment, or there are fewer than 3 prompts
                 (or groups).
         """
-        asked = self._contrast(condition, to=to, segment=segment, unit=unit, null=null)
-        return asked.verdict(margin=margin)
+        contrast = self._contrast(condition, to=to, segment=segment, unit=unit, null=null)
+        return contrast.verdict(margin=margin)
 
     def compare(
         self,
@@ -140,8 +140,8 @@ class Questions:
 
         Source: Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
         """
-        asked = self._contrast(condition, to=to, quantity=quantity, **options)
-        return asked.table(
+        contrast = self._contrast(condition, to=to, quantity=quantity, **options)
+        return contrast.table(
             select=select, top=top, by=by, random=random, margin=margin, columns=columns
         )
 
@@ -172,8 +172,11 @@ class Questions:
 
         Source: Clark 1973; Satterthwaite 1946.
         """
-        asked = self._contrast(None, to=to, quantity=quantity, **options)
-        return asked.across(conditions)
+        from mechattn.contrast.contrast import sampled_conditions
+
+        names = sampled_conditions(conditions)
+        contrast = self._contrast(names[0], to=to, quantity=quantity, **options)
+        return contrast.across(names)
 
     def resolution(
         self,
@@ -221,9 +224,9 @@ class Questions:
         uniform null.
 
         Columns: layer, head; the quantity (mean over prompts); shrunken, the same moved towards the
-            mean of all heads,
-        because the largest of many estimates is too large (not with ``select``); low and high (t
-        interval); uniform, the value under uniform attention (NaN if there is none); n.
+        mean of all heads, because the largest of many estimates is too large (not with ``select``);
+        low and high (t interval); uniform, the value under uniform attention (NaN if there is
+        none); n.
 
         Args:
             quantity: A quantity with one number for each head, such as "previous_mass", "entropy",
@@ -271,10 +274,10 @@ class Questions:
 
         The overlap is ``|A ∩ B| / |A ∪ B|`` (Jaccard), averaged over splits; by_chance is that of
         two random selections of the same sizes (exact, from the hypergeometric distribution).
+
         Columns: condition, other, jaccard, low and high (2.5 and 97.5 % of the splits), by_chance,
-            selected (heads, on average), none_selected (fraction of splits
-        without an index, as neither half selects any), on_all (the index of two conditions on all
-        prompts).
+        selected (heads, on average), none_selected (fraction of splits without an index, as neither
+        half selects any), on_all (the index of two conditions on all prompts).
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
@@ -296,8 +299,8 @@ class Questions:
         """
         if condition is not None and over is not None:
             raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
-        asked = self._contrast(condition, quantity=quantity, **options)
-        return asked.stability(
+        contrast = self._contrast(condition, quantity=quantity, **options)
+        return contrast.stability(
             top=top, by=by, layer=layer, over=over, splits=splits, patterns=patterns
         )
 
@@ -316,10 +319,10 @@ class Questions:
 
         ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number
         per prompt; means with t intervals over prompts. Equal histograms do not imply agreement.
+
         Columns: condition, other, layer, cosine, cosine_low, cosine_high; beyond (the first pair's
-            cosine minus this one's, paired by prompt), beyond_low,
-        beyond_high; n. The first rows compare the two conditions, the others the first one with
-        each control.
+        cosine minus this one's, paired by prompt), beyond_low, beyond_high; n. The first rows
+        compare the two conditions, the others the first one with each control.
 
         Args:
             condition: A condition, such as "slash".
@@ -345,12 +348,11 @@ class Questions:
         of 100.
 
         Columns: payer (the segment that receives the attention: question, inserted, system,
-            template, first, answer,
-        changed; those with tokens); cause ("all", then each that is known: distance, mass, hidden
-        states, in this order, adding up to "all"); change, change_low and change_high, the mean
-        over heads, layers and the question's queries, then over prompts, with its 95 % t interval
-        over prompts. ``table.attrs["one_cause"]`` says why distance and hidden states are one
-        cause, where they are.
+        template, first, answer, changed; those with tokens); cause ("all", then each that is known:
+        distance, mass, hidden states, in this order, adding up to "all"); change, change_low and
+        change_high, the mean over heads, layers and the question's queries, then over prompts, with
+        its 95 % t interval over prompts. ``table.attrs["one_cause"]`` says why distance and hidden
+        states are one cause, where they are.
 
         Args:
             condition: The condition; by default the first that isn't the baseline.
@@ -426,14 +428,15 @@ class Questions:
     def _result(self) -> Result:
         return cast("Result", self)
 
-    def _contrast(self, condition: str | None, **asked: Any) -> Contrast:
+    def _contrast(self, condition: str | None, **options: Any) -> Contrast:
+        """The comparison of a condition; by default the first that is not the reference itself."""
         from mechattn.contrast.contrast import Contrast
 
         names = [*Options.__annotations__, "to", "quantity"]
-        unknown = [name for name in asked if name not in names]
+        unknown = [name for name in options if name not in names]
         if "to_segment" in unknown:
             raise OptionError(
-                f"to_segment={asked['to_segment']!r}: the table has a row for each to_segment; for"
+                f"to_segment={options['to_segment']!r}: the table has a row for each to_segment; for"
                 ' one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
                 " q-values are of its rows alone"
             )
@@ -443,4 +446,10 @@ class Questions:
                 f"a comparison has no option {unknown[0]!r}; its options are {', '.join(names)}"
             )
 
-        return Contrast(self._result, self._result.condition(condition), **asked)
+        result = self._result
+        if condition is None and options.get("other") is None:
+            references = (BASELINE, options.get("to"))
+            candidates = [name for name in result.conditions if name not in references]
+            if candidates:
+                condition = candidates[0]
+        return Contrast(result, result.condition(condition), **options)

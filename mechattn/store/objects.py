@@ -46,25 +46,26 @@ class DamagedResult(OutputError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where objects are: the absolute path of a folder, or an address, where nothing can be
-    renamed."""
+    """Where objects are: in a folder of this machine, or at an address, where nothing can be
+    renamed.
 
-    path: Path | str
+    Args:
+        folder: The absolute path of the folder; None for an address.
+        address: The fsspec address; None for a folder.
+    """
+
+    folder: Path | None = None
+    address: str | None = None
 
     def __str__(self) -> str:
-        return str(self.path)
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder on this machine; None for an address."""
-        return self.path if isinstance(self.path, Path) else None
+        return str(self.folder or self.address)
 
     @property
     def files(self) -> Any:
         """The file system."""
         if self.folder:
             return LocalFileSystem(auto_mkdir=True)
-        return fsspec.url_to_fs(self.path)[0]
+        return fsspec.url_to_fs(self.address)[0]
 
     @property
     def true_name(self) -> tuple[str, str]:
@@ -74,7 +75,7 @@ class Place:
 
     def full_name(self, name: str) -> str:
         """The name of an object in the file system."""
-        root = str(self.files._strip_protocol(str(self.path))).rstrip("/")
+        root = str(self.files._strip_protocol(str(self))).rstrip("/")
         return f"{root}/{name}"
 
     def read(self, name: str) -> bytes | None:
@@ -135,11 +136,12 @@ class Place:
     def check_ours(self) -> None:
         """Refuse to replace or delete anything but a result that has nothing of others in it."""
         attributes = self.attributes()
-        if "mechattn_schema" not in attributes:
+        objects = attributes.get("objects", {})  # an unfinished result has none yet
+        if "mechattn_schema" not in attributes or not isinstance(objects, dict):
             raise OutputError(
                 f"{self} exists and is not a stored result; choose another name, or move it away"
             )
-        strangers = set(self.sizes()) - {ROOT, *attributes.get("objects", ())}
+        strangers = set(self.sizes()) - {ROOT, *objects}
         if "writing" in attributes:  # a result that was not finished has no listing yet
             strangers = {name for name in strangers if not _OBJECT_NAME.fullmatch(name)}
         if strangers:
@@ -150,16 +152,27 @@ class Place:
 
 
 def place_of(path: str | Path) -> Place:
-    """The folder or address that a path names; links are followed."""
+    """The folder or address that a path names; links are followed.
+
+    Raises:
+        OutputError: It names neither.
+    """
     if not isinstance(path, (str, Path)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
     text = str(path)
     for this_machine in ("file://", "local://"):
         text = text.removeprefix(this_machine)
-    if "://" in text:
-        return Place(text.rstrip("/"))
+
+    _, protocol_end, rest = text.rpartition("://")
+    if not text or (protocol_end and not rest.strip("/")):
+        raise OutputError(
+            f'"{path}" names no folder and no address: give one such as "out/llama.zarr" or'
+            ' "s3://bucket/llama.zarr"'
+        )
+    if protocol_end:
+        return Place(address=text.rstrip("/"))
     try:
-        return Place(Path(os.path.realpath(text)))
+        return Place(folder=Path(os.path.realpath(text)))
     except ValueError as error:
         raise OutputError(f"{text!r} cannot be the name of a file: {error}") from None
 
@@ -170,14 +183,25 @@ class Listing(MemoryStore):
 
     Args:
         place: Where the objects are.
-        checksums: The listing of a result that is read; what is written is added to it.
+        checksums: Those of the objects that are there; what is written is added to them.
+        read_only: Refuse to write.
     """
 
-    def __init__(self, place: Place, checksums: Mapping[str, str] | None = None) -> None:
+    def __init__(self, place: Place, checksums: Mapping[str, str], *, read_only: bool) -> None:
         self.place = place
-        self.checksums = dict(checksums or {})
+        self.checksums = dict(checksums)
         self.names = {ROOT: "", **self.checksums}
-        super().__init__(self.names, read_only=checksums is not None)  # type: ignore[arg-type]
+        super().__init__(self.names, read_only=read_only)  # type: ignore[arg-type]
+
+    @classmethod
+    def to_write(cls, place: Place) -> Listing:
+        """The listing of a new result, of which nothing is there."""
+        return cls(place, {}, read_only=False)
+
+    @classmethod
+    def to_read(cls, place: Place, checksums: Mapping[str, str]) -> Listing:
+        """The listing of a stored result."""
+        return cls(place, checksums, read_only=True)
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: Any = None
@@ -220,14 +244,17 @@ class Listing(MemoryStore):
         self.checksums[key] = checksum(content)
         self.names[key] = self.checksums[key]
 
-    def _refused(self, *_: Any, **__: Any) -> Any:
-        """What Zarr must not do, since an object is written once."""
-        raise NotImplementedError("an object of a result is written once")
+    def _refuse_deletion(self, *_: Any, **__: Any) -> Any:
+        """Refuse to delete; a stored result is replaced as a whole."""
+        raise NotImplementedError("Zarr deletes no object of a result")
 
-    delete = _refused
-    delete_sync = _refused
-    clear = _refused
-    with_read_only = _refused
+    delete = _refuse_deletion
+    delete_sync = _refuse_deletion
+    clear = _refuse_deletion
+
+    def with_read_only(self, read_only: bool = False) -> Listing:
+        """Refuse to change what a listing is for."""
+        raise NotImplementedError("a listing is made to read or to write, and stays so")
 
     def read(self, name: str) -> bytes:
         """The content of a listed object, compared with its checksum."""

@@ -173,7 +173,7 @@ def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
             "move that out of it"
         )
 
-    listing = Listing(place, checksums)
+    listing = Listing.to_read(place, checksums)
     _check_objects(listing, sizes)
     return listing, json.loads(provenance)
 
@@ -273,7 +273,7 @@ def _dataset(stored: xr.Dataset, place: Place) -> xr.Dataset:
         if variable.nbytes <= SMALL or variable.ndim < 2:
             variable.load()
         else:
-            variable.encoding[SOURCES] = {place.path}
+            variable.encoding[SOURCES] = {str(place)}
 
     quantities = {name: dataset.variables[name] for name in sorted(dataset.data_vars, key=str)}
     return dataset.drop_vars(quantities).assign(quantities)

@@ -95,14 +95,14 @@ def save_result(result: Result, path: str | Path) -> None:
     if place.folder:
 
         def write(new: Path) -> None:
-            write_result(result, Place(new))
+            write_result(result, Place(folder=new))
             if place.files.exists(str(place)):  # somebody may have put a file there meanwhile
                 place.check_ours()
 
         write_whole(place.folder, write)
         return
 
-    if place.true_name in {Place(source).true_name for source in lazy_sources(result)}:
+    if place.true_name in {place_of(source).true_name for source in lazy_sources(result)}:
         raise OutputError(
             f"this result is still read from {place}, and saving there would delete what it has "
             "not read yet: save it to another address, or load it with more memory=…, so that it "
@@ -152,7 +152,7 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
 def write_result(result: Result, place: Place, mark: str | None = None) -> None:
     """Write all objects, then the root, and read everything back; ``mark`` is of an address that
     was begun."""
-    listing = Listing(place)
+    listing = Listing.to_write(place)
     for name, dataset in result.datasets.items():
         _write_dataset(name, dataset, result.provenance.get("chunk", CHUNK), listing)
     if mark is not None:
@@ -168,7 +168,7 @@ def write_result(result: Result, place: Place, mark: str | None = None) -> None:
     place.write(ROOT, root_content(attributes))
 
     try:  # because a file system may accept what it cannot return
-        open_checked_result(place.path)
+        open_checked_result(str(place))
     except OutputError as error:
         raise OutputError(f"what was just written cannot be read back: {error}") from error
 

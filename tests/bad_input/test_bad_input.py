@@ -133,8 +133,9 @@ def test_an_engine_that_is_none(toy):
 
 
 def test_a_probe_of_nothing(toy):
-    with pytest.raises(OptionError, match="at least 8 tokens"):
-        ma.verify_model(toy, length=2)
+    for length in (2, 8.5):
+        with pytest.raises(OptionError, match=f"length={length}: give a whole number, at least 8"):
+            ma.verify_model(toy, length=length)
 
 
 def test_an_option_that_transformer_lens_does_not_take():
@@ -512,6 +513,18 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
     result.save(tmp_path / "r.zarr")
     with pytest.raises(OutputError, match=r"there is r\.zarr in it"):
         ma.load_result(tmp_path)
+    root = tmp_path / "r.zarr" / "zarr.json"
+    content = json.loads(root.read_text())
+    content["attributes"]["objects"] = 5
+    root.write_text(json.dumps(content))
+    with pytest.raises(OutputError, match=r"r\.zarr exists and is not a stored result"):
+        result.save(tmp_path / "r.zarr")
+
+
+@pytest.mark.parametrize("path", ["", "memory://", "memory:///", "file://"])
+def test_a_path_that_names_nothing(path):
+    with pytest.raises(OutputError, match=f'"{path}" names no folder and no address: give one'):
+        ma.load_result(path)
 
 
 @pytest.fixture(scope="module")

@@ -88,3 +88,8 @@ def test_a_change_within_a_margin_is_the_same(result):
     for wrong in (0, "2 %", True):
         with pytest.raises(OptionError, match="margin="):
             result.compare("/", margin=wrong, columns="all")
+
+
+def test_without_a_condition_the_first_other_one_is_compared(result):
+    assert repr(result.verdict(to="/")) == repr(result.verdict("-", to="/"))
+    assert repr(result.verdict()) == repr(result.verdict("/")) != repr(result.verdict("-"))

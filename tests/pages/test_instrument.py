@@ -110,7 +110,7 @@ def test_curves_are_those_of_the_figure(slash_result):
     cell = {"condition": "slash", "layer": layer, "head": head}
     found = at_positions(data, "received_by_origin", cell, prompts)
     mean = unpacked(held["mean"])[1, layer, head]
-    half = unpacked(held["half"])[1, layer, head]
+    half = unpacked(held["relative_half_width"])[1, layer, head]
     assert np.flatnonzero(np.isfinite(mean)).tolist() == found.at.tolist()
     mean = mean[found.at]
     half = half[found.at]

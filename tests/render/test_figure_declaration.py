@@ -8,6 +8,7 @@ import pytest
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.commands.pages import figures_of
+from mechattn.errors import OptionError
 from mechattn.render import figure_declaration
 
 DATASETS = {make().name for make in ANALYSES}
@@ -47,7 +48,11 @@ def test_a_report_shows_what_the_result_has(results):
         assert [draw.__name__ for draw, _ in shown] == expected
         assert shown[-1][1] == {"quantity": "span_mass"}
         for draw, options in shown:
-            assert isinstance(draw(result, **options), go.Figure)
+            if result.conditions == ["baseline"]:
+                with pytest.raises(OptionError, match="no prompt has 'span_mass' with 'baseline'"):
+                    draw(result, **options)  # nothing is inserted; a report says so
+            else:
+                assert isinstance(draw(result, **options), go.Figure)
 
 
 def test_a_new_figure_is_shown_once_it_is_declared(results):

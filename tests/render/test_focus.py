@@ -82,6 +82,19 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
     for call, message in (
         (lambda: ma.render.heads_by_layer(result, "block_norm"), "has no heads; use by_layer"),
         (lambda: ma.render.by_layer(result, "magnitude_counts"), "more than one number for each"),
+        (
+            lambda: ma.render.heads_by_layer(result, segment="inserted", conditions=["baseline"]),
+            "no prompt has 'self_share' in the segment 'inserted' with 'baseline'; choose another segment",
+        ),
+        (
+            lambda: ma.render.by_layer(result, "shift_rank_one_share", conditions=["baseline"]),
+            "no prompt has 'shift_rank_one_share' with 'baseline'; choose other conditions",
+        ),
+        (lambda: ma.render.scale_by_layer(result, segment="end"), "segment='end': choose one of"),
+        (
+            lambda: ma.render.scale_by_layer(result, segment="inserted"),
+            "segment='inserted': no query there is in the baseline and in 'slash', so the affine",
+        ),
         (lambda: ma.render.update_histogram(result, "size"), "quantity='size': choose one of"),
         (lambda: ma.render.update_map(result, reading="all"), "reading='all': choose one of"),
         (lambda: ma.render.update_by_position(result, reading="top_target"), "were not kept"),

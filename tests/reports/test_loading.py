@@ -106,6 +106,21 @@ def test_a_multimodal_checkpoint_too(tokenizer, processes, tmp_path):
     assert not processes
 
 
+def test_a_multimodal_checkpoint_without_a_tokenizer(tokenizer, tmp_path):
+    """As any directory without one: a model whose prompts are token ids."""
+    given = multimodal("Gemma3", tokenizer)
+    given.save_pretrained(tmp_path)
+    expected = ma.load_model(given, tokenizer=tokenizer)
+    model = ma.load_model(str(tmp_path))
+    assert model.tokenizer is None
+    tokens = torch.arange(20, 32)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), expected(tokens), rtol=0, atol=1e-5)
+    assert ma.run(model, tokens).provenance["model"]["verified"]
+    with pytest.raises(ModelError, match="a model object has no tokenizer; pass one"):
+        ma.load_model(given)
+
+
 def test_a_process_would_be_noticed(processes):
     import subprocess
 

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.store.objects import Place
+from mechattn.store.objects import Place, place_of
 from tests.kills import Killed
 from tests.results.small import (
     Ready,
@@ -132,7 +132,7 @@ def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, 
             if ends:
                 ma.run_job(small_job, PLACE, executor=Ready(others, []))
             else:
-                Place(PLACE).begin()
+                place_of(PLACE).begin()
             monkeypatch.chdir(folder / "one")
         check(place, mark)
 
@@ -151,15 +151,15 @@ def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, 
 
 def test_what_is_not_ours_is_not_deleted_with_an_unfinished_result(small_results, folder):
     small_results[0].save(PLACE)
-    Place(PLACE).begin()
-    Place(PLACE).write("v/v/c/0/0", b"half of it")
+    place_of(PLACE).begin()
+    place_of(PLACE).write("v/v/c/0/0", b"half of it")
     small_results[1].save(PLACE)  # over what is left of a result
 
-    Place(PLACE).begin()
-    Place(PLACE).write("notes.txt", b"mine")
+    place_of(PLACE).begin()
+    place_of(PLACE).write("notes.txt", b"mine")
     with pytest.raises(OutputError, match=r"holds notes\.txt too, which mechattn did not write"):
         small_results[0].save(PLACE)
-    assert Place(PLACE).read("notes.txt") == b"mine"
+    assert place_of(PLACE).read("notes.txt") == b"mine"
 
 
 def test_a_result_is_not_saved_where_it_is_read_from(small_results, folder, read_on_demand):

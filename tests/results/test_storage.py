@@ -213,7 +213,7 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
 
 
 def test_zarr_cannot_change_a_stored_result(stored):
-    """What is read is read-only, and what is written is written once, as a whole."""
+    """What is read is read-only, and of what is written nothing is deleted, or read in part."""
     listing, _ = open_listing(place_of(stored))
     name = next(iter(listing.checksums))
     content = (stored / name).read_bytes()
@@ -225,7 +225,7 @@ def test_zarr_cannot_change_a_stored_result(stored):
         listing.set_sync(name, value)
     assert (stored / name).read_bytes() == content
 
-    new = Listing(place_of(stored.with_name("new.zarr")))
+    new = Listing.to_write(place_of(stored.with_name("new.zarr")))
     for call in (
         partial(new.delete, "v"),
         new.clear,

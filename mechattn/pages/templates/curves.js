@@ -7,8 +7,8 @@ import { saveCsv, shown } from "./words.js";
 
 const BOX = { left: 52, right: 8, top: 8, bottom: 34, tall: 250 };
 
-/** The points of one line: places on the axis, means, intervals, null and what it is called (nothing where it is the
- * line of the baseline itself), how many prompts.
+/** The points of one line: places on the axis, means, half widths of their intervals relative to them, null and what it
+ * is called (nothing where it is the line of the baseline itself), how many prompts.
  * @typedef {{name: string, colour: string, x: number[], mean: number[], half: number[], null: number[],
  *   null_name: string, n: number[]}} Line */
 
@@ -29,7 +29,7 @@ export function linesOf(model, layer, head, condition) {
     const at = model.conditions.indexOf(name),
       isBaseline = name === "baseline";
     const mean = [...row(curves.mean, at, layer, head)],
-      half = [...row(curves.half, at, layer, head)];
+      half = [...row(curves.relative_half_width, at, layer, head)];
     const line = {
       name,
       colour: isBaseline ? "var(--without)" : "var(--with)",
@@ -49,7 +49,7 @@ export function linesOf(model, layer, head, condition) {
     const more = {
       x: Array.from({ length: inserted.count }, (_, i) => inserted.start + i),
       mean: [...row(inserted.mean, layer, head)],
-      half: [...row(inserted.half, layer, head)],
+      half: [...row(inserted.relative_half_width, layer, head)],
       null: shares ? Array(inserted.count).fill(NaN) : [...row(inserted.null, layer)],
       n: Array(inserted.count).fill(curves.prompts),
     };

@@ -89,7 +89,7 @@ const ends = (middle, half) => [middle.map((value, i) => value - half[i]), middl
 
 /** Whether the null (dilution or uniform attention) expects a change of its own, which q then tests against.
  * @param {any} change */
-const hasNull = (change) => change.known && !change.predictsNoChange;
+const hasNull = (change) => change.known && !change.predicts_no_change;
 
 /** What a measure can show in a condition.
  * @param {any} quantity

@@ -25,7 +25,7 @@ export function patterns(model, layer, head, condition) {
   const place = html("div", {}, scale());
   const hint = "Below each pattern, the token at the mouse or at the arrow keys shades what it attends to.";
   place.append(html("p", { className: "note asked", textContent: hint }));
-  if (held.apart)
+  if (held.from_separate_run)
     place.append(note("From a separate run on a short prompt, with the number of inserted tokens shown."));
   held.prompts.forEach((prompt, number) => {
     for (const name of new Set(["baseline", condition])) {

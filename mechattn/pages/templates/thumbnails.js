@@ -24,7 +24,8 @@ export function drawThumbnails(place, note, model, made, prompt, on) {
   if (!one || !made) return place.replaceChildren();
   const many = one.tokens.length > SIDE ? " A pixel is the strongest of several pairs." : "";
   const other = held.prompts.length > 1 ? " A click on the large pattern of another prompt shows that one." : "";
-  note.textContent = `${about}${held.apart ? " of a separate run" : ""}: ${countsOf(one)}.${many}${other}`;
+  const run = held.from_separate_run ? " of a separate run" : "";
+  note.textContent = `${about}${run}: ${countsOf(one)}.${many}${other}`;
   drawMap(place, model, made, { ...on, prefix: "thumb-", brushed: null, picture: pictureOf(model, one) });
 }
 
