@@ -1,5 +1,5 @@
-"""The errors that mechattn raises, all of them MechattnErrors, and its warnings; checks of arguments;
-and text without control characters or passwords, as it is printed or quoted.
+"""The errors that mechattn raises, all of them MechattnErrors, and its warnings; checks of
+arguments; and text without control characters or passwords, as it is printed or quoted.
 """
 
 import re

@@ -17,7 +17,18 @@ from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.analysis.updates import HeadUpdates, TopTargetUpdates
 
 ANALYSES: tuple[Callable[[], Analysis], ...] = (
-    ReceivedAttention, AffineShift, SegmentFlow, MlpActivations, AttentionFocus, HeadUpdates, TopTargetUpdates,
-    BlockUpdates, DirectLogits, SegmentLogits, AttentionSinks, ScoreDecomposition, AttentionMap,
+    ReceivedAttention,
+    AffineShift,
+    SegmentFlow,
+    MlpActivations,
+    AttentionFocus,
+    HeadUpdates,
+    TopTargetUpdates,
+    BlockUpdates,
+    DirectLogits,
+    SegmentLogits,
+    AttentionSinks,
+    ScoreDecomposition,
+    AttentionMap,
     AttentionBudget,
-)  # fmt: skip
+)

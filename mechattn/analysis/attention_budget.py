@@ -245,7 +245,8 @@ class AttentionBudget(AnalysisBase):
 
 
 class _Shared:
-    """What the layers and blocks of a batch have in common, each computed when it is first needed."""
+    """What the layers and blocks of a batch have in common, each computed when it is first
+    needed."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

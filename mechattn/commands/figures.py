@@ -114,8 +114,8 @@ def _measure(
 
 
 def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
-    """The inserted tokens with a count that this tokenizer can make, which is said if it is another:
-    some tokenizers split each "/" in two."""
+    """The inserted tokens with a count that this tokenizer can make, which is said if it is
+    another: some tokenizers split each "/" in two."""
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:
         say(
@@ -153,7 +153,7 @@ def _subtitle(
         system_words = f"after “{plain(system)}”"
     count = len(next(iter(prompts.values())))  # every model has the same
     return (
-        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or as many tokens of random "
-        f"sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
+        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or as many tokens of"
+        f" random sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
         f"{name_of(config.prompts.source)}, {' or '.join(templates)}, {system_words}."
     )

@@ -342,8 +342,8 @@ def sampled_conditions(conditions: Sequence[str]) -> list[str]:
 
 
 def _means(contrast: Contrast) -> dict[str, np.ndarray]:
-    """Each prompt's mean over layers and heads, of both conditions and of their nulls [prompt]; some
-    layers are read at a time.
+    """Each prompt's mean over layers and heads, of both conditions and of their nulls [prompt];
+    some layers are read at a time.
     """
     contrasts, labels = in_blocks(contrast)
     sums: dict[str, np.ndarray] = {}

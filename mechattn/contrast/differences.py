@@ -137,8 +137,8 @@ def layers_of(contrast: Question, resamples: int = 0) -> Blocks:
 
 
 def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], Labels]:
-    """The same question of some layers at a time, and the labels that both conditions have in any of
-    them.
+    """The same question of some layers at a time, and the labels that both conditions have in any
+    of them.
     """
     blocks = layer_blocks(contrast.result, contrast.quantity, contrast.segment, resamples)
     contrasts = [contrast.part("layer", block) for block in blocks]
@@ -291,7 +291,8 @@ def check_cells(contrast: Question, scale: Scale, cells: int, left_out: Sequence
             names += " …"
         warn(
             f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} is not"
-            ' there, or it is 0 or negative in some prompt and has no ratio, which scale="difference"'
+            " there, or it is 0 or negative in some prompt and has no ratio, which"
+            ' scale="difference"'
             " does not need"
         )
 

@@ -255,7 +255,8 @@ def first_token_words(result: Result, condition: str) -> str:
         return ""
     sentence = (
         f"The baseline's first token (“{visible(token.text).strip()}” in the first prompt) held"
-        f" {100 * token.before:.1f} points of 100 of the attention, and {100 * token.after:.1f} with “{condition}”"
+        f" {100 * token.before:.1f} points of 100 of the attention, and {100 * token.after:.1f}"
+        f" with “{condition}”"
     )
     if token.preceded:
         sentence += (
@@ -266,8 +267,8 @@ def first_token_words(result: Result, condition: str) -> str:
         sentence += ")"
     if token.moved:
         sentence += (
-            f": the sink moves, as {token.lost_heads} of the {token.sink_heads} heads that had their"
-            " sink there lose it"
+            f": the sink moves, as {token.lost_heads} of the {token.sink_heads} heads that had"
+            " their sink there lose it"
         )
     return f"{sentence}. The first token is counted by itself, in no other segment."
 

@@ -58,9 +58,9 @@ def record_affine(
     """Record λ and Σσ of a condition for each original token, to apply them without inserting
     tokens.
 
-    Keeps ``original tokens × heads × (d_head + 1)`` numbers per prompt and layer. For layer 0 the result is
-    exact with ``condition.unshifted()``; elsewhere it lacks the re-routing and new values that
-    ``AffineShift`` reports.
+    Keeps ``original tokens × heads × (d_head + 1)`` numbers per prompt and layer. For layer 0 the
+    result is exact with ``condition.unshifted()``; elsewhere it lacks the re-routing and new values
+    that ``AffineShift`` reports.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.

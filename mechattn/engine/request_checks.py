@@ -1,5 +1,5 @@
-"""Checks before the first forward pass: refuses what is no analysis or condition, and sequences that a
-model cannot take."""
+"""Checks before the first forward pass: refuses what is no analysis or condition, and sequences
+that a model cannot take."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Graded answers, and their file: JSON lines, the provenance first, then a line as each answer ends.
-Later calls extend it."""
+"""Graded answers, and their file: JSON lines, the provenance first, then a line as each answer
+ends. Later calls extend it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and whose answers others follow."""
+"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and whose answers others
+follow."""
 
 from __future__ import annotations
 

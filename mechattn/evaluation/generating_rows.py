@@ -343,7 +343,8 @@ def acting_on_prompts(
 
 @contextmanager
 def acting_on_answers(rows: GeneratingRows) -> Iterator[None]:
-    """The interventions of a batch's prompts, each acting on the tokens that are generated after it.
+    """The interventions of a batch's prompts, each acting on the tokens that are generated after
+    it.
 
     They have no segment. One that reads first has learned from the prompt and acts on it alone.
     """

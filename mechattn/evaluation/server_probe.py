@@ -2,8 +2,8 @@
 the rest.
 
 Answers and log-probabilities are compared with those of the local model, where its weights are
-loaded, and otherwise with the server's own first answers, which tells no more than that it stays the
-same.
+loaded, and otherwise with the server's own first answers, which tells no more than that it stays
+the same.
 """
 
 from __future__ import annotations
@@ -266,7 +266,8 @@ def _local_answers(
     questions: Sequence[Question],
     new_tokens: int,
 ) -> References | None:
-    """The answers of the model here; None where its weights are not loaded or it cannot generate."""
+    """The answers of the model here; None where its weights are not loaded or it cannot
+    generate."""
     if reader.loaded is None:
         return None
     try:

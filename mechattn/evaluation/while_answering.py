@@ -308,7 +308,8 @@ def while_answering(
         The attention of each answer by condition, layer, head and segment, and uniform attention.
 
     Raises:
-        OptionError: A condition or a prompt was not evaluated, or there are fewer than three groups.
+        OptionError: A condition or a prompt was not evaluated, or there are fewer than three
+        groups.
     """
     model = load_model(as_hooked(model))
     named = with_baseline(conditions)

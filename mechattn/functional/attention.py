@@ -237,8 +237,8 @@ def attention_by_rows(
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key]
     matrix is stored.
 
-    Values may have no dimensions, for rows alone. A block has :func:`rows_of_block` rows if no other
-    number is given.
+    Values may have no dimensions, for rows alone. A block has :func:`rows_of_block` rows if no
+    other number is given.
 
     Args:
         attention: The inputs of a layer's attention.

@@ -44,8 +44,8 @@ class Fused:
         each group gets its own call, with ``log w`` added to its queries.
 
         Args:
-            weights: The weight of each query in each group, not negative; 1 or 0 for groups that are
-                sets of queries.
+            weights: The weight of each query in each group, not negative; 1 or 0 for groups that
+                are sets of queries.
 
         Returns:
             Probability mass of each key from each group, a query's own key included.
@@ -82,7 +82,8 @@ class Fused:
             weights: The weight of each key in each group, 1 or 0 for groups that are sets of keys.
 
         Returns:
-            Probability mass of each query on each group; together less than 1 beside a learned sink.
+            Probability mass of each query on each group; together less than 1 beside a learned
+            sink.
         """
         dtype = torch.float32 if self.q.dtype in _HALF else self.q.dtype
         heads = self.q.shape[1]

@@ -43,7 +43,8 @@ class Particulars:
 
 
 def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
-    """1 / √d_head or 1, divided by the number of the layer (from 1) if the configuration says so."""
+    """1 / √d_head or 1, divided by the number of the layer (from 1) if the configuration says
+    so."""
     scale = usual if config.scale_attn_weights else 1.0
     if config.scale_attn_by_inverse_layer_idx:
         return scale / (layer + 1)

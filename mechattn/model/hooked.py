@@ -1,5 +1,5 @@
-"""A hooked model: its interface, what mechattn records and sets on it, the lock that one thread at a
-time holds, and the devices on which accelerate has placed its weights."""
+"""A hooked model: its interface, what mechattn records and sets on it, the lock that one thread at
+a time holds, and the devices on which accelerate has placed its weights."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ class ModelFacts:
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
     report: Report | None = None  # the last verification
-    # Whether row blocks, and sums of a fused kernel, give the hooks' numbers; None if not tried yet.
+    # Whether row blocks, and sums of a fused kernel, give the hooks' numbers; None if not tried
+    # yet.
     streaming: Check | None = None
     fused: Check | None = None
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
@@ -158,7 +159,8 @@ def facts_of(model: Any) -> ModelFacts | None:
 
 
 def architecture_of(model: Any) -> str:
-    """The architecture of a hooked model, such as "LlamaForCausalLM"; "unknown" if it names none."""
+    """The architecture of a hooked model, such as "LlamaForCausalLM"; "unknown" if it names
+    none."""
     architecture = getattr(model.cfg, "architecture", None)
     if architecture is None:  # of a HookedTransformer
         architecture = getattr(model.cfg, "original_architecture", None)
@@ -256,7 +258,8 @@ def holding(model: Any) -> ExitStack:
                 warn(
                     f"waiting: another thread has used {name} for"
                     f" {_SECONDS_BEFORE_WARNING:.0f} s. Hooks and patches are on the model, so one"
-                    " thread at a time can use it; load it by name in each thread to use several at once"
+                    " thread at a time can use it; load it by name in each thread to use several"
+                    " at once"
                 )
                 lock.acquire()
             stack.callback(lock.release)

@@ -1,5 +1,5 @@
-"""Hook names, sizes and windows of a hooked model, the length at which its frequencies change, and a
-forward pass that hands over its patterns."""
+"""Hook names, sizes and windows of a hooked model, the length at which its frequencies change, and
+a forward pass that hands over its patterns."""
 
 from __future__ import annotations
 

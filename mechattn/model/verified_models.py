@@ -250,7 +250,8 @@ def unhooked(model: Any) -> Any:
     except Exception as error:
         raise ModelError(
             f"this {type(model).__name__} was hooked before and cannot be rebuilt without its hooks"
-            f" ({type(error).__name__}: {error}); use the hooked model, or load the checkpoint again"
+            f" ({type(error).__name__}: {error}); use the hooked model, or load the checkpoint"
+            " again"
         ) from error
 
 

@@ -86,7 +86,8 @@ class ShownModel:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """The change with each condition, or why there is none; empty without received attention."""
+        """The change with each condition, or why there is none; empty without received
+        attention."""
         rows: list[Change] = []
         if "received_attention" not in self.result.datasets:
             return rows

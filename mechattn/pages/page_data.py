@@ -308,7 +308,8 @@ def head_curves(result: Result) -> dict[str, Any]:
 def _means(
     dataset: xr.Dataset, quantity: str, dims: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means, and the half widths of their intervals relative to them; NaN where too few prompts have one."""
+    """Means, and the half widths of their intervals relative to them; NaN where too few prompts
+    have one."""
     prompt_numbers = np.arange(dataset.sizes["prompt"])
     moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
     # All heads' positions as if they were those of one.

@@ -26,7 +26,9 @@ Measured = Callable[[Logits, Answer, Logits], Values]
 
 WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
-    "logit_margin": "logit of the reference answer's token above the best other, mean over its tokens",
+    "logit_margin": (
+        "logit of the reference answer's token above the best other, mean over its tokens"
+    ),
     "logit_diff": (
         "logit of the answer minus that of the other answer, at the first token in which they"
         " differ"

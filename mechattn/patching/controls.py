@@ -80,8 +80,8 @@ def random_steps(
 def shuffled_patterns(
     model: HookedModel, seed: int, prompt_id: str, base: RecordedRun, values: Mapping[Where, Rows]
 ) -> dict[Where, Rows]:
-    """Each head's new probabilities, permuted among the keys that the query sees: these are at least
-    as many as have a probability above 0.
+    """Each head's new probabilities, permuted among the keys that the query sees: these are at
+    least as many as have a probability above 0.
 
     Args:
         model: The hooked model.

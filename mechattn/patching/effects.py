@@ -359,8 +359,8 @@ class Patching:
             )
         if low < 0 < high:
             cautions.append(
-                "Careful: the whole effect may be 0, so there may be nothing to find; does the model"
-                " solve these prompts?"
+                "Careful: the whole effect may be 0, so there may be nothing to find; does the"
+                " model solve these prompts?"
             )
         return cautions
 

@@ -68,8 +68,8 @@ class Graph:
         return int(self.exists[:, first_reader].sum())
 
     def read_by(self, reader: str) -> list[str]:
-        """The writers that go on from a reader: its head or MLP, or all heads that share these keys or
-        values.
+        """The writers that go on from a reader: its head or MLP, or all heads that share these keys
+        or values.
         """
         node, _, part = reader.partition(".")
         layer_and_head = head_named(node)

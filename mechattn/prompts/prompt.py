@@ -47,8 +47,8 @@ class Prompt:
         answer_tokens: Token ids to read in place of the answer's text: those that were generated.
         counterpart: The question's other version, for ``Counterpart``: a text, or token ids in
             place of ``tokens``.
-        other_answer: The answer that the other version calls for, for the metric "logit_diff": a text
-            or token ids.
+        other_answer: The answer that the other version calls for, for the metric "logit_diff": a
+            text or token ids.
         template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
         split_special_tokens: Read control tokens that the question or the system text spells out,
             such as "<eos>", as ordinary text; without it they are control tokens, and a warning
@@ -178,8 +178,8 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
     """What a tokenizer returned: one sequence, or several with their padding."""
     if "input_ids" not in encoding:
         raise PromptError(
-            f"the prompts are a {type(encoding).__name__} with {sorted(map(str, encoding))}; give a list of "
-            "texts, prompts, or what a tokenizer returns (with input_ids)"
+            f"the prompts are a {type(encoding).__name__} with {sorted(map(str, encoding))}; give"
+            " a list of texts, prompts, or what a tokenizer returns (with input_ids)"
         )
     rows = _rows(encoding["input_ids"])
     masks = [[1] * len(row) for row in rows]
@@ -257,8 +257,8 @@ def likeness_of(prompts: Sequence[Prompt]) -> str:
     too_narrow = inflation**0.5
     return (
         f"{len(prompts)} prompts follow {number}, apart from numbers and names"
-        f' ("{_shortened(usual)}" {count} times): intervals and tests assume independent prompts, so'
-        f" intervals are up to {too_narrow:.1f} times too narrow"
+        f' ("{_shortened(usual)}" {count} times): intervals and tests assume independent prompts,'
+        f" so intervals are up to {too_narrow:.1f} times too narrow"
     )
 
 

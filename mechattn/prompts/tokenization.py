@@ -20,10 +20,10 @@ from mechattn.prompts.token_sequences import TokenSequence, baseline_sequence
 
 Span = tuple[str, int, int]  # segment, first character, character after the last
 
-# A chat template is rendered a second time with these in place of a prompt's texts, to see where they
-# stand: a search for the texts would fail where the template holds them too, such as for the question
-# "assistant". They are private-use characters, which no prompt contains and no template treats in a
-# special way.
+# A chat template is rendered a second time with these in place of a prompt's texts, to see where
+# they stand: a search for the texts would fail where the template holds them too, such as for the
+# question "assistant". They are private-use characters, which no prompt contains and no template
+# treats in a special way.
 _SYSTEM_SLOT = "\ue000\ue001"
 _QUESTION_SLOT = "\ue000\ue002"
 _SLOT = re.compile(f"({_SYSTEM_SLOT}|{_QUESTION_SLOT})")

@@ -1,5 +1,5 @@
-"""A comparison: cells with a measured value, its interval, the same untrained and one of four words;
-all of them as a table, Markdown and JSON.
+"""A comparison: cells with a measured value, its interval, the same untrained and one of four
+words; all of them as a table, Markdown and JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Figures of MLP activations: their distribution, size and sparsity, and how conditions move them."""
+"""Figures of MLP activations: their distribution, size and sparsity, and how conditions move
+them."""
 
 from __future__ import annotations
 
@@ -167,8 +168,8 @@ def activation_metrics(
 
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = (
-        f"layer {layer}, {segment} tokens; {_prompt_counts(results)}; bars: 95 % t intervals of the log-ratio"
-        " of prompts' means"
+        f"layer {layer}, {segment} tokens; {_prompt_counts(results)}; bars: 95 % t intervals of"
+        " the log-ratio of prompts' means"
     )
     draw.title(figure, "changes of the MLP's activations", note, 520, top=130)
     return says(figure, "Change of the near-zero share:", *sentences)
@@ -278,8 +279,8 @@ def agreement(
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
 
     note = (
-        f"of changes from the baseline, layer {layer}, question tokens; {_prompt_counts(results)}; bars: 95 % t"
-        " intervals"
+        f"of changes from the baseline, layer {layer}, question tokens; {_prompt_counts(results)};"
+        " bars: 95 % t intervals"
     )
     draw.title(figure, f"agreement with “{condition}”", note, 460, top=130)
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)

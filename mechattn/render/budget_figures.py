@@ -350,7 +350,8 @@ def own_attention_words(result: Result, condition: str) -> str:
 
     return (
         f"{amount} without insertion: {_points(change, 'change')} of 100 points over all layers, "
-        f"and {_points(layer_budget, 'change')} in layer {layer}, the largest change of {len(layers)} layers"
+        f"and {_points(layer_budget, 'change')} in layer {layer}, the largest change of"
+        f" {len(layers)} layers"
     )
 
 

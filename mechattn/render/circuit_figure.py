@@ -127,8 +127,8 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
 
     random_share = round(faithful.random, 2) + 0.0  # not "-0%"
     return (
-        f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval} of"
-        f" the effect, as many random ones {random_share:.0%}."
+        f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval}"
+        f" of the effect, as many random ones {random_share:.0%}."
     )
 
 

@@ -281,8 +281,8 @@ def head_map(
     unit: str,
     across: str = "head",
 ) -> go.Figure:
-    """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded where
-    q is larger.
+    """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded
+    where q is larger.
 
     Args:
         table: A row a cell, with ``layer`` and ``across``.

@@ -111,7 +111,8 @@ def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
     left, right = x_axis.domain or (1, 0)
     _, top = y_axis.domain or (0, 1)
 
-    # plotly keeps titles of panels as notes on the whole figure, each above the middle of its panel.
+    # plotly keeps titles of panels as notes on the whole figure, each above the middle of its
+    # panel.
     for note in figure.select_annotations(dict(xref="paper", yref="paper")):
         if left < note.x < right and np.isclose(note.y, top):
             return note.text

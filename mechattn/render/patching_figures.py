@@ -71,7 +71,8 @@ def patching_map(patching: Patching) -> go.Figure:
     return says(
         figure,
         f"{significant} of {len(table)} {across}s at q < 0.05."
-        f" Largest: {_largest_words(patching, table, has_share)}; it was selected as the largest, so"
+        f" Largest: {_largest_words(patching, table, has_share)}; it was selected as the largest,"
+        " so"
         ' its interval is too optimistic (table(select="half") avoids this).',
     )
 

@@ -1,4 +1,5 @@
-"""Figures of the updates that heads add to the residual stream: magnitude, orientation, position."""
+"""Figures of the updates that heads add to the residual stream: magnitude, orientation,
+position."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ def model_sentence(result: Result, phrases: Sequence[str]) -> str:
 
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
-    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see :func:`sentence_of`)."""
+    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see
+    :func:`sentence_of`)."""
     return figure.update_layout(meta={"says": " ".join(filter(None, sentences))})
 
 

@@ -436,7 +436,8 @@ class Questions:
         unknown = [name for name in options if name not in names]
         if "to_segment" in unknown:
             raise OptionError(
-                f"to_segment={options['to_segment']!r}: the table has a row for each to_segment; for"
+                f"to_segment={options['to_segment']!r}: the table has a row for each to_segment;"
+                " for"
                 ' one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
                 " q-values are of its rows alone"
             )

@@ -197,8 +197,8 @@ def _in_prompt_order(
     dtype = variables[0].dtype
     if dtype.kind not in PADDING_BY_KIND:
         raise OptionError(
-            f"values of type {dtype} cannot be merged, as no number pads them: give them as integers"
-            " or floats"
+            f"values of type {dtype} cannot be merged, as no number pads them: give them as"
+            " integers or floats"
         )
     fill = PADDING_BY_KIND[dtype.kind]
     stack = stacked(variables, shape, order, fill)

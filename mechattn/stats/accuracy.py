@@ -72,8 +72,8 @@ def paired_accuracy(
 
 
 def mcnemar_mid_p(only_first: int, only_second: int) -> float:
-    """The two-sided mid-p McNemar test: the exact p-value, in which the observed outcome counts half
-    on each side.
+    """The two-sided mid-p McNemar test: the exact p-value, in which the observed outcome counts
+    half on each side.
 
     ``p = 2 P(X ≤ b) − P(X = b)`` with b the smaller count and X binomial.
 

@@ -240,7 +240,8 @@ class PairedStream:
         self._others.append(others)
 
     def _summary(self, d: np.ndarray) -> Columns:
-        """What tests and intervals of some cells need: their moments, and the values to resample."""
+        """What tests and intervals of some cells need: their moments, and the values to
+        resample."""
         values = d
         if self.bags is not None:
             values = self.bags.means(d)

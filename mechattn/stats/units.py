@@ -93,8 +93,8 @@ class Resolution:
             )
         return (
             f"{start} a test whose neighbours show nothing passes q < {self.level:g} in at most"
-            f" {100 * self.chance:.0f} % of draws of the signs, and several that show something pass"
-            f" together; {needed}"
+            f" {100 * self.chance:.0f} % of draws of the signs, and several that show something"
+            f" pass together; {needed}"
         )
 
 

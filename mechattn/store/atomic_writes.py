@@ -40,7 +40,8 @@ def check_writable(path: str | Path) -> None:
     """Check in advance that a file or folder can be written at this place of the machine."""
     if _ADDRESS.match(str(path)):
         raise OutputError(
-            f"{path} is an address: this is written to a folder of this machine; give a path such as"
+            f"{path} is an address: this is written to a folder of this machine; give a path such"
+            " as"
             ' "out/page.html"'
         )
     try:
@@ -48,7 +49,8 @@ def check_writable(path: str | Path) -> None:
         for parent in path.parents:
             if parent.suffix == ".zarr":
                 raise OutputError(
-                    f"{path} is in {parent}, a folder for a stored result only; choose another place"
+                    f"{path} is in {parent}, a folder for a stored result only; choose another"
+                    " place"
                 )
 
         if path.suffix != ".zarr" and path.is_dir():

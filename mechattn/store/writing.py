@@ -2,8 +2,8 @@
 at a time.
 
 An object holds a chunk of prompts of one array. Where that takes more than 1 MiB, it is cut into
-conditions, then segments, layers, heads and positions, as far as is needed. Nothing is compressed, so that an object has
-the size that its array declares.
+conditions, then segments, layers, heads and positions, as far as is needed. Nothing is compressed,
+so that an object has the size that its array declares.
 """
 
 from __future__ import annotations

@@ -17,45 +17,51 @@ from mechattn.model.hooked import HookedModel, config_of
 from mechattn.model.verify.verification import Check
 
 _ABOUT_ATTENTION = re.compile(
-    r"attn|attention|window|sliding|rope|rotary|alibi|cap$|capping|head|sink|chunk|mask|causal|prefix|bidirect|qk|query"
-    r"|key|kv|clip|topk$|top_k$|sparse_att|indexer|layer_types|local|global|decoder$|temperature|floor|mscale|ntk"
+    r"attn|attention|window|sliding|rope|rotary|alibi|cap$|capping|head|sink|chunk|mask|causal"
+    r"|prefix|bidirect|qk|query|key|kv|clip|topk$|top_k$|sparse_att|indexer|layer_types|local"
+    r"|global|decoder$|temperature|floor|mscale|ntk"
 )
 _OF_OTHER_PARTS = re.compile(
-    r"mamba|time_step|sinkhorn|altup|^linear_|mlp|moe|expert|router|image|vision|audio|embed|init|lm_head|token"
+    r"mamba|time_step|sinkhorn|altup|^linear_|mlp|moe|expert|router|image|vision|audio|embed|init"
+    r"|lm_head|token"
 )
 _REASONS: Mapping[str, str] = {
     "used: which keys a query sees (model/hooks.py)": (
         """
-        sliding_window layer_types attention_types attention_layers window_size use_sliding_window max_window_layers
-        sliding_window_pattern _sliding_window_pattern local_attention global_attn_every_n_layers
-        attention_window_size"""
+        sliding_window layer_types attention_types attention_layers window_size use_sliding_window
+        max_window_layers sliding_window_pattern _sliding_window_pattern local_attention
+        global_attn_every_n_layers attention_window_size"""
     ),
     "used: what is added to scores, their scale, clips (model/scores.py, model/architectures.py)": (
         """
-        alibi attn_config.alibi attn_config.alibi_bias_max attn_config.softmax_scale attn_config.clip_qkv clip_qkv
-        scale_attn_by_inverse_layer_idx"""
+        alibi attn_config.alibi attn_config.alibi_bias_max attn_config.softmax_scale
+        attn_config.clip_qkv clip_qkv scale_attn_by_inverse_layer_idx"""
     ),
-    "turns q and k before their product; lengths beyond which it changes are used (model/positions.py)": (
+    "turns q and k before their product; lengths beyond which it changes are used"
+    " (model/positions.py)": (
         """
-        rope_parameters rope_scaling rope_theta rope_interleave rope_local_base_freq partial_rotary_factor rotary_dim
-        rotary_pct rotary_emb_base no_rope_layers no_rope_layer_interval qk_rope_head_dim qk_nope_head_dim"""
+        rope_parameters rope_scaling rope_theta rope_interleave rope_local_base_freq
+        partial_rotary_factor rotary_dim rotary_pct rotary_emb_base no_rope_layers
+        no_rope_layer_interval qk_rope_head_dim qk_nope_head_dim"""
     ),
     "acts alike at every length, so that the patterns of the probe show it": (
         """
-        attn_logit_softcapping attention_multiplier query_pre_attn_scalar scale_attn_weights attention_in_multiplier
-        attention_out_multiplier key_multiplier attention_k_eq_v use_shared_attention_adapter parallel_attn"""
+        attn_logit_softcapping attention_multiplier query_pre_attn_scalar scale_attn_weights
+        attention_in_multiplier attention_out_multiplier key_multiplier attention_k_eq_v
+        use_shared_attention_adapter parallel_attn"""
     ),
     "sizes of the projections, which q, k and v themselves show": (
         """
-        num_attention_heads num_key_value_heads num_kv_heads num_heads n_head n_heads attention_heads head_dim
-        attention_head_dim attention_hidden_size kv_channels kv_lora_rank qk_head_dim v_head_dim num_query_groups
-        multi_query new_decoder_architecture num_attention_heads_per_layer num_kv_shared_layers attn_config.kv_n_heads
+        num_attention_heads num_key_value_heads num_kv_heads num_heads n_head n_heads
+        attention_heads head_dim attention_head_dim attention_hidden_size kv_channels kv_lora_rank
+        qk_head_dim v_head_dim num_query_groups multi_query new_decoder_architecture
+        num_attention_heads_per_layer num_kv_shared_layers attn_config.kv_n_heads
         num_global_key_value_heads global_head_dim"""
     ),
     "biases and norms of the projections, which hook_q, hook_k and hook_v, or the scores, hold": (
         """
-        attention_bias attention_out_bias use_qk_norm qk_layernorm qkv_bias use_qkv_bias use_attention_bias
-        attn_config.qk_ln attn_config.qk_gn"""
+        attention_bias attention_out_bias use_qk_norm qk_layernorm qkv_bias use_qkv_bias
+        use_attention_bias attn_config.qk_ln attn_config.qk_gn"""
     ),
     "dropout, which is off when a model is measured": (
         """
@@ -63,14 +69,14 @@ _REASONS: Mapping[str, str] = {
     ),
     "the dtype or the code of the softmax, not what it gives": (
         """
-        reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 attn_config.attn_type
-        attn_config.attn_impl"""
+        reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32
+        attn_config.attn_type attn_config.attn_impl"""
     ),
     "of layers without attention, of which layers have it, or of what is outside it": (
         """
-        attn_layer_indices attn_layer_offset attn_layer_period full_attn_idxs chunk_size final_logit_softcapping
-        logits_soft_cap num_ln_in_parallel_attn mask_token_id keys_to_ignore_at_inference is_decoder
-        add_cross_attention"""
+        attn_layer_indices attn_layer_offset attn_layer_period full_attn_idxs chunk_size
+        final_logit_softcapping logits_soft_cap num_ln_in_parallel_attn mask_token_id
+        keys_to_ignore_at_inference is_decoder add_cross_attention"""
     ),
 }
 KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
