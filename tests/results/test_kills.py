@@ -159,13 +159,16 @@ def test_the_trial_finds_a_save_that_is_not_whole(small_results, tmp_path):  # n
     assert bad > 10
 
 
-def test_a_finished_run_changes_nothing(small_job, small_results, tmp_path):
+def test_a_finished_run_is_done_and_changes_nothing(small_job, small_results, tmp_path, capsys):
     """So that it can be used where nothing can be written."""
-    path, executor = tmp_path / "r.zarr", Ready(small_results, [])
+    path = tmp_path / "r.zarr"
+    executor = Ready(small_results, [])
     first = numbers(ma.run_job(small_job, path, executor=executor))
+    executor.asked.clear()
     with killed_at(tmp_path, 0) as died:
         assert numbers(ma.run_job(small_job, path, executor=executor)) == first
-    assert not died
+    assert (died, executor.asked) == ([], [])
+    assert "r.zarr already holds the result of this run" in capsys.readouterr().err
     with killed_at(tmp_path, 0) as died:  # negative control
         ma.run_job(small_job, path, executor=executor, fresh=True)
     assert died
