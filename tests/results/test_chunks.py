@@ -173,16 +173,6 @@ def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, ready, stop, tmp_pa
     assert kept_chunks(path) == 2
 
 
-def test_begun_anew_when_that_is_asked(job, ready, undisturbed, stop, tmp_path):
-    path = tmp_path / "r.zarr"
-    stop(1, job=replace(job, options=OTHER_SEED))
-    with pytest.raises(OptionError, match="keeps chunks of another run: seed"):
-        ma.run_job(job, path, executor=ready)
-    assert kept_chunks(path) == 1
-    assert numbers(ma.run_job(job, path, executor=ready, fresh=True)) == undisturbed
-    assert ready.asked == [0, 1, 2]
-
-
 def test_the_chunks_stay_until_the_result_can_be_read(
     job, ready, undisturbed, tmp_path, monkeypatch
 ):
@@ -203,7 +193,9 @@ def test_the_chunks_stay_until_the_result_can_be_read(
     assert numbers(ma.run_job(job, path, executor=ready)) == undisturbed
 
 
-def test_parts_of_another_run_are_refused_by_name(job, ready, stop, tmp_path):
+def test_parts_of_another_run_are_refused_by_name_and_begun_anew_when_that_is_asked(
+    job, ready, stop, tmp_path
+):
     path = tmp_path / "r.zarr"
     stop(1)
     for change, field in (
@@ -217,6 +209,8 @@ def test_parts_of_another_run_are_refused_by_name(job, ready, stop, tmp_path):
         with pytest.raises(OptionError, match=message):
             ma.run_job(replace(job, **change), path, executor=ready)
     assert kept_chunks(path) == 1
+    ma.run_job(replace(job, options=OTHER_SEED), path, executor=ready, fresh=True)
+    assert ready.asked == [0, 1, 2]
 
 
 def test_weights_that_change_in_their_place_are_found(job, ready, stop, tmp_path, checkpoint):

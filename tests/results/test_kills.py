@@ -10,10 +10,11 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.evaluation.answer_file import GradedAnswer, kept
+from mechattn.evaluation.answer_file import kept
 from mechattn.store.atomic_writes import sweep, write_whole
 from mechattn.store.objects import Place
 from mechattn.store.writing import write_result
+from tests.evaluation import by_hand
 from tests.kills import each_kill, each_operation, killed_at
 from tests.results.small import Ready, copied, emptied, names, numbers, numbers_at, resumed
 
@@ -23,7 +24,7 @@ def test_save_over_an_older_result(small_results, tmp_path):
     path, turn = tmp_path / "r.zarr", small_results[:2]
     turn[0].save(path)
     outcomes = set()
-    for _ in each_kill(tmp_path, turn.reverse, lambda: turn[0].save(path), step=11):
+    for _ in each_kill(tmp_path, turn.reverse, lambda: turn[0].save(path), step=23):
         new, old = map(numbers, turn)
         stored = numbers_at(path)
         assert stored in (old, new)
@@ -103,21 +104,15 @@ def test_a_run_in_chunks_over_another_result(small_job, small_results, tmp_path,
     def run():
         ma.run_job(small_job, path, executor=Ready(chunks, []))
 
-    for _ in each_kill(tmp_path, lambda: copied(older, tmp_path), run, step=47):
+    for _ in each_kill(tmp_path, lambda: copied(older, tmp_path), run, step=151):
         assert resumed(small_job, path, chunks) in (expected, numbers(third))
         assert numbers_at(path) == expected
         assert names(tmp_path) == ["r.zarr"]
 
 
-def answers(count, condition="baseline"):
-    return [
-        GradedAnswer(str(i), condition, 0, "4", (5,), "4", "4", True, True, -0.5)
-        for i in range(count)
-    ]
-
-
 def test_answers(tmp_path):
-    path, every = tmp_path / "e.jsonl", answers(4)
+    path = tmp_path / "e.jsonl"
+    every = [by_hand.answer(number) for number in range(4)]
     about = {"conditions": {"baseline": ""}, "seed": 0}
 
     def work():
@@ -151,12 +146,12 @@ def test_the_trial_finds_a_save_that_is_not_whole(small_results, tmp_path):  # n
         write_result(new, Place(path))
 
     bad = 0
-    for _ in each_kill(tmp_path, before, in_its_place):
+    for _ in each_kill(tmp_path, before, in_its_place, step=11):
         try:
             bad += numbers_at(path) not in (numbers(old), numbers(new))
         except OutputError:
             bad += 1
-    assert bad > 10
+    assert bad > 0
 
 
 def test_a_finished_run_is_done_and_changes_nothing(small_job, small_results, tmp_path, capsys):
