@@ -61,7 +61,11 @@ def test_between_the_two_renames_the_new_one_is_found(small_results, halfway, tm
 
 def test_killed_while_it_is_found(small_results, halfway, tmp_path):
     path = tmp_path / "r.zarr"
-    for _ in each_kill(tmp_path, lambda: copied(halfway, tmp_path), lambda: ma.load_result(path)):
+
+    def before():
+        copied(halfway, tmp_path)
+
+    for _ in each_kill(tmp_path, before, lambda: ma.load_result(path), step=3):
         assert numbers_at(path) == numbers(small_results[1])
         sweep(path)  # as the next save does
         assert names(tmp_path) == ["r.zarr"]
