@@ -133,13 +133,6 @@ def test_the_best_of_many_is_reported_on_the_other_half():
 
 def test_bad_configs(tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text(
-        TEXT.replace("[evaluation]\n", "").replace(
-            'out = "answers/{model}.jsonl"\nnew_tokens = 12\n', ""
-        )
-    )
-    with pytest.raises(OptionError, match=r"has no section \[evaluation\]"):
-        evaluate_from_config(path)
     path.write_text(TEXT.replace("new_tokens", "new_token"))
     with pytest.raises(OptionError, match=r"evaluation\.new_token: there is no such key"):
         evaluate_from_config(path)
