@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,8 +20,11 @@ from typer.main import get_command
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
+from mechattn.commands import figures
 from mechattn.commands.main import app, main
+from mechattn.commands.run_config import read_config
 from mechattn.jobs.executors import Local
+from tests.results.small import small_result
 
 
 @pytest.fixture
@@ -101,16 +105,16 @@ def test_every_public_name_is_there():
 
 @pytest.fixture
 def of_heads(tokenizer, tmp_path):
-    """Makes a checkpoint with so many heads and layers, in a folder that is named after its heads."""
+    """Makes a checkpoint of a layer with so many heads, in a folder that is named after them."""
 
-    def make(heads, layers):
+    def make(heads):
         config = LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=4 * heads,
             intermediate_size=16,
-            num_hidden_layers=layers,
+            num_hidden_layers=1,
             num_attention_heads=heads,
-            num_key_value_heads=heads,
+            num_key_value_heads=max(heads // 7, 1),
             head_dim=4,
             max_position_embeddings=256,
             initializer_range=0.3,
@@ -123,9 +127,17 @@ def of_heads(tokenizer, tmp_path):
     return make
 
 
-def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(of_heads, tmp_path, here):
-    """With a text, a count and a place of the user's own."""
-    models = ["--model", of_heads(1, layers=1), "--model", of_heads(14, layers=1)]
+def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(
+    of_heads, tmp_path, here, monkeypatch
+):
+    """With a text, a count and a place of the user's own; the figures that stand open are those of one head."""
+    draw = figures.lead_sections
+
+    def of_one_head(result, choice):
+        return draw(result, choice) if result.provenance["model"]["heads"] == 1 else []
+
+    monkeypatch.setattr(figures, "lead_sections", of_one_head)
+    models = ["--model", of_heads(1), "--model", of_heads(14)]
     out = tmp_path / "out"
     inserted = ["--text", " .", "--count", 8, "--place", "middle", "--dtype", "bfloat16"]
     asked = [*models, *inserted, "--prompts", "word-problems", "--limit", 6, "--out", out]
@@ -159,9 +171,6 @@ def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
     assert "has no chat template" in here("run", config, "--chat-template", code=2)
 
 
-FEW_FILES = '[[analyses]]\nkind = "SegmentFlow"\n'  # in its result
-
-
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -179,12 +188,6 @@ def chatting(checkpoint, tmp_path):
     return folder
 
 
-def read_by(result):
-    """The first prompt as its model read it."""
-    tokens = result["sequences"].first_prompt_text.sel(condition="baseline").values
-    return "".join(tokens.tolist())
-
-
 def read_and_stopped(model, prompts, conditions, *_, **__):
     """In the place of a run: says what the model would read first."""
     raise ma.MechattnError(
@@ -200,13 +203,24 @@ def test_the_chat_template_is_the_default_where_there_is_one(chatting, tmp_path,
     assert "<system>" not in here(*asked, *system, "--no-chat-template", code=2)
 
 
-def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here):
+def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here, monkeypatch):
+    def read_by(self, job, chunks):
+        raise ma.MechattnError(job.decides["token_ids"])  # and how the first text begins
+
+    monkeypatch.setattr(Local, "parts", read_by)
     config = tmp_path / "c.toml"
     config.write_text(
-        f'model = "{chatting}"\n[prompts]\nsource = "word-problems"\nlimit = 3\n[output]\nresult = "r.zarr"\n{FEW_FILES}'
+        f'model = "{chatting}"\n[prompts]\nsource = "word-problems"\nlimit = 3\n[output]\nresult = "r.zarr"\n'
     )
-    here("run", config, "--system", "Be brief.")
-    assert "<system>Be brief.\n<user>" in read_by(ma.load_result(tmp_path / "r.zarr"))
+    refusal = here("run", config, "--system", "Be brief.", code=2)
+    assert r"<system>Be brief.\n<user>" in refusal
+
+
+def test_the_configs_of_the_experiments_are_read():
+    paths = list((Path(__file__).parents[1] / "experiments").rglob("*.toml"))
+    assert paths != []
+    for path in paths:
+        assert read_config(path).models, path
 
 
 def test_verify_prints_the_report_and_fails_where_a_model_does(here):
@@ -218,17 +232,18 @@ def test_verify_prints_the_report_and_fails_where_a_model_does(here):
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Ctrl-C, once, when the second chunk has been computed."""
-    parts, pressed = Local.parts, []
+    """Small results in place of computed ones; and Ctrl-C, once, at the second chunk."""
+    pressed = []
 
     def held_up(self, job, chunks):
-        for number, part in enumerate(parts(self, job, chunks)):
+        for number, chunk in enumerate(chunks):
             if number == 1 and not pressed:
                 pressed.append(number)
                 signal.raise_signal(signal.SIGINT)
-            yield part
+            yield chunk, small_result(chunk)
 
     monkeypatch.setattr(Local, "parts", held_up)
+    monkeypatch.setattr("mechattn.store.reading.problem_of", lambda *given: None)
     # A shell that starts the tests in the background lets them ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -239,8 +254,8 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
     """In two shards, one of them interrupted and continued; then merged."""
     config = tmp_path / "config.toml"
     config.write_text(
-        'model = "toy:llama"\nverify = false\nlayers = [0]\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 3\n'
-        f'[output]\nresult = "r.zarr"\n{FEW_FILES}'
+        'model = "toy:llama"\nverify = false\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 3\n'
+        '[output]\nresult = "r.zarr"\n'
     )
     stopped = here("run", config, "--shard", "1/2", code=130)
     assert re.search(
@@ -252,9 +267,8 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
     for shard in ("1/2", "2/2"):
         here("run", config, "--shard", shard)
     here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
-    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [
-        str(i) for i in range(3)
-    ]
+    merged = ma.load_result(tmp_path / "whole.zarr")
+    assert merged["sequences"].prompt.values.tolist() == ["0", "1", "2"]
     refusal = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr", code=2)
     assert "prompt 0 is in two of the results" in refusal
 
@@ -309,17 +323,14 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     rows = [{"question": text, "reply": "Answer: 3", "answer": "3"} for text in QUESTIONS]
     file.write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
-    figures = partial(
-        here, "figures", "--prompts", file, "--model", "toy:llama", "--out", tmp_path, code=2
-    )
-
-    plain = figures()
+    command = ["figures", "--prompts", file, "--model", "toy:llama", "--out", tmp_path]
+    plain = here(*command, code=2)
     assert "toy:llama: 6 prompts with and without 55 inserted tokens." in plain
     inserted = " ".join(55 * "/")
     assert f"mechattn: <bos>{inserted}{QUESTIONS[0]}\n" in plain
 
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
-    more = figures(*asked, "--place", "before_answer")
+    more = here(*command, *asked, "--place", "before_answer", code=2)
     assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in more
 
 
@@ -361,29 +372,26 @@ def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
 
 
 def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here):
-    stored, file = tmp_path / "r.zarr", tmp_path / "a" / "heads.csv"
+    stored = tmp_path / "r.zarr"
+    file = tmp_path / "a" / "heads.csv"
     slash_result.save(stored)
     assert f"Wrote {file}" in here("export", stored, "--csv", file)
     table = pd.read_csv(file)
     assert len(table) == 2 * 2 * 32, "quantities, conditions, heads"
     changed = table[table.condition == "slash"]
-    for quantity in ("received", "mass"):
-        rows = changed[changed["quantity"] == quantity]
-        compared = slash_result.compare("slash", quantity=quantity, columns="all")
-        compared = compared.rename(columns={"reference": "baseline"}).select_dtypes("number")
-        columns = [name for name in compared if name in rows]
-        assert len(columns) >= 19
-        np.testing.assert_allclose(rows[columns], compared[columns], rtol=1e-12)
-        values = slash_result.heads(quantity, None, condition="slash")
-        values = values.sort_values(["layer", "head"])
-        np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
+    rows = changed[changed["quantity"] == "mass"]
+    compared = slash_result.compare("slash", quantity="mass", columns="all")
+    compared = compared.rename(columns={"reference": "baseline"}).select_dtypes("number")
+    columns = [name for name in compared if name in rows]
+    assert len(columns) >= 19
+    np.testing.assert_allclose(rows[columns], compared[columns], rtol=1e-12)
+    values = slash_result.heads("mass", None, condition="slash").sort_values(["layer", "head"])
+    np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
     about = [set(changed[name]) for name in ("segment", "change_units", "scale", "level", "n_of")]
     expected = [{"question"}, {"fraction"}, {"log-ratio"}, {0.95}, {"prompts"}]
     assert about == expected, "a file says what it holds"
     assert set(table.units) == {"probability"}
     assert set(table.result) == {str(stored)}
-    here("export", stored, stored, "--csv", file)  # its own file is replaced
-    assert len(pd.read_csv(file)) == 2 * len(table)
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
     refusal = here("export", stored, "--csv", tmp_path / "mine.csv", code=2)
     assert "not a mechattn export" in refusal
@@ -408,16 +416,15 @@ def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
     assert "should end with .nc" in export("r.cdf", code=2)
 
 
-def test_a_result_without_rows_leaves_those_of_others(slash_result, toy, prompts, tmp_path, here):
-    slash_result.save(tmp_path / "whole.zarr")
+def test_export_of_too_few_prompts_says_so_and_leaves_the_rows_of_others(
+    slash_result, toy, prompts, tmp_path, here
+):
     ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}).save(tmp_path / "few.zarr")
+    refusal = here("export", "few.zarr", "--csv", "few.csv", code=2)
+    assert "there is nothing to export: received, baseline: there are 2 prompts" in refusal
+    assert not (tmp_path / "few.csv").exists()
+    slash_result.save(tmp_path / "whole.zarr")
     printed = here("export", "whole.zarr", "few.zarr", "--csv", "both.csv")
     assert "few.zarr: received, baseline: there are 2 prompts" in printed
+    here("export", "whole.zarr", "few.zarr", "--csv", "both.csv")  # its own file is replaced
     assert set(pd.read_csv(tmp_path / "both.csv").result) == {"whole.zarr"}
-
-
-def test_export_of_too_few_prompts_says_so(toy, prompts, tmp_path, here):
-    ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}).save(tmp_path / "r.zarr")
-    refusal = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "heads.csv", code=2)
-    assert "there is nothing to export: received, baseline: there are 2 prompts" in refusal
-    assert not (tmp_path / "heads.csv").exists()

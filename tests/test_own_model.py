@@ -1,7 +1,6 @@
-"""The first commands on somebody's own model: a tokenizer that cuts "/" in two, a text of one's own, the baseline alone."""
+"""The first commands on somebody's own model: a tokenizer that cuts "/" in two, a device and a dtype."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.commands.figures import make_figures
-from mechattn.commands.pages import report
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import MechattnError
 from tests.figures_config import figures_config
@@ -40,7 +38,7 @@ def write(folder, sections, **top):
         for name, value in {"verify": False, "layers": [0], **top}.items()
     ]
     path.write_text(
-        "\n".join(lines) + f'\n{sections}\n[prompts]\nsource = "word-problems"\nlimit = 6\n'
+        "\n".join(lines) + f'\n{sections}\n[prompts]\nsource = "word-problems"\nlimit = 3\n'
         f'[output]\nresult = "{folder}/r.zarr"\n'
     )
     return path
@@ -93,36 +91,3 @@ def test_a_device_and_a_dtype_in_a_config(checkpoint, tmp_path):
 def test_a_device_that_is_not_there(checkpoint, tmp_path, device):
     with pytest.raises(MechattnError, match=r"^device="):
         run_from_config(write(tmp_path, "", model=str(checkpoint), device=device))
-
-
-def words(path):
-    """What stands on a page, its scripts left out."""
-    return re.sub(
-        r"<script(?! type=.application/json).*?</script>",
-        "",
-        path.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-
-
-def test_pages_of_the_baseline_alone(toy, tmp_path):
-    texts = [
-        "Why is the sky blue?",
-        "The old river follows a song.",
-        "Tom has three apples and two pears.",
-    ]
-    result = ma.run(
-        toy,
-        texts,
-        analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()],
-    )
-    result.save(tmp_path / "r.zarr")
-    page = words(result.page(tmp_path / "page.html", layer=1, heads=[0, 1]))
-    assert page.count("<figure>") == 1
-    assert "dotted: uniform attention" in page
-    assert "inserted tokens" not in page
-    missing = report([tmp_path / "r.zarr"], tmp_path / "report.html", heads=[0, 1])
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert missing == []
-    assert page.count("<figure>") == 5
-    assert '"text":"baseline"' in page

@@ -13,7 +13,7 @@ from mechattn.engine.placed_batch import PlacedBatch
 from mechattn.errors import ModelError
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
-ANALYSES = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.MlpActivations()]
+ANALYSES = [ma.ReceivedAttention(), ma.analyses.MlpActivations()]
 
 
 def full(rows, error, layer, monkeypatch):
@@ -38,7 +38,7 @@ def full(rows, error, layer, monkeypatch):
 
 @pytest.fixture(scope="module")
 def some(prompts):
-    return prompts[:6]
+    return prompts[:4]
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,11 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "layer"), [(ERRORS[1], 2), (ERRORS[2], 0)])
-def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(
-    toy, some, whole, error, layer, monkeypatch
-):
-    batches = full(4, error, layer, monkeypatch)
+def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, some, whole, monkeypatch):
+    batches = full(2, ERRORS[1], 2, monkeypatch)
     halved = ma.run(toy, some, CONDITIONS, ANALYSES)
     assert whole.provenance["halved"] == []
-    too_large = [rows for rows in batches if len(rows) > 4]
+    too_large = [rows for rows in batches if len(rows) > 2]
     expected = [{"prompts": len(rows) // 2, "first": some[rows[0][0]].id} for rows in too_large]
     assert halved.provenance["halved"] == expected
     assert len({part["first"] for part in expected}) > 1, "a second half was halved too"

@@ -12,34 +12,34 @@ def filler(count):
     return ma.MeaninglessTokens("/", count=count, place="before_answer")
 
 
-def evaluated(model, prompts, condition, new_tokens):
+def evaluated(model, prompts, condition, new_tokens, own=False):
     recorded = ma.record_keys_values(model, prompts, condition)
     others = recorded.from_other_prompts()
     conditions = {
         "filler": condition,
-        "own": condition.under(ma.interventions.KVPatch("inserted", recorded)),
         "another's": condition.under(ma.interventions.KVPatch("inserted", others)),
     }
+    if own:
+        conditions["own"] = condition.under(ma.interventions.KVPatch("inserted", recorded))
     return ma.evaluate(model, prompts, conditions, new_tokens=new_tokens), others.sources
 
 
 def test_the_toy_that_computes_over_filler_follows_it():
-    relay, questions = ma.load_model("toy:relay"), ma.load_prompts("recall", limit=20)
-    evaluation, sources = evaluated(relay, questions, filler(12), 6)
+    relay, questions = ma.load_model("toy:relay"), ma.load_prompts("recall", limit=12)
+    evaluation, sources = evaluated(relay, questions, filler(12), 6, own=True)
     assert evaluation.right("filler").mean() > 0.9
     shares = evaluation.follows("another's", sources, "filler")
     assert shares["followed"] >= 0.8, shares
-    assert shares["n"] + shares["alike"] == 20
+    assert shares["n"] + shares["alike"] == 12
     assert shares["by_chance"] < 0.3
     assert evaluation.follows("own", sources, "filler")["followed"] == 0
 
 
 def test_the_toy_that_reads_past_filler_does_not(toy):
     """Inside the question, where keys and values differ from prompt to prompt, and 95 % of answers are right."""
-    problems = ma.load_prompts("word-problems", limit=10)
-    evaluation, sources = evaluated(
-        toy, problems, ma.MeaninglessTokens("/", count=12, place="middle"), 60
-    )
+    problems = ma.load_prompts("word-problems", limit=6)
+    inside = ma.MeaninglessTokens("/", count=12, place="middle")
+    evaluation, sources = evaluated(toy, problems, inside, 60)
     shares = evaluation.follows("another's", sources, "filler")
     assert shares["followed"] < 0.05, shares
     assert shares["kept"] > 0.5

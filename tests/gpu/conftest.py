@@ -20,10 +20,10 @@ PROBLEMS = [
 ]
 # On the CPU these show that the tests themselves work; all others are compared there by tests/parity and tests/model.
 ON_CPU = {
-    "family": ("GPT-OSS", "Falcon-RW (ALiBi)"),
-    "name": ("toy:gemma3",),
+    "name": ("toy:gemma3", "GPT-OSS", "Falcon-RW (ALiBi)"),
     "length": (300,),
     "dtype": (torch.float32,),
+    "at": (["L0H1", "L2H3"],),
 }
 FILLED = {"slash": ma.MeaninglessTokens("/", 9)}
 

@@ -97,6 +97,11 @@ def recorded(model):
     return ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.HeadUpdates()])
 
 
+def effects(model, prompts):
+    """Of patched outputs of heads: by gradients, and exact."""
+    return ma.patch(model, prompts, SLASH, at="z", direction="denoising").effects.effect.values
+
+
 def answers(model):
     made = ma.evaluate(model, ma.load_prompts("word-problems", limit=2), FILLED, new_tokens=8)
     return list(made.to_dataframe()["text"])
@@ -131,20 +136,12 @@ def test_each_engine_takes_an_offloaded_model(engine, offloaded, by_engine):
 def acted_on(whole):
     """What the model as it was gives when it is patched, answers, and is acted on."""
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
-    effects = {
-        at: ma.patch(whole, prompts, SLASH, at=at, direction="denoising").effects.effect.values
-        for at in ("z", "resid_post")
-    }
-    return prompts, effects, answers(whole), recorded(whole)
+    return prompts, effects(whole, prompts), answers(whole), recorded(whole)
 
 
 def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, acted_on):
-    prompts, effects, answered, acted = acted_on
-    for at, effect in effects.items():
-        np.testing.assert_array_equal(
-            ma.patch(offloaded, prompts, SLASH, at=at, direction="denoising").effects.effect.values,
-            effect,
-        )
+    prompts, patched, answered, acted = acted_on
+    np.testing.assert_array_equal(effects(offloaded, prompts), patched)
     assert answers(offloaded) == answered
     assert_same(recorded(offloaded), acted)
 
@@ -184,17 +181,12 @@ def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(
 ):
     # Blocks as large as on a CPU, whose sums are added in the same order.
     monkeypatch.setattr("mechattn.functional.attention.rows_of_block", lambda *_: BLOCK)
-    prompts, expected, *others = acted_on
+    prompts, patched, answered, acted = acted_on
     with Imitated():
-        effects = {
-            at: ma.patch(spread, prompts, SLASH, at=at, direction="denoising").effects.effect.values
-            for at in expected
-        }
-        answered, acted = answers(spread), recorded(spread)
-    for at, effect in effects.items():
-        np.testing.assert_array_equal(effect, expected[at])
-    assert answered == others[0]
-    assert_same(acted, others[1])
+        on_two = effects(spread, prompts), answers(spread), recorded(spread)
+    np.testing.assert_array_equal(on_two[0], patched)
+    assert on_two[1] == answered
+    assert_same(on_two[2], acted)
 
 
 def test_the_imitation_would_notice_tensors_that_meet():
@@ -248,7 +240,7 @@ def quantised(tokenizer):
 def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(
     quantised, tokenizer, measured
 ):
-    analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AffineShift()]
+    analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift()]
     same = ma.load_model(in_eight_bits(False), tokenizer=tokenizer)
     result, expected = (
         ma.run(model, PROBLEMS, CONDITIONS, analyses) for model in (quantised, same)
@@ -268,16 +260,14 @@ def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("make", [ma.analyses.HeadUpdates, ma.analyses.DirectLogits])
-@pytest.mark.parametrize("verify", [True, False])
-def test_what_needs_a_quantised_weight_is_refused(make, verify, quantised, tokenizer):
-    model = (
-        quantised
-        if verify
-        else ma.load_model(in_eight_bits(True), tokenizer=tokenizer, verify=False)
-    )
-    with pytest.raises(ModelError, match="its weights are quantised: load it unquantised"):
-        ma.run(model, PROBLEMS, analyses=make())
+def test_what_needs_a_quantised_weight_is_refused(quantised, tokenizer):
+    unverified = ma.load_model(in_eight_bits(True), tokenizer=tokenizer, verify=False)
+    for model, analysis in (
+        (quantised, ma.analyses.HeadUpdates()),
+        (unverified, ma.analyses.DirectLogits()),
+    ):
+        with pytest.raises(ModelError, match="its weights are quantised: load it unquantised"):
+            ma.run(model, PROBLEMS, analyses=analysis)
 
 
 def test_what_needs_gradients_a_twin_or_new_weights_is_refused_too(quantised):

@@ -17,12 +17,12 @@ def both(device):
 
 
 def test_answers_agree(both):
-    prompts = ma.load_prompts("word-problems", limit=4)
+    prompts = ma.load_prompts("word-problems", limit=2)
     ours, theirs = (
         list(ma.evaluate(model, prompts, CONDITIONS).to_dataframe()["answer"]) for model in both
     )
-    assert len(ours) == 12
-    assert sum(map(str.__eq__, ours, theirs)) >= 11, (ours, theirs)
+    assert len(ours) == 6
+    assert sum(map(str.__eq__, ours, theirs)) >= 5, (ours, theirs)
     assert ours[1:] != theirs[:-1], "answers in another order would be noticed"
 
 

@@ -59,12 +59,12 @@ def killed_in_memory(operation):
 
 
 def each_kill_in_memory(before, work):
-    for operation in count(step=11):
+    for operation in count(step=17):
         before()
         with killed_in_memory(operation) as died:
             work()
         if not died:
-            assert operation > 10, "the work changes nothing at this address"
+            assert operation > 16, "the work changes nothing at this address"
             return
         yield operation
 
@@ -106,7 +106,7 @@ def test_a_disk_that_fills_at_any_object(small_job, small_results, folder, monke
     run(executor=Ready(chunks, []))
     needed = 10**6 - left[0]
     assert needed > 8
-    for room in range(1, needed, 13):
+    for room in range(1, needed, 29):
         emptied(folder)
         MemoryFileSystem.store.clear()
         left[0] = room

@@ -8,11 +8,9 @@ from mechattn.analysis import ANALYSES
 
 SLASH = ma.MeaninglessTokens(count=3)
 KINDS = {
-    "slash": SLASH,
     "arm": ma.Baseline(intervention=ma.interventions.ARM(c=0.3)),
-    "ablation": ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1),))),
     "masked": SLASH.masked(),
-    **ma.sweep(SLASH, count=[0, 1, 4]),
+    **ma.sweep(SLASH, count=[0, 4]),
 }
 
 

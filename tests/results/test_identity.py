@@ -81,13 +81,12 @@ def with_keyword(by):
 
 
 DIFFERENT = [
-    partial(scaled(2)), partial(scaled(3)), partial(with_keyword(2)), with_keyword(2), with_keyword(3), str.upper,
+    partial(scaled(2)), partial(scaled(3)), partial(with_keyword(2)), with_keyword(2), with_keyword(3),
     Plain(), Plain(2.0), Plain(more=1), Words(), Words(2.0), Slots(1), Slots(2), Colour.RED, Colour.BLUE,
     Plain(inner=Plain(3.0)), Plain(inner=Plain(4.0)), SLASH.under(Plain()), SLASH.under(Plain(2.0)),
-    ma.Baseline(Plain()), Fields(torch.ones(3)), Fields(torch.ones(4)), Fields(torch.zeros(3)),
-    Fields(torch.ones(3), hidden=2.0), Fields(torch.ones(3, dtype=torch.bfloat16)), Fields(np.ones(3)),
-    scaled(2), scaled(3), with_default, partial(with_default, by=3), partial(with_default, by=4), len, Plain,
-    Plain(2.0).__init__, torch.float32, torch.float16, Path("a"), Path("b"), {1, 2}, {1, 3}, [1], (1,), np.int64(1),
+    Fields(torch.ones(3)), Fields(torch.zeros(3)), Fields(torch.ones(3), hidden=2.0), Fields(np.ones(3)),
+    Fields(torch.ones(3, dtype=torch.bfloat16)), with_default, partial(with_default, by=3),
+    scaled(2), scaled(3), len, Plain, Plain(2.0).__init__, torch.float32, torch.float16, {1, 2}, {1, 3}, [1], (1,),
 ]  # fmt: skip
 
 

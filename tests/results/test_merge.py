@@ -10,46 +10,41 @@ from tests.conftest import run_part
 
 
 @pytest.fixture(scope="module")
-def halves(toy, prompts):
-    """Two results of one run."""
+def half(toy, prompts):
+    """Runs one prompt, at its place in a run of two."""
 
-    def run(chosen, conditions=None, **options):
-        some = [prompts[i] for i in chosen]
-        conditions = conditions or {"slash": ma.MeaninglessTokens(count=5)}
-        return run_part(toy, some, conditions, layers=[0], places=chosen, **options)
+    def run(place, name="slash", count=5, layers=(0,), **options):
+        conditions = {name: ma.MeaninglessTokens(count=count)}
+        options |= {"layers": list(layers), "places": [place]}
+        return run_part(toy, [prompts[place]], conditions, **options)
 
     return run
 
 
-def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts):
-    first = halves([0, 1])
+@pytest.fixture(scope="module")
+def halves(half):
+    """Two results of one run."""
+    return half(0), half(1)
+
+
+def test_another_condition_option_seed_or_layer_is_refused(half, halves):
+    first, _ = halves
+    queries_all = [ma.ReceivedAttention(queries="all")]
     for other, field in (
-        (
-            halves([2, 3], {"slash": ma.MeaninglessTokens(count=6)}),
-            r"conditions\.slash\.options\.count is 5 in one and 6 in another",
-        ),
-        (
-            halves([2, 3], {"dash": ma.MeaninglessTokens(count=5)}),
-            r"conditions\.slash is .* and None in another",
-        ),
-        (halves([2, 3], seed=1), "seed is 0 in one and 1 in another"),
-        (halves([2, 3], memory="1GiB"), "memory is '2GiB' in one and '1GiB'"),
-        (halves([2, 3], keep="prompts"), "keep is 'moments'"),
-        (
-            halves([2, 3], analyses=[ma.ReceivedAttention(queries="all")]),
-            r"analyses\.received_attention\.queries is",
-        ),
-        (
-            ma.run(toy, prompts[2:4], {"slash": ma.MeaninglessTokens(count=5)}, layers=[1]),
-            "layers is",
-        ),
+        (half(1, count=6), r"conditions\.slash\.options\.count is 5 in one and 6 in another"),
+        (half(1, name="dash"), r"conditions\.slash is .* and None in another"),
+        (half(1, seed=1), "seed is 0 in one and 1 in another"),
+        (half(1, memory="1GiB"), "memory is '2GiB' in one and '1GiB'"),
+        (half(1, keep="prompts"), "keep is 'moments'"),
+        (half(1, analyses=queries_all), r"analyses\.received_attention\.queries is"),
+        (half(1, layers=(1,)), "layers is"),
     ):
         with pytest.raises(OptionError, match=f"don't belong together: .*{field}"):
             ma.merge_results([first, other])
 
 
 def test_datasets_of_another_meaning_are_refused(halves):
-    first, second = halves([0, 1]), halves([2, 3])
+    first, second = halves
     renamed = second["received_attention"].assign_attrs(unit="points")
     other = replace(second, datasets={**second.datasets, "received_attention": renamed})
     with pytest.raises(OptionError, match=r"dataset received_attention\.attributes\.unit is None"):
@@ -63,11 +58,11 @@ def test_truth_values_of_each_prompt_are_refused(halves):
         return replace(result, datasets=datasets)
 
     with pytest.raises(OptionError, match="values of type bool cannot be merged"):
-        ma.merge_results([with_flags(halves([0, 1])), with_flags(halves([2, 3]))])
+        ma.merge_results([with_flags(result) for result in halves])
 
 
 def test_devices_and_times_are_listed(halves):
-    first, second = halves([0, 1]), halves([2, 3])
+    first, second = halves
     about = {**second.provenance, "time": "2001-01-01T00:00:00+00:00", "threads": 99}
     about["model"] = {**about["model"], "device": "cuda:7", "verified": False}
     merged = ma.merge_results([first, replace(second, provenance=about)])
@@ -83,5 +78,5 @@ def test_devices_and_times_are_listed(halves):
 def test_nothing_to_merge_and_one_alone(halves):
     with pytest.raises(OptionError, match="no results to merge"):
         ma.merge_results([])
-    one = halves([1])
-    assert ma.merge_results([one]) is one
+    first, _ = halves
+    assert ma.merge_results([first]) is first

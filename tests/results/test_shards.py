@@ -11,15 +11,17 @@ from mechattn.errors import OptionError
 from mechattn.store.writing import merge_stored
 
 
-@pytest.fixture
-def shards(small_results, tmp_path, monkeypatch):
-    """Three shards of a run, and one of a run with another seed."""
-    monkeypatch.chdir(tmp_path)
-    for number, shard in enumerate(small_results):
-        shard.save(f"{number}.zarr")
+@pytest.fixture(scope="module")
+def shards(small_results, tmp_path_factory):
+    """A folder with three shards of a run, and one of a run with another seed; the tests run in it."""
+    folder = tmp_path_factory.mktemp("shards")
     first = small_results[0]
-    replace(first, provenance={**first.provenance, "seed": 7}).save("other.zarr")
-    return tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for number, shard in enumerate(small_results):
+            shard.save(f"{number}.zarr")
+        replace(first, provenance={**first.provenance, "seed": 7}).save("other.zarr")
+        yield folder
 
 
 def prompts_of(name):
@@ -52,12 +54,8 @@ def test_a_target_that_is_merged_itself_under_any_spelling(shards):
 
 @pytest.mark.parametrize("target", ["all.zarr", "memory://shards/all.zarr"])
 def test_an_earlier_merge_is_replaced(shards, target):  # negative control
-    for places in (
-        ["0.zarr"],
-        ["2.zarr", "0.zarr"],
-        ["1.zarr", "0.zarr", "2.zarr"],
-    ):
-        merge_stored(target, places)
+    merge_stored(target, ["2.zarr", "0.zarr"])
+    merge_stored(target, ["1.zarr", "0.zarr", "2.zarr"])
     assert prompts_of(target) == [str(place) for place in range(3)]
     with pytest.raises(
         OptionError,

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 import torch
 import xarray as xr
 from fsspec.implementations.memory import MemoryFileSystem
-from zarr.abc.store import RangeByteRequest
 from zarr.core.buffer import default_buffer_prototype
 
 import mechattn as ma
@@ -24,14 +22,8 @@ from mechattn.commands.pages import summary
 from mechattn.errors import OptionError, OutputError
 from mechattn.model import weights
 from mechattn.results.arrays import datasets_digest
-from mechattn.store.objects import SCHEMA, Listing, Place, place_of
+from mechattn.store.objects import SCHEMA, Place, place_of
 from mechattn.store.reading import open_listing
-
-PLACES = ["result.zarr", "memory://tests/result.zarr"]
-
-
-def place_in(tmp_path, name):
-    return name if "://" in name else tmp_path / name
 
 
 def assert_same(loaded, result):
@@ -58,10 +50,10 @@ def stored(saved, tmp_path):
     return tmp_path / "result.zarr"
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_round_trip_and_again(slash_result, tmp_path, name):
-    slash_result.save(place_in(tmp_path, name))
-    loaded = ma.load_result(place_in(tmp_path, name))
+def test_round_trip_and_again(slash_result, tmp_path):
+    """At an address, and from there into a folder."""
+    slash_result.save("memory://tests/result.zarr")
+    loaded = ma.load_result("memory://tests/result.zarr")
     assert_same(loaded, slash_result)
     assert f"digest of the numbers: {slash_result.digest()}\n" in summary(loaded)
     loaded.save(tmp_path / "again.zarr")
@@ -213,7 +205,6 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
 
 
 def test_zarr_cannot_change_a_stored_result(stored):
-    """What is read is read-only, and of what is written nothing is deleted, or read in part."""
     listing, _ = open_listing(place_of(stored))
     name = next(iter(listing.checksums))
     content = (stored / name).read_bytes()
@@ -224,14 +215,3 @@ def test_zarr_cannot_change_a_stored_result(stored):
     with pytest.raises(ValueError, match="read-only"):
         listing.set_sync(name, value)
     assert (stored / name).read_bytes() == content
-
-    new = Listing.to_write(place_of(stored.with_name("new.zarr")))
-    for call in (
-        partial(new.delete, "v"),
-        new.clear,
-        partial(listing.get, name, byte_range=RangeByteRequest(0, 1)),
-    ):
-        with pytest.raises(NotImplementedError):
-            asyncio.run(call())
-    asyncio.run(new.set_if_not_exists("v", value))
-    assert new.read("v") == b"x"

@@ -3,11 +3,9 @@
 import gzip
 import logging
 
-import openai
 import pytest
 
 from mechattn.errors import ServerError
-from mechattn.evaluation import server_probe
 from tests.served.stand_in import StandIn, running, served
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -35,7 +33,7 @@ def test_the_server_gets_the_key_and_nothing_else_of_the_environment(prompts, en
     assert not any(name.startswith("x-") for headers in server.headers for name in headers)
 
 
-@pytest.mark.parametrize("place", ["nowhere", "a text", "an error"])
+@pytest.mark.parametrize("place", ["a text", "an error"])
 def test_the_key_is_shown_nowhere(prompts, engine, place, tmp_path, monkeypatch, caplog, capsys):
     """In no file, log, error or provenance, though the server repeats it."""
     caplog.set_level(logging.DEBUG)
@@ -115,25 +113,6 @@ def test_a_reply_is_not_read_beyond_what_an_answer_can_be(prompts, engine, fault
         pytest.raises(ServerError, match=message),
     ):
         served(server, prompts)
-
-
-def test_a_reply_that_is_too_large_is_asked_for_once(prompts, engine, monkeypatch):
-    """Also by older versions of openai, which repeat a request after any error but their own."""
-    monkeypatch.setattr(openai._base_client, "request_exceptions", lambda: (Exception,))
-    monkeypatch.setattr(server_probe, "check_tokenizer", lambda connection: None)
-    requests = []
-
-    def fault(handler, body):
-        if body is not None:
-            requests.append(body)
-        return without_end(handler, body)
-
-    with (
-        running(StandIn(engine, fault=fault)) as server,
-        pytest.raises(ServerError, match="its reply has more than"),
-    ):
-        served(server, prompts)
-    assert len(requests) == 1
 
 
 ODD_CHOICES = {

@@ -18,20 +18,25 @@ def prompts():
     return ma.load_prompts("word-problems", limit=8)
 
 
-def test_log_probabilities_of_prompts_tell_other_weights(toy, prompts, changed_engine):
+@pytest.fixture(scope="module")
+def few(prompts):
+    return prompts[:3]
+
+
+def test_log_probabilities_of_prompts_tell_other_weights(toy, few, changed_engine):
     """Rounded to 8 bits it is the model; rounded to 4 bits it is not."""
     differences = {}
     for name in ("8 bits", "4 bits"):
         with running(StandIn(changed_engine(name))) as server:
-            evaluation = served(server, prompts[:3], None, toy, 2, verify=False)
+            evaluation = served(server, few, None, toy, 2, verify=False)
             figures = evaluation.provenance["probe"]["rounds"][0]
             assert figures["alike"] > 0.9
             differences[name] = figures["logprob_difference"]
             if name == "8 bits":
-                served(server, prompts[:3], None, toy, 2)
+                served(server, few, None, toy, 2)
                 continue
             with pytest.raises(ServerError, match=r"not the model, against the model here \(fl"):
-                served(server, prompts[:3], None, toy, 2)
+                served(server, few, None, toy, 2)
     assert differences["8 bits"] < 0.1 * differences["4 bits"]
 
 
@@ -39,7 +44,7 @@ def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_en
     """A server of texts: noise of 30 % is told, four bits are not; the share comes with its interval."""
     monkeypatch.setattr(server_probe, "TOKENS", 24)
     with running(StandIn(changed_engine("4 bits"), takes_ids=False)) as server:
-        served(server, prompts, None, toy, 2)
+        served(server, prompts[:4], None, toy, 2)
     with running(StandIn(changed_engine("30 % noise"), takes_ids=False)) as server:
         with pytest.raises(
             ServerError, match=r"\d\d % \[\d\d, \d\d\] of 8 greedy answers are alike"
@@ -64,41 +69,41 @@ def test_a_tie_may_turn_either_way():
 
 @pytest.mark.parametrize("kind", ["model", "name"])
 def test_a_model_that_is_exchanged_is_found(
-    toy, prompts, engine, changed_engine, kind, tmp_path, monkeypatch
+    toy, few, engine, changed_engine, kind, tmp_path, monkeypatch
 ):
-    """After 5 of 8 answers; those since the last probe are dropped, and the same call goes on."""
-    monkeypatch.setattr(served_answers, "_PROBED_AFTER", 3)
+    """After 3 of 6 answers; those since the last probe are dropped, and the same call goes on."""
+    monkeypatch.setattr(served_answers, "_PROBED_AFTER", 2)
     model = {"model": toy, "name": "toy:llama"}[kind]
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine)) as server:
-        whole = served(server, prompts[:4], SLASH, model)
+        whole = served(server, few, SLASH, model, 4)
         server.bodies.clear()
         model_reply = server.reply
         other_reply = StandIn(changed_engine("30 % noise")).reply
 
         def exchanged_reply(body):
-            if len(server.answers_asked(12)) > 5:
+            if len(server.answers_asked(4)) > 3:
                 return other_reply(body)
             return model_reply(body)
 
         server.reply = exchanged_reply
         with pytest.raises(ServerError, match=r"no longer serves the model, .* are dropped"):
-            served(server, prompts[:4], SLASH, model, batch=1, out=path)
+            served(server, few, SLASH, model, 4, batch=1, out=path)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert lines[0]["provenance"]["probe"]["rounds"][-1]["logprob_difference"] > 0.5
-        assert len(lines) - 1 == 3  # the stretch before
+        assert len(lines) - 1 == 2  # the stretch before
         server.reply = model_reply
-        evaluation = served(server, prompts[:4], SLASH, model, out=path)
+        evaluation = served(server, few, SLASH, model, 4, out=path)
     assert evaluation.answers == whole.answers
 
 
 def test_a_resumed_run_compares_log_probabilities_with_its_first_ones(
-    prompts, engine, changed_engine, tmp_path
+    few, engine, changed_engine, tmp_path
 ):
     """Four bits leave most answers as they are; so without weights here the prompts tell."""
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine)) as server:
-        served(server, prompts[:3], out=path)
+        served(server, few, new_tokens=4, out=path)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     with (
         running(StandIn(changed_engine("4 bits"))) as server,
@@ -106,7 +111,7 @@ def test_a_resumed_run_compares_log_probabilities_with_its_first_ones(
             ServerError, match=r"when this run began: .*probabilities are 0\.[1-9]\d+ nats"
         ),
     ):
-        served(server, prompts[:3], out=path)
+        served(server, few, new_tokens=4, out=path)
 
 
 def test_another_tokenizer_is_refused_without_weights(prompts, server):
