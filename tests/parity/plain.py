@@ -14,6 +14,8 @@ from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.conftest import loaded_once
 from tests.tiny_families import tiny_model
 
+# A short prompt, so that loops over its tokens end soon.
+SHORT = ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many has he?", "Count.", id="short")
 # Windows, grouped heads and a norm after attention; ALiBi and one projection for queries, keys and values.
 # What a family does otherwise shows in received attention, which is compared for every one of them.
 MECHANISMS = ("toy:gemma3", "toy:falcon")

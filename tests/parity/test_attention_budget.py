@@ -52,7 +52,7 @@ def plain():
     return load
 
 
-@pytest.mark.parametrize("name", ["toy:llama", *MECHANISMS])
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_the_budget_equals_the_oracle(name, budgets, plain, shared):
     model = shared(name)
     double = plain(name)
@@ -68,10 +68,10 @@ def test_the_budget_equals_the_oracle(name, budgets, plain, shared):
 
 
 def test_the_oracle_would_notice_a_query_one_position_off(budgets, plain, shared):
-    model = shared("toy:llama")
+    model = shared("toy:gemma3")
     sequences = [condition.apply(PROMPT, model) for condition in (ma.Baseline(), SLASH)]
-    expected = oracle(plain("toy:llama"), *sequences, off=1)
-    measured = budgets("toy:llama").sel(condition="slash")
+    expected = oracle(plain("toy:gemma3"), *sequences, off=1)
+    measured = budgets("toy:gemma3").sel(condition="slash")
     assert largest_differences(measured, expected)["by_cause"] > 1e-2
 
 
@@ -96,7 +96,7 @@ def test_identities(name, budgets):
 
 
 def test_kept_positions_leave_no_distance(budgets):
-    distance = budgets("toy:llama").by_cause.sel(condition="unshifted", cause="distance")
+    distance = budgets("toy:gemma3").by_cause.sel(condition="unshifted", cause="distance")
     np.testing.assert_allclose(distance.fillna(0), 0, rtol=0, atol=1e-6)
 
 
@@ -111,8 +111,8 @@ def test_changed_words_beside_an_insertion_do_not_make_its_rounding_a_change(sha
     assert float(hidden_states.sel(condition="words").max()) > 1e-3
 
 
-def test_rotations_are_found_again_when_the_frequencies_change():
-    model = ma.load_model("toy:llama", verify=False)
+def test_rotations_are_found_again_when_the_frequencies_change(tokenizer):
+    model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
     before, _ = rotations_of(model, [0])
     for name, buffer in original_of(model).named_buffers():
         if name.endswith("inv_freq"):
@@ -139,11 +139,12 @@ def test_learned_positions_are_one_cause_with_the_hidden_states(shared):
 
 
 def test_an_engine_without_queries_and_keys_still_splits_without_an_order(budgets, shared):
-    run = ma.run(shared("toy:llama"), PROMPT, conditions_for("toy:llama"), BUDGET, engine="hooks")
+    name = "toy:falcon"
+    run = ma.run(shared(name), PROMPT, conditions_for(name), BUDGET, engine="hooks")
     budget = run["attention_budget"].isel(prompt=0)
     assert budget.by_cause.isnull().all()
-    for name in ("attention", "change", "dilution", "rerouting"):
-        np.testing.assert_allclose(budget[name], budgets("toy:llama")[name], atol=1e-6)
+    for quantity in ("attention", "change", "dilution", "rerouting"):
+        np.testing.assert_allclose(budget[quantity], budgets(name)[quantity], atol=1e-6)
 
 
 def test_a_run_without_conditions_has_no_change(shared):

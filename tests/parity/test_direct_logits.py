@@ -9,6 +9,7 @@ import torch
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer
 from tests.parity.plain import (
+    SHORT,
     blocks_of,
     loop_over_experts,
     module_of,
@@ -94,20 +95,12 @@ def summed(request, prompts):
     loop_over_experts(plain)
     loop_over_experts(same)
     hooked = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
-    result = ma.run(
-        hooked,
-        prompts[:2],
-        {"slash": SLASH},
-        ma.analyses.DirectLogits(per_query=True),
-        keep="prompts",
-    )
-    ids = SLASH.apply(prompts[0], hooked).tokens.tolist()
-    mine = (
-        result["direct_logits"]
-        .next_token_logit_at_per_prompt.sel(condition="slash")
-        .isel(prompt=0)
-        .values
-    )
+    some = [SHORT, prompts[0]]
+    analysis = ma.analyses.DirectLogits(per_query=True)
+    result = ma.run(hooked, some, {"slash": SLASH}, analysis, keep="prompts")
+    ids = SLASH.apply(SHORT, hooked).tokens.tolist()
+    per_query = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash")
+    mine = per_query.isel(prompt=0).values
     return plain, mine[..., : len(ids) - 1], ids, parts_of(plain, ids)
 
 
@@ -147,7 +140,7 @@ def test_each_head_of_the_sum(summed):
             )
 
 
-def test_a_model_without_norms(tokenizer, prompts):
+def test_a_model_without_norms(tokenizer):
     """Heads, embedding, MLPs and biases add up to the logit as they are."""
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge.sources import native
@@ -157,10 +150,9 @@ def test_a_model_without_norms(tokenizer, prompts):
         normalization_type=None, initializer_range=0.3, seed=0,
     )  # fmt: skip
     model = ma.load_model(native.boot(config, tokenizer=tokenizer))
-    result = ma.run(
-        model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), keep="prompts"
-    )
-    ids = ma.Baseline().apply(prompts[0], model).tokens
+    analysis = ma.analyses.DirectLogits(per_query=True)
+    result = ma.run(model, SHORT, analyses=analysis, keep="prompts")
+    ids = ma.Baseline().apply(SHORT, model).tokens
     with torch.no_grad():
         logits, cache = model.run_with_cache(ids[None])
     w_u = (model.W_U - model.W_U.mean(1, keepdim=True)).detach().double()

@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer
-from tests.parity.plain import seen_in
+from tests.parity.plain import SHORT, seen_in
 from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -14,14 +14,14 @@ FACTOR = 0.22
 
 
 @pytest.fixture(scope="module")
-def granite(prompts):
+def granite():
     """The hooked model, a sequence, and what each layer of plain transformers shows of it, in float64."""
     tokenizer = load_tokenizer("toy:llama")
     plain, same = (
         tiny_model("Granite", len(tokenizer), residual_multiplier=FACTOR) for _ in range(2)
     )
     model = ma.load_model(same, tokenizer=tokenizer)
-    ids = SLASH.apply(prompts[0], model).tokens.tolist()
+    ids = SLASH.apply(SHORT, model).tokens.tolist()
     into = {}
     out_of = {}
     for n, layer in enumerate(plain.double().model.layers):
@@ -31,9 +31,8 @@ def granite(prompts):
     return model, plain, seen_in(plain, ids, into, out_of)[0]
 
 
-def measured(model, prompts, analysis, engine="auto"):
-    conditions = {"slash": SLASH}
-    result = ma.run(model, prompts[:2], conditions, analysis, engine=engine, keep="prompts")
+def measured(model, prompts, analysis):
+    result = ma.run(model, [SHORT, prompts[0]], {"slash": SLASH}, analysis, keep="prompts")
     return result[analysis.name].sel(condition="slash").isel(prompt=0)
 
 
@@ -52,11 +51,10 @@ def test_scaled_updates_are_those_that_reach_the_residual_stream(granite, prompt
         np.testing.assert_allclose(got, expected.T, rtol=1e-3)
 
 
-@pytest.mark.parametrize("engine", ["streaming", "hooks"])
-def test_block_updates_that_are_scaled(granite, prompts, engine):
+def test_block_updates_that_are_scaled(granite, prompts):
     """What a block adds is its output times the residual multiplier."""
     model, _, seen = granite
-    mine = measured(model, prompts, ma.analyses.BlockUpdates(per_query=True), engine)
+    mine = measured(model, prompts, ma.analyses.BlockUpdates(per_query=True))
     for n in range(2):
         before, middle, after = (seen[n, name] for name in ("before", "middle", "after"))
         np.testing.assert_allclose(after - middle, FACTOR * seen[n, "mlp"], atol=1e-12)
@@ -84,7 +82,7 @@ def test_small_updates_of_a_large_stream_are_what_blocks_give(tokenizer, prompts
             native.model.embed_tokens.weight *= 10000
         native.bfloat16()
     model = ma.load_model(same, tokenizer=tokenizer, verify=False)
-    ids = SLASH.apply(prompts[0], model).tokens.tolist()
+    ids = SLASH.apply(SHORT, model).tokens.tolist()
     layer = plain.model.layers[0]
     into = {"before": layer, "middle": layer.post_attention_layernorm}
     seen = seen_in(plain, ids, into, {"attention": layer.self_attn})[0]

@@ -9,19 +9,17 @@ import torch
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from tests.parity.plain import models, passed, read
+from tests.parity.plain import SHORT, models, passed, read
 
 SLASH = ma.MeaninglessTokens("/", 20)
+LOGITS = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]
 
 
-@pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
-def test_each_head_reads_key_by_key(name, prompts):
-    plain, hooked = models(name)
-    result = ma.run(
-        hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), keep="prompts"
-    )
+def test_each_head_reads_key_by_key():
+    plain, hooked = models("toy:falcon")
+    result = ma.run(hooked, SHORT, {"slash": SLASH}, ma.analyses.SegmentLogits(), keep="prompts")
     got = result["segment_logits"].sel(condition="slash").isel(prompt=0)
-    sequence = SLASH.apply(prompts[0], hooked)
+    sequence = SLASH.apply(SHORT, hooked)
     ids = sequence.tokens.tolist()
     codes = sequence.segment.numpy()
     of_segment = (codes[:, None] == np.arange(len(SEGMENTS))).astype(float)  # key segment
@@ -48,18 +46,22 @@ def test_each_head_reads_key_by_key(name, prompts):
     assert abs(difference) > 1e-3, "the loops would notice another head"
 
 
-@pytest.mark.parametrize("engine", ["streaming", "hooks"])
 @pytest.mark.parametrize(
-    "name",
-    ["toy:gemma3", "toy:falcon", "GPT-2", "DeepSeek-V3 (latent attention)"],
+    ("name", "engine"),
+    [
+        ("toy:gemma3", "streaming"),
+        ("GPT-2", "hooks"),
+        ("DeepSeek-V3 (latent attention)", "streaming"),
+        ("DeepSeek-V3 (latent attention)", "hooks"),
+    ],
 )
 def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared):
-    """With norms after attention, biases, grouped heads, ALiBi, windows and latent attention."""
-    conditions = (
-        {"slash": SLASH, "masked": SLASH.masked()} if engine == "streaming" else {"slash": SLASH}
-    )
-    analyses = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]
-    result = ma.run(shared(name), prompts[:2], conditions, analyses, keep="prompts", engine=engine)
+    """With norms after attention, biases, grouped heads, windows and latent attention."""
+    conditions = {"slash": SLASH}
+    if engine == "streaming":
+        conditions["masked"] = SLASH.masked()
+    some = [SHORT, prompts[0]]
+    result = ma.run(shared(name), some, conditions, LOGITS, keep="prompts", engine=engine)
     summed = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True)
     whole = result["direct_logits"].next_token_logit
     for condition in ("baseline", *conditions):
@@ -78,15 +80,9 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared)
 def test_what_a_gate_lets_through(shared, monkeypatch):
     """Qwen3-Next opens each channel of the mix; with a gate that is always open the sum would be another."""
     model = shared("Qwen3-Next (hybrid)")
-    prompts = ma.load_prompts("word-problems", limit=1)
 
     def both():
-        result = ma.run(
-            model,
-            prompts,
-            {"slash": SLASH},
-            [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()],
-        )
+        result = ma.run(model, SHORT, {"slash": SLASH}, LOGITS)
         read = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True).values
         return read, result["direct_logits"].next_token_logit.values
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import mechattn as ma
 from mechattn.analysis.updates import BEFORE_NORM
 from mechattn.model.checkpoint import load_tokenizer
-from tests.parity.plain import seen_in
-from tests.tiny_families import random_model, tiny_model
+from tests.parity.plain import SHORT, seen_in, weight_of
+from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 ANALYSES = [
@@ -19,24 +18,8 @@ ANALYSES = [
     ma.analyses.TopTargetUpdates(),
     ma.analyses.BlockUpdates(per_query=True),
 ]
-# The norm between attention and the residual stream of each family.
-NORMS = {
-    "Gemma 3": "post_attention_layernorm",
-    "OLMo 2": "post_attention_layernorm",
-    "GLM-4": "post_self_attn_layernorm",
-}
-
-
-def tiny(family, vocabulary):
-    if family != "GLM-4":
-        settings = {"attention_bias": True} if family == "OLMo 2" else {}  # so that there is b_O
-        return tiny_model(family, vocabulary, **settings).double()
-    config = transformers.Glm4Config(
-        vocab_size=vocabulary, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, intermediate_size=128, pad_token_id=0,
-        max_position_embeddings=256,
-    )  # fmt: skip
-    return random_model(config).double()
+# Gemma stores γ less 1; OLMo 2 may have b_O.
+SETTINGS = {"Gemma 3": {}, "OLMo 2": {"attention_bias": True}}
 
 
 @dataclass
@@ -56,33 +39,32 @@ class Written:
         return self.gamma * self.heads / self.scale[:, None]
 
 
-def written_by(plain, family, ids):
+def written_by(plain, ids):
     """One ``Written`` for each layer, from hooks of torch on the model's own modules."""
     into = {}
     out_of = {}
     for n, layer in enumerate(plain.model.layers):
         into |= {(n, "stream"): layer, (n, "z"): layer.self_attn.o_proj}
-        out_of[n, "added"] = getattr(layer, NORMS[family])
+        out_of[n, "added"] = layer.post_attention_layernorm
     seen, _ = seen_in(plain, ids, into, out_of)
 
     layers = []
     head_count = plain.config.num_attention_heads
     for n, layer in enumerate(plain.model.layers):
         projection = layer.self_attn.o_proj
-        norm = getattr(layer, NORMS[family])
+        norm = layer.post_attention_layernorm
         w_o = projection.weight.detach().numpy().T.reshape(head_count, -1, 64)
         z = seen[n, "z"].reshape(len(ids), head_count, -1)
         heads = np.einsum("phd,hdm->phm", z, w_o)
         bias = np.zeros(64) if projection.bias is None else projection.bias.detach().numpy()
         eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
         mean_square = ((heads.sum(1) + bias) ** 2).mean(-1, keepdims=True)
-        gamma = norm.weight.detach().numpy() + (1 if "Gemma" in type(norm).__name__ else 0)
         layers.append(
             Written(
                 stream=seen[n, "stream"],
                 heads=heads,
                 bias=bias,
-                gamma=gamma,
+                gamma=weight_of(norm),
                 scale=np.sqrt(mean_square + eps),
                 added=seen[n, "added"],
             )
@@ -90,15 +72,17 @@ def written_by(plain, family, ids):
     return layers
 
 
-@pytest.fixture(scope="module", params=NORMS)
+@pytest.fixture(scope="module", params=SETTINGS)
 def measured(request, prompts):
     """The result in float64, the sequence with filler, and what plain transformers writes there."""
     tokenizer = load_tokenizer("toy:llama")
-    plain, same = (tiny(request.param, len(tokenizer)) for _ in range(2))
+    settings = SETTINGS[request.param]
+    plain, same = (tiny_model(request.param, len(tokenizer), **settings).double() for _ in range(2))
     model = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
-    result = ma.run(model, prompts[:2], {"slash": SLASH}, ANALYSES, keep="prompts")
-    sequence = SLASH.apply(prompts[0], model)
-    return result, sequence, written_by(plain, request.param, sequence.tokens.tolist())
+    some = [SHORT, prompts[0]]
+    result = ma.run(model, some, {"slash": SLASH}, ANALYSES, keep="prompts")
+    sequence = SLASH.apply(SHORT, model)
+    return result, sequence, written_by(plain, sequence.tokens.tolist())
 
 
 def of_tokens(result, dataset, name, layer, length):
