@@ -1,23 +1,12 @@
 """`DirectLogits` against plain transformers in float64: each head by hand, and all parts together, which are the logit."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer
-from tests.parity.plain import (
-    SHORT,
-    blocks_of,
-    loop_over_experts,
-    module_of,
-    read,
-    rms,
-    seen_in,
-    weight_of,
-)
+from tests.parity.plain import SHORT, blocks_of, passed, read, rms, updates_of, weight_of
 from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -30,52 +19,14 @@ SUMMED = {
 }
 
 
-@dataclass
-class Parts:
-    """What a model of transformers adds to the residual stream at each token [pos, d_model], and what it makes of it."""
-
-    heads: list  # of each layer [pos, head, d_model]
-    alone: list  # the same, where the norm after attention is of each head by itself: a mistake
-    rest: np.ndarray  # embedding, MLPs and biases
-    stream: np.ndarray
-    logits: np.ndarray
-
-
-def parts_of(plain, ids):
-    """Of one run, part by part."""
-    blocks = blocks_of(plain)
-    into = {}
-    out_of = {"stream": blocks[-1]}
-    outputs = []
-    for n, block in enumerate(blocks):
-        attention = block.attn if hasattr(block, "attn") else block.self_attn
-        outputs.append(module_of(attention, "c_proj", "o_proj"))
-        into |= {(n, "z"): outputs[n], (n, "before"): block}
-        out_of[n, "mlp"] = getattr(block, "post_feedforward_layernorm", block.mlp)
-    seen, run = seen_in(plain, ids, into, out_of)
-    count = plain.config.num_attention_heads
-    factor = getattr(plain.config, "residual_multiplier", 1.0)
-    found = Parts([], [], seen[0, "before"].copy(), seen["stream"], run.logits[0].numpy())
-    for n, block in enumerate(blocks):
-        out = outputs[n]
-        z = seen[n, "z"]
-        weight = out.weight.detach().numpy()
-        weight = weight if type(out).__name__ == "Conv1D" else weight.T
-        w_o = weight.reshape(count, -1, weight.shape[-1])
-        bias = 0 if getattr(out, "bias", None) is None else out.bias.detach().numpy()
-        delta = np.einsum("phd,hdm->phm", z.reshape(len(ids), count, -1), w_o)
-        whole = delta.sum(1) + bias
-        alone = delta
-        if hasattr(block, "post_feedforward_layernorm"):  # and so one after attention too
-            norm = block.post_attention_layernorm
-            delta, alone = (
-                weight_of(norm) * delta / scale
-                for scale in (rms(whole, norm)[:, None], rms(delta, norm))
-            )
-        found.heads.append(factor * delta)
-        found.alone.append(factor * alone)
-        found.rest += factor * (seen[n, "mlp"] + bias)
-    return found
+def normed_alone(plain, run, layer):
+    """A mistake: each head's update divided by a scale of its own, where a norm follows attention."""
+    block = blocks_of(plain)[layer]
+    if not hasattr(block, "post_feedforward_layernorm"):  # and so one after attention too
+        return None
+    norm = block.post_attention_layernorm
+    delta = np.einsum("phd,hdm->phm", run.z[layer], run.w_o[layer])
+    return weight_of(norm) * delta / rms(delta, norm)
 
 
 def biases_read(plain, ids):
@@ -92,8 +43,7 @@ def summed(request, prompts):
     tokenizer = load_tokenizer("toy:llama")
     settings = SUMMED[request.param]
     plain, same = (tiny_model(request.param, len(tokenizer), **settings).double() for _ in range(2))
-    loop_over_experts(plain)
-    loop_over_experts(same)
+    plain.set_attn_implementation("eager")
     hooked = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
     some = [SHORT, prompts[0]]
     analysis = ma.analyses.DirectLogits(per_query=True)
@@ -101,43 +51,47 @@ def summed(request, prompts):
     ids = SLASH.apply(SHORT, hooked).tokens.tolist()
     per_query = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash")
     mine = per_query.isel(prompt=0).values
-    return plain, mine[..., : len(ids) - 1], ids, parts_of(plain, ids)
+    return plain, mine[..., : len(ids) - 1], ids, passed(plain, ids)
 
 
 def test_all_parts_are_the_logit(summed):
     """Heads as measured; embedding, MLPs and biases by hand. Of capped logits, those before the cap."""
-    plain, mine, ids, parts = summed
+    plain, mine, ids, run = summed
     cap = getattr(plain.config, "final_logit_softcapping", None)
-    logits = cap * np.arctanh(parts.logits / cap) if cap else parts.logits
-    expected = (logits - logits.mean(-1, keepdims=True))[np.arange(len(ids) - 1), ids[1:]]
-    got = mine.sum((0, 1)) + read(plain, parts.rest, parts.stream, ids) + biases_read(plain, ids)
+    logits = cap * np.arctanh(run.logits / cap) if cap else run.logits
+    expected = of_next_tokens(logits, ids)
+    rest = run.resid[0].copy()
+    for layer, attention in enumerate(run.attention):
+        rest += run.mlp[layer] + attention - updates_of(run, layer).sum(1)  # and the bias
+    got = mine.sum((0, 1)) + read(plain, rest, run.resid[-1], ids) + biases_read(plain, ids)
     size = abs(expected).max()
     assert abs(got - expected).max() < 1e-5 * size
-    assert abs(got - mine[0, 0] - expected).max() > 1e-2 * size, (
-        "negative control: a head is left out"
-    )
+    without_a_head = got - mine[0, 0]
+    assert abs(without_a_head - expected).max() > 1e-2 * size, "negative control"
     if cap:
-        capped = (parts.logits - parts.logits.mean(-1, keepdims=True))[
-            np.arange(len(ids) - 1), ids[1:]
-        ]
+        capped = of_next_tokens(run.logits, ids)
         assert abs(got - capped).max() > 0.1 * size, "negative control: the logits after the cap"
 
 
+def of_next_tokens(logits, ids):
+    """The centred logits of the tokens that follow."""
+    centred = logits - logits.mean(-1, keepdims=True)
+    return centred[np.arange(len(ids) - 1), ids[1:]]
+
+
 def test_each_head_of_the_sum(summed):
-    plain, mine, ids, parts = summed
-    for layer, delta in enumerate(parts.heads):
-        expected = read(plain, delta, parts.stream, ids).T
-        np.testing.assert_allclose(
-            mine[layer], expected, rtol=1e-5, atol=1e-5 * abs(expected).max()
+    plain, mine, ids, run = summed
+    for layer in range(len(run.z)):
+        expected = read(plain, updates_of(run, layer), run.resid[-1], ids).T
+        size = abs(expected).max()
+        np.testing.assert_allclose(mine[layer], expected, rtol=1e-5, atol=1e-5 * size)
+        assert abs(mine[layer] - expected[::-1]).max() > 0.1 * size, (
+            "negative control: another head"
         )
-        assert abs(mine[layer] - expected[::-1]).max() > 0.1 * abs(expected).max(), (
-            "negative control: another head's"
-        )
-        if parts.alone[layer] is not delta and abs(parts.alone[layer] - delta).max() > 1e-12:
-            alone = read(plain, parts.alone[layer], parts.stream, ids).T
-            assert abs(mine[layer] - alone).max() > 0.1 * abs(expected).max(), (
-                "negative control: each head normed"
-            )
+        alone = normed_alone(plain, run, layer)
+        if alone is not None:
+            read_alone = read(plain, alone, run.resid[-1], ids).T
+            assert abs(mine[layer] - read_alone).max() > 0.1 * size, "negative control"
 
 
 def test_a_model_without_norms(tokenizer):

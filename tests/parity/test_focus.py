@@ -10,10 +10,11 @@ import mechattn as ma
 from mechattn.analysis.received_attention import AttentionMap
 from mechattn.axes import SEGMENTS
 from mechattn.model.checkpoint import toy_names
-from tests.parity.plain import SHORT, models, passed, windows
+from tests.parity.plain import SHORT, models, passed, updates_of, windows
 
 LATENT = "DeepSeek-V3 (latent attention)"
-NAMES = ["toy:gemma3", LATENT]  # windows and a norm after attention; ranks below d_model
+# Windows and a norm after attention; values of another width; updates that are multiplied.
+NAMES = ["toy:gemma3", LATENT, "Granite"]
 SLASH = ma.MeaninglessTokens("/", 20)
 ULP = 2.0**-24  # a float32 number is rounded by so much of itself
 ANALYSES = [
@@ -156,13 +157,13 @@ def test_the_oracle_would_notice_another_heads_rows(measured):
 
 def written(plain, layer, top_target):
     """Every Δ of a layer [pos, head, d_model], built whole: of z, or of the strongest target alone."""
-    z = plain.z[layer]
-    if top_target:
-        pattern = plain.pattern[layer]
-        v = plain.v[layer]
-        target = pattern.argmax(-1)
-        heads = range(len(target))
-        z = np.stack([pattern[h].max(-1)[:, None] * v[h][target[h]] for h in heads], 1)
+    if not top_target:
+        return updates_of(plain, layer)
+    pattern = plain.pattern[layer]
+    v = plain.v[layer]
+    target = pattern.argmax(-1)
+    heads = range(len(target))
+    z = np.stack([pattern[h].max(-1)[:, None] * v[h][target[h]] for h in heads], 1)
     return np.einsum("phd,hdm->phm", z, plain.w_o[layer]) * plain.gain[layer][:, None]
 
 
