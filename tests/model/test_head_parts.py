@@ -13,11 +13,6 @@ FAMILY, HEADS, WIDTH = "DeepSeek-V3 (latent attention)", 4, 16
 TOKENS = torch.arange(5, 25)[None]
 
 
-@pytest.fixture(scope="module")
-def latent(tokenizer):
-    return ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
-
-
 def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
     """Σ_h z W_O is the same however z is split; pattern · v is not."""
     cut = torch.arange(HEADS * WIDTH).roll(WIDTH // 2)
@@ -30,9 +25,10 @@ def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
         ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("head", [0, 2])
-def test_a_head_is_taken_away_alone(latent, tokenizer, head):
+def test_a_head_is_taken_away_alone(shared, tokenizer):
     """As from the model of transformers whose W_O has no such rows."""
+    head = 2
+    latent = shared(FAMILY)
     plain = tiny_model(FAMILY, len(tokenizer))
     for n, layer in enumerate(plain.model.layers):
         weight = layer.self_attn.o_proj.weight

@@ -1,11 +1,9 @@
 """What a report shows: the same on every CPU where a check passes, the worst place where it fails."""
 
 import math
-from types import SimpleNamespace
 
 import torch
 
-from mechattn.model.hooked import architecture_of
 from mechattn.model.verify.verification import Report, compare, compare_positions
 
 
@@ -43,9 +41,3 @@ def test_a_figure_that_is_no_number_fails():
         assert check.outcome == "failed"
         assert check.difference == math.inf
         assert math.isnan(check.hooked)
-
-
-def test_a_model_that_names_no_architecture_is_of_an_unknown_one(toy):
-    nameless = SimpleNamespace(cfg=SimpleNamespace(original_architecture=None))
-    assert architecture_of(nameless) == "unknown"
-    assert architecture_of(toy) == "LlamaForCausalLM"

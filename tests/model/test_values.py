@@ -37,7 +37,7 @@ def mixed(model):
     return [(shown[n], z[names[n]][0].double().reshape(shown[n].shape)) for n in layers]
 
 
-@pytest.mark.parametrize("name", [*CLIPPED, "Gemma 4"])
+@pytest.mark.parametrize("name", ["OLMo clipped", "MPT clipped", "Gemma 4"])
 def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypatch):
     model = loaded(name, tokenizer)
     check = facts_of(model).report["values"]
@@ -104,12 +104,7 @@ def test_a_norm_over_all_heads_is_found_and_limits(tokenizer):
     assert ma.run(
         model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.analyses.SegmentFlow()]
     )
-    for analysis in (
-        ma.analyses.HeadUpdates(),
-        ma.analyses.TopTargetUpdates(),
-        ma.analyses.DirectLogits(),
-        ma.analyses.AttentionSinks(),
-    ):
+    for analysis in (ma.analyses.HeadUpdates(), ma.analyses.AttentionSinks()):
         with pytest.raises(
             ModelError, match=r"norms all heads together before W_O \(attn_sub_norm, layer 0\)"
         ):

