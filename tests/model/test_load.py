@@ -19,7 +19,7 @@ from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_window
 from mechattn.model.verify.verification import dtype_of
 from tests.model.unusual import unusual_model
-from tests.tiny_families import random_model, tiny_model
+from tests.tiny_families import bridge_of, random_model, tiny_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 
@@ -74,9 +74,7 @@ def test_weights_are_raw(native, hooked):
     torch.testing.assert_close(scale, own["model.layers.0.input_layernorm.weight"])
 
 
-def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(
-    checkpoint, native, tmp_path, monkeypatch
-):
+def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(native, tmp_path, monkeypatch):
     model, tokenizer = native
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     model.to(torch.float32)
@@ -103,22 +101,12 @@ def test_bos_follows_the_tokenizer(checkpoint, hooked):
     assert ma.Baseline().apply(ma.Prompt(TEXT), without).tokens[0] != tokenizer.bos_token_id
 
 
-def test_a_sliding_window_is_found_and_counted():
-    """Gemma 3: windowed and full layers alternate; uniform attention in a window is 1 over its width."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    from mechattn.model.checkpoint import toy_folder
-
-    tokenizer = AutoTokenizer.from_pretrained(toy_folder("toy:llama"))
-    config = Gemma3TextConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = ma.load_model(Gemma3ForCausalLM(config), tokenizer=tokenizer)
-    assert [attention_window(model, layer) for layer in (0, 1)] == [4, None]
+def test_a_sliding_window_is_found_and_counted(shared):
+    """Windowed and full layers alternate; uniform attention in a window is 1 over its width."""
+    model = shared("Gemma 2")
+    assert [attention_window(model, layer) for layer in (0, 1)] == [8, None]
     result = ma.run(model, TEXT, keep="prompts")["received_attention"].isel(prompt=0, condition=0)
-    assert result.received_uniform.sel(layer=0, key=6).item() == pytest.approx(0.25)
+    assert result.received_uniform.sel(layer=0, key=9).item() == pytest.approx(1 / 8)
 
 
 def test_dtype_of_a_model_object_is_followed(checkpoint, native):
@@ -137,51 +125,40 @@ def test_what_transformer_lens_takes_is_passed_on(checkpoint, hooked):
     assert_received_alike(placed, hooked)
 
 
-def test_a_granite_without_positions_is_mended(tokenizer):
+def test_a_granite_without_positions_is_mended():
     """TransformerLens puts an empty rotary embedding where the configuration leaves the type of positions out."""
-    native = unusual_model("Granite hybrid without a type of positions", len(tokenizer))
-    model = ma.load_model(native, tokenizer=tokenizer)
+    model = bridge_of(unusual_model("Granite hybrid without a type of positions"))
     assert facts_of(model).report.passed
     assert "no rotary embedding is called" in facts_of(model).report.mended[0]
     assert model.cfg.positional_embedding_type == "none"
-    said = ma.load_model(unusual_model("Granite hybrid NoPE", len(tokenizer)), tokenizer=tokenizer)
-    assert not facts_of(said).report.mended
+    said = bridge_of(unusual_model("Granite hybrid NoPE"), verify=False)
+    assert not facts_of(said).mended
     assert_received_alike(model, said)
 
 
-def test_olmo_in_half_precision(tokenizer, shared):
+def test_olmo_in_half_precision(shared):
     """Its rotation is computed in float32, and TransformerLens left queries there; values were in bfloat16."""
-    family = "OLMo"
-    native = tiny_model(family, len(tokenizer))
-    model = ma.load_model(native, tokenizer=tokenizer, dtype=torch.bfloat16)
-    assert "rotated queries and keys" in facts_of(model).report.mended[0]
-    half = ma.run(model, TEXT, engine="hooks")["received_attention"].received_by_segment
-    assert not facts_of(shared(family)).report.mended
-    whole = ma.run(shared(family), TEXT, engine="hooks")["received_attention"].received_by_segment
-    assert 0 < float(abs(half - whole).max()) < 0.1
-
-    rounded = tiny_model(family, len(tokenizer))
-    for weight in rounded.parameters():
-        weight.data = weight.data.bfloat16().float()
-    again = ma.load_model(rounded, tokenizer=tokenizer, verify=False)
-    seen = []
-    for single in (model.float(), again):
-        tokens = torch.arange(3, 40)[None]
-        seen.append(single.run_with_cache(tokens)[1]["blocks.1.attn.hook_pattern"])
-    torch.testing.assert_close(*seen, atol=1e-6, rtol=0)
+    half = bridge_of(tiny_model("OLMo"), dtype=torch.bfloat16)
+    assert "rotated queries and keys" in facts_of(half).report.mended[0]
+    assert not facts_of(shared("OLMo")).report.mended
+    rounded, exact = (
+        ma.run(model, TEXT, engine="hooks")["received_attention"].received_by_segment
+        for model in (half, shared("OLMo"))
+    )
+    assert 0 < float(abs(rounded - exact).max()) < 0.1
 
 
-def test_a_model_that_runs_into_an_error_is_refused_with_it(tokenizer):
+def test_a_model_that_runs_into_an_error_is_refused_with_it():
     def broken_model():
-        model = tiny_model("Llama", len(tokenizer))
+        model = tiny_model("Llama")
         model.model.layers[1].mlp.forward = lambda x: x @ torch.zeros(3, 3)
         return model
 
     with pytest.raises(
         ModelError, match=r"cannot be used as a hooked model.*a few tokens raises RuntimeError"
     ):
-        ma.load_model(broken_model(), tokenizer=tokenizer)
-    hooked = ma.load_model(broken_model(), tokenizer=tokenizer, verify=False)
+        bridge_of(broken_model())
+    hooked = bridge_of(broken_model(), verify=False)
     with pytest.raises(ModelError, match="raises RuntimeError"):
         ma.verify_model(hooked)
 
@@ -197,7 +174,7 @@ def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer)
     with pytest.raises(
         ModelError, match=r"cannot load 'PersimmonForCausalLM' as a hooked model: ValueError"
     ) as refused:
-        ma.load_model(random_model(config), tokenizer=tokenizer)
+        bridge_of(random_model(config))
     assert len(str(refused.value)) < 500
 
 

@@ -12,7 +12,7 @@ import mechattn as ma
 from mechattn.evaluation import server_probe as probe
 from mechattn.model import hooked as lock
 from mechattn.model.hooked import facts_of
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", count=3)
 ASKED = ma.Prompt("What is 2 + 3?", id="a", solution="5")
@@ -43,9 +43,9 @@ USES = {
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer):
+def model():
     """A model of this file's own, which another test does not find broken if one fails here."""
-    return ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+    return bridge_of(tiny_model("Llama"))
 
 
 @pytest.fixture

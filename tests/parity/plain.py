@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconAttention
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder, toy_names
 from tests.conftest import loaded_once
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 # A short prompt, so that loops over its tokens end soon.
 SHORT = ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many has he?", "Count.", id="short")
@@ -33,13 +33,12 @@ def plain_and_hooked(name):
         folder = toy_folder(name)
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
         return plain, loaded_once(name)
-    tokenizer = load_tokenizer("toy:llama")
     settings = SETTINGS.get(name, {})
-    plain = tiny_model(name, len(tokenizer), **settings).double()
+    plain = tiny_model(name, **settings).double()
     if not settings:
         return plain, loaded_once(name)
-    same = tiny_model(name, len(tokenizer), **settings)
-    return plain, ma.load_model(same, tokenizer=tokenizer)
+    same = tiny_model(name, **settings)
+    return plain, bridge_of(same)
 
 
 def models(name):

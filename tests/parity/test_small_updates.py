@@ -5,19 +5,19 @@ import torch
 
 import mechattn as ma
 from tests.parity.plain import SHORT, seen_in
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
 
-def test_small_updates_of_a_large_stream_are_what_blocks_give(tokenizer):
+def test_small_updates_of_a_large_stream_are_what_blocks_give():
     """In bfloat16, where the difference of the streams is mostly rounding."""
-    plain, same = (tiny_model("Llama", len(tokenizer)) for _ in range(2))
+    plain, same = (tiny_model("Llama") for _ in range(2))
     for native in (plain, same):
         with torch.no_grad():
             native.model.embed_tokens.weight *= 10000
         native.bfloat16()
-    model = ma.load_model(same, tokenizer=tokenizer, verify=False)
+    model = bridge_of(same, verify=False)
     ids = SLASH.apply(SHORT, model).tokens.tolist()
     layer = plain.model.layers[0]
     into = {"before": layer, "middle": layer.post_attention_layernorm}

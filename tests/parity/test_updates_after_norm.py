@@ -6,9 +6,8 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.updates import BEFORE_NORM
-from mechattn.model.checkpoint import load_tokenizer
 from tests.parity.plain import SHORT, blocks_of, passed, rms, updates_of, weight_of
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 ANALYSES = [
@@ -23,11 +22,10 @@ SETTINGS = {"Gemma 3": {}, "OLMo 2": {"attention_bias": True}}
 @pytest.fixture(scope="module", params=SETTINGS)
 def measured(request, prompts):
     """The result in float64, the sequence with filler, and of plain transformers the run and its blocks."""
-    tokenizer = load_tokenizer("toy:llama")
     settings = SETTINGS[request.param]
-    plain, same = (tiny_model(request.param, len(tokenizer), **settings).double() for _ in range(2))
+    plain, same = (tiny_model(request.param, **settings).double() for _ in range(2))
     plain.set_attn_implementation("eager")
-    model = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
+    model = bridge_of(same, dtype=torch.float64, verify=False)
     some = [SHORT, prompts[0]]
     result = ma.run(model, some, {"slash": SLASH}, ANALYSES, keep="prompts")
     sequence = SLASH.apply(SHORT, model)
