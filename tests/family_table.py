@@ -10,14 +10,13 @@ from typing import Any
 from mechattn.analysis import ANALYSES
 from mechattn.engine.run import make_plan, run
 from mechattn.errors import MechattnError
-from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
-from mechattn.model.load import load_model, verify_model
+from mechattn.model.load import verify_model
 from mechattn.model.verify.verification import Report
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.prompt import Prompt
-from tests.tiny_families import FAMILIES, tiny_model
+from tests.tiny_families import FAMILIES, bridge_of, tiny_model
 
 _PROMPTS = (
     Prompt("Tom has 3 apples. How many apples?", "Count.", id="a"),
@@ -41,15 +40,8 @@ class Family:
 
 def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
     """Build, load, verify and analyse a tiny model of each family; about a second each."""
-    tokenizer = load_tokenizer("toy:llama")
     for name in names:
-        try:
-            model = load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer, verify=False)
-        except MechattnError as error:
-            yield Family(
-                name, FAMILIES[name][0], "", f"no: {error}", (), {a().name: "no" for a in ANALYSES}
-            )
-            continue
+        model = bridge_of(tiny_model(name), verify=False)
         report = verify_model(model)
         has = f"{len(attention_layers(model))} of {model.cfg.n_layers}"
         limits = tuple(f"{name}: {why}" for name, why in report.limited.items())
@@ -84,8 +76,6 @@ def _verified(report: Report) -> str:
     failed = [check.name for check in report.checks if check.outcome == "failed"]
     if failed:
         return f"no: {', '.join(failed)}"
-    if "logits" in report.not_checked:
-        return f"in part: {report['logits'].detail}"
     return "yes, mended" if report.mended else "yes"
 
 

@@ -6,10 +6,15 @@ Their numbers mean nothing; they show what works.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 
+import mechattn as ma
+from mechattn.model.checkpoint import load_tokenizer
+
+VOCABULARY = 784  # of the tokenizer of toy:llama
 _WINDOW = 8
 _NEO = {
     "num_layers": 2,
@@ -112,7 +117,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> Any:
+def tiny_model(family: str, vocabulary: int = VOCABULARY, seed: int = 0, **settings: Any) -> Any:
     """A transformers model of this family, with random weights large enough that attention is not
     uniform."""
     import transformers
@@ -141,3 +146,13 @@ def random_model(config: Any, seed: int = 0) -> Any:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+@cache
+def _tokenizer() -> Any:
+    return load_tokenizer("toy:llama")
+
+
+def bridge_of(model: Any, **options: Any) -> Any:
+    """The hooked model of a transformers model, with the tokenizer of toy:llama."""
+    return ma.load_model(model, tokenizer=_tokenizer(), **options)

@@ -40,10 +40,8 @@ BY_SEGMENT = Quantity(("head", "segment"), "probability", "own")
     ("quantity", "values", "message"),
     [
         (OWN, lambda own: {}, r"values\(\) gives \[\]; its quantities are \['own'\]"),
-        (OWN, lambda own: {"own": own, "more": own}, r"gives \['own', 'more'\]"),
         (OWN, lambda own: own, r"values\(\) gives a Tensor; give a mapping"),
         (OWN, lambda own: {"own": own.sum(-1)}, r"of shape \[4\]; .* \[batch, head\] = \[4, 8\]"),
-        (OWN, lambda own: {"own": own.numpy()}, r"'own' is a ndarray of shape \[4, 8\]"),
         (
             BY_SEGMENT,
             lambda own: {"own": own[..., None].expand(-1, -1, 5)},
@@ -60,6 +58,20 @@ def test_values_that_are_not_those_that_were_promised(toy, prompts, quantity, va
 def test_values_that_were_promised(toy, prompts):  # negative control
     kept = own_key({"own": OWN}, lambda own: {"own": own})
     assert ma.run(toy, prompts[:2], {}, kept)["own_key"].own.notnull().all()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        ("values", r"which is not an analysis \(it lacks values\)"),
+        ("add", r"the analysis own_key receives no data: define add\(sums, rows\)"),
+    ],
+)
+def test_an_analysis_that_lacks_a_part(no_forward, lacking, message):
+    own = own_key({"own": OWN}, lambda own: {"own": own})
+    delattr(type(own), lacking)
+    with pytest.raises(OptionError, match=message):
+        ma.run(no_forward, "Why is the old river quiet?", analyses=own)
 
 
 class Surprise(ma.analyses.QueryAnalysis):

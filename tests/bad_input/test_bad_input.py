@@ -3,7 +3,6 @@
 import json
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,10 +17,10 @@ from mechattn.errors import (
     PromptError,
     PromptTooLong,
 )
-from mechattn.model.checkpoint import load_tokenizer
-from mechattn.model.load import dtype_named
+from mechattn.prompts.prompt import as_prompts
 from tests.figures_config import figures_config
-from tests.tiny_families import tiny_model
+
+TOM = "Tom has 3 apples."
 
 
 def _toml(config):
@@ -34,7 +33,77 @@ def _toml(config):
 
 def test_the_forward_guard_can_fail(no_forward):
     with pytest.raises(pytest.fail.Exception, match="before the input was checked"):
-        ma.run(no_forward, "Tom has 3 apples.")
+        ma.run(no_forward, TOM)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error", "message"),
+    [
+        ([], {}, PromptError, "no prompts"),
+        ("   ", {}, PromptError, "empty question"),
+        (["fine", ""], {}, PromptError, "empty question"),
+        (torch.ones(3), {}, PromptError, r"integer tensor \[batch, pos\]"),
+        (torch.tensor([[1]]), {}, PromptError, "single token"),
+        (torch.tensor([[1, 5, 99999]]), {}, PromptError, "outside the vocabulary"),
+        (
+            [TOM, "word " * 1200],
+            {},
+            PromptTooLong,
+            r'prompt 1 \("word.*1,\d\d\d tokens with the condition.*takes 1,024',
+        ),
+        (
+            TOM,
+            {"conditions": {"slash": ma.MeaninglessTokens(count=1020)}},
+            PromptTooLong,
+            r'with the condition "slash" \(1020 inserted\)',
+        ),
+        (ma.Prompt(TOM, template="chat"), {}, ModelError, "no chat template"),
+        (
+            ma.Prompt("Tom", system="Solve it."),
+            {"conditions": {"x": ma.MeaninglessTokens(place="random")}},
+            ConditionError,
+            "one question token",
+        ),
+        (
+            torch.tensor([[1, 5]]),
+            {"analyses": ma.ReceivedAttention(skip_first=True)},
+            PromptError,
+            "no attention is received",
+        ),
+        (
+            TOM,
+            {"analyses": ma.ReceivedAttention(queries="answer")},
+            PromptError,
+            "no answer tokens",
+        ),
+        (
+            TOM,
+            {"conditions": {"baseline": ma.MeaninglessTokens()}},
+            OptionError,
+            "use another name",
+        ),
+        (
+            TOM,
+            {"conditions": {"arm": ma.interventions.ARM()}},
+            OptionError,
+            r"give ma\.Baseline\(intervention=ARM\(…\)\)",
+        ),
+        (TOM, {"conditions": [ma.MeaninglessTokens()]}, OptionError, "conditions"),
+        (TOM, {"layers": [4]}, OptionError, "layers 0 to 3"),
+        (TOM, {"layers": "all"}, OptionError, "layers"),
+        (TOM, {"memory": "lots"}, OptionError, "memory"),
+        (
+            TOM,
+            {"engine": "fast"},
+            OptionError,
+            "choose one of 'auto', 'streaming', 'fused', 'hooks'",
+        ),
+        (TOM, {"analyses": []}, OptionError, "analyses"),
+    ],
+)
+def test_what_run_refuses(no_forward, prompts, options, error, message):
+    with pytest.raises(error, match=message):
+        ma.run(no_forward, prompts, **options)
 
 
 def test_unknown_model_says_what_was_tried():
@@ -51,37 +120,6 @@ def test_directory_without_config(tmp_path):
         ma.load_model(str(tmp_path))
 
 
-def test_directory_without_tokenizer(checkpoint, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    model = ma.load_model(str(tmp_path))
-    with pytest.raises(
-        ModelError, match="or give token ids: as prompts, and as filler by an Insertion of your own"
-    ):
-        ma.run(model, torch.tensor([[1, 5, 6, 7]]), {"random": ma.conditions.RandomTokens(3)})
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="no tokenizer that can be loaded"):
-        ma.load_model(str(tmp_path))
-
-
-def test_a_thing_that_is_no_model():
-    with pytest.raises(ModelError, match="is not a model"):
-        ma.load_model({"a": 1})
-
-
-def test_a_prompt_that_is_too_long_says_which_and_how_long(no_forward):
-    prompts = ["Tom has 3 apples.", "word " * 1200]
-    with pytest.raises(
-        PromptTooLong, match=r'prompt 1 \("word.*1,\d\d\d tokens with the condition.*takes 1,024'
-    ):
-        ma.run(no_forward, prompts)
-
-
-def test_a_prompt_that_is_too_long_with_the_filler_only(no_forward):
-    with pytest.raises(PromptTooLong, match=r'with the condition "slash" \(1020 inserted\)'):
-        ma.run(no_forward, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=1020)})
-
-
 def test_a_model_that_gives_nan_is_refused_with_the_layer_and_head(checkpoint):
     model = _random_llama(checkpoint)
     model.model.layers[1].self_attn.q_proj.weight.data[:8] = torch.nan  # head 0 of layer 1
@@ -89,7 +127,7 @@ def test_a_model_that_gives_nan_is_refused_with_the_layer_and_head(checkpoint):
         ma.load_model(model, tokenizer=_tokenizer(checkpoint))
     hooked = ma.load_model(model, tokenizer=_tokenizer(checkpoint), verify=False)
     with pytest.raises(ModelError, match="layer 1, head 0: the attention of query 0 sums to 0"):
-        ma.run(hooked, "Tom has 3 apples.")
+        ma.run(hooked, TOM)
 
 
 def test_a_shifted_mask_is_refused(toy, monkeypatch):
@@ -101,41 +139,27 @@ def test_a_shifted_mask_is_refused(toy, monkeypatch):
 
 def test_a_model_without_attention_says_so(shared):
     with pytest.raises(ModelError, match="has no layer with attention"):
-        ma.run(shared("Mamba (no attention)"), "Tom has 3 apples.")
-
-
-def test_a_model_that_is_not_itself_is_refused_with_the_figures():
-    """One head's output goes to another head's place behind the hooks."""
-    tokenizer = load_tokenizer("toy:llama")
-    hooked = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
-    hooked.blocks[1].attn.o.original_component.register_forward_pre_hook(
-        lambda _, args: (args[0].roll(16, -1),)
-    )
-    elsewhere = hooked.__class__.__new__(hooked.__class__)
-    elsewhere.__dict__ = {
-        k: v for k, v in hooked.__dict__.items() if k != "_mechattn"
-    }  # as if made by other code
-    said = r"(?s)not the model itself.*logits failed: .* where .* is expected.*heads failed in layer 1.*verify=False"
-    with pytest.raises(ModelError, match=said):
-        ma.run(elsewhere, "Tom has 3 apples.")
-    assert not ma.run(hooked, "Tom has 3 apples.").provenance["model"]["verified"]
-
-
-@pytest.mark.parametrize("name", ["float8", "int64"])
-def test_a_dtype_that_is_none(name):
-    with pytest.raises(OptionError, match="float32"):
-        dtype_named(name)
-
-
-def test_an_engine_that_is_none(toy):
-    with pytest.raises(OptionError, match="choose one of 'auto', 'streaming', 'fused', 'hooks'"):
-        ma.run(toy, "Tom has 3 apples.", engine="fast")
+        ma.run(shared("Mamba (no attention)"), TOM)
 
 
 def test_a_probe_of_nothing(toy):
     for length in (2, 8.5):
         with pytest.raises(OptionError, match=f"length={length}: give a whole number, at least 8"):
             ma.verify_model(toy, length=length)
+
+
+@pytest.mark.parametrize("field", ["question", "solution", "counterpart", "other_answer"])
+def test_half_of_a_surrogate_pair_is_no_text(field):
+    with pytest.raises(PromptError, match="half of a surrogate pair"):
+        ma.Prompt(**{"question": "Tom", field: "3 \ud800"})
+
+
+def test_a_mask_of_another_length_is_not_cut():
+    encoding = {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}
+    with pytest.raises(
+        PromptError, match=r"rows of \[3\] tokens, but attention_mask rows of \[2\]"
+    ):
+        as_prompts(encoding)
 
 
 def test_an_option_that_transformer_lens_does_not_take():
@@ -161,7 +185,7 @@ def test_a_tokenizer_without_bos_where_one_is_asked_for(no_forward, monkeypatch)
     without.bos_token = None
     monkeypatch.setattr(no_forward, "_tokenizer", without)
     with pytest.raises(ModelError, match="default_prepend_bos = False"):
-        ma.run(no_forward, "Tom has 3 apples.")
+        ma.run(no_forward, TOM)
 
 
 def test_options_that_a_hooked_model_cannot_take(toy):
@@ -175,17 +199,6 @@ def test_padded_token_ids(no_forward):
     for row in ([5, 6, pad], [pad, 5, 6]):
         with pytest.raises(PromptError, match="padding token"):
             ma.run(no_forward, torch.tensor([row]))
-
-
-def test_a_baseline_that_inserts(no_forward):
-    with pytest.raises(OptionError, match="use another name"):
-        ma.run(no_forward, "Tom has 3 apples.", {"baseline": ma.MeaninglessTokens()})
-
-
-def test_nothing_left_to_measure(no_forward):
-    analysis = ma.ReceivedAttention(skip_first=True)
-    with pytest.raises(PromptError, match="no attention is received"):
-        ma.run(no_forward, torch.tensor([[1, 5]]), analyses=analysis)
 
 
 def test_answers_that_are_not_there(tmp_path):
@@ -238,78 +251,16 @@ def _tokenizer(checkpoint):
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-@pytest.mark.parametrize("prompts", [[], "", "   ", ["fine", ""], None, 3])
-def test_no_prompts_and_empty_prompts(no_forward, prompts):
-    with pytest.raises(PromptError, match=r"no prompts|empty question|give a text"):
-        ma.run(no_forward, prompts)
-
-
-def test_prompts_of_other_kinds(no_forward):
-    with pytest.raises(PromptError, match="prompt 1 is of type int"):
-        ma.run(no_forward, ["fine", 3])
-    with pytest.raises(PromptError, match=r"integer tensor \[batch, pos\]"):
-        ma.run(no_forward, torch.ones(3))
-    with pytest.raises(PromptError, match=r"outside the vocabulary"):
-        ma.run(no_forward, torch.tensor([[1, 5, 99999]]))
-
-
-def test_a_single_token(no_forward):
-    with pytest.raises(PromptError, match="single token"):
-        ma.run(no_forward, torch.tensor([[no_forward.tokenizer.bos_token_id]]))
-
-
 def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forward):
     with pytest.raises(ConditionError, match=r"become \['hello'.*|become \[.*Use count="):
-        ma.run(no_forward, "Tom has 3 apples.", {"x": ma.MeaninglessTokens("zebra", count=55)})
-
-
-def test_random_place_in_a_question_of_one_token(no_forward):
-    prompt = ma.Prompt("Tom", system="Solve it.")
-    with pytest.raises(ConditionError, match="one question token"):
-        ma.run(no_forward, prompt, {"x": ma.MeaninglessTokens(place="random")})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"layers": []},
-        {"layers": "all"},
-        {"conditions": [ma.MeaninglessTokens()]},
-        {"conditions": {"baseline": "slash"}},
-        {"memory": "lots"},
-        {"keep": "all"},
-        {"analyses": []},
-    ],
-)
-def test_options_of_run(no_forward, options):
-    with pytest.raises(OptionError):
-        ma.run(no_forward, "Tom has 3 apples.", **options)
-
-
-def test_layer_out_of_range_gives_the_range(no_forward):
-    with pytest.raises(OptionError, match="layers 0 to 3"):
-        ma.run(no_forward, "Tom has 3 apples.", layers=[4])
+        ma.run(no_forward, TOM, {"x": ma.MeaninglessTokens("zebra", count=55)})
 
 
 def test_head_out_of_range_gives_the_range(no_forward, slash_result):
     with pytest.raises(OptionError, match="0 to 7"):
-        ma.pattern(no_forward, "Tom has 3 apples.", layer=0, heads=[8])
+        ma.pattern(no_forward, TOM, layer=0, heads=[8])
     with pytest.raises(OptionError, match="0 to 7"):
         ma.render.received_attention(slash_result, layer=0, heads=[0, 8])
-
-
-def test_answer_queries_without_answers(no_forward):
-    with pytest.raises(PromptError, match="no answer tokens"):
-        ma.run(no_forward, "Tom has 3 apples.", analyses=[ma.ReceivedAttention(queries="answer")])
-    with pytest.raises(OptionError, match="queries='some'"):
-        ma.ReceivedAttention(queries="some")
-
-
-def test_no_chat_template_and_no_such_template(no_forward):
-    with pytest.raises(ModelError, match="no chat template"):
-        ma.run(no_forward, ma.Prompt("Tom has 3 apples.", template="chat"))
-    with pytest.raises(OptionError, match="'plain', 'chat'"):
-        ma.load_prompts("word-problems", template="chatty")
 
 
 def test_a_prompt_too_long_for_a_map(no_forward):
@@ -338,35 +289,12 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
     with pytest.raises(PromptError, match="no file of prompts"):
         ma.load_prompts(str(tmp_path / "missing.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes('{"question": "é"}'.encode("latin-1"))
-    with pytest.raises(PromptError, match="not UTF-8"):
+    with pytest.raises(PromptError, match=r"line 1 of .*latin\.jsonl is not UTF-8 text .*save"):
         ma.load_prompts(str(tmp_path / "latin.jsonl"))
     with pytest.raises(PromptError, match="loading it from the hub failed"):
         ma.load_prompts("no/such-data-set")
     with pytest.raises(OptionError, match="limit=0"):
         ma.load_prompts("word-problems", limit=0)
-
-
-def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OutputError, match="nothing can be written"):
-        make_figures(
-            figures_config(
-                tmp_path / "file" / "figures", ["no/such-model"], "word-problems", 4, 0, [0]
-            )
-        )
-
-
-def test_saving_over_something_else(slash_result, tmp_path):
-    with pytest.raises(OutputError, match=r'should end with "\.zarr"'):
-        slash_result.save(tmp_path / "result.txt")
-    other = tmp_path / "other.zarr"
-    other.mkdir()
-    (other / "precious").write_text("data")
-    with pytest.raises(OutputError, match="is not a stored result"):
-        slash_result.save(other)
-    assert (other / "precious").read_text() == "data"
-    with pytest.raises(OutputError, match="no stored result"):
-        ma.load_result(other)
 
 
 def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
@@ -381,7 +309,6 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("mechattn.commands.figures.load_model", None)
-    monkeypatch.setattr("mechattn.commands.run_config.compute", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):
         make_figures(figures_config(tmp_path, both, "word-problems", 8, 5, [0]))
@@ -389,26 +316,6 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
         make_figures(
             figures_config(tmp_path, ["toy:llama", "no/such-model"], "word-problems", 8, 0, [0])
         )
-    config = {
-        "model": both,
-        "prompts": {"source": "word-problems", "limit": 8},
-        "conditions": {"slash": {}},
-    }
-    config["output"] = {
-        "result": str(tmp_path / "{model}.zarr"),
-        "page": str(tmp_path / "page.html"),
-    }
-    for change, message in (
-        ({"layers": [0, 5]}, "layer 5 is out of range: toy:llama has layers 0 to 3"),
-        ({"output": config["output"] | {"heads": [8]}}, "head 8 is out of range"),
-        (
-            {"layers": [0], "output": config["output"] | {"layer": 1}},
-            r"not among those measured, \[0\]",
-        ),
-    ):
-        (tmp_path / "config.toml").write_text(_toml(config | change))
-        with pytest.raises(OptionError, match=message):
-            run_from_config(tmp_path / "config.toml")
 
 
 @pytest.mark.parametrize(
@@ -420,15 +327,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
             {"conditions": {"x": {"cuont": 5}}},
             r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
         ),
-        (
-            {"conditions": {"x": {"place": ["start", "end"]}}},
-            r"conditions\.x\.place: Input should be",
-        ),
         ({"figures": [{"kind": "chnage_map"}]}, r"did you mean 'change_map'"),
-        (
-            {"figures": [{"kind": "change_map", "layr": 1}]},
-            r"figures\[0\]\.layr: there is no such key",
-        ),
         (
             {"figures": [{"kind": "change_map", "condition": "dash"}]},
             r"no condition 'dash'; the conditions are slash",
@@ -437,7 +336,8 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
             {"figures": [{"kind": "scale_by_layer"}]},
             r"shows AffineShift, which is not among the analyses",
         ),
-        ({"figures": [{"kind": "by_layer"}]}, r"figures\[0\]\.quantity: is missing"),
+        ({"layers": [0, 5]}, "layer 5 is out of range: toy:llama has layers 0 to 3"),
+        ({"chunk": 0}, r"chunk: Input should be greater than or equal to 1"),
     ],
 )
 def test_config_files(tmp_path, change, message):
@@ -456,32 +356,18 @@ def test_config_files(tmp_path, change, message):
     ("make", "message"),
     [
         (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
-        (lambda: ma.MeaninglessTokens(text=5), "the text to repeat"),
         (lambda: ma.MeaninglessTokens(place="end"), "before_question"),
         (lambda: ma.MeaninglessTokens(""), "text='': give the text"),
-        (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
+        (lambda: ma.ReceivedAttention(queries="some"), "queries='some'"),
         (
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",
         ),
     ],
 )
-def test_conditions_that_cannot_be(make, message):
+def test_options_that_cannot_be(make, message):
     with pytest.raises(OptionError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda n: ma.load_prompts("word-problems", limit=n), "the package has 512 questions .word-problems. with seed=0"),
-        (lambda n: ma.MeaninglessTokens("/", count=n), "count=.*at most 1,000,000"),
-        (lambda n: ma.random_weights("toy:llama", seed=n), "seed=.*at most 9,223"),
-    ],
-)  # fmt: skip
-def test_numbers_beyond_any_use(ask, message):
-    with pytest.raises(OptionError, match=message):
-        ask(10**400)
 
 
 def test_config_file_that_is_not_there_or_not_toml(tmp_path):
@@ -492,22 +378,17 @@ def test_config_file_that_is_not_there_or_not_toml(tmp_path):
         run_from_config(tmp_path / "bad.toml")
 
 
-@pytest.mark.parametrize("given", ["received_attention", ma.ReceivedAttention, [3]])
+@pytest.mark.parametrize("given", ["received_attention", ma.ReceivedAttention])
 def test_what_is_no_analysis(no_forward, given):
     with pytest.raises(
         OptionError,
         match=r"which is not an analysis \(.*\); give one such as ma\.ReceivedAttention\(\)",
     ):
-        ma.run(no_forward, "Tom has 3 apples.", analyses=given)
-
-
-def test_an_intervention_in_the_place_of_a_condition(no_forward):
-    with pytest.raises(OptionError, match=r"give ma\.Baseline\(intervention=ARM\(…\)\)"):
-        ma.run(no_forward, "Tom has 3 apples.", {"arm": ma.interventions.ARM()})
+        ma.run(no_forward, TOM, analyses=given)
 
 
 def test_a_path_in_the_place_of_a_result(toy, tmp_path):
-    result = ma.run(toy, "Tom has 3 apples.")
+    result = ma.run(toy, TOM)
     with pytest.raises(OptionError, match=r"load it first: ma\.load_result\('r\.zarr'\)"):
         ma.merge_results([result, "r.zarr"])
     result.save(tmp_path / "r.zarr")
@@ -530,7 +411,7 @@ def test_a_path_that_names_nothing(path):
 @pytest.fixture(scope="module")
 def baseline_alone(toy):
     """A result of two texts without a condition."""
-    texts = ["Tom has 3 apples.", "A farmer has 12 cows."]
+    texts = [TOM, "A farmer has 12 cows."]
     analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations()]
     return ma.run(toy, texts, analyses=analyses, layers=[0])
 
@@ -542,17 +423,10 @@ def baseline_alone(toy):
             lambda toy, r: ma.run(toy, "a b c", {"s": ma.MeaninglessTokens}),
             "'s' is <class .*MeaninglessTokens.*>; give an instance",
         ),
-        (lambda toy, r: ma.conditions.Text(""), "give the text to insert"),
-        (lambda toy, r: r.save("\ud83d.zarr"), "cannot be the name of a file"),
         (lambda toy, r: r.page("x" * 300 + ".html"), "File name too long"),
-        (lambda toy, r: ma.conditions.Text("a", after=""), "after=''"),
         (
             lambda toy, r: ma.interventions.HeadAblation((1, 4)),
             r"heads=\(1, 4\): give a tuple of \(layer, head\) pairs",
-        ),
-        (
-            lambda toy, r: ma.render.received_attention(r, 0, [1.5]),
-            "heads holds 1.5; give whole numbers",
         ),
         (
             lambda toy, r: ma.render.received_attention(r, "0", [1]),
@@ -564,27 +438,8 @@ def baseline_alone(toy):
         ),
         (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
         (lambda toy, r: ma.load_model("toy:llama", n_devices=2), "n_devices=2 requires CUDA"),
-        (
-            lambda toy, r: ma.load_model("toy:llama", device_map={"a": "cpu", "b": "cuda:0"}),
-            "cannot load .*device_map mixes",
-        ),
     ],
 )
 def test_what_a_user_may_well_type(toy, baseline_alone, call, message):
     with pytest.raises(ma.MechattnError, match=message):
         call(toy, baseline_alone)
-
-
-@pytest.mark.parametrize("token", [10**30, True, 1.5])
-def test_a_token_id_that_is_no_whole_number(token):
-    with pytest.raises(
-        PromptError, match=f"prompt a holds the token id {token!r:.40}; give whole numbers"
-    ):
-        ma.Prompt(id="a", tokens=(1, 2, token))
-    assert ma.Prompt(tokens=(np.int64(1), 2)).tokens == (1, 2)
-
-
-@pytest.mark.parametrize("single", ["Tom", (1, 20, 31)])
-def test_one_version_is_not_taken_for_those_of_all_prompts(single):
-    with pytest.raises(OptionError, match="give a list with a version of each prompt"):
-        ma.conditions.Counterpart(single)

@@ -67,10 +67,6 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
             {"server": ADDRESS, "conditions": {"x": SLASH.masked()}},
             "'x' acts inside the model",
         ),
-        (
-            {"server": ADDRESS, "conditions": {"baseline": SLASH}},
-            r"the baseline is the unchanged prompt",
-        ),
     ],
 )
 def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
@@ -85,7 +81,6 @@ def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
     "options",
     [
         {"address": "http://user:hunter2@host:8000/v1"},
-        {"address": "https://host/v1?api_key=hunter2"},
         {"address": ADDRESS, "key": "sk-hunter2"},  # no environment variable
         {"address": ADDRESS, "key": "hunter2hunter2hunter2hunter2"},
     ],
@@ -119,10 +114,3 @@ def test_no_model_is_read_for_a_server(some, monkeypatch):
     )
     with pytest.raises(ModelError, match="there is no toy 'toy:lama'"):
         ma.evaluate("toy:lama", some, server=ADDRESS)
-    with pytest.raises(OptionError, match="acts inside the model"):
-        ma.evaluate(
-            "toy:llama",
-            some,
-            {"x": ma.Baseline(intervention=ma.interventions.ARM())},
-            server=ADDRESS,
-        )

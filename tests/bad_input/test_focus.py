@@ -9,44 +9,31 @@ import mechattn as ma
 from mechattn.errors import ModelError, OptionError, PromptError
 from mechattn.evaluation.evaluation import Evaluation
 from tests.evaluation import by_hand
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 PROMPT = ma.Prompt(
     "Tom has 3 apples and 2 pears. How many fruits does Tom have?", "Count.", id="0", solution="5"
 )
 
 
-def test_too_short_for_sinks_and_for_a_rank(no_forward):
-    with pytest.raises(PromptError, match="has 3 tokens; a sink must be seen by 16"):
-        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.AttentionSinks())
-    with pytest.raises(PromptError, match="too few for a target of rank 2"):
-        ma.run(
-            no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.ScoreDecomposition(rank=2)
-        )
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("analysis", "message"),
     [
-        (lambda m: ma.pattern(m, PROMPT, 0, heads=[]), "heads=.. is empty"),
-        (lambda m: ma.pattern(m, PROMPT, 0, heads="0"), "heads holds '0'; give whole numbers"),
-        (lambda m: ma.pattern(m, PROMPT, 0, max_tokens="5"), "max_tokens='5': give a whole number"),
-        (lambda m: ma.run(m, PROMPT, analyses=ma.analyses.ScoreDecomposition()), "RoPE"),
+        (ma.analyses.AttentionSinks(), "has 3 tokens; a sink must be seen by 16"),
+        (ma.analyses.ScoreDecomposition(rank=2), "too few for a target of rank 2"),
     ],
 )
-def test_layers_heads_and_models(toy, call, message):
-    with pytest.raises((OptionError, ModelError), match=message):
-        call(toy)
+def test_too_short(no_forward, analysis, message):
+    with pytest.raises(PromptError, match=message):
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=analysis)
 
 
-def test_a_rank_that_is_none():
-    with pytest.raises(OptionError, match=r"rank=-1: give a whole number"):
-        ma.analyses.ScoreDecomposition(rank=-1)
+def test_scores_of_a_model_that_rotates(no_forward):
+    with pytest.raises(ModelError, match="RoPE"):
+        ma.run(no_forward, PROMPT, analyses=ma.analyses.ScoreDecomposition())
 
 
-@pytest.mark.parametrize(
-    "option", [{"threshold": 0}, {"threshold": 1.2}, {"gap": 2.5}, {"massive": (1.0,)}]
-)
+@pytest.mark.parametrize("option", [{"threshold": 1.2}, {"massive": (1.0,)}])
 def test_options_of_sinks(option):
     with pytest.raises(OptionError, match=next(iter(option))):
         ma.analyses.AttentionSinks(**option)
@@ -64,19 +51,20 @@ def capped_unlike_its_configuration(plain):
     ("family", "change"),
     [("Cohere", scaled_unlike_its_configuration), ("Llama", capped_unlike_its_configuration)],
 )
-def test_logits_that_are_made_in_a_way_that_is_not_known(tokenizer, family, change):
-    plain = tiny_model(family, len(tokenizer))
+def test_logits_that_are_made_in_a_way_that_is_not_known(family, change):
+    plain = tiny_model(family)
     change(plain)
-    model = ma.load_model(plain, tokenizer=tokenizer, verify=False)
+    model = bridge_of(plain, verify=False)
     with pytest.raises(
         ModelError, match=r"are not W_U · norm\(residual stream\), even with a factor or cap"
     ):
         ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits())
 
 
-def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
+def test_a_norm_after_attention_that_is_none(monkeypatch):
     """A part of what a tanh is given adds nothing of its own to what it gives."""
-    model = ma.load_model(tiny_model("Gemma 3", len(tokenizer)), tokenizer=tokenizer)
+    plain = tiny_model("Gemma 3")
+    model = bridge_of(plain, verify=False)
     monkeypatch.setitem(vars(model.blocks[1].ln1_post), "forward", torch.tanh)
     with pytest.raises(
         ModelError, match=r"the norm after attention of layer 1 is not a norm of the form γ · x / σ"
@@ -98,11 +86,6 @@ def test_a_config_with_a_reading_that_was_not_measured(tmp_path):
         (tmp_path / "config.toml").write_text(text % reading)
         with pytest.raises(OptionError, match=message):
             read_config(tmp_path / "config.toml")
-    (tmp_path / "config.toml").write_text(
-        text.replace('kind = "HeadUpdates"', 'kind = "HeadUpdates"\nweights = 3') % "mixed"
-    )
-    with pytest.raises(OptionError, match="weights: there is no such key"):
-        read_config(tmp_path / "config.toml")
 
 
 def test_an_evaluation_without_log_probabilities(tmp_path):
@@ -111,9 +94,6 @@ def test_an_evaluation_without_log_probabilities(tmp_path):
     Evaluation(answers, {}).save(tmp_path / "e.jsonl")
     read = ma.load_evaluation(tmp_path / "e.jsonl")
     assert [math.isnan(answer.logprob) for answer in read.answers] == [True, False]
-    for count in (2.0, "2"):
-        with pytest.raises(OptionError, match="give"):
-            read.pass_at_k(count)
 
 
 class Misspelt(ma.analyses.BlockUpdates):

@@ -50,12 +50,9 @@ def test_a_result_names_the_commit_of_its_model(monkeypatch, checkpoint, tmp_pat
     shutil.copytree(checkpoint, folder / "snapshots" / commit)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
-    result = ma.run(
-        ma.load_model("some/model"), "What is 3 + 4?", {"slash": ma.MeaninglessTokens("/", 3)}
-    )
-    assert result.provenance["model"]["revision"] == commit
-    other = ma.run(ma.load_model(str(checkpoint)), "What is 3 + 4?")
-    assert other.provenance["model"]["revision"] is None  # negative control
+    for name, revision in (("some/model", commit), (str(checkpoint), None)):
+        result = ma.run(ma.load_model(name, verify=False), "What is 3 + 4?")
+        assert result.provenance["model"]["revision"] == revision
 
 
 def test_another_commit_is_another_job(monkeypatch, prompts, checkpoint, tmp_path):

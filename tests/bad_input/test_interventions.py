@@ -19,14 +19,9 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.interventions.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
         (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile"),
         (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* no fraction"),
-        (lambda: ma.interventions.ARM(p1=1), "p1=1: give a percentile, 0 or above 1"),
         (
             lambda: ma.interventions.ARM(form="published"),
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
-        ),
-        (
-            lambda: ma.interventions.AttentionKnockout("questions"),
-            "queries='questions': choose among 'first'",
         ),
         (
             lambda: ma.analyses.MlpActivations("percentile"),
@@ -36,21 +31,11 @@ PROMPT = "Tom has 3 apples."
             lambda: ma.analyses.MlpActivations("quantile", 25),
             "value=25: give a quantile",
         ),
-        (
-            lambda: ma.analyses.MlpActivations("absolute", 0),
-            "value=0: give a number above 0",
-        ),
-        (lambda: ma.analyses.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
     ],
 )
 def test_options(make, message):
     with pytest.raises(OptionError, match=message):
         make()
-
-
-def test_percentiles_that_are_taken():
-    for p1 in (0, 1.01, 85, 100):
-        assert ma.interventions.ARM(p1=p1).p1 == p1
 
 
 @pytest.mark.parametrize(
@@ -59,21 +44,15 @@ def test_percentiles_that_are_taken():
         (ma.interventions.ARM(layers=9), "layer 9 is out of range"),
         (ma.interventions.AffineAttention(scale=torch.ones(3)), "scale has the shape .* 8 heads"),
         (
-            ma.interventions.AffineAttention(shift=torch.ones(3, 16)),
-            "shift has the shape .* 8 heads",
-        ),
-        (
             ma.interventions.RecordedAffine({"other": {}}, 0, "elsewhere"),
             "prompt '0' was not recorded",
         ),
         (ma.interventions.HeadAblation(()), "ablates nothing"),
         (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range"),
-        (ma.interventions.HeadAblation(((7, 0),)), "layer 7 is out of range"),
         (
             ma.interventions.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)),
             "not layer 1",
         ),
-        ("arm", "intervention='arm': give an intervention such as ARM"),
         (
             ma.interventions.ARM,
             r"intervention=<class .*ARM\(\) \(with brackets\)",
@@ -102,13 +81,13 @@ def assert_both_refuse(model, message):
         ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01))
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "GPT-OSS"])
+@pytest.mark.parametrize("family", ["GPT-OSS"])
 def test_a_mixture_of_experts(shared, family):
     assert_both_refuse(shared(family), r"layer \d is a mixture of experts")
 
 
-def test_several_mlps(tokenizer):
-    plain = tiny_model("Llama", len(tokenizer))
+def test_several_mlps():
+    plain = tiny_model("Llama")
     plain.model.layers[0].another = torch.nn.Module()
     plain.model.layers[0].another.act_fn = torch.nn.SiLU()
     with pytest.raises(ModelError, match="layer 0 has several MLPs"):
@@ -116,7 +95,7 @@ def test_several_mlps(tokenizer):
 
 
 def test_folded_weights_compute_the_nonlinearity_elsewhere():
-    bridge = ma.load_model("toy:llama")
+    bridge = ma.load_model("toy:llama", verify=False)
     bridge.enable_compatibility_mode()
     model = ma.load_model(bridge, verify=False)
     assert_both_refuse(model, "layer 0 has run without its nonlinearity")

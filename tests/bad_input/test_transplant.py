@@ -1,7 +1,6 @@
 """Transplants that cannot be: told before anything is run."""
 
 import pytest
-import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
@@ -61,11 +60,3 @@ def test_a_model_whose_other_layers_carry_on(shared, prompts):
     }
     with pytest.raises(OptionError, match="the other layers pass on these tokens' content"):
         ma.run(hybrid, prompts[:2], swapped)
-
-
-def test_outside_of_run_and_evaluate_segments_are_not_known(toy, recorded):
-    with (
-        ma.interventions.KVPatch("inserted", recorded).on(toy, ["0"]),
-        pytest.raises(OptionError, match="the segment of each"),
-    ):
-        toy(torch.tensor([[1, 5, 6]]))

@@ -147,8 +147,6 @@ def test_what_it_refuses():
         (dict(top=HEADS), f"top=60: give a number of heads below {HEADS}"),
         (dict(top=None), "10 prompts; give at least 12"),
         (dict(condition="c0", over=["c0", "c1"]), "condition=… or over="),
-        (dict(over=["c0"]), "name at least two different conditions"),
-        (dict(condition="c9"), "no condition 'c9'"),
         (dict(top=None, by="beyond"), "by='beyond' ranks heads, so say top="),
     ):
         with pytest.raises(OptionError, match=message):

@@ -8,11 +8,6 @@ from scipy import optimize, stats
 from mechattn.functional import activations as fn
 
 
-@pytest.fixture
-def pre():
-    return 2 * torch.randn(6, 151, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 def test_gini_at_its_ends():
     assert float(fn.gini(torch.ones(7))) == pytest.approx(0, abs=1e-6)
     assert float(fn.gini(torch.tensor([0.0, 0, 0, 5]))) == pytest.approx(3 / 4)
@@ -32,25 +27,3 @@ def test_minimum_of_a_nonlinearity():
     assert fn.minimum_of(torch.nn.functional.relu) == 0
     assert fn.minimum_of(torch.tanh) < -15
     assert fn.minimum_of(torch.nn.functional.softplus) == -20
-
-
-def test_two_near_zero_populations(pre):
-    """Switched off: far to the left of the minimum. The others lie about 0; together they are all near-zeros."""
-    x = torch.nn.functional.silu(pre)
-    minimum = fn.minimum_of(torch.nn.functional.silu)
-    off = fn.saturated_share(x, pre, 0.1, minimum)
-    about_zero = ((x.abs() <= 0.1) & (pre.abs() < 0.5)).double().mean(-1)
-    torch.testing.assert_close(off.double() + about_zero, fn.near_zero_share(x, 0.1).double())
-    assert (off > 0).all()
-    assert (about_zero > 0).all()
-
-
-def test_counts_between_edges(pre):
-    edges = torch.tensor([-0.5, -0.1, 0.0, 0.3, 1.0], dtype=torch.float64)
-    pre[0, :3] = torch.tensor([-0.5, 0.0, 1.0])
-    expected = [
-        int(((pre >= a) & (pre < b)).sum())
-        for a, b in zip([-np.inf, *edges], [*edges, np.inf], strict=True)
-    ]
-    assert fn.counts_between(pre, edges).tolist() == expected
-    assert sum(expected) == pre.numel()

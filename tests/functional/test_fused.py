@@ -23,6 +23,8 @@ def made(kind, length, dtype=torch.float32, seed=0):
     bias = slopes * torch.arange(length) if kind in ("ALiBi", "both") else None
     sinks = torch.randn(6, generator=draw) if kind in ("sinks", "both") else None
     q, k, v = (part.to(dtype) for part in (q, k, v))
+    if dtype == torch.float64:  # what is added to scores is in float32 else
+        bias, sinks = (None if part is None else part.double() for part in (bias, sinks))
     weights = (torch.rand(2, length, 3, generator=draw) < 0.5).float()
     weights[1, length // 2 :] = 0
     return Attention(2 * q, k, v, 0.4, bias, sinks=sinks), weights
@@ -38,15 +40,9 @@ def by_squares(attention, weights):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 17])
 def test_float64_agrees_with_the_square(kind, length):
-    attention, weights = made(kind, length)
-    wide = Attention(
-        *(part.double() for part in (attention.q, attention.k, attention.v)),
-        attention.scale,
-        None if attention.bias is None else attention.bias.double(),
-        sinks=None if attention.sinks is None else attention.sinks.double(),
-    )
-    fused = fused_attention(wide)
-    expected = by_squares(wide, weights)
+    attention, weights = made(kind, length, torch.float64)
+    fused = fused_attention(attention)
+    expected = by_squares(attention, weights)
     for got, value in zip(
         (fused.out, fused.column_sums(weights), fused.own), expected, strict=True
     ):

@@ -58,41 +58,6 @@ def test_the_loop_would_notice_a_shifted_mask(random_pattern):
     assert (shifted - loop_over_queries(pattern, counted))[:, :-1].abs().max() > 0.01
 
 
-def test_the_loop_would_notice_the_own_key(random_pattern):
-    pattern = random_pattern(heads=3, length=11)
-    counted = torch.ones(11, dtype=torch.bool)
-    expected = loop_over_queries(pattern, counted)
-    assert (received(pattern, counted, include_self=True) - expected)[:, :-1].abs().max() > 0.01
-
-
-def test_a_key_that_no_counted_query_sees_is_nan(random_pattern):
-    pattern = random_pattern(heads=2, length=5)
-    counted = torch.tensor([True, True, True, False, False])
-    assert received(pattern, counted).isnan().tolist() == [[False, False, True, True, True]] * 2
-
-
-def test_the_mean_of_a_segment_leaves_out_keys_without_queries(random_pattern):
-    pattern = random_pattern(heads=2, length=7)
-    counted = torch.tensor([False, True, True, False, True, True, True])
-    member = torch.tensor(
-        [
-            [True, True, False, False, False, False, False],
-            [False, False, True, True, True, True, True],
-        ]
-    )
-    per_key = loop_over_queries(pattern, counted)
-    assert per_key.isnan().any()
-    mean = fn.segment_mean(per_key[None], member[None])[0]
-    for segment, keys in enumerate(member):
-        expected = per_key[:, keys].nanmean(-1)
-        torch.testing.assert_close(mean[:, segment], expected)
-
-
-def test_an_empty_segment_has_no_mean(random_pattern):
-    per_key = random_pattern(heads=1, length=4)[:, -1]
-    assert fn.segment_mean(per_key[None], torch.zeros(1, 1, 4, dtype=torch.bool)).isnan().all()
-
-
 def test_the_drop_of_a_content_blind_head_by_definition():
     """30 system, 55 inserted and 100 question tokens under uniform attention: the drop that is none."""
 

@@ -140,11 +140,3 @@ def test_some_queries_have_the_rows_of_all():
     torch.testing.assert_close(some_out[:, :, queries], out[:, :, queries])
     assert some[:, :, : queries.start].isnan().all()
     assert some[:, :, queries.stop :].isnan().all()
-
-
-def test_rows_need_no_values():
-    q, k, v = random_qkv(2, 4, 2, 70, 8)
-    pattern, _ = in_blocks(q, k, v, 0.3)
-    same, out = in_blocks(q, k, v[..., :0], 0.3)
-    torch.testing.assert_close(same, pattern)
-    assert out.shape == (2, 4, 70, 0)

@@ -1,4 +1,4 @@
-"""How many inputs each test tries: 100, or MECHATTN_FUZZ (``make fuzz`` has 10,000)."""
+"""How many inputs each test tries: 40, or MECHATTN_FUZZ (``make fuzz`` has 10,000)."""
 
 import faulthandler
 import os
@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "fuzz",
-    max_examples=int(os.environ.get("MECHATTN_FUZZ", "100")),
+    max_examples=int(os.environ.get("MECHATTN_FUZZ", "40")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,

@@ -9,8 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model.verify.config_fields import KNOWN, REFUSED, unknown_fields
-from tests.tiny_families import tiny_model
+from mechattn.model.verify.config_fields import unknown_fields
+from tests.tiny_families import bridge_of, tiny_model
 
 KINDS = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 # What they do to attention shows beyond a probe's length, or in texts of another kind, and mechattn has no null for it.
@@ -34,22 +34,17 @@ def test_every_architecture_that_transformer_lens_knows_is_known_or_refused(kind
     assert bool(unknown) == (kind in REFUSED_KINDS), unknown
 
 
-def test_no_field_is_both_and_each_has_a_reason():
-    assert not set(KNOWN) & set(REFUSED)
-    assert all(KNOWN.values())
-
-
-def test_a_field_that_nobody_has_looked_at_stops_the_model(tokenizer):
-    given = tiny_model("Llama", len(tokenizer))
+def test_a_field_that_nobody_has_looked_at_stops_the_model():
+    given = tiny_model("Llama")
     given.config.attention_gap = 3
     with pytest.raises(ModelError, match=r"attention_gap = 3.*verify=False measures anyway"):
-        ma.load_model(given, tokenizer=tokenizer)
-    taken = ma.load_model(given, tokenizer=tokenizer, verify=False)
+        bridge_of(given)
+    taken = bridge_of(given, verify=False)
     assert ma.verify_model(taken)["config"].outcome == "failed"
 
 
-def test_a_field_that_is_off_stops_nothing(tokenizer):
-    given = tiny_model("Llama", len(tokenizer))
+def test_a_field_that_is_off_stops_nothing():
+    given = tiny_model("Llama")
     given.config.attention_gap = 0
     given.config.index_topk = None
     given.config.attention_chunk_size = None

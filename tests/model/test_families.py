@@ -24,6 +24,7 @@ HOOKS_BY_FLAG = (
     "hook_v_input",
     "hook_result",
 )
+ONCE = "_hf_autograd_forward_with_hooks"  # of norms, what is replaced
 NO_POSITION_IDS = ("BLOOM", "Mamba (no attention)")
 # What differs between families, once; tests/test_families.py loads, verifies and measures all of them.
 DIFFERENT = (
@@ -84,9 +85,12 @@ def test_a_family_has_no_unknown_field_and_no_boundary(family, shared):
 def test_norms_computed_once_change_no_bit(family, shared):
     model = shared(family)
     own_attributes = [set(vars(module)) for module in model.modules()]
+    norms = [module for module in model.modules() if hasattr(type(module), ONCE)]
+    assert norms
     with torch.no_grad():
         before = model(TOKENS[:, :12])
         with norms_once(model):
+            assert all(ONCE in vars(norm) for norm in norms), "wherever a norm lies"
             once = model(TOKENS[:, :12])
     assert torch.equal(once, before)
     assert [set(vars(module)) for module in model.modules()] == own_attributes

@@ -7,18 +7,13 @@ import mechattn as ma
 from mechattn.model.head_parts import output_projection
 from mechattn.model.hooks import split_heads
 from mechattn.model.patch.keys_values_z import changing_z
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 FAMILY, HEADS, WIDTH = "DeepSeek-V3 (latent attention)", 4, 16
 TOKENS = torch.arange(5, 25)[None]
 
 
-@pytest.fixture(scope="module")
-def latent(tokenizer):
-    return ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
-
-
-def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
+def test_a_head_that_is_split_elsewhere_is_noticed(monkeypatch):
     """Σ_h z W_O is the same however z is split; pattern · v is not."""
     cut = torch.arange(HEADS * WIDTH).roll(WIDTH // 2)
 
@@ -27,13 +22,14 @@ def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
 
     monkeypatch.setattr("mechattn.model.hooks.split_heads", elsewhere)
     with pytest.raises(ma.MechattnError, match="values failed"):
-        ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
+        bridge_of(tiny_model(FAMILY))
 
 
-@pytest.mark.parametrize("head", [0, 2])
-def test_a_head_is_taken_away_alone(latent, tokenizer, head):
+def test_a_head_is_taken_away_alone(shared):
     """As from the model of transformers whose W_O has no such rows."""
-    plain = tiny_model(FAMILY, len(tokenizer))
+    head = 2
+    latent = shared(FAMILY)
+    plain = tiny_model(FAMILY)
     for n, layer in enumerate(plain.model.layers):
         weight = layer.self_attn.o_proj.weight
         got = output_projection(latent, n)[head]
@@ -45,9 +41,7 @@ def test_a_head_is_taken_away_alone(latent, tokenizer, head):
     def without(other):
         def change(z):
             assert z.shape == (1, TOKENS.shape[1], HEADS, WIDTH)
-            return torch.cat(
-                [z[:, :, :other], 0 * z[:, :, other : other + 1], z[:, :, other + 1 :]], 2
-            )
+            return z * (torch.arange(HEADS) != other)[:, None]
 
         with torch.no_grad(), changing_z(latent, {0: change}):
             return latent(TOKENS)

@@ -19,7 +19,7 @@ from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_window
 from mechattn.model.verify.verification import dtype_of
 from tests.model.unusual import unusual_model
-from tests.tiny_families import random_model, tiny_model
+from tests.tiny_families import bridge_of, random_model, tiny_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 
@@ -36,10 +36,14 @@ def native(checkpoint):
     return model, AutoTokenizer.from_pretrained(checkpoint)
 
 
-def test_a_directory_gives_the_native_logits(checkpoint, native):
+@pytest.fixture(scope="module")
+def hooked(checkpoint):
+    return ma.load_model(str(checkpoint))
+
+
+def test_a_directory_gives_the_native_logits(hooked, native):
     model, tokenizer = native
     tokens = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    hooked = ma.load_model(str(checkpoint))
     with torch.no_grad():
         torch.testing.assert_close(hooked(tokens), model(tokens).logits, atol=1e-4, rtol=1e-4)
         assert model(tokens).logits.std() > 1, "weights so small would hide errors"
@@ -49,20 +53,19 @@ def test_a_directory_hides_an_alias_of_the_same_name(checkpoint, tmp_path, monke
     """TransformerLens takes "gpt2" for the model on the hub, wherever the command runs."""
     (tmp_path / "gpt2").symlink_to(checkpoint)
     monkeypatch.chdir(tmp_path)
-    assert ma.load_model("gpt2").cfg.n_layers == 3
+    assert ma.load_model("gpt2", verify=False).cfg.n_layers == 3
 
 
-def test_a_model_object_and_a_hooked_model_are_the_same(checkpoint, native):
+def test_a_model_object_and_a_hooked_model_are_the_same(checkpoint, native, hooked):
     tokenizer = native[1]
     from_object = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=tokenizer)
     assert from_object.tokenizer is tokenizer
     assert ma.load_model(from_object) is from_object
-    assert_received_alike(from_object, str(checkpoint))
+    assert_received_alike(from_object, hooked)
 
 
-def test_weights_are_raw(checkpoint, native):
+def test_weights_are_raw(native, hooked):
     """Folding a norm or centring a weight would change these."""
-    hooked = ma.load_model(str(checkpoint))
     own = dict(native[0].named_parameters())
     theirs = dict(hooked.original_model.named_parameters())
     scale = next(
@@ -71,16 +74,13 @@ def test_weights_are_raw(checkpoint, native):
     torch.testing.assert_close(scale, own["model.layers.0.input_layernorm.weight"])
 
 
-def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(
-    checkpoint, native, tmp_path, monkeypatch
-):
+def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(native, tmp_path, monkeypatch):
     model, tokenizer = native
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     model.to(torch.float32)
     tokenizer.save_pretrained(tmp_path)
     path = str(tmp_path)
-    assert dtype_of(ma.load_model(path, device="cpu")) == torch.float32
-    assert dtype_of(ma.load_model(path, dtype=torch.bfloat16, device="cpu")) == torch.bfloat16
+    assert dtype_of(ma.load_model(path, device="cpu", verify=False)) == torch.float32
     # On another device the checkpoint's: "meta" is one that every machine has.
     asked_for = {}
     monkeypatch.setattr(load, "_boot", lambda *_, **options: asked_for.update(options))
@@ -88,104 +88,77 @@ def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(
     assert asked_for["dtype"] == torch.bfloat16
 
 
-def test_bos_follows_the_tokenizer(checkpoint):
-    assert ma.load_model(str(checkpoint)).cfg.default_prepend_bos is True
+def test_bos_follows_the_tokenizer(checkpoint, hooked):
     from tokenizers import processors
+
+    assert hooked.cfg.default_prepend_bos is True
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
-    hooked = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=tokenizer)
-    assert hooked.cfg.default_prepend_bos is False
-    assert ma.Baseline().apply(ma.Prompt(TEXT), hooked).tokens[0] != tokenizer.bos_token_id
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    without = ma.load_model(model, tokenizer=tokenizer, verify=False)
+    assert without.cfg.default_prepend_bos is False
+    assert ma.Baseline().apply(ma.Prompt(TEXT), without).tokens[0] != tokenizer.bos_token_id
 
 
-def test_a_sliding_window_is_found_and_counted():
-    """Gemma 3: windowed and full layers alternate; uniform attention in a window is 1 over its width."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    from mechattn.model.checkpoint import toy_folder
-
-    tokenizer = AutoTokenizer.from_pretrained(toy_folder("toy:llama"))
-    config = Gemma3TextConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = ma.load_model(Gemma3ForCausalLM(config), tokenizer=tokenizer)
-    assert [attention_window(model, layer) for layer in (0, 1)] == [4, None]
+def test_a_sliding_window_is_found_and_counted(shared):
+    """Windowed and full layers alternate; uniform attention in a window is 1 over its width."""
+    model = shared("Gemma 2")
+    assert [attention_window(model, layer) for layer in (0, 1)] == [8, None]
     result = ma.run(model, TEXT, keep="prompts")["received_attention"].isel(prompt=0, condition=0)
-    assert result.received_uniform.sel(layer=0, key=6).item() == pytest.approx(0.25)
+    assert result.received_uniform.sel(layer=0, key=9).item() == pytest.approx(1 / 8)
 
 
 def test_dtype_of_a_model_object_is_followed(checkpoint, native):
-    hooked = ma.load_model(
-        LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=native[1], dtype=torch.bfloat16
-    )
-    assert next(hooked.parameters()).dtype == torch.bfloat16
-    result = ma.run(hooked, TEXT)
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    half = ma.load_model(model, tokenizer=native[1], dtype=torch.bfloat16, verify=False)
+    assert next(half.parameters()).dtype == torch.bfloat16
+    result = ma.run(half, TEXT)
     assert result.provenance["model"]["dtype"] == "bfloat16"
     assert result.provenance["model"]["weights"] == "raw"
 
 
-def test_what_transformer_lens_takes_is_passed_on(checkpoint):
+def test_what_transformer_lens_takes_is_passed_on(checkpoint, hooked):
     placed = ma.load_model(str(checkpoint), device_map={"": "cpu"}, n_ctx=128)
-    assert placed._mechattn.report.passed
+    assert facts_of(placed).report.passed
     assert placed.cfg.n_ctx == 128
-    assert_received_alike(placed, str(checkpoint))
+    assert_received_alike(placed, hooked)
 
 
-@pytest.mark.parametrize("how", ["object", "directory"])
-def test_a_granite_without_positions_is_mended(how, tokenizer, tmp_path):
+def test_a_granite_without_positions_is_mended():
     """TransformerLens puts an empty rotary embedding where the configuration leaves the type of positions out."""
-    made = unusual_model("Granite hybrid without a type of positions", len(tokenizer))
-    if how == "directory":
-        made.save_pretrained(tmp_path)
-        tokenizer.save_pretrained(tmp_path)
-        model = ma.load_model(tmp_path)
-    else:
-        model = ma.load_model(made, tokenizer=tokenizer)
+    model = bridge_of(unusual_model("Granite hybrid without a type of positions"))
     assert facts_of(model).report.passed
     assert "no rotary embedding is called" in facts_of(model).report.mended[0]
     assert model.cfg.positional_embedding_type == "none"
-    said = ma.load_model(unusual_model("Granite hybrid NoPE", len(tokenizer)), tokenizer=tokenizer)
-    assert not facts_of(said).report.mended
+    said = bridge_of(unusual_model("Granite hybrid NoPE"), verify=False)
+    assert not facts_of(said).mended
     assert_received_alike(model, said)
 
 
-@pytest.mark.parametrize("family", ["OLMo", "OLMo 2"])
-def test_olmo_in_half_precision(family, tokenizer, shared):
+def test_olmo_in_half_precision(shared):
     """Its rotation is computed in float32, and TransformerLens left queries there; values were in bfloat16."""
-    model = ma.load_model(
-        tiny_model(family, len(tokenizer)), tokenizer=tokenizer, dtype=torch.bfloat16
+    half = bridge_of(tiny_model("OLMo"), dtype=torch.bfloat16)
+    assert "rotated queries and keys" in facts_of(half).report.mended[0]
+    assert not facts_of(shared("OLMo")).report.mended
+    rounded, exact = (
+        ma.run(model, TEXT, engine="hooks")["received_attention"].received_by_segment
+        for model in (half, shared("OLMo"))
     )
-    assert "rotated queries and keys" in facts_of(model).report.mended[0]
-    half = ma.run(model, TEXT, engine="hooks")["received_attention"].received_by_segment
-    assert not facts_of(shared(family)).report.mended
-    whole = ma.run(shared(family), TEXT, engine="hooks")["received_attention"].received_by_segment
-    assert 0 < float(abs(half - whole).max()) < 0.1
-
-    rounded = tiny_model(family, len(tokenizer))
-    for weight in rounded.parameters():
-        weight.data = weight.data.bfloat16().float()
-    again = ma.load_model(rounded, tokenizer=tokenizer)
-    seen = []
-    for single in (model.float(), again):
-        tokens = torch.arange(3, 40)[None]
-        seen.append(single.run_with_cache(tokens)[1]["blocks.1.attn.hook_pattern"])
-    torch.testing.assert_close(*seen, atol=1e-6, rtol=0)
+    assert 0 < float(abs(rounded - exact).max()) < 0.1
 
 
-def test_a_model_that_runs_into_an_error_is_refused_with_it(tokenizer):
+def test_a_model_that_runs_into_an_error_is_refused_with_it():
     def broken_model():
-        model = tiny_model("Llama", len(tokenizer))
+        model = tiny_model("Llama")
         model.model.layers[1].mlp.forward = lambda x: x @ torch.zeros(3, 3)
         return model
 
     with pytest.raises(
         ModelError, match=r"cannot be used as a hooked model.*a few tokens raises RuntimeError"
     ):
-        ma.load_model(broken_model(), tokenizer=tokenizer)
-    hooked = ma.load_model(broken_model(), tokenizer=tokenizer, verify=False)
+        bridge_of(broken_model())
+    hooked = bridge_of(broken_model(), verify=False)
     with pytest.raises(ModelError, match="raises RuntimeError"):
         ma.verify_model(hooked)
 
@@ -201,7 +174,7 @@ def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer)
     with pytest.raises(
         ModelError, match=r"cannot load 'PersimmonForCausalLM' as a hooked model: ValueError"
     ) as refused:
-        ma.load_model(random_model(config), tokenizer=tokenizer)
+        bridge_of(random_model(config))
     assert len(str(refused.value)) < 500
 
 

@@ -12,10 +12,10 @@ import mechattn as ma
 from mechattn.evaluation import server_probe as probe
 from mechattn.model import hooked as lock
 from mechattn.model.hooked import facts_of
+from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", count=3)
-ASKED_TWO = [ma.Prompt("What is 2 + 3?", id=name, solution="5") for name in "ab"]
-ASKED = ASKED_TWO[0]
+ASKED = ma.Prompt("What is 2 + 3?", id="a", solution="5")
 ANSWERED = [ma.Prompt(f"What is 2 + {n}?", id=str(n), answer=f" It is {2 + n}.") for n in (3, 4)]
 
 
@@ -35,9 +35,7 @@ USES = {
         facts_of(model).native, model.tokenizer, [5, 6], [7]
     ),
     "patch": lambda model: ma.patch(model, ANSWERED, SLASH, at=[(0, 0)], direction="denoising"),
-    "record_affine": lambda model: ma.record_affine(model, [ASKED], SLASH),
     "record_keys_values": lambda model: ma.record_keys_values(model, [ASKED], SLASH, layers=0),
-    "head_means": lambda model: ma.head_means(model, [ASKED], layers=0),
     "verify_model": ma.verify_model,
     "load_model": lambda model: ma.load_model(model),
     "an intervention by itself": ablated,
@@ -45,9 +43,9 @@ USES = {
 
 
 @pytest.fixture(scope="module")
-def toy():
-    """A toy of this file's own, which another test does not find broken if one fails here."""
-    return ma.load_model("toy:llama")
+def model():
+    """A model of this file's own, which another test does not find broken if one fails here."""
+    return bridge_of(tiny_model("Llama"))
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def waited(monkeypatch):
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monkeypatch):
+def test_a_second_thread_waits_until_the_first_has_ended(model, use, waited, monkeypatch):
     met, seen, second = threading.Event(), [], []
     monkeypatch.setattr(lock, "warn", lambda sentence: (waited.append(sentence), met.set()))
 
@@ -75,7 +73,6 @@ def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monke
             assert met.wait(60)
             seen.append("on")
 
-    model = toy
     use(model)  # what is found out once about a model is known from now on
     if use is USES["load_model"]:
         facts = facts_of(model)  # as if it were not verified yet
@@ -90,7 +87,7 @@ def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monke
         [handle.remove() for handle in handles]
     second[0].join()
     assert seen.index("on") == 1, "both threads were inside the model"
-    assert "another thread has used toy:" in waited[0] or "LlamaForCausalLM" in waited[0]
+    assert "another thread has used " in waited[0]
 
 
 def held_by_others(model):
@@ -108,7 +105,7 @@ def held_by_others(model):
     return found[0]
 
 
-def test_models_that_share_something_share_the_lock(toy):
+def test_models_that_share_something_share_the_lock(model):
     config = LlamaConfig(
         vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )  # fmt: skip
@@ -124,9 +121,9 @@ def test_models_that_share_something_share_the_lock(toy):
         )
         assert not held_by_others(alone)
     assert not held_by_others(one)
-    with lock.holding(toy):
-        assert held_by_others(toy.original_model)
-        assert held_by_others(facts_of(toy).native), (
+    with lock.holding(model):
+        assert held_by_others(model.original_model)
+        assert held_by_others(facts_of(model).native), (
             "answers are generated on the parameters of the hooked model"
         )
 
@@ -141,11 +138,11 @@ def test_what_is_loaded_by_name_or_copied_has_its_own_lock(toy):
         pass  # there is nothing to hold
 
 
-def test_the_lock_is_free_after_an_error_and_taken_again_within(toy):
-    def fails(model):
-        with lock.holding(toy):
+def test_the_lock_is_free_after_an_error_and_taken_again_within(model):
+    def fails(same):
+        with lock.holding(same):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lock.alone(fails)(toy)
-    assert not held_by_others(toy)
+        lock.alone(fails)(model)
+    assert not held_by_others(model)

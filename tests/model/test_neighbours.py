@@ -6,27 +6,26 @@ import mechattn as ma
 from mechattn.model.hooked import facts_of
 from mechattn.model.verify import checks
 from tests.model.unusual import DYNAMIC, factors, unusual_model
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 
 @pytest.mark.parametrize("name", ["Llama LongRoPE", *DYNAMIC])
-def test_a_boundary_that_is_known_is_not_crossed_and_said(name, tokenizer):
-    model = ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
+def test_a_boundary_that_is_known_is_not_crossed_and_said(name):
+    model = bridge_of(unusual_model(name))
     check = facts_of(model).report["neighbours"]
     assert check.outcome == "passed"
     assert "32 positions" in check.detail
     assert "no batch holds both" in check.detail
 
 
-@pytest.mark.parametrize("at", [32, 200_000])
-def test_a_boundary_that_is_not_known_is_found_however_far_it_is(at, tokenizer, monkeypatch):
+def test_a_boundary_that_is_not_known_is_found_however_far_it_is(monkeypatch):
+    at = 200_000
     monkeypatch.setattr(checks, "boundary_of", lambda model: None)
     scaling = {"rope_type": "longrope", **factors(8), "original_max_position_embeddings": at}
-    native_model = unusual_model(
-        "Llama LongRoPE", len(tokenizer), max_position_embeddings=8 * at,
+    native_model = unusual_model("Llama LongRoPE", max_position_embeddings=8 * at,
         rope_parameters={**scaling, "rope_theta": 1e4, "factor": 8.0},
     )  # fmt: skip
-    model = ma.load_model(native_model, tokenizer=tokenizer, verify=False)
+    model = bridge_of(native_model, verify=False)
     check = ma.verify_model(model)["neighbours"]
     assert check.outcome == "failed"
     assert f"to {8 * at - 1:,}" in check.detail
@@ -34,18 +33,10 @@ def test_a_boundary_that_is_not_known_is_found_however_far_it_is(at, tokenizer, 
         facts_of(model).report.require()
 
 
-def test_a_model_that_says_no_number_of_positions_is_not_read_at_negative_ones(
-    tokenizer, monkeypatch
-):
-    monkeypatch.setattr(checks, "_positions_of", lambda model: 1)
-    model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
-    assert "at positions 0 to" in facts_of(model).report["neighbours"].detail
-
-
-def test_what_rows_share_is_found(tokenizer):
+def test_what_rows_share_is_found():
     """A layer that adds the mean over the batch to each row."""
-    native_model = tiny_model("Llama", len(tokenizer))
+    native_model = tiny_model("Llama")
     norm = native_model.model.layers[1].input_layernorm
     norm.register_forward_hook(lambda module, given, out: out + out.mean(0, keepdim=True))
-    model = ma.load_model(native_model, tokenizer=tokenizer, verify=False)
+    model = bridge_of(native_model, verify=False)
     assert ma.verify_model(model)["neighbours"].outcome == "failed"

@@ -1,12 +1,13 @@
 """Weights drawn anew: the same architecture, verified; the model that is given stays as it is."""
 
+import copy
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model.checkpoint import toy_folder
 from mechattn.model.hooked import facts_of
 from mechattn.model.weights import weights_hash
 
@@ -15,50 +16,39 @@ def parameters(model):
     return dict(facts_of(model).native.named_parameters())
 
 
-def test_initialised_is_what_transformers_makes_of_the_config(toy):
+def test_initialised_is_what_transformers_makes_of_the_config(shared):
+    model = shared("Llama")
+    before, state = weights_hash(model), torch.get_rng_state()
+    drawn = parameters(ma.random_weights(model, seed=3))
+    assert weights_hash(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
     torch.manual_seed(3)
-    expected = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(toy_folder("toy:llama")), dtype=torch.float32
-    )
-    made = parameters(ma.random_weights(toy, seed=3))
-    assert made.keys() == dict(expected.named_parameters()).keys()
+    config = copy.deepcopy(facts_of(model).native.config)
+    expected = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert drawn.keys() == dict(expected.named_parameters()).keys()
     for name, values in expected.named_parameters():
-        torch.testing.assert_close(made[name], values, atol=0, rtol=0)
-    other = parameters(ma.random_weights(toy, seed=4))
-    assert not torch.equal(other["model.embed_tokens.weight"], made["model.embed_tokens.weight"])
+        assert torch.equal(drawn[name], values), name
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(drawn[name], parameters(model)[name]), "negative control"
 
 
-def test_shuffled_keeps_the_numbers_of_each_tensor_and_no_place(toy):
-    made, own = parameters(ma.random_weights(toy, "shuffled", seed=0)), parameters(toy)
-    for name, values in own.items():
-        torch.testing.assert_close(
-            made[name].flatten().sort().values, values.flatten().sort().values, atol=0, rtol=0
-        )
-        assert (made[name] == values).float().mean() < 0.1, name
+def test_shuffled_keeps_the_numbers_of_each_tensor_and_no_place(shared):
+    model = shared("Falcon-RW (ALiBi)")
+    drawn = ma.random_weights(model, "shuffled", seed=1)
+    for name, values in parameters(model).items():
+        shuffled = parameters(drawn)[name]
+        assert torch.equal(shuffled.flatten().sort().values, values.flatten().sort().values)
+        assert (shuffled == values).float().mean() < 0.1, name
 
-
-def test_the_given_model_and_the_random_state_stay(toy):
-    before, state = weights_hash(toy), torch.get_rng_state()
-    drawn = ma.random_weights(toy, "shuffled")
-    assert weights_hash(toy) == before != weights_hash(drawn)
-    ma.random_weights(toy)
-    torch.testing.assert_close(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("toy:llama", "initialised"), ("toy:falcon", "shuffled")],
-)
-def test_a_toy_is_drawn_and_verified(name, kind, shared):
-    drawn = ma.random_weights(name, kind, seed=1)
-    assert facts_of(drawn).verified
-    assert drawn.cfg.model_name == f"{name}, random weights ({kind}, seed 1)"
-    assert drawn.cfg.default_prepend_bos == shared(name).cfg.default_prepend_bos
-    assert bool(facts_of(drawn).mended) == (name == "toy:falcon")
+    assert facts_of(drawn).mended, "as the model that is given"
+    assert drawn.cfg.default_prepend_bos == model.cfg.default_prepend_bos
+    name = f"{model.cfg.model_name}, random weights (shuffled, seed 1)"
     about = ma.run(drawn, "Tom has 3 apples.").provenance["model"]
-    assert about["random_weights"] == {"kind": kind, "seed": 1}
-    assert ma.run(shared(name), "Tom has 3 apples.").provenance["model"]["random_weights"] is None
+    assert about["name"] == name
+    assert about["random_weights"] == {"kind": "shuffled", "seed": 1}
     assert about["verified"]
+    assert ma.run(model, "Tom has 3 apples.").provenance["model"]["random_weights"] is None
 
 
 def test_a_model_without_a_plain_twin_is_refused(toy, monkeypatch):

@@ -1,35 +1,10 @@
 """What a report shows: the same on every CPU where a check passes, the worst place where it fails."""
 
 import math
-from types import SimpleNamespace
 
 import torch
 
-from mechattn.model.hooked import architecture_of
-from mechattn.model.verify.verification import Report, compare, compare_positions
-
-
-def rows_of(*checks):
-    return Report("m", "a", "float32", "v", checks)._rows
-
-
-def test_a_passed_check_prints_the_same_whatever_the_rounding():
-    """Ten CPUs: differences vary, what is printed does not."""
-    expected = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
-    printed = []
-    differences = set()
-    for seed in range(10):
-        noise = torch.rand(expected.shape, generator=torch.Generator().manual_seed(seed))
-        hooked = expected * (1 + 1e-6 * noise)
-        pairs = {layer: (hooked[layer], expected[layer]) for layer in range(2)}
-        values = compare("values", pairs, 2e-4, "", "")
-        logits = compare_positions("logits", hooked[1], expected[1], 1e-3, "", "")
-        assert values.outcome == logits.outcome == "passed"
-        printed.append(rows_of(values, logits))
-        differences.add((values.difference, logits.difference))
-    assert all(rows == printed[0] for rows in printed)
-    assert [row[2] for row in printed[0]] == ["within", "within"]
-    assert len(differences) == 10, "negative control: the differences are rounding"
+from mechattn.model.verify.verification import compare, compare_positions
 
 
 def test_a_figure_that_is_no_number_fails():
@@ -43,9 +18,3 @@ def test_a_figure_that_is_no_number_fails():
         assert check.outcome == "failed"
         assert check.difference == math.inf
         assert math.isnan(check.hooked)
-
-
-def test_a_model_that_names_no_architecture_is_of_an_unknown_one(toy):
-    nameless = SimpleNamespace(cfg=SimpleNamespace(original_architecture=None))
-    assert architecture_of(nameless) == "unknown"
-    assert architecture_of(toy) == "LlamaForCausalLM"

@@ -1,22 +1,23 @@
 """Sound models pass, and each way to break one fails the check that it should."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers
 from mechattn.model.verify.layer_checks import ProbedHooks, check_layers
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 
 
 @pytest.fixture
-def llama(tokenizer):
-    return ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+def llama():
+    return bridge_of(tiny_model("Llama"), verify=False)
 
 
 def failed(report):
@@ -25,17 +26,16 @@ def failed(report):
 
 @pytest.mark.parametrize("name", toy_names())
 def test_every_toy_is_itself(name, shared):
-    report = ma.verify_model(shared(name))
+    report = facts_of(shared(name)).report
     assert report.passed, str(report)
     assert not report.not_checked
     assert not report.limited
     assert report["logits"].difference < 1e-5, "float32: far inside of the tolerance"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
-    """Patterns in half precision, statistics in float32: received attention within 1 % of the peak of its head."""
-    half = ma.load_model("toy:llama", dtype=dtype)
+def test_half_precision_passes_and_is_bounded(toy, prompts):
+    """Patterns in half precision, statistics in float32: received attention within 5 % of the peak."""
+    half = ma.load_model("toy:llama", dtype=torch.bfloat16, verify=False)
     assert ma.verify_model(half).passed
     slash = {"slash": ma.MeaninglessTokens()}
     got, exact = (
@@ -43,8 +43,7 @@ def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
         for model in (half, toy)
     )
     assert got.dtype == "float32"
-    bound = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
-    assert 0 < float(abs(got - exact).max()) < bound * float(exact.max())
+    assert 0 < float(abs(got - exact).max()) < 0.05 * float(exact.max())
 
 
 def test_large_scores_in_half_precision_are_told_from_a_fault():
@@ -55,8 +54,7 @@ def test_large_scores_in_half_precision_are_told_from_a_fault():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.data *= 6
             layer.self_attn.k_proj.weight.data *= 6
-        tokenizer = load_tokenizer("toy:llama")
-        hooked = ma.load_model(model, tokenizer=tokenizer, dtype=dtype, verify=False)
+        hooked = bridge_of(model, dtype=dtype, verify=False)
         reports[dtype] = ma.verify_model(hooked)
     assert reports[torch.float32].passed
     assert "kernel" in failed(reports[torch.bfloat16])
@@ -67,14 +65,6 @@ def heads_in_another_order(model):
     """Behind the hooks."""
     projection = model.blocks[1].attn.o.original_component
     projection.register_forward_pre_hook(lambda _, args: (args[0].roll(16, -1),))
-
-
-def queries_permuted(model):
-    """The hooked module gets weights of its own: the two halves of a head's queries change place."""
-    query = model.blocks[0].attn.q.original_component
-    permuted = query.weight.detach().clone()
-    permuted[:16] = permuted[:16].roll(8, 0)
-    query.weight = torch.nn.Parameter(permuted)
 
 
 def keys_swapped(model):
@@ -111,7 +101,6 @@ def mask_shifted_by_one(model):
 # The family, the checks that fail, and the first layer in which they can.
 FAULTS = {
     heads_in_another_order: ("Llama", {"logits", "heads"}, 1),
-    queries_permuted: ("Llama", {"logits", "kernel"}, 0),
     keys_swapped: ("Llama", {"logits", "kernel"}, 1),
     alibi_doubled: ("Falcon-RW (ALiBi)", {"logits", "kernel"}, 0),
     sink_dropped: ("GPT-OSS", {"logits", "kernel", "neighbours"}, 0),
@@ -121,9 +110,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_fails_its_checks(fault, tokenizer):
+def test_a_fault_fails_its_checks(fault):
     family, names, layer = FAULTS[fault]
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    model = bridge_of(tiny_model(family), verify=False)
     assert bool(facts_of(model).mended) == (fault is alibi_doubled)
     fault(model)
     report = ma.verify_model(model)
@@ -154,40 +143,35 @@ def test_what_only_some_analyses_need_is_limited(llama):
     assert "residual" in ma.verify_model(llama).limited
 
 
-def test_a_window_is_probed_or_said_not_to_be(tokenizer):
-    model = tiny_model("Mistral", len(tokenizer))
-    assert "does not reach" not in ma.verify_model(model, tokenizer=tokenizer)["rows"].detail
-    wide = tiny_model("Mistral", len(tokenizer))
+def test_a_window_is_probed_or_said_not_to_be():
+    model = bridge_of(tiny_model("Mistral"), verify=False)
+    assert "does not reach" not in ma.verify_model(model)["rows"].detail
+    wide = tiny_model("Mistral")
     wide.config.sliding_window = 200
-    hooked = ma.load_model(wide, tokenizer=tokenizer)
+    hooked = bridge_of(wide, verify=False)
     assert "does not reach the window of 200" in ma.verify_model(hooked)["rows"].detail
     assert "does not reach" not in ma.verify_model(hooked, length=210)["rows"].detail
 
 
-def test_the_table_names_both_figures_and_the_tolerance(llama):
-    said = str(ma.verify_model(llama))
+def test_the_table_names_both_figures_and_the_tolerance(shared):
+    said = str(facts_of(shared("Llama")).report)
     assert said.startswith("LlamaForCausalLM (LlamaForCausalLM, float32; transformer-lens ")
     assert "tolerance" in said
     for name in ("logits", "rows", "values", "heads", "residual", "neighbours"):
         assert name in said
 
 
-def test_results_say_whether_the_model_was_verified(llama, tokenizer):
-    about = ma.run(llama, TEXT).provenance["model"]
-    assert about["verified"] is True
-    unverified = ma.load_model(
-        tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False
-    )
-    assert ma.run(unverified, TEXT).provenance["model"]["verified"] is False
-    assert ma.verify_model(unverified).passed
-    assert ma.run(unverified, TEXT).provenance["model"]["verified"] is True
+def test_results_say_whether_the_model_was_verified(llama):
+    assert ma.run(llama, TEXT).provenance["model"]["verified"] is False
+    assert ma.verify_model(llama).passed
+    assert ma.run(llama, TEXT).provenance["model"]["verified"] is True
 
 
 def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
     from transformer_lens.model_bridge import TransformerBridge
 
     def boot(family):
-        model = tiny_model(family, len(tokenizer))
+        model = tiny_model(family)
         model.config.architectures = [type(model).__name__]
         bridge = TransformerBridge.boot_transformers("tiny", hf_model=model, tokenizer=tokenizer)
         bridge.cfg.default_prepend_bos = True
@@ -195,41 +179,39 @@ def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
 
     ours = shared("Falcon-RW (ALiBi)")
     results = [ma.run(model, TEXT) for model in (ours, boot("Falcon-RW (ALiBi)"))]
-    first, second = (result["received_attention"].received for result in results)
-    torch.testing.assert_close(
-        torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
-    )
+    received = [result["received_attention"].received for result in results]
+    np.testing.assert_allclose(*received, atol=1e-6, rtol=0)
     assert results[1].provenance["model"]["mended"]
     processed = boot("Llama")
     processed.enable_compatibility_mode(disable_warnings=True)
     assert "processed" in ma.verify_model(processed)["logits"].detail
-    assert ma.verify_model(processed, native=tiny_model("Llama", len(tokenizer))).passed
+    assert ma.verify_model(processed, native=tiny_model("Llama")).passed
 
 
-def test_a_second_model_leaves_the_classes_alone(tokenizer):
+def test_a_second_model_leaves_the_classes_alone():
     """TransformerLens issue 1795: booting a Llama replaced the eager attention of Gemma's modules."""
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gemma3 import modeling_gemma3
 
-    ma.load_model(tiny_model("Llama", len(tokenizer), seed=1), tokenizer=tokenizer)
+    bridge_of(tiny_model("Llama", seed=1), verify=False)
     for module in (modeling_gemma2, modeling_gemma3):
         assert module.eager_attention_forward.__module__ == module.__name__
 
 
-def test_native_twin_shares_the_parameters(llama):
-    own = {p.data_ptr() for p in llama._mechattn.native.parameters()}
+def test_native_twin_shares_the_parameters(shared):
+    llama = shared("Llama")
+    own = {p.data_ptr() for p in facts_of(llama).native.parameters()}
     assert own <= {p.data_ptr() for p in llama.original_model.parameters()}
 
 
-def test_one_model_object_is_hooked_twice_with_the_same_weights(tokenizer):
+def test_one_model_object_is_hooked_twice_with_the_same_weights():
     """TransformerLens replaces the modules of what it hooks; a bridge of such modules has other heads."""
-    plain = tiny_model("Llama", len(tokenizer))
-    first = ma.load_model(plain, tokenizer=tokenizer)
+    plain = tiny_model("Llama")
+    first = bridge_of(plain, verify=False)
     with pytest.warns(UserWarning, match="was hooked before"):
-        second = ma.load_model(plain, tokenizer=tokenizer)
+        second = bridge_of(plain)
     tokens = torch.arange(5, 25)[None]
-    assert first._mechattn.report.passed
-    assert second._mechattn.report.passed
+    assert facts_of(second).report.passed
     assert torch.equal(first(tokens), second(tokens))
     weights = [next(model.original_model.parameters()) for model in (first, second)]
     assert weights[0].data_ptr() == weights[1].data_ptr()

@@ -10,14 +10,21 @@ from transformers import AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconAttention
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder, toy_names
 from tests.conftest import loaded_once
-from tests.tiny_families import tiny_model
+from tests.tiny_families import bridge_of, tiny_model
 
+# A short prompt, so that loops over its tokens end soon.
+SHORT = ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many has he?", "Count.", id="short")
 # Windows, grouped heads and a norm after attention; ALiBi and one projection for queries, keys and values.
 # What a family does otherwise shows in received attention, which is compared for every one of them.
 MECHANISMS = ("toy:gemma3", "toy:falcon")
-TWELVE = {"BLOOM": {"hidden_size": 96, "n_head": 12}, "MPT": {"d_model": 96, "n_heads": 12}}
+# Slopes of a number of heads that is no power of 2; what blocks give is multiplied before it is added.
+SETTINGS = {
+    "BLOOM": {"hidden_size": 96, "n_head": 12},
+    "MPT": {"d_model": 96, "n_heads": 12},
+    "Granite": {"residual_multiplier": 0.22},
+}
 
 
 def plain_and_hooked(name):
@@ -26,13 +33,12 @@ def plain_and_hooked(name):
         folder = toy_folder(name)
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
         return plain, loaded_once(name)
-    tokenizer = load_tokenizer("toy:llama")
-    settings = TWELVE.get(name, {})
-    plain = tiny_model(name, len(tokenizer), **settings).double()
+    settings = SETTINGS.get(name, {})
+    plain = tiny_model(name, **settings).double()
     if not settings:
         return plain, loaded_once(name)
-    same = tiny_model(name, len(tokenizer), **settings)
-    return plain, ma.load_model(same, tokenizer=tokenizer)
+    same = tiny_model(name, **settings)
+    return plain, bridge_of(same)
 
 
 def models(name):
@@ -61,7 +67,8 @@ class Passed:
     w_o: list  # head d_head d_model
     resid: list  # pos d_model, before each block; after the last norm at the end of the list
     attention: list  # pos d_model, what the attention block adds, after a norm where one follows
-    gain: list  # pos d_model, the factor of that norm; 1 where there is none
+    mlp: list  # pos d_model, what the MLP adds
+    gain: list  # pos d_model, the factor of that norm or of a multiplier; 1 where there is none
     logits: np.ndarray
 
 
@@ -166,9 +173,13 @@ def passed(plain, ids):
                 out_of[name, n] = module_of(block, name)
         if hasattr(block, "post_feedforward_layernorm"):  # Gemma 3
             out_of["normed", n] = block.post_attention_layernorm
+            out_of["mlp", n] = block.post_feedforward_layernorm
+        elif hasattr(block, "mlp"):
+            out_of["mlp", n] = block.mlp
 
     seen, run = seen_in(plain, ids, into, out_of, output_attentions=True)
-    found = Passed([], [], [], [], [], [], [], [], [], run.logits[0].numpy())
+    factor = getattr(config, "residual_multiplier", 1.0)
+    found = Passed([], [], [], [], [], [], [], [], [], [], run.logits[0].numpy())
     for n, out in enumerate(outputs):
         of_layer = {name: value for (name, layer), value in seen.items() if layer == n}
         q, k, v = queries_keys_values(of_layer, config, heads)
@@ -178,7 +189,7 @@ def passed(plain, ids):
         z = of_layer["z"].reshape(len(ids), heads, -1)
         bias = 0 if out.bias is None else out.bias.detach().numpy()
         added = np.einsum("phd,hdm->pm", z, w_o) + bias
-        written = of_layer.get("normed", added)
+        written = factor * of_layer.get("normed", added)
         found.pattern.append(run.attentions[n][0].numpy())
         found.q.append(q)
         found.k.append(k)
@@ -187,9 +198,15 @@ def passed(plain, ids):
         found.w_o.append(w_o)
         found.resid.append(of_layer["resid"])
         found.attention.append(written)
+        found.mlp.append(factor * of_layer.get("mlp", 0))
         found.gain.append(written / added)  # an RMSNorm multiplies each coordinate by γ / σ
     found.resid.append(seen["after", len(blocks) - 1])
     return found
+
+
+def updates_of(run, layer):
+    """Each head's Δ [pos, head, d_model], built whole, as it reaches the residual stream."""
+    return np.einsum("phd,hdm->phm", run.z[layer], run.w_o[layer]) * run.gain[layer][:, None]
 
 
 def weight_of(norm):

@@ -1,13 +1,11 @@
-"""`MlpActivations` on every toy against plain transformers in float64, token by token, with numpy."""
-
-from itertools import product
+"""`MlpActivations`, gated and not, against plain transformers in float64, token by token, with numpy."""
 
 import numpy as np
 import pytest
 
 import mechattn as ma
 from mechattn.prompts.tokenization import TOKEN_CLASSES, token_class
-from tests.parity.plain import MECHANISMS, models, seen_in
+from tests.parity.plain import SHORT, models, seen_in
 
 CALIBRATION = tuple(ma.load_prompts("word-problems", limit=3, seed=1))
 
@@ -26,44 +24,36 @@ def gini(size):
 
 
 def of_tokens(post, pre, threshold):
-    """Means over some tokens, one token at a time."""
-    off = pre < -0.76  # the minimum of GELU; between it and SiLU's, −1.28, neither is near zero
-    assert not ((np.abs(post) <= threshold) & (pre < -0.7) & (pre > -1.3)).any()
-    made = {
-        "near_zero": [],
-        "saturated": [],
-        "l1": [],
-        "l2": [],
-        "gini": [],
-        "variance": [],
-        "kurtosis": [],
+    """Means over some tokens [pos, d_mlp] of what is measured of each."""
+    size = np.abs(post)
+    near_zero = size <= threshold
+    # The minimum of GELU is at −0.75, of SiLU at −1.28; between them is nothing near zero.
+    assert not (near_zero & (pre < -0.7) & (pre > -1.3)).any()
+    from_mean = post - post.mean(1, keepdims=True)
+    variance = (from_mean**2).mean(1)
+    return {
+        "near_zero": near_zero.mean(),
+        "saturated": (near_zero & (pre < -1)).mean(),
+        "l1": size.sum(1).mean(),
+        "l2": np.linalg.norm(post, axis=1).mean(),
+        "gini": np.mean([gini(row) for row in size]),
+        "variance": variance.mean(),
+        "kurtosis": ((from_mean**4).mean(1) / variance**2).mean(),
     }
-    for x, left in zip(post, off, strict=True):
-        size = np.abs(x)
-        made["near_zero"].append(np.mean(size <= threshold))
-        made["saturated"].append(np.mean((size <= threshold) & left))
-        made["l1"].append(size.sum())
-        made["l2"].append(np.sqrt((x**2).sum()))
-        made["gini"].append(gini(size))
-        made["variance"].append(np.var(x))
-        made["kurtosis"].append(np.mean((x - x.mean()) ** 4) / np.var(x) ** 2)
-    return {name: np.mean(values) for name, values in made.items()}
 
 
-@pytest.fixture(scope="module", params=MECHANISMS)
+@pytest.fixture(scope="module", params=[("toy:gemma3", "streaming"), ("toy:falcon", "hooks")])
 def measured(request, prompts):
-    """Both models, the result of each engine, the sequences of the second prompt, and what the plain model shows."""
-    plain, hooked = models(request.param)
+    """Both models, the result, the sequences of the second prompt, and what the plain model shows."""
+    name, engine = request.param
+    plain, hooked = models(name)
     conditions = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(20)}
     analysis = ma.analyses.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
-    results = [
-        ma.run(hooked, prompts[:3], conditions, analysis, engine=engine)
-        for engine in ("streaming", "hooks")
-    ]
+    result = ma.run(hooked, [prompts[0], SHORT], conditions, analysis, engine=engine)
     conditions = {"baseline": ma.Baseline()} | conditions
-    sequences = {name: c.apply(prompts[1], hooked) for name, c in conditions.items()}
+    sequences = {name: c.apply(SHORT, hooked) for name, c in conditions.items()}
     seen = {name: activations(plain, s.tokens.tolist()) for name, s in sequences.items()}
-    return plain, hooked, results, sequences, seen
+    return plain, hooked, result, sequences, seen
 
 
 def thresholds_of(result):
@@ -80,25 +70,24 @@ def changes(sequences, seen, condition, layer):
 
 
 def test_thresholds_are_medians_of_quantiles(measured):
-    plain, hooked, results, _, _ = measured
+    plain, hooked, result, _, _ = measured
     quantiles = []
     for prompt in CALIBRATION:
         ids = ma.Baseline().apply(prompt, hooked).tokens.tolist()
         sizes = [np.sort(np.abs(post).ravel()) for _, post in activations(plain, ids)]
         quantiles.append([size[round(0.2 * (size.size - 1))] for size in sizes])
-    for result in results:
-        thresholds = list(thresholds_of(result).values())
-        np.testing.assert_allclose(thresholds, np.median(quantiles, axis=0), rtol=1e-3)
+    thresholds = list(thresholds_of(result).values())
+    np.testing.assert_allclose(thresholds, np.median(quantiles, axis=0), rtol=1e-3)
 
 
-@pytest.mark.parametrize("condition", ["baseline", "slash", "sentence"])
+@pytest.mark.parametrize("condition", ["baseline", "slash"])
 def test_measures_of_the_question_equal_the_oracle(measured, condition):
-    _, hooked, results, sequences, seen = measured
+    _, hooked, result, sequences, seen = measured
     question = sequences[condition].of_segment("question").numpy()
     asked = sequences["baseline"].tokens[sequences["baseline"].of_segment("question")]
     kinds = np.array([token_class(hooked.tokenizer.decode([token])) for token in asked])
     edges = [-1e9, *np.round(np.arange(-0.51, 1.52, 0.02), 2), 1e9]
-    for layer, result in product(range(hooked.cfg.n_layers), results):
+    for layer in range(hooked.cfg.n_layers):
         pre, post = (values[question] for values in seen[condition][layer])
         threshold = thresholds_of(result)[layer]
         numbers = of_tokens(post, pre, threshold)
@@ -124,8 +113,8 @@ def test_measures_of_the_question_equal_the_oracle(measured, condition):
 
 @pytest.mark.parametrize("other", ["slash", "sentence"])
 def test_products_of_changes_equal_the_oracle(measured, other):
-    _, hooked, results, sequences, seen = measured
-    for layer, result in product(range(hooked.cfg.n_layers), results):
+    _, hooked, result, sequences, seen = measured
+    for layer in range(hooked.cfg.n_layers):
         first, _ = changes(sequences, seen, "slash", layer)
         second, _ = changes(sequences, seen, other, layer)
         of_layer = result["mlp_activations"].sel(condition="slash", layer=layer)
@@ -136,11 +125,10 @@ def test_products_of_changes_equal_the_oracle(measured, other):
         assert float(change.min()) > 0.01, "the oracle is tried where nothing changes"
 
 
-def test_what_is_outside_of_the_question_does_not_count(toy, prompts):
+def test_what_is_outside_of_the_question_does_not_count(toy):
     """The negative control of the segments: other tokens have other numbers."""
-    data = ma.run(
-        toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 20)}, ma.analyses.MlpActivations()
-    )
+    analysis = ma.analyses.MlpActivations(calibration=CALIBRATION)
+    data = ma.run(toy, SHORT, {"slash": ma.MeaninglessTokens("/", 20)}, analysis, layers=0)
     at = data["mlp_activations"].near_zero_by_segment.sel(condition="slash", layer=0)
     assert float(abs(at.sel(segment="question") - at.sel(segment="inserted")).min()) > 1e-3
 
@@ -154,16 +142,11 @@ def test_rules(toy, prompts):
         size = np.sort(np.abs(post).ravel())
         mad = np.sort(np.abs(size - size[(size.size - 1) // 2]))[(size.size - 1) // 2]
         values.append(1.4826 * 0.3 * mad)
-    made = ma.analyses.MlpActivations("mad", 0.3, calibration=CALIBRATION).calibrated(
-        toy, [1], prompts
-    )
-    assert made.thresholds[1] == pytest.approx(np.median(values), rel=1e-4)
-    assert ma.analyses.MlpActivations("absolute", 0.01).calibrated(
-        toy, [0, 2], prompts
-    ).thresholds == {
-        0: 0.01,
-        2: 0.01,
-    }
+    by_mad = ma.analyses.MlpActivations("mad", 0.3, calibration=CALIBRATION)
+    thresholds = by_mad.calibrated(toy, [1], prompts).thresholds
+    assert thresholds[1] == pytest.approx(np.median(values), rel=1e-4)
+    absolute = ma.analyses.MlpActivations("absolute", 0.01).calibrated(toy, [0, 2], prompts)
+    assert absolute.thresholds == {0: 0.01, 2: 0.01}
     with pytest.warns(UserWarning, match=r"1 of 1 calibration prompts .* are also measured"):
         ma.analyses.MlpActivations(calibration=(prompts[0],)).calibrated(toy, [0], prompts)
 
@@ -171,20 +154,15 @@ def test_rules(toy, prompts):
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        (" 12", "digit"),
         ("3.5", "digit"),
         ("½", "digit"),
         (".", "other"),
         (" +", "operator"),
-        ("=", "operator"),
         ("\\times", "operator"),
-        (" and", "conjunction"),
         ("If", "conjunction"),
         ("▁because", "conjunction"),
         ("ands", "other"),
-        ("Tom", "other"),
         ("", "other"),
-        (" ", "other"),
     ],
 )
 def test_token_classes(text, kind):

@@ -1,17 +1,13 @@
 """Updates of heads after the norm that follows attention, against plain transformers in float64."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import mechattn as ma
 from mechattn.analysis.updates import BEFORE_NORM
-from mechattn.model.checkpoint import load_tokenizer
-from tests.parity.plain import seen_in
-from tests.tiny_families import random_model, tiny_model
+from tests.parity.plain import SHORT, blocks_of, passed, rms, updates_of, weight_of
+from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 ANALYSES = [
@@ -19,86 +15,21 @@ ANALYSES = [
     ma.analyses.TopTargetUpdates(),
     ma.analyses.BlockUpdates(per_query=True),
 ]
-# The norm between attention and the residual stream of each family.
-NORMS = {
-    "Gemma 3": "post_attention_layernorm",
-    "OLMo 2": "post_attention_layernorm",
-    "GLM-4": "post_self_attn_layernorm",
-}
+# Gemma stores γ less 1; OLMo 2 may have b_O.
+SETTINGS = {"Gemma 3": {}, "OLMo 2": {"attention_bias": True}}
 
 
-def tiny(family, vocabulary):
-    if family != "GLM-4":
-        settings = {"attention_bias": True} if family == "OLMo 2" else {}  # so that there is b_O
-        return tiny_model(family, vocabulary, **settings).double()
-    config = transformers.Glm4Config(
-        vocab_size=vocabulary, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, intermediate_size=128, pad_token_id=0,
-        max_position_embeddings=256,
-    )  # fmt: skip
-    return random_model(config).double()
-
-
-@dataclass
-class Written:
-    """What one layer of plain transformers writes; a vector of d_model for each token."""
-
-    stream: np.ndarray  # before the block
-    heads: np.ndarray  # pos head d_model, before the norm
-    bias: np.ndarray
-    gamma: np.ndarray
-    scale: np.ndarray  # of the whole output, pos 1
-    added: np.ndarray  # what is added to the residual stream
-
-    @property
-    def after(self):
-        """Each head's share of the norm's output."""
-        return self.gamma * self.heads / self.scale[:, None]
-
-
-def written_by(plain, family, ids):
-    """One ``Written`` for each layer, from hooks of torch on the model's own modules."""
-    into = {}
-    out_of = {}
-    for n, layer in enumerate(plain.model.layers):
-        into |= {(n, "stream"): layer, (n, "z"): layer.self_attn.o_proj}
-        out_of[n, "added"] = getattr(layer, NORMS[family])
-    seen, _ = seen_in(plain, ids, into, out_of)
-
-    layers = []
-    head_count = plain.config.num_attention_heads
-    for n, layer in enumerate(plain.model.layers):
-        projection = layer.self_attn.o_proj
-        norm = getattr(layer, NORMS[family])
-        w_o = projection.weight.detach().numpy().T.reshape(head_count, -1, 64)
-        z = seen[n, "z"].reshape(len(ids), head_count, -1)
-        heads = np.einsum("phd,hdm->phm", z, w_o)
-        bias = np.zeros(64) if projection.bias is None else projection.bias.detach().numpy()
-        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-        mean_square = ((heads.sum(1) + bias) ** 2).mean(-1, keepdims=True)
-        gamma = norm.weight.detach().numpy() + (1 if "Gemma" in type(norm).__name__ else 0)
-        layers.append(
-            Written(
-                stream=seen[n, "stream"],
-                heads=heads,
-                bias=bias,
-                gamma=gamma,
-                scale=np.sqrt(mean_square + eps),
-                added=seen[n, "added"],
-            )
-        )
-    return layers
-
-
-@pytest.fixture(scope="module", params=NORMS)
+@pytest.fixture(scope="module", params=SETTINGS)
 def measured(request, prompts):
-    """The result in float64, the sequence with filler, and what plain transformers writes there."""
-    tokenizer = load_tokenizer("toy:llama")
-    plain, same = (tiny(request.param, len(tokenizer)) for _ in range(2))
-    model = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
-    result = ma.run(model, prompts[:2], {"slash": SLASH}, ANALYSES, keep="prompts")
-    sequence = SLASH.apply(prompts[0], model)
-    return result, sequence, written_by(plain, request.param, sequence.tokens.tolist())
+    """The result in float64, the sequence with filler, and of plain transformers the run and its blocks."""
+    settings = SETTINGS[request.param]
+    plain, same = (tiny_model(request.param, **settings).double() for _ in range(2))
+    plain.set_attn_implementation("eager")
+    model = bridge_of(same, dtype=torch.float64, verify=False)
+    some = [SHORT, prompts[0]]
+    result = ma.run(model, some, {"slash": SLASH}, ANALYSES, keep="prompts")
+    sequence = SLASH.apply(SHORT, model)
+    return result, sequence, passed(plain, sequence.tokens.tolist()), blocks_of(plain)
 
 
 def of_tokens(result, dataset, name, layer, length):
@@ -110,76 +41,56 @@ def close(got, expected):
     return np.allclose(got, expected, rtol=1e-5, atol=1e-6 * abs(expected).max())
 
 
-def test_the_oracle_adds_up_to_what_the_model_adds(measured):
-    _, _, layers = measured
-    for layer in layers:
-        bias = layer.gamma * layer.bias / layer.scale
-        np.testing.assert_allclose(
-            layer.after.sum(1) + bias, layer.added, atol=1e-6
-        )  # Gemma norms in float32
-
-
 def test_heads_add_up_to_what_reaches_the_residual_stream(measured):
     """Along the stream: ``Σ_h ⟨r, Δ_h⟩ + ⟨r, bias part⟩ = ⟨r, resid_mid − resid_pre⟩``."""
-    result, sequence, layers = measured
+    result, sequence, run, blocks = measured
     length = len(sequence)
-    for n, layer in enumerate(layers):
+    for n, block in enumerate(blocks):
         magnitude = of_tokens(result, "head_updates", "magnitude_at", n, length)
         orientation = of_tokens(result, "head_updates", "orientation_at", n, length)
         heads = (magnitude * orientation).sum(0)
-        squared = (layer.stream**2).sum(-1)
-        bias = (layer.stream * layer.gamma * layer.bias / layer.scale).sum(-1) / squared
-        block = [
-            of_tokens(result, "block_updates", f"block_{name}_at", n, length)[0]
-            for name in ("magnitude", "orientation")
-        ]
-        np.testing.assert_allclose(heads + bias, block[0] * block[1], atol=1e-5)
-        expected = (layer.stream * layer.added).sum(-1) / squared
-        np.testing.assert_allclose(heads + bias, expected, atol=1e-5)
-        assert abs(heads - (magnitude * orientation)[0] + bias - expected).max() > 1e-2, (
-            "negative control: a head is left out"
+        stream = run.resid[n]
+        squared = (stream**2).sum(-1)
+        out = block.self_attn.o_proj
+        bias = 0.0 if out.bias is None else out.bias.detach().numpy() * run.gain[n]
+        along_bias = (stream * bias).sum(-1) / squared
+        of_block = np.prod(
+            [
+                of_tokens(result, "block_updates", f"block_{name}_at", n, length)[0]
+                for name in ("magnitude", "orientation")
+            ],
+            axis=0,
         )
+        np.testing.assert_allclose(heads + along_bias, of_block, atol=1e-5)
+        expected = (stream * run.attention[n]).sum(-1) / squared
+        np.testing.assert_allclose(heads + along_bias, expected, atol=1e-5)
+        without_a_head = heads - (magnitude * orientation)[0] + along_bias
+        assert abs(without_a_head - expected).max() > 1e-2, "negative control"
 
 
 def test_each_head_after_the_norm(measured):
-    result, sequence, layers = measured
-    for n, layer in enumerate(layers):
-        size = np.linalg.norm(layer.stream, axis=-1)[:, None]
-        expected = (np.linalg.norm(layer.after, axis=-1) / size).T
-        got = of_tokens(result, "head_updates", "magnitude_at", n, len(sequence))
-        assert close(got, expected)
-        alone = np.sqrt((layer.heads**2).mean(-1, keepdims=True))
-        normed_alone = np.linalg.norm(layer.gamma * layer.heads / alone, axis=-1)
-        assert not close(got, (normed_alone / size).T), "negative control: each head normed alone"
-        before = (np.linalg.norm(layer.heads, axis=-1) / size).T
-        assert not close(got, before), "negative control: before the norm"
-
-
-def test_means_before_and_after_the_norm(measured):
-    result, sequence, layers = measured
+    result, sequence, run, blocks = measured
     question = sequence.of_segment("question").numpy()
-    for n, layer in enumerate(layers):
-        size = np.linalg.norm(layer.stream, axis=-1)[:, None]
-        for suffix, delta in (("", layer.after), (BEFORE_NORM, layer.heads)):
-            norm = np.linalg.norm(delta, axis=-1)
-            product = np.einsum("pm,phm->ph", layer.stream, delta)
-            cosine = product / norm / size
-            expected = {
-                "update_norm": norm,
-                "magnitude": norm / size,
-                "orientation": cosine,
-                "parallel": product / size**2,
-                "orthogonal": norm / size * np.sqrt(1 - cosine**2),
-            }
-            for name, value in expected.items():
-                got = result["head_updates"][name + suffix].sel(
-                    condition="slash", layer=n, segment="question"
-                )
-                assert close(got.isel(prompt=0).values, value[question].mean(0)), name + suffix
+    for n, block in enumerate(blocks):
+        size = np.linalg.norm(run.resid[n], axis=-1)[:, None]
+
+        def magnitude(delta, size=size):
+            return (np.linalg.norm(delta, axis=-1) / size).T
+
+        got = of_tokens(result, "head_updates", "magnitude_at", n, len(sequence))
+        assert close(got, magnitude(updates_of(run, n)))
+        norm = block.post_attention_layernorm
+        heads = np.einsum("phd,hdm->phm", run.z[n], run.w_o[n])
+        alone = weight_of(norm) * heads / rms(heads, norm)
+        assert not close(got, magnitude(alone)), "negative control: each head normed alone"
+        assert not close(got, magnitude(heads)), "negative control: before the norm"
+        before = result["head_updates"][f"magnitude{BEFORE_NORM}"].isel(prompt=0)
+        mean = before.sel(condition="slash", layer=n, segment="question")
+        assert close(mean.values, magnitude(heads)[:, question].mean(1))
 
 
 def test_captions_say_which_one_it_is(measured):
-    result, _, _ = measured
+    result = measured[0]
     for dataset, prefix in (("head_updates", ""), ("top_target_updates", "top_target_")):
         data = result[dataset]
         assert "after the norm" in data[f"{prefix}magnitude"].attrs["description"]

@@ -84,7 +84,7 @@ def test_prompts_without_names_are_numbered_and_a_name_given_twice_is_refused():
 
 def test_a_result_says_it_of_its_prompts_and_of_parts_of_them(toy):
     conditions, named = {"slash": ma.MeaninglessTokens(count=5)}, as_prompts(TEMPLATE)
-    made = ma.run(toy, named, conditions)
+    made = ma.run(toy, named, conditions, layers=[0])
     whole = "4 prompts follow one template, apart from numbers and names"
     assert ma.render.verdict_words(made).partition("0.05). ")[2].startswith(whole)
     assert made.compare("slash").attrs["alike"].startswith(whole)
@@ -99,8 +99,8 @@ def test_a_result_says_it_of_its_prompts_and_of_parts_of_them(toy):
         .startswith(f"In the whole run, {whole}")
     )
     others = [replace(prompt, id=f"more {prompt.id}") for prompt in named]
-    merged = ma.merge_results([made, ma.run(toy, others, conditions)])
+    merged = ma.merge_results([made, ma.run(toy, others, conditions, layers=[0])])
     assert alike_words(merged).startswith(f"In parts of it, {whole}")
-    varied = ma.run(toy, ma.load_prompts("word-problems", limit=4), conditions)
+    varied = ma.run(toy, ma.load_prompts("word-problems", limit=3), conditions, layers=[0])
     assert not alike_words(varied)
     assert "alike" not in ma.render.caption(ma.render.changes(varied))

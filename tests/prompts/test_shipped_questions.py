@@ -21,20 +21,13 @@ def some(split="test", count=300, **options):
 
 
 def test_every_worked_answer_is_right():
-    for problem in some("train", 500) + some("test", 500):
+    for problem in some("train", 200) + some("test", 200):
         *sums, last = re.split(r"(?<=\.) ", problem.answer)
         value = None
         for line in sums:
-            left, sign, right, total = re.fullmatch(
-                r"(\d+) ([-+*÷]) (\d+) = (\d+)\.", line
-            ).groups()
-            assert value is None or int(left) == value
-            value = {
-                "+": int(left) + int(right),
-                "-": int(left) - int(right),
-                "*": int(left) * int(right),
-            }.get(sign)
-            value = int(left) / int(right) if sign == "÷" else value
+            left, operation, total = re.fullmatch(r"(\d+) ([-+*÷] \d+) = (\d+)\.", line).groups()
+            assert value in (None, int(left))
+            value = eval(left + operation.replace("÷", "/"))
             assert value == int(total)
             assert 0 < value <= LARGEST
         assert last == f"Answer: {int(value)}"
@@ -43,7 +36,7 @@ def test_every_worked_answer_is_right():
 
 
 def test_no_test_problem_is_a_training_problem():
-    train, test = some("train", 2000, steps=(1, 2)), some("test", 500, steps=(1, 2))
+    train, test = some("train", 1000, steps=(1, 2)), some("test", 400, steps=(1, 2))
     assert not {p.chain for p in train} & {p.chain for p in test}
     assert not {p.question for p in train} & {p.question for p in test}
     assert all(p.split == "train" for p in train)
@@ -71,7 +64,7 @@ def test_only_word_problems_bring_a_system_text(tmp_path):
             }
 
 
-@pytest.mark.parametrize(("seed", "count"), [(0, 512), (1, 128), (11, 200), (977, 16)])
+@pytest.mark.parametrize(("seed", "count"), [(0, 512), (977, 16)])
 def test_shipped_word_problems_are_those_of_the_generator(seed, count):
     prompts = ma.load_prompts("word-problems", limit=count, seed=seed, with_answer=True)
     generated = some(seed=seed, count=count)

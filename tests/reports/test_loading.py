@@ -11,9 +11,10 @@ import transformers
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model.checkpoint import load_tokenizer, tokenizer_named
+from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.load import unloaded
 from mechattn.model.weights import random_weights
+from tests.tiny_families import bridge_of
 
 QUESTIONS = ["Tom has 3 apples. How many?", "What is 3 + 4? I want to know."]
 TEXT = {
@@ -32,11 +33,6 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("toy:llama")
 
 
 # Nothing is installed: no process starts while a model is loaded.
@@ -88,7 +84,7 @@ def test_the_text_model_of_a_multimodal_model_is_loaded_by_itself(kind, tokenize
     tokens = torch.arange(20, 32)[None]
     with torch.no_grad():
         expected = given(input_ids=tokens).logits
-    model = ma.load_model(given, tokenizer=tokenizer)
+    model = bridge_of(given)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
     assert not processes
@@ -100,8 +96,8 @@ def test_a_multimodal_checkpoint_too(tokenizer, processes, tmp_path):
     given.generation_config.eos_token_id = [1, 7]
     given.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    expected = received(ma.load_model(given, tokenizer=tokenizer))
-    model = ma.load_model(str(tmp_path))
+    expected = received(bridge_of(given, verify=False))
+    model = ma.load_model(str(tmp_path), verify=False)
     torch.testing.assert_close(received(model), expected, rtol=0, atol=1e-6, equal_nan=True)
     assert not processes
 
@@ -128,11 +124,6 @@ def test_a_process_would_be_noticed(processes):
     assert processes
 
 
-def test_no_process_starts_while_an_ordinary_model_is_loaded(processes):
-    ma.load_model("toy:llama")
-    assert not processes
-
-
 # Refusals say what the model is; its configuration is left as it was.
 
 
@@ -145,7 +136,6 @@ def tiny(config_name, class_name, tokenizer):
     ("config_name", "class_name", "message"),
     [
         ("BertConfig", "BertForMaskedLM", "BertForMaskedLM is an encoder"),
-        ("BertConfig", "BertModel", "BertModel is a model without its head"),
         ("LlamaConfig", "LlamaModel", "LlamaModel is a model without its head"),
         ("LlamaConfig", "LlamaForSequenceClassification", "is a classifier"),
         ("T5Config", "T5ForConditionalGeneration", "is an encoder-decoder"),
@@ -157,7 +147,7 @@ def test_another_kind_of_model_is_refused_by_what_it_is(
     given = tiny(config_name, class_name, tokenizer)
     before = dict(vars(given.config))
     with pytest.raises(ModelError, match=message) as refusal:
-        ma.load_model(given, tokenizer=tokenizer)
+        bridge_of(given)
     assert "version" not in str(refusal.value)
     assert vars(given.config) == before
 
@@ -174,30 +164,29 @@ def test_a_checkpoint_of_another_kind_is_refused_before_its_weights_are_read(tok
 def test_a_wrapped_model_is_unwrapped(wrap, tokenizer):
     torch.manual_seed(0)
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
-    model = ma.load_model(wrap(given), tokenizer=tokenizer)
+    model = bridge_of(wrap(given), verify=False)
     assert model.original_model is given
 
 
 def test_a_model_that_was_compiled_in_place_is_not_compiled(tokenizer):
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
     given.compile(backend="eager")
-    model = ma.load_model(given, tokenizer=tokenizer)
+    bridge_of(given, verify=False)
     assert given._compiled_call_impl is None
-    assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
 
 
 def test_adapters_are_to_be_merged(tokenizer):
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
     given.merge_and_unload = lambda: given
     with pytest.raises(ModelError, match=r"pass model\.merge_and_unload\(\)"):
-        ma.load_model(given, tokenizer=tokenizer)
+        bridge_of(given)
 
 
 def test_the_hooks_of_a_refused_model_are_named(tokenizer):
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
     given.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, i, out: out * 2)
     with pytest.raises(ModelError, match=r"hooks at .*0.self_attn.q_proj"):
-        ma.load_model(given, tokenizer=tokenizer)
+        bridge_of(given)
 
 
 # Folders that are no whole checkpoints.
@@ -267,7 +256,7 @@ def test_answers_stop_where_generate_stops(tokenizer):
     later = int(written[ids.shape[1] + 2])
     given.generation_config.eos_token_id = [2, later]
     expected = given.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
-    model = ma.load_model(given, tokenizer=tokenizer)
+    model = bridge_of(given, verify=False)
     prompt = ma.Prompt(tokens=ids[0].tolist(), solution="7")
     (answer,) = ma.evaluate(model, [prompt], new_tokens=12).answers
     assert [*answer.tokens, later] == expected
@@ -295,7 +284,7 @@ def test_layers_that_read_the_keys_of_earlier_ones(tokenizer):
     ids = tokenizer(QUESTIONS[0], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         patterns = given(ids, output_attentions=True, use_cache=False).attentions
-    model = ma.load_model(given, tokenizer=tokenizer)
+    model = bridge_of(given)
     prompt = ma.Prompt(tokens=ids[0].tolist())
     pattern = patterns[3][0]  # of full attention, with the keys of layer 1
     length = ids.shape[1]

@@ -78,7 +78,6 @@ def test_what_a_tokenizer_returns_is_read_as_token_ids(toy):
     for given, expected in (
         (padded, [first, second]),
         (toy.tokenizer(texts), [first, second]),
-        (toy.tokenizer(texts[0]), [first]),
         (np.array([first]), [first]),
     ):
         assert [list(prompt.tokens) for prompt in as_prompts(given)] == expected
@@ -88,8 +87,6 @@ def test_what_a_tokenizer_returns_is_read_as_token_ids(toy):
     ("prompts", "message"),
     [
         ({"question": "How many?"}, r"a dict with \['question'\]"),
-        ({"How many?"}, "of type set"),
-        (b"How many?", "of type bytes"),
         ([{"question": "How many?"}], "prompt 0 is of type dict"),
         (3, "of type int"),
         (pd.DataFrame({"question": ["How many?"]}), "of type DataFrame"),

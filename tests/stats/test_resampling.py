@@ -6,8 +6,6 @@ from scipy import stats
 
 from mechattn.stats import resampling
 from mechattn.stats.resampling import (
-    drawn_signs,
-    flipped,
     of_extremes,
     p_values,
     resample,
@@ -16,20 +14,13 @@ from mechattn.stats.resampling import (
     tails,
     without_noise,
 )
+from tests.stats.test_paired import drawn as normal
 
 TAILS = (0.975, 0.025)
 
 
-def normal(n, cells, seed, shared=0.0):
-    """Differences [prompt, cell] with mean 0 and correlation ``shared`` between cells."""
-    generator = np.random.default_rng(seed)
-    own = generator.normal(size=(n, cells))
-    common = generator.normal(size=(n, 1))
-    return np.sqrt(1 - shared) * own + np.sqrt(shared) * common
-
-
 def lognormal(n, cells, seed, shared=0.0):
-    return np.exp(normal(n, cells, seed, shared)) - np.exp(0.5)
+    return np.exp(normal(n, cells, seed, shared=shared)) - np.exp(0.5)
 
 
 def t_of_each_resample(d, counts, smallest=0.1):
@@ -107,7 +98,7 @@ def test_intervals_are_those_of_a_loop_over_the_same_resamples():
     d[:, 3] = np.arange(25) == 7
     error = stats.sem(d)
     plain, sequential = (
-        draw(25, 300, np.random.default_rng(1)) for draw in (resample, resample_sequentially)
+        draw(25, 120, np.random.default_rng(1)) for draw in (resample, resample_sequentially)
     )
     t = t_of_each_resample(d, plain)
     got = bootstrap_t(d, plain, 0.95)
@@ -145,7 +136,7 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     d[:, :3] += 0.8
     d[:, 3] -= 1.0
     t = t_of(d)
-    counts = resample_sequentially(24, 300, np.random.default_rng(1))
+    counts = resample_sequentially(24, 150, np.random.default_rng(1))
     drawn = t_of_each_resample(d, counts)
     monkeypatch.setattr(resampling, "_COLUMNS", 4)
     got = tails(d, t, counts)
@@ -160,29 +151,19 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
 
     upper = drawn.max(1)[:, None] >= t
     lower = drawn.min(1)[:, None] <= t
-    in_one_step = two_sided(np.where(t > 0, upper, lower).sum(0), 300)
+    in_one_step = two_sided(np.where(t > 0, upper, lower).sum(0), 150)
     assert (got.family <= in_one_step).all()
     assert (got.family < in_one_step).any(), "negative control: one step for all would be larger"
-
-
-def test_a_cell_that_is_not_tested_has_no_p():
-    d = lognormal(24, 3, seed=0)
-    d[5, 1] = np.nan
-    counts = resample_sequentially(24, 99, np.random.default_rng(1))
-    all_tails = tails(d, t_of(d), counts)
-    p_flip = flipped(d, drawn_signs(24, 99, np.random.default_rng(1)))
-    for p in (all_tails.p, all_tails.family, p_values(d, t_of(d), counts), p_flip):
-        assert np.isnan(p).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(("n", "shared"), [(20, 0.0), (64, 0.67)])
 def test_simultaneous_intervals_of_lognormal_data_cover(n, shared):
     """Measured .96 to .98."""
     found = []
-    for seed in range(200):
+    for seed in range(80):
         counts = resample_sequentially(n, 499, np.random.default_rng(seed))
         found.append(covered(*simultaneous(lognormal(n, 32, seed, shared), counts, 0.95)))
-    assert np.mean(found) >= 0.91
+    assert np.mean(found) >= 0.9
 
 
 def test_random_signs_would_not_cover_lognormal_data():
@@ -191,7 +172,7 @@ def test_random_signs_would_not_cover_lognormal_data():
     def coverage(draw, shared):
         generator = np.random.default_rng(0)
         return np.mean(
-            [covered(*signs(draw(20, 32, seed, shared), generator)) for seed in range(60)]
+            [covered(*signs(draw(20, 32, seed, shared=shared), generator)) for seed in range(40)]
         )
 
     assert coverage(normal, 0.0) > 0.87
@@ -220,16 +201,3 @@ def test_one_prompt_that_makes_all_of_a_cells_spread_does_not_make_the_others_en
     assert (widened < 6 * without).all()
     monkeypatch.setattr(resampling, "_SMALLEST_SPREAD", 1e-12)
     assert (widths(simultaneous(both, counts, 0.95))[:30] > 1e5 * without).all(), "negative control"
-
-
-def test_cells_that_differ_by_rounding_only_are_left_out():
-    """Their spread would be 1e-17, and one of them would widen the intervals of all."""
-    d = normal(24, 5, seed=0)
-    counts = resample_sequentially(24, 200, np.random.default_rng(0))
-    constant = np.full((24, 1), 1.0)
-    constant[3] += 4e-16
-    assert constant.std() > 0
-    low, high = simultaneous(np.hstack([d, constant]), counts, 0.95)
-    expected = simultaneous(d, counts, 0.95)
-    np.testing.assert_array_equal((low[:5], high[:5]), expected)
-    np.testing.assert_allclose((low[5], high[5]), 1.0)

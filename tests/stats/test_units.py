@@ -11,17 +11,12 @@ from mechattn.stats.units import Units, halves_of
 GROUPS = ["b", "a", "b", "c", "a", "b"]
 
 
-def drawn(groups, size, cells, seed, shared=0.0):
+def drawn(groups, size, cells, seed):
     """Differences with mean 0 [prompt, cell], half of whose variance is that of their group; and the units."""
     generator = np.random.default_rng(seed)
-
-    def normal(rows):
-        own = generator.normal(size=(rows, cells))
-        common = generator.normal(size=(rows, 1))
-        return np.sqrt(1 - shared) * own + np.sqrt(shared) * common
-
     of = np.repeat(np.arange(groups), size)
-    d = np.sqrt(0.5) * normal(groups)[of] + np.sqrt(0.5) * normal(len(of))
+    of_groups = generator.normal(size=(groups, cells))[of]
+    d = np.sqrt(0.5) * (of_groups + generator.normal(size=(len(of), cells)))
     return d, Units.grouped([str(group) for group in of])
 
 
