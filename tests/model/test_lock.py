@@ -52,7 +52,7 @@ def model():
 def waited(monkeypatch):
     """Threads that had to wait, each as the sentence that it was told; nobody waits ten seconds for it."""
     told = []
-    monkeypatch.setattr(lock, "_LONG", 0.0)
+    monkeypatch.setattr(lock, "_SECONDS_BEFORE_WARNING", 0.0)
     monkeypatch.setattr(lock, "warn", told.append)
     return told
 
