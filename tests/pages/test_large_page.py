@@ -34,15 +34,10 @@ def read_on_demand():
 
 @pytest.fixture(scope="module")
 def place(toy, tmp_path_factory):
-    analyses = [
-        ma.ReceivedAttention(),
-        ma.analyses.AffineShift(),
-        ma.analyses.MlpActivations(),
-        ma.analyses.BlockUpdates(),
-    ]
+    analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.BlockUpdates()]
     conditions = {"slash": ma.MeaninglessTokens(count=5), "sentence": ma.RandomSentence(count=5)}
     prompts = ma.load_prompts("word-problems", limit=13)
-    made = ma.run(toy, prompts, conditions, analyses, keep="prompts")
+    made = ma.run(toy, prompts, conditions, analyses, layers=[0, 1, 2], keep="prompts")
     path = tmp_path_factory.mktemp("large") / "large.zarr"
     replace(made, provenance={**made.provenance, "chunk": 4}).save(path)
     return path
