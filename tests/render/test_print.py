@@ -13,7 +13,9 @@ from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
 from mechattn.render.figure_declaration import FIGURES
 from tests.known_answers.known_circuits import known_circuits
 
-pytestmark = pytest.mark.usefixtures("chromium")  # so that the figures are made once, where they are drawn too
+pytestmark = pytest.mark.usefixtures(
+    "chromium"
+)  # so that the figures are made once, where they are drawn too
 BOXES = """(json) => {
   const figure = JSON.parse(json);
   document.body.innerHTML = "<div></div>";
