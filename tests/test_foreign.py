@@ -144,11 +144,10 @@ NAMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["save", "file://", "run", "merge"])
+@pytest.mark.parametrize("how", ["file://", "run", "merge"])
 def test_a_place_that_holds_something_else(result, folder, how):
     before = listed(folder)
     tried = {
-        "save": lambda name: result.save(name),
         "run": lambda name: configured("run", result=name),
         "merge": lambda name: invoked("merge", name, "ours.zarr"),
     }
@@ -222,7 +221,6 @@ def test_a_place_that_is_free_among_them(folder):
         assert ma.load_result(name)["sequences"].sizes["prompt"] == 3
     invoked("merge", "dangling.zarr", "free.zarr")
     invoked("merge", "all.zarr", "dangling.zarr")
-    configured("evaluate")
     configured("evaluate")
     assert untouched(before, folder) == {}
     written = {"config.toml", "free.zarr", "free.html", "free.jsonl", "all.zarr"}
