@@ -36,7 +36,8 @@ kind = "{analysis}"
 
 @pytest.fixture(autouse=True)
 def sooner(toy, monkeypatch):
-    """One loaded model, and pages without figures: what is written where does not depend on them."""
+    """One loaded model, and pages without figures and map: what is written where does not depend on them."""
+    monkeypatch.setattr("mechattn.pages.page.page_json", lambda *models: "")
     for module in ("mechattn.jobs.job", "mechattn.commands.evaluate"):
         monkeypatch.setattr(f"{module}.load_model", lambda *args, **options: toy)
     for module in ("mechattn.pages.page", "mechattn.commands.pages"):

@@ -14,6 +14,14 @@ from mechattn.published.measure import ModelRuns, Settings
 from mechattn.published.statements import read_statements
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_map():
+    """Pages without the numbers of the map of heads, which ``tests/pages`` compares."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mechattn.pages.page.page_json", lambda *models: "")
+        yield
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """A comparison of the toy with few prompts, and its folder."""
