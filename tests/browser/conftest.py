@@ -1,5 +1,8 @@
 """Pages opened in Chromium with the network cut: one browser and one tab, as a new tab costs more than a page."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 import mechattn as ma
@@ -7,6 +10,7 @@ from mechattn.pages.page import results_page
 from mechattn.pages.sections import HeadChoice
 from tests.conftest import launched
 
+OTHER_SCRIPTS = ["🙂", "שלום", "مرحبا", "\u200b", "</script>", "\u202e", "日本", "\n"]
 PAINTED = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -73,10 +77,14 @@ def opened(tab):
 
 @pytest.fixture(scope="package")
 def slash_page(slash_result, tmp_path_factory):
-    """A page with the curves of two heads and a map, which no test changes."""
+    """A page with the curves of two heads, a map and strange tokens, which no test changes."""
+    sequences = slash_result["sequences"].copy(deep=True)
+    words = np.array(OTHER_SCRIPTS, dtype=np.dtypes.StringDType())
+    sequences["first_prompt_text"][:, : len(words)] = words
+    shown = replace(slash_result, datasets=slash_result.datasets | {"sequences": sequences})
     path = tmp_path_factory.mktemp("slash") / "page.html"
     figures = [(ma.render.change_map, {})]
-    return results_page([slash_result], path, figures, choice=HeadChoice(0, [2, 3]))
+    return results_page([shown], path, figures, choice=HeadChoice(0, [2, 3]))
 
 
 def unfold(page, title=""):

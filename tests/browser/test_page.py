@@ -9,8 +9,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.pages.embedded import packed_plotly
-from mechattn.pages.page import page as result_page
-from tests.browser.conftest import drawn, unfold
+from tests.browser.conftest import OTHER_SCRIPTS, drawn, unfold
 
 UNPACKED_LATER = """const real = Response.prototype.text;
     const until = new Promise((done) => { window.unpack = done; });
@@ -43,6 +42,15 @@ def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, slash_p
     assert shown_share(
         page.locator(".row .words").first.inner_text().split(" [")[0]
     ) == pytest.approx(float(verdict.change.estimate), abs=5.1e-4)
+
+
+def test_tokens_of_other_scripts(opened, slash_page):
+    """Emoji, right to left, zero width, and what would end a script, each as one token."""
+    page = opened(slash_page, again=True)
+    unfold(page)
+    tokens = page.locator("details.section .tokens").nth(1).locator("span")
+    shown = [{"\u200b": "·", "\n": "⏎"}.get(word, word) for word in OTHER_SCRIPTS]
+    assert tokens.all_text_contents()[: len(shown)] == shown
 
 
 def test_a_request_is_forbidden_by_the_page_itself(opened, tab, slash_page):
@@ -307,32 +315,6 @@ def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
     page = opened(tmp_path / "text.html")
     assert page.title() == "Attention"
     assert page.locator("b").count() == 0
-
-
-def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
-    """Emoji, right to left, zero width, and what would end a script, each as one token."""
-    words = ["🙂", "שלום", "مرحبا", "\u200b", "</script>", "\u202e", "日本", "\n"]
-    sequences = slash_result["sequences"].copy(deep=True)
-    sequences["first_prompt_text"][:, : len(words)] = np.array(words, dtype=np.dtypes.StringDType())
-    result = ma.Result(
-        dict(slash_result.datasets) | {"sequences": sequences}, slash_result.provenance
-    )
-    page = opened(result_page(result, tmp_path / "index.html", 0, [1]))
-    unfold(page)
-    shown = page.locator("details.section .tokens").nth(1).locator("span").all_text_contents()
-    assert shown[: len(words)] == ["🙂", "שלום", "مرحبا", "·", "</script>", "\u202e", "日本", "⏎"]
-
-
-def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
-    """What ``_repr_html_`` gives, in a page as JupyterLab and VS Code put it into theirs."""
-    view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1])
-    (tmp_path / "notebook.html").write_text(
-        f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8"
-    )
-    page = opened(tmp_path / "notebook.html")
-    inside = page.frame_locator("iframe")
-    inside.get_by_text("L0H1").first.wait_for()
-    assert "toy:llama" in inside.locator("figcaption").inner_text()
 
 
 def test_a_page_that_asks_the_network_would_be_noticed(opened, tab, tmp_path):
