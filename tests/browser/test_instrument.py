@@ -301,15 +301,10 @@ def test_choices_are_steps_of_the_history(opened, place):
 def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
     page = opened(place, again=True)
     table = result.compare("slash", columns="all")
-    most, least = (
-        table.loc[getattr(table.difference.abs(), f"idx{end}")()] for end in ("max", "min")
-    )
-    assert (
-        page.locator("#room h3").inner_text() == f"Layer {most.layer:.0f}, head {most['head']:.0f}"
-    )
-    assert (
-        (most.layer, most["head"]) != (0, 0) != (least.layer, least["head"])
-    )  # control: no head is first by chance
+    most = table.loc[table.difference.abs().idxmax()]
+    layer, head = int(most.layer), int(most["head"])
+    assert page.locator("#room h3").inner_text() == f"Layer {layer}, head {head}"
+    assert (layer, head) != (0, 0), "no head is first by chance"
 
 
 def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, place):
