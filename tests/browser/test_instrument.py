@@ -1,40 +1,48 @@
-"""The map of heads, its rooms, scatter and table, in a real browser with the network cut."""
+"""The map of heads, its rooms, patterns, scatter and table, in a real browser with the network cut."""
 
-import csv
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 import mechattn as ma
-from mechattn.pages.page import page as result_page
 from mechattn.pages.page import results_page
+from mechattn.render.words import percent as percent_words
+from tests.browser.conftest import unfold
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
+LINK = '<a href="https://example.org/">here</a> <b>bold</b>'
+PIXELS = """async (image) => { const i = new Image(); i.src = image.getAttribute('href'); await i.decode();
+    const c = document.createElement('canvas'); [c.width, c.height] = [i.width, i.height];
+    const p = c.getContext('2d'); p.drawImage(i, 0, 0);
+    return [i.width, i.height, [...p.getImageData(0, 0, i.width, i.height).data].filter((_, at) => at % 4 === 3)]; }"""
+OWN_FIGURE = (ma.render.received_attention, {"layer": 0, "heads": [0], "condition": LINK})
 
 
 @pytest.fixture(scope="module")
 def result(toy):
-    """Two conditions, two analyses, short prompts with their attention maps; the first prompt and a name are HTML."""
-    texts = [f"{HOSTILE} Tom has {i} apples." for i in range(2, 8)]
-    conditions = {
-        "slash": ma.MeaninglessTokens("/", 6),
-        "<b>word</b>": ma.conditions.RandomTokens(6),
-    }
+    """Two conditions, quantities with a null as a ratio, as a difference and without, attention maps; the first prompt,
+    a condition's name and a unit are HTML.
+    """
+    texts = [f"{HOSTILE} Tom has 2 apples."] + [
+        f"Tom has {i} apples and {name} has one more. How many apples do they have?"
+        for i, name in enumerate("ABCDE")
+    ]
+    conditions = {"slash": ma.MeaninglessTokens("/", 6), LINK: ma.conditions.RandomTokens(6)}
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
-    return ma.run(toy, texts, conditions, analyses, keep="prompts")
+    measured = ma.run(toy, texts, conditions, analyses, keep="prompts")
+    focus = measured["attention_focus"]
+    names = [name for name in focus if name.startswith(("entropy", "self_share"))]
+    focus.entropy.attrs["units"] += f" {LINK}"
+    return replace(measured, datasets=measured.datasets | {"attention_focus": focus[names]})
 
 
 @pytest.fixture(scope="module")
 def place(result, tmp_path_factory):
-    return results_page([result], tmp_path_factory.mktemp("page") / "page.html", [])
-
-
-@pytest.fixture(scope="module")
-def of_slash(slash_result, tmp_path_factory):
-    return result_page(slash_result, tmp_path_factory.mktemp("slash") / "page.html", 0, [2])
+    return results_page([result], tmp_path_factory.mktemp("page") / "page.html", [OWN_FIGURE])
 
 
 def percent(text):
@@ -49,30 +57,15 @@ def at(page, layer, head, heads=8):
     return page.locator(f"#head-{layer * heads + head}")
 
 
-def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, of_slash, slash_result):
-    page = opened(of_slash)
-    verdict = slash_result.verdict("slash")
-    assert page.evaluate("document.querySelector('.picture').getBoundingClientRect().bottom") < 900
-    ticks = page.locator(".axis .track i")
-    ends = [
-        (ticks.nth(i).inner_text(), ticks.nth(i).bounding_box()) for i in (0, ticks.count() - 1)
-    ]
-    (low, left), (high, right) = [
-        (percent(words), box["x"] + box["width"] / 2) for words, box in ends
-    ]
-
-    def value(name):
-        box = page.locator(f".row:not(.axis) i.{name}").bounding_box()
-        return low + (high - low) * (box["x"] + box["width"] / 2 - left) / (right - left)
-
-    assert value("measured") == pytest.approx(float(verdict.change.estimate), abs=0.002)
-    assert percent(page.locator(".row .words").first.inner_text().split(" [")[0]) == pytest.approx(
-        float(verdict.change.estimate), abs=5.1e-4
-    )
+def part(page, name):
+    """A part of a head's room, opened."""
+    folded = page.locator(f"[data-part={name}]")
+    folded.evaluate("(part) => { part.open = true; }")
+    return folded
 
 
 def test_hover_says_what_compare_says(opened, place, result):
-    page = opened(place)
+    page = opened(place, again=True)
     at(page, 2, 5).hover()
     words = page.locator("#tip").inner_text()
     table = result.compare("slash", columns="all").set_index(["layer", "head"]).loc[(2, 5)]
@@ -106,7 +99,7 @@ def test_hover_says_what_compare_says(opened, place, result):
 
 
 def test_a_click_opens_the_room_of_a_head(opened, place, result):
-    page = opened(place)
+    page = opened(place, again=True)
     at(page, 3, 6).click()
     room = page.locator("#room")
     assert room.locator("h3").inner_text() == "Layer 3, head 6"
@@ -116,7 +109,7 @@ def test_a_click_opens_the_room_of_a_head(opened, place, result):
     assert "question" in room.locator(".curves").text_content()
     assert "layer=3&head=6" in page.url
     for name in ("quantities", "text", "pattern"):
-        room.locator(f"[data-part={name}] summary").click()
+        part(page, name)
     table = room.locator("[data-part=quantities] tr", has_text="entropy of the question").first
     entropy = result["attention_focus"].entropy.sel(layer=3, head=6, segment="question")
     assert float(table.locator("td").nth(1).inner_text()) == pytest.approx(
@@ -134,14 +127,12 @@ def test_a_click_opens_the_room_of_a_head(opened, place, result):
     )
     at(page, 1, 1).click()
     assert room.locator("svg.pattern").count() == 6, "what is open stays open"
-    assert page.title().startswith("mechattn")
 
 
 def test_a_pattern_says_its_numbers(opened, place, result):
-    page = opened(place)
+    page = opened(place, again=True)
     at(page, 1, 4).click()
-    page.locator("[data-part=pattern] summary").click()
-    shown = page.locator("svg.pattern").first
+    shown = part(page, "pattern").locator("svg.pattern").first
     shown.scroll_into_view_if_needed()
     box = shown.locator("image").bounding_box()
     n = int((result["sequences"].origin.sel(condition="baseline")[0] >= 0).sum())
@@ -180,7 +171,7 @@ def test_a_pattern_says_its_numbers(opened, place, result):
 
 
 def test_arrows_walk_over_heads(opened, place):
-    page = opened(place)
+    page = opened(place, again=True)
     at(page, 0, 0).click()
     page.locator("#map svg").focus()
 
@@ -196,107 +187,9 @@ def test_arrows_walk_over_heads(opened, place):
     )
 
 
-def test_tabs_are_models(opened, result, slash_result, tmp_path):
-    page = opened(results_page([result, slash_result], tmp_path / "page.html", []))
-    tabs = page.get_by_role("tab")
-    quantities = page.locator("#quantity option")
-    assert tabs.count() == 2
-    assert quantities.count() > 5
-    tabs.nth(0).focus()
-    page.keyboard.press("ArrowRight")
-    assert tabs.nth(1).get_attribute("aria-selected") == "true"
-    assert quantities.count() == 2
-    tabs.nth(0).click()
-    assert quantities.count() > 5
-
-    page.locator("#beside").select_option(index=1)
-    page.locator("#beside-head-12").hover()
-    other = slash_result.compare("slash", columns="all").set_index(["layer", "head"]).loc[(1, 4)]
-    shown = re.search(r"change ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
-    assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4)
-    fills = {}
-    for prefix, shown_result in (("head-", result), ("beside-head-", slash_result)):
-        table = shown_result.compare("slash").sort_values(["layer", "head"])
-        for number, value in enumerate(np.log1p(table.change)):
-            fills[value] = rgb(page.locator(f"#{prefix}{number}").get_attribute("fill"))
-
-    # 98 of 100 heads of both maps have less than the strongest colour.
-    most = sorted(fills, key=abs)[math.ceil(0.98 * len(fills)) - 1]
-    full = distance_from_neutral(fills[most])
-    for value, fill in fills.items():
-        if value * most > 0:
-            share = distance_from_neutral(fill) / full
-            assert share == pytest.approx(min(1, value / most), abs=0.02), "one scale for both maps"
-
-    page.locator("#beside-head-12").click()
-    assert tabs.nth(1).get_attribute("aria-selected") == "true"
-    assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
-
-
-def distance_from_neutral(colour):
-    return np.abs(np.array(colour) - (244, 244, 242)).max()
-
-
-def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
-    page = opened(place)
-    table = result.compare("slash", columns="all")  # the change beyond which the file has
-    first = page.locator("#heads-table tbody tr").first.locator("button")
-    largest = table.loc[table.change.abs().idxmax()]
-    assert first.inner_text() == f"L{largest.layer}H{largest['head']}"
-    page.locator("#heads-table thead").get_by_role("button", name="baseline").click()
-    top = table.loc[table.reference.idxmax()]
-    assert first.inner_text() == f"L{top.layer}H{top['head']}"
-    first.focus()
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.textContent") == f"L{top.layer}H{top['head']}"
-    assert page.locator("#room h3").inner_text() == f"Layer {top.layer}, head {top['head']}"
-
-    with page.expect_download() as caught:
-        page.locator("#heads-csv").click()
-    caught.value.save_as(tmp_path / "heads.csv")
-    saved = pd.read_csv(tmp_path / "heads.csv")
-    same = ["layer", "head", "value", "reference", "null", "q_beyond"]
-    same += ["difference", "difference_low", "difference_high"]
-    same += ["beyond", "beyond_low", "beyond_high"]
-    np.testing.assert_allclose(saved[same], table[same], rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(saved.change_low, np.expm1(table.difference_low), rtol=1e-6)
-    np.testing.assert_allclose(saved.change_null, np.expm1(table.null), rtol=1e-6, atol=1e-7)
-    about = saved[["scale", "segment", "units", "change_units", "level", "n_of"]].drop_duplicates()
-    expected = ["log-ratio", "question", "probability", "fraction", 0.95, "prompts"]
-    assert about.values.tolist() == [expected]
-
-
-def test_the_curves_of_a_head_as_csv_and_svg(opened, of_slash, slash_result, tmp_path):
-    page = opened(of_slash)
-    room = page.locator("#room")
-    with page.expect_download() as caught:
-        room.get_by_role("button", name="CSV").click()
-    caught.value.save_as(tmp_path / "curves.csv")
-    rows = [
-        row
-        for row in csv.DictReader((tmp_path / "curves.csv").open())
-        if row["condition"] == "slash"
-    ]
-    data = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
-    known = [row for row in rows if row["received"]]
-    positions = [int(row["position"]) for row in known]
-    inserted = slash_result["sequences"].origin.sel(condition="slash").values[0] == -1
-    assert set(np.flatnonzero(inserted)) <= set(positions)
-    np.testing.assert_allclose(
-        [float(row["received"]) for row in known], data.received.values[positions], rtol=1e-6
-    )
-    assert [int(row["n"]) for row in known] == data.received_n.values[positions].tolist()
-    with page.expect_download() as caught:
-        room.get_by_role("button", name="SVG").click()
-    caught.value.save_as(tmp_path / "curves.svg")
-    drawing = (tmp_path / "curves.svg").read_text()
-    assert drawing.startswith("<svg")
-    assert "var(--" not in drawing, "it stands alone"
-
-
 def test_a_brush_chooses_heads_on_the_map(opened, place):
-    page = opened(place)
-    page.locator("#scatter-part summary").click()
+    page = opened(place, again=True)
+    page.locator("#scatter-part").evaluate("(part) => { part.open = true; }")
     page.locator("#scatter svg").scroll_into_view_if_needed()
     box = page.locator("#scatter svg").bounding_box()
     points = page.locator("#scatter circle").count()
@@ -323,8 +216,8 @@ def test_a_brush_chooses_heads_on_the_map(opened, place):
 
 def test_colours_of_words_are_readable_in_both_lights(opened, place):
     """WCAG AA: 4.5 to 1 for words, 3 to 1 for marks, by the page's own colours."""
-    page = opened(place)
-    for theme in ("light", "dark"):
+    page = opened(place, again=True)
+    for theme in ("dark", "light"):
         colours = page.evaluate(
             "(theme) => { if (document.documentElement.dataset.theme !== theme) document.getElementById('theme').click(); const s = getComputedStyle(document.documentElement);"
             " return Object.fromEntries(['ink','quiet','link','with','without','ground','panel'].map("
@@ -338,7 +231,7 @@ def test_colours_of_words_are_readable_in_both_lights(opened, place):
             assert all(
                 contrast(colours[name], colours[ground]) >= 3 for name in ("with", "without")
             ), colours
-        page.locator("[data-part=text]").evaluate("(part) => { part.open = true; }")
+        part(page, "text")
         grounds = page.evaluate(
             "() => { const of = (css) => { const c = document.createElement('canvas').getContext('2d'); c.fillStyle = css;"
             " c.fillRect(0, 0, 1, 1); return c.getImageData(0, 0, 1, 1).data; }; const s = getComputedStyle(document.body);"
@@ -370,7 +263,7 @@ def contrast(one, other):
 
 
 def test_names_and_roles_for_a_screen_reader(opened, place):
-    page = opened(place)
+    page = opened(place, again=True)
     assert page.get_by_role("grid").count() == 1
     assert page.get_by_role("gridcell").count() == 32
     assert (
@@ -381,6 +274,393 @@ def test_names_and_roles_for_a_screen_reader(opened, place):
         " !(e.getAttribute('aria-label') || e.textContent.trim() || e.closest('label'))).length"
     )
     assert unnamed == 0
+
+
+def test_choices_are_steps_of_the_history(opened, place):
+    page = opened(place, again=True)
+    room = page.locator("#room h3")
+    start = page.locator("#room h3").inner_text()
+    page.locator("#head-9").click()
+    page.locator("#quantity").select_option("entropy")
+    page.locator("#map svg").focus()
+
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert room.inner_text() == "Layer 1, head 4"
+    page.go_back()
+    assert room.inner_text() == "Layer 1, head 1", "a walk with the arrow keys is one step"
+    assert page.locator("#quantity").input_value() == "entropy"
+    page.go_back()
+    assert page.locator("#quantity").input_value() == "received"
+    page.go_back()
+    assert room.inner_text() == start
+    page.go_forward()
+    assert room.inner_text() == "Layer 1, head 1"
+
+
+def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
+    page = opened(place, again=True)
+    table = result.compare("slash", columns="all")
+    most = table.loc[table.difference.abs().idxmax()]
+    layer, head = int(most.layer), int(most["head"])
+    assert page.locator("#room h3").inner_text() == f"Layer {layer}, head {head}"
+    assert (layer, head) != (0, 0), "no head is first by chance"
+
+
+def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, place):
+    page = opened(place, again=True)
+    show = page.locator("#show")
+    assert show.input_value() == "change"
+    assert "change from the baseline" in page.locator("#map-title").inner_text()
+    show.select_option("beyond")
+    assert "relative to dilution" in page.locator("#map-title").inner_text()
+    page.locator("#quantity").select_option("self_share")
+    assert show.input_value() == "change"
+    assert "against no change" in page.locator("#said").inner_text()
+    assert "differs from no change, by more than" in page.locator("#scale").inner_text()
+    page.locator("#quantity").select_option("entropy")
+    assert show.input_value() == "beyond", "what the reader saw before"
+    page.locator("#condition").select_option("baseline")
+    assert show.input_value() == "value"
+    page.locator("#condition").select_option(LINK)
+    assert show.input_value() == "beyond"
+
+
+def test_the_table_is_sorted_by_what_it_says(opened, place, result):
+    page = opened(place, again=True)
+
+    def order():
+        marked = page.locator(
+            "#heads-table th[aria-sort=descending], #heads-table th[aria-sort=ascending]"
+        )
+        words = re.search(r"sorted by “([^”]+)”", page.locator("#table-note").inner_text())[1]
+        assert marked.all_text_contents() == [words]
+        return page.locator("#heads-table tbody button").all_text_contents()
+
+    def heads(by):
+        table = result.compare("slash", columns="all")
+        return [
+            f"L{row.layer}H{row['head']}"
+            for _, row in table.iloc[np.argsort(-abs(by(table)).values)].iterrows()
+        ]
+
+    assert order() == heads(lambda table: np.expm1(table.difference))[:12]
+    page.locator("#show").select_option("value")
+    assert order() == heads(lambda table: table.value)[:12]
+    assert (
+        heads(lambda table: table.value)[:12]
+        != heads(lambda table: np.expm1(table.difference))[:12]
+    )  # control
+
+
+def number(words):
+    """What a cell says, its own scale undone: a fraction for percent."""
+    value = float(re.sub(r"[^\d.e+-]", "", words.replace("−", "-")))
+    return value / 100 if "%" in words else value
+
+
+def cells(page):
+    """The table as it stands: the head, and each column's number and interval by its name."""
+    script = """(rows) => rows.map((row) => [row.querySelector('button').textContent, Object.fromEntries(
+        [...row.querySelectorAll('td[data-column]')].map((one) => [one.dataset.column,
+        [one.firstChild.textContent, one.querySelector('.ends')?.textContent ?? '']]))])"""
+    return page.locator("#heads-table tbody tr").evaluate_all(script)
+
+
+def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result):
+    """Each cell against the column of the same name, for ratios and differences, with and without a null."""
+    page = opened(place)
+    page.locator("#more-rows").click()
+    for quantity, change in (("received", "change"), ("self_share", "difference")):
+        page.locator("#quantity").select_option(quantity)
+        table = result.compare("slash", quantity=quantity, columns="all")
+        table = table.set_index(["layer", "head"])
+        for end in ("", "_low", "_high"):
+            table[f"change{end}"] = np.expm1(table[f"difference{end}"])
+
+        shown = cells(page)
+        assert len(shown) == 32
+        intervals = 0
+        for label, columns in shown:
+            row = table.loc[tuple(map(int, re.findall(r"\d+", label)))]
+            assert set(columns) == {"value", "reference", "q_difference", change}
+            for name, (words, ends) in columns.items():
+                assert number(words) == pytest.approx(row[name], **as_near_as(name, words))
+                if ends:
+                    intervals += 1
+                    low, high = map(number, ends.strip("[]").split(", "))
+                    expected = [row[f"{name}_low"], row[f"{name}_high"]]
+                    assert [low, high] == pytest.approx(expected, **as_near_as(name, words))
+        assert intervals >= 32, "an interval stands in the cell of its number"
+
+
+def as_near_as(name, words):
+    """To the digits that a cell has."""
+    if "%" in words:
+        return {"abs": 5.1e-4}
+    if "×" in words:
+        return {"abs": 5.1e-3}
+    return {"rel": 0.05 if name.startswith("q_") else 0.006}
+
+
+def test_the_cell_of_another_column_would_be_noticed(result):  # negative control
+    table = result.compare("slash", columns="all")
+    assert abs(np.expm1(table.difference) - table.difference).max() > 5.1e-4
+
+
+def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
+    page = opened(place)
+    table = result.compare("slash", columns="all")  # the change beyond which the file has
+    first = page.locator("#heads-table tbody tr").first.locator("button")
+    largest = table.loc[table.change.abs().idxmax()]
+    assert first.inner_text() == f"L{largest.layer}H{largest['head']}"
+    page.locator("#heads-table thead").get_by_role("button", name="baseline").click()
+    top = table.loc[table.reference.idxmax()]
+    assert first.inner_text() == f"L{top.layer}H{top['head']}"
+    first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == f"L{top.layer}H{top['head']}"
+    assert page.locator("#room h3").inner_text() == f"Layer {top.layer}, head {top['head']}"
+
+    with page.expect_download() as caught:
+        page.locator("#heads-csv").click()
+    caught.value.save_as(tmp_path / "heads.csv")
+    saved = pd.read_csv(tmp_path / "heads.csv")
+    same = ["layer", "head", "value", "reference", "null", "q_beyond"]
+    same += ["difference", "difference_low", "difference_high"]
+    same += ["beyond", "beyond_low", "beyond_high"]
+    np.testing.assert_allclose(saved[same], table[same], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(saved.change_low, np.expm1(table.difference_low), rtol=1e-6)
+    np.testing.assert_allclose(saved.change_null, np.expm1(table.null), rtol=1e-6, atol=1e-7)
+    about = saved[["scale", "segment", "units", "change_units", "level", "n_of"]].drop_duplicates()
+    expected = ["log-ratio", "question", "probability", "fraction", 0.95, "prompts"]
+    assert about.values.tolist() == [expected]
+
+
+def weights(result, condition, layer, head, prompt=0):
+    """The pattern of a head, without what stands beyond the prompt's tokens."""
+    n = int((result["sequences"].origin.sel(condition=condition).isel(prompt=prompt) >= -1).sum())
+    maps = result["attention_map"].pattern.sel(condition=condition, layer=layer, head=head)
+    return maps.isel(prompt=prompt).transpose("query", "target").values[:n, :n]
+
+
+def strongest(pattern, side):
+    """The pattern on fewer pixels, each the largest of those that fall on it."""
+    at = np.arange(len(pattern)) * side // len(pattern)
+    made = np.zeros((side, side))
+    np.maximum.at(made, np.ix_(at, at), np.nan_to_num(pattern))
+    return made
+
+
+def test_the_patterns_of_all_heads_are_small_pictures_that_choose(opened, place, result):
+    page = opened(place)
+    assert page.locator("#thumbs image").count() == 0, "drawn when it is opened"
+    page.locator("#thumbs-part summary").click()
+    page.locator("#thumbs image").wait_for()
+    assert page.locator("#thumbs-note").inner_text().startswith("prompt 0, slash: ")
+    drawn = pictures(page, 24)
+    for layer, head in ((0, 0), (2, 5), (3, 7)):
+        known = strongest(weights(result, "slash", layer, head), 24)
+        np.testing.assert_allclose(drawn[layer, :, head], known, atol=0.01)
+
+    page.locator("#thumb-head-21").click()
+    assert page.locator("#room h3").inner_text() == "Layer 2, head 5"
+    assert page.locator("#room svg.pattern").first.is_visible(), "with its large pattern"
+    assert "layer=2&head=5" in page.url
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#room h3").inner_text() == "Layer 2, head 6"
+    page.locator("svg.pattern[data-prompt='1']").first.click()
+    assert page.locator("#thumbs-note").inner_text().startswith("prompt 1, slash: ")
+    page.locator("#condition").select_option("baseline")
+    known = weights(result, "baseline", 1, 3, 1)
+    drawn = pictures(page, len(known))
+    assert len(known) < 24, "a pixel for each pair"
+    np.testing.assert_allclose(drawn[1, :, 3], np.nan_to_num(known), atol=0.01)
+
+
+def pictures(page, side):
+    """The weights that the pictures of all heads show, [layer, query, head, key]."""
+    wide, high, alpha = page.locator("#thumbs image").evaluate(PIXELS)
+    assert (wide, high) == (8 * side, 4 * side)
+    return np.square(np.reshape(alpha, (4, side, 8, side)) / 255)
+
+
+def shades(line):
+    """How strong the ground of each token is, from 0 to 1."""
+    grounds = line.locator("span").evaluate_all(
+        "(all) => all.map((one) => getComputedStyle(one).backgroundColor)"
+    )
+    return np.array(
+        [float(re.search(r"/ ([\d.]+)\)|, ([\d.]+)\)", one)[1] or 0) for one in grounds]
+    )
+
+
+def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, place, result):
+    page = opened(place, hash="head=L1H4", again=True)
+    part(page, "pattern")
+    page.locator(".tokens.asked").nth(1).wait_for()
+    line = page.locator(".tokens.asked").nth(1)
+    said = page.locator(".said-of-it").nth(1)
+    pattern = weights(result, "slash", 1, 4)
+    tokens = line.locator("span").all_text_contents()
+
+    def holds(query):
+        row = pattern[query]
+        most = int(pattern[query].argmax())
+        np.testing.assert_allclose(shades(line), 0.75 * np.sqrt(np.nan_to_num(row)), atol=0.006)
+        assert said.inner_text().startswith(
+            f"{query} “{tokens[query]}” attends most to {most} “{tokens[most]}”: "
+        )
+        assert float(said.inner_text().rpartition(": ")[2]) == pytest.approx(
+            float(row[most]), rel=0.006
+        )
+        assert line.locator(".asking").all_text_contents() == [tokens[query]]
+
+    line.locator("span").nth(12).hover()
+    holds(12)
+    line.focus()
+    page.keyboard.press("ArrowRight")
+    holds(13)
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    holds(11)
+    assert page.locator(".said-of-it").first.inner_text() == "", "the other texts stay as they are"
+    page.emulate_media(media="print")
+    assert not line.is_visible(), "on paper there is no mouse"
+    whole = page.locator(".whole").first
+    assert whole.evaluate("(one) => getComputedStyle(one).breakInside") == "avoid"
+    assert whole.locator(".note").is_visible()
+
+
+def test_a_wrong_link_is_refused_aloud(opened, place):
+    layer = "layer 9, head 1 (it has layers 0, 1, 2, 3 and 8 heads)"
+    for wrong, words in (
+        ("layer=9&head=1", layer),
+        ("condition=slashes&head=1&layer=1", "condition “slashes”"),
+        ("section-99", "no part “section-99”"),
+    ):
+        page = opened(place, hash=wrong, again=True)
+        alert = page.get_by_role("alert")
+        assert words in alert.inner_text()
+        assert page.locator("#room h3").is_visible(), "and the page shows what it has"
+        page.locator("#condition").select_option(LINK)
+        assert alert.inner_text() == "", "until something is chosen"
+
+
+def test_the_link_that_is_copied_shows_the_view(opened, place):
+    page = opened(place, again=True)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("#head-13").click()
+    page.locator("#condition").select_option(LINK)
+    page.locator("#show").select_option("change")
+    title = page.locator("#map-title").inner_text()
+    page.get_by_role("button", name="copy link").click()
+    page.get_by_role("button", name="copied").wait_for()
+    link = page.evaluate("navigator.clipboard.readText()")
+
+    page = opened(place, 390, 844, hash=link.partition("#")[2])
+    assert page.locator("#map-title").inner_text() == title
+    assert page.locator("#room h3").inner_text() == "Layer 1, head 5"
+    assert page.locator("#refused").inner_text() == ""
+    assert is_seen(page, "#room h3")
+    page = opened(place, 390, 844, hash="head=L2H5", again=True)
+    assert page.locator("#room h3").inner_text() == "Layer 2, head 5"
+    page = opened(place, 390, 844)
+    assert not is_seen(page, "#room h3"), "the top, where nothing is asked for (control)"
+
+
+def is_seen(page, selector):
+    return -1 <= page.locator(selector).bounding_box()["y"] < 800
+
+
+def test_no_name_becomes_a_link(opened, place, result, tmp_path, monkeypatch):
+    page = opened(place, again=True)
+    page.locator("#condition").select_option(LINK)
+    page.locator("#quantity").select_option("entropy")
+    unfold(page)
+    assert links(page) == 0
+    assert page.locator("b, img[src=x]").count() == 0
+    assert page.title().startswith("mechattn")
+    assert "<a href=" in page.locator("#map-title").inner_text()
+    assert "<a href=" in page.locator("#more .section summary", has_text="href").inner_text()
+
+    plain_names = "mechattn.render.figure_declaration.with_plain_names"
+    monkeypatch.setattr(plain_names, lambda figure: figure)  # negative control
+    received = replace(
+        result,
+        datasets={name: result.datasets[name] for name in ("sequences", "received_attention")},
+    )
+    page = opened(results_page([received], tmp_path / "page.html", [OWN_FIGURE]))
+    unfold(page)
+    assert links(page) > 0
+
+
+def links(page):
+    return page.locator("svg a").count() + page.locator('a[href*="example.org"]').count()
+
+
+@pytest.fixture(scope="module")
+def page_of_two(result, slash_result, tmp_path_factory):
+    path = tmp_path_factory.mktemp("two") / "page.html"
+    return results_page([result, slash_result], path, [])
+
+
+def test_several_models_have_their_verdicts_in_a_table(opened, page_of_two, slash_result):
+    page = opened(page_of_two)
+    page.locator(".numbers summary").click()
+    *_, row = page.locator(".numbers tbody").inner_text().splitlines()
+    verdict = slash_result.verdict("slash")
+    model, condition, change, null, heads, count = row.split("\t")
+    assert model == "toy:llama (toy, 1.0 M parameters)"
+    assert (condition, count) == ("slash", str(verdict.n))
+    words = ma.render.verdict_words(slash_result)
+    assert f"received by the question changes by {change} over" in words
+    assert null == f"{percent_words(verdict.null.estimate)} (dilution)"
+    compared = slash_result.compare("slash")
+    marked = (compared.q_difference < 0.05) & (compared.change.abs() > 0.05)
+    falls, rises = ((marked & (sign * compared.change > 0)).sum() for sign in (-1, 1))
+    assert heads == f"{falls} and {rises} of 32"
+
+
+def test_tabs_are_models(opened, page_of_two, result, slash_result):
+    page = opened(page_of_two, again=True)
+    tabs = page.get_by_role("tab")
+    quantities = page.locator("#quantity option")
+    assert tabs.count() == 2
+    assert quantities.count() == 5
+    tabs.nth(0).focus()
+    page.keyboard.press("ArrowRight")
+    assert tabs.nth(1).get_attribute("aria-selected") == "true"
+    assert quantities.count() == 2
+    tabs.nth(0).click()
+    assert quantities.count() == 5
+
+    page.locator("#beside").select_option(index=1)
+    page.locator("#beside-head-12").hover()
+    other = slash_result.compare("slash", columns="all").set_index(["layer", "head"]).loc[(1, 4)]
+    shown = re.search(r"change ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
+    assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4)
+    fills = {}
+    for prefix, shown_result in (("head-", result), ("beside-head-", slash_result)):
+        table = shown_result.compare("slash").sort_values(["layer", "head"])
+        for number, value in enumerate(np.log1p(table.change)):
+            fills[value] = rgb(page.locator(f"#{prefix}{number}").get_attribute("fill"))
+
+    # 98 of 100 heads of both maps have less than the strongest colour.
+    most = sorted(fills, key=abs)[math.ceil(0.98 * len(fills)) - 1]
+    full = distance_from_neutral(fills[most])
+    for value, fill in fills.items():
+        if value * most > 0:
+            share = distance_from_neutral(fill) / full
+            assert share == pytest.approx(min(1, value / most), abs=0.02), "one scale for both maps"
+
+    page.locator("#beside-head-12").click()
+    assert tabs.nth(1).get_attribute("aria-selected") == "true"
+    assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
+
+
+def distance_from_neutral(colour):
+    return np.abs(np.array(colour) - (244, 244, 242)).max()
 
 
 def test_a_result_of_the_baseline_alone(opened, toy, prompts, tmp_path):

@@ -1,87 +1,106 @@
 """The page in a real browser, the network cut: nothing is asked for, nothing fails, something is drawn."""
 
 import csv
+import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.pages.page import page as result_page
-from mechattn.pages.page import results_page
-from mechattn.render.words import percent
+from mechattn.pages.embedded import packed_plotly
+from tests.browser.conftest import OTHER_SCRIPTS, drawn, unfold
 
+UNPACKED_LATER = """const real = Response.prototype.text;
+    const until = new Promise((done) => { window.unpack = done; });
+    Response.prototype.text = async function () { await until; return real.call(this); };"""
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"
 
 
-@pytest.fixture(scope="module")
-def place(slash_result, tmp_path_factory):
-    """A page with a figure of two heads, which no test changes."""
-    return result_page(slash_result, tmp_path_factory.mktemp("page") / "index.html", 0, [2, 3])
+def shown_share(words):
+    return float(words.replace("−", "-").replace("\u00a0%", "")) / 100
 
 
-def unfold(page, title=""):
-    """Open the figures that are folded, and wait until they are drawn in this light."""
-    page.evaluate(
-        "(title) => { document.getElementById('more').open = true; document.querySelectorAll('details.section').forEach("
-        "(one) => { one.open = one.querySelector('summary').textContent.includes(title); }); }",
-        title,
-    )
-    drawn(page)
-
-
-def drawn(page):
-    page.wait_for_function(
-        "[...document.querySelectorAll('details.section[open] > figure')].every("
-        "(one) => one.dataset.drawn === document.documentElement.dataset.theme)"
-    )
-
-
-def test_several_models_have_their_verdicts_in_a_table(
-    opened, toy, prompts, slash_result, tmp_path
-):
-    few = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
-    place = results_page([slash_result, slash_result, few], tmp_path / "page.html", [])
-    page = opened(place)
-    page.locator(".numbers summary").click()
-    rows = [row.split("\t") for row in page.locator(".numbers tbody").inner_text().splitlines()]
-    assert rows[0] == rows[1]
+def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, slash_page, slash_result):
+    page = opened(slash_page, again=True)
     verdict = slash_result.verdict("slash")
-    words = ma.render.verdict_words(slash_result)
-    model, condition, change, null, heads, count = rows[0]
-    assert (model, condition, count) == (
-        "toy:llama (toy, 1.0 M parameters)",
-        "slash",
-        str(verdict.n),
-    )
-    assert f"received by the question changes by {change} over" in words
-    assert null == f"{percent(verdict.null.estimate)} (dilution)"
-    compared = slash_result.compare("slash")
-    marked = (compared.q_difference < 0.05) & (compared.change.abs() > 0.05)
-    falls, rises = ((marked & (sign * compared.change > 0)).sum() for sign in (-1, 1))
-    assert heads == f"{falls} and {rises} of 32"
-    assert rows[2][2].startswith("no verdict, since"), "two prompts have no interval"
+    assert page.evaluate("document.querySelector('.picture').getBoundingClientRect().bottom") < 900
+    ticks = page.locator(".axis .track i")
+    ends = [
+        (ticks.nth(i).inner_text(), ticks.nth(i).bounding_box()) for i in (0, ticks.count() - 1)
+    ]
+    (low, left), (high, right) = [
+        (shown_share(words), box["x"] + box["width"] / 2) for words, box in ends
+    ]
+
+    def value(name):
+        box = page.locator(f".row:not(.axis) i.{name}").bounding_box()
+        return low + (high - low) * (box["x"] + box["width"] / 2 - left) / (right - left)
+
+    assert value("measured") == pytest.approx(float(verdict.change.estimate), abs=0.002)
+    assert shown_share(
+        page.locator(".row .words").first.inner_text().split(" [")[0]
+    ) == pytest.approx(float(verdict.change.estimate), abs=5.1e-4)
 
 
-def test_a_request_is_forbidden_by_the_page_itself(browser, place):
-    """Whatever a script on it would ask for, the content policy refuses; this tab is not offline."""
-    page = browser.new_page()
-    page.goto(place.as_uri())
-    refused = page.evaluate(
-        "fetch('https://example.org/').then(() => 'answered', (error) => error.name)"
+def test_tokens_of_other_scripts(opened, slash_page):
+    """Emoji, right to left, zero width, and what would end a script, each as one token."""
+    page = opened(slash_page, again=True)
+    unfold(page)
+    tokens = page.locator("details.section .tokens").nth(1).locator("span")
+    shown = [{"\u200b": "·", "\n": "⏎"}.get(word, word) for word in OTHER_SCRIPTS]
+    assert tokens.all_text_contents()[: len(shown)] == shown
+
+
+def test_a_request_is_forbidden_by_the_page_itself(opened, tab, slash_page):
+    """Whatever a script on it would ask for, the content policy refuses."""
+    page = opened(slash_page, again=True)
+    address = "https://example.org/x.png"
+    blocked = page.evaluate(
+        "(address) => new Promise((done) => { document.addEventListener('securitypolicyviolation',"
+        " (event) => done(event.blockedURI)); new Image().src = address; })",
+        address,
     )
-    assert refused == "TypeError"
-    assert page.evaluate(
-        "new Promise((done) => { document.addEventListener('securitypolicyviolation', (e) => done(e.blockedURI));"
-        " new Image().src = 'https://example.org/x.png'; })"
-    ).startswith("https://example.org")
-    page.close()
+    assert blocked == address
+    _, asked, errors = tab
+    assert all("Content Security Policy" in error for error in errors)
+    asked.clear()
+    errors.clear()
+
+
+def test_the_curves_of_a_head_as_csv_and_svg(opened, slash_page, slash_result, tmp_path):
+    page = opened(slash_page, again=True)
+    room = page.locator("#room")
+    with page.expect_download() as caught:
+        room.get_by_role("button", name="CSV").click()
+    caught.value.save_as(tmp_path / "curves.csv")
+    rows = [
+        row
+        for row in csv.DictReader((tmp_path / "curves.csv").open())
+        if row["condition"] == "slash"
+    ]
+    data = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
+    known = [row for row in rows if row["received"]]
+    positions = [int(row["position"]) for row in known]
+    inserted = slash_result["sequences"].origin.sel(condition="slash").values[0] == -1
+    assert set(np.flatnonzero(inserted)) <= set(positions)
+    np.testing.assert_allclose(
+        [float(row["received"]) for row in known], data.received.values[positions], rtol=1e-6
+    )
+    assert [int(row["n"]) for row in known] == data.received_n.values[positions].tolist()
+    with page.expect_download() as caught:
+        room.get_by_role("button", name="SVG").click()
+    caught.value.save_as(tmp_path / "curves.svg")
+    drawing = (tmp_path / "curves.svg").read_text()
+    assert drawing.startswith("<svg")
+    assert "var(--" not in drawing, "it stands alone"
 
 
 def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(
-    opened, place, slash_result, tmp_path
+    opened, slash_page, slash_result, tmp_path
 ):
-    page = opened(place)
+    page = opened(slash_page, again=True)
     unfold(page)
     page.locator("#lead-1 .nsewdrag").first.scroll_into_view_if_needed()
     box = page.locator("#lead-1 .nsewdrag").first.bounding_box()
@@ -117,46 +136,48 @@ def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(
     assert "MeaninglessTokens(text='/'" in figure.locator(".actions table").inner_text()
 
 
-def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
-    view = ma.pattern(toy, STRANGE, 0, [0])
-    view.save(tmp_path / "view.html")
-    page = opened(tmp_path / "view.html")
-    assert page.title() == "Attention"
-    page.locator(".view", has_text="L0H0").wait_for()
-    result = ma.run(toy, [STRANGE + f" {i}" for i in range(4)], {"slash": ma.MeaninglessTokens()})
-    page = opened(result_page(result, tmp_path / "index.html", 0, [0]))
-    assert page.title().startswith("mechattn")
-    assert page.locator("b").count() == 0
-    ma.render.received_text(result_of_one(toy), 0).save(tmp_path / "text.html")
-    page = opened(tmp_path / "text.html")
-    assert page.title() == "Attention"
-    assert page.locator("b").count() == 0
+def test_on_paper_marks_keep_their_colours_and_the_map_its_names(opened, slash_page):
+    page = opened(slash_page, again=True)
+    page.emulate_media(media="print")
+    for mark in (".picture i.measured", ".whisker", ".scale i"):
+        exact = page.locator(mark).first.evaluate("(one) => getComputedStyle(one).printColorAdjust")
+        assert exact == "exact", mark
+    assert page.locator("#map text", has_text=re.compile("^layer$")).count() == 1
+    assert page.locator("#map text", has_text=re.compile("^head$")).count() == 1
+    assert page.locator("#map-title").is_visible()
+    assert not page.locator("#condition").is_visible()
 
 
-def result_of_one(toy):
-    return ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens()})
-
-
-def test_light_dark_and_a_phone(opened, place):
-    page = opened(place, 390, 844, "dark")
-    unfold(page)
-    ink = "getComputedStyle(document.querySelector('.js-plotly-plot .gtitle')).fill"
-    line = "getComputedStyle(document.querySelector('.scatterlayer .js-line[style*=\"1.6px\"]')).stroke"
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 28)"
-    assert page.evaluate(ink) == "rgb(230, 230, 227)"
-    assert page.evaluate(line) == "rgb(86, 180, 233)", "blue, lighter on the dark ground"
-    assert page.evaluate("document.documentElement.scrollWidth") == 390, (
-        "the page doesn't scroll sideways"
+def test_paper_has_its_own_width_and_nothing_is_clipped(opened, slash_page):
+    page = opened(slash_page, again=True)
+    page.evaluate(
+        "document.querySelectorAll('#scatter-part, #room details, .numbers').forEach((d) => { d.open = true; })"
     )
-    assert page.locator(".modebar").count() == 0, "plotly's bar would lie on the small print"
-    page.locator("#theme").click()
-    drawn(page)
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.evaluate(line) == "rgb(0, 114, 178)"
+    page.locator("#scatter svg").wait_for()
+    wide = "(svg) => [svg.viewBox.baseVal.width, svg.getBoundingClientRect().width]"
+    before = page.locator("#scatter svg").evaluate(wide)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+
+    for name in ("#map", "#scatter", "#room"):
+        drawn, shown = page.locator(f"{name} svg").first.evaluate(wide)
+        assert drawn == pytest.approx(shown, rel=0.01), f"{name}: words as large as on the screen"
+
+    over = page.evaluate(
+        "(() => { const { right } = document.body.getBoundingClientRect(); return [...document.querySelectorAll('main :not(.tokens span)')]"
+        ".filter((one) => one.getBoundingClientRect().right > right + 1).map((one) => one.outerHTML.slice(0, 80)); })()"
+    )
+    assert not over
+    assert page.evaluate("document.body.getBoundingClientRect().width") == 700, (
+        "A4 and Letter with their margins"
+    )
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
+    assert page.locator("#scatter svg").evaluate(wide) == before
 
 
-def test_the_keyboard_reaches_everything(opened, place):
-    page = opened(place)
+def test_the_keyboard_reaches_everything(opened, slash_page):
+    page = opened(slash_page)
     reached = []
     unfold(page)
 
@@ -181,53 +202,119 @@ def test_the_keyboard_reaches_everything(opened, place):
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
-    """A quarter of the 12 MB that four models may take, scripts not counted."""
-    from mechattn.commands.figures import make_figures
-    from mechattn.pages.embedded import packed_plotly
-    from tests.figures_config import figures_config
+def test_before_its_numbers_are_unpacked_the_page_says_so(tab, slash_page):
+    page, _, _ = tab
+    page.goto("about:blank")
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Page.enable")
+    held = devtools.send("Page.addScriptToEvaluateOnNewDocument", {"source": UNPACKED_LATER})
+    page.goto(slash_page.as_uri())
+    devtools.send("Page.removeScriptToEvaluateOnNewDocument", held)
+    devtools.detach()
+    assert page.locator("#loading").is_visible()
+    assert not page.locator("#condition").is_visible()
+    page.evaluate("window.unpack()")
+    page.wait_for_function("document.documentElement.dataset.ready")
+    assert not page.locator("#loading").is_visible()
+    assert page.locator("#condition").is_visible()
 
-    page = make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 12, 0, [2, 3, 4]))
-    text = page.read_text()
+
+def test_without_scripts_nothing_is_empty(browser, slash_page):
+    context = browser.new_context(java_script_enabled=False, offline=True)
+    page = context.new_page()
+    page.goto(slash_page.as_uri())
+    assert page.locator(".verdict").is_visible()
+    assert page.locator(".picture").is_visible()
+    for gone in ("#condition", "#room", "#theme", "#loading", "#heads-csv"):
+        assert not page.locator(gone).is_visible(), gone
+    assert page.locator(
+        "noscript p", has_text="drawn by scripts, which this browser does not run"
+    ).is_visible()
+    for empty in page.locator("select:visible").all():
+        assert empty.locator("option").count(), "a choice with nothing to choose"
+    context.close()
+
+
+def test_light_dark_and_a_phone(opened, slash_page):
+    page = opened(slash_page, 390, 844, "dark")
+    page.evaluate("document.getElementById('map').scrollIntoView()")
+    page.locator("#head-2").hover()
+    tip = page.locator("#tip").bounding_box()
+    heads = page.locator("#map").bounding_box()
+    assert tip["height"] > 10
+    assert tip["y"] >= heads["y"] + heads["height"], "a tip leaves the map visible"
+    assert tip["y"] + tip["height"] <= 845
+
+    unfold(page)
+    ink = "getComputedStyle(document.querySelector('.js-plotly-plot .gtitle')).fill"
+    line = "getComputedStyle(document.querySelector('.scatterlayer .js-line[style*=\"1.6px\"]')).stroke"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 28)"
+    assert page.evaluate(ink) == "rgb(230, 230, 227)"
+    assert page.evaluate(line) == "rgb(86, 180, 233)", "blue, lighter on the dark ground"
+    assert page.evaluate("document.documentElement.scrollWidth") == 390, (
+        "the page doesn't scroll sideways"
+    )
+    assert page.locator(".modebar").count() == 0, "plotly's bar would lie on the small print"
+    page.locator("#theme").click()
+    drawn(page)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.evaluate(line) == "rgb(0, 114, 178)"
+
+
+def test_figures_fit_a_phone(opened, slash_page):
+    """Panels go below each other, and no words of a figure run over its edge."""
+    page = opened(slash_page, 390, 844, again=True)
+    unfold(page)
+    for plot in page.locator(".plot").all():
+        assert plot.evaluate(
+            "(one) => one.parentElement.scrollWidth <= one.parentElement.clientWidth"
+        )
+        box = plot.bounding_box()
+        edges = plot.locator(
+            ".gtitle, .annotation-text, .legendtext, .xtitle, .ytitle"
+        ).evaluate_all(
+            "(all) => all.map((one) => { const box = one.getBoundingClientRect(); return [box.left, box.right]; })"
+        )
+        assert min(left for left, _ in edges) >= box["x"] - 1
+        assert max(right for _, right in edges) <= box["x"] + box["width"] + 1
+
+    first = page.locator(".plot").first
+    domains = first.evaluate(
+        "(one) => Object.keys(one.layout).filter((n) => /^xaxis/.test(n)).map((n) => one.layout[n].domain)"
+    )
+    assert domains == [[0, 1]] * 4
+    heights = first.evaluate(
+        "(one) => Object.keys(one.layout).filter((n) => /^yaxis/.test(n)).map((n) => one.layout[n].domain)"
+    )
+    ends = sorted(heights)
+    assert all(a[1] < b[0] for a, b in pairwise(ends)), "no panel covers another"
+    fills = first.locator(".gtitle .line").evaluate_all(
+        "(all) => all.map((one) => getComputedStyle(one).fill)"
+    )
+    assert fills, "a title of several lines"
+    assert "none" not in fills, "and its words are seen"
+
+
+def test_a_page_is_small_beside_its_scripts(slash_page):
+    """A quarter of the 12 MB that four models may take, scripts not counted."""
+    text = slash_page.read_text(encoding="utf-8")
     script = packed_plotly()
     assert text.count(script) == 1
     assert len(script) < 3e6
     assert len(text.encode()) - len(script) < 3e6
-    assert "(“slash” relative to “sentence”: " in text
 
 
-def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
-    """What ``_repr_html_`` gives, in a page as JupyterLab and VS Code put it into theirs."""
-    view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1])
-    (tmp_path / "notebook.html").write_text(
-        f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8"
-    )
-    page = opened(tmp_path / "notebook.html")
-    inside = page.frame_locator("iframe")
-    inside.get_by_text("L0H1").first.wait_for()
-    assert "toy:llama" in inside.locator("figcaption").inner_text()
-
-
-def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
-    """Emoji, right to left, zero width, and what would end a script, each as one token."""
-    words = ["🙂", "שלום", "مرحبا", "\u200b", "</script>", "\u202e", "日本", "\n"]
-    sequences = slash_result["sequences"].copy(deep=True)
-    sequences["first_prompt_text"][:, : len(words)] = np.array(words, dtype=np.dtypes.StringDType())
-    result = ma.Result(
-        dict(slash_result.datasets) | {"sequences": sequences}, slash_result.provenance
-    )
-    page = opened(result_page(result, tmp_path / "index.html", 0, [1]))
-    unfold(page)
-    shown = page.locator("details.section .tokens").nth(1).locator("span").all_text_contents()
-    assert shown[: len(words)] == ["🙂", "שלום", "مرحبا", "·", "</script>", "\u202e", "日本", "⏎"]
+def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
+    view = ma.pattern(toy, STRANGE, 0, [0])
+    view.save(tmp_path / "view.html")
+    page = opened(tmp_path / "view.html")
+    assert page.title() == "Attention"
+    page.locator(".view", has_text="L0H0").wait_for()
+    result = ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens()})
     ma.render.received_text(result, 0).save(tmp_path / "text.html")
     page = opened(tmp_path / "text.html")
-    assert page.locator("figure").first.locator("span").all_text_contents()[:4] == [
-        "🙂",
-        "שלום",
-        "مرحبا",
-        "·",
-    ]
+    assert page.title() == "Attention"
+    assert page.locator("b").count() == 0
 
 
 def test_a_page_that_asks_the_network_would_be_noticed(opened, tab, tmp_path):

@@ -42,29 +42,6 @@ def test_the_rows_are_those_of_the_verdict(slash_result):
     assert row.verdict.null == verdict.null
 
 
-def test_marks_stand_at_their_numbers():
-    made = picture(
-        [
-            change("a", "x", LESS, -0.5),
-            change("a", "y", (0.1, 0.05, 0.15), 0.0),
-            change("b", "x", LESS, -0.5),
-        ]
-    )
-
-    ends = [(at, float(words.replace("−", "-").replace("\u00a0%", ""))) for at, words in made.ticks]
-    (left, low), (right, high) = ends[0], ends[-1]
-
-    def place(value):
-        return left + (right - left) * (100 * value - low) / (high - low)
-
-    first, _, _ = made.rows
-    for value in (-0.2, -0.22, 0.1, 0):
-        assert made.place(value) == pytest.approx(place(value), abs=0.01)
-    length = made.length(first.verdict.change)
-    assert length == pytest.approx(place(-0.18) - place(-0.22), abs=0.01)
-    assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]" in made.description
-
-
 def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy):
     conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(5)}
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionBudget(), ma.analyses.SegmentFlow()]

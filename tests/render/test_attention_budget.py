@@ -7,7 +7,6 @@ import pytest
 
 import mechattn as ma
 from mechattn.contrast.budget_table import PAYERS, budget_table, busiest_layer
-from mechattn.errors import OptionError
 from mechattn.pages.sections import drawn_section
 from mechattn.render.budget_figures import budget_rows
 from tests.render.by_hand import t_interval
@@ -72,24 +71,6 @@ def test_causes_and_their_sum_are_those_of_the_loop(result):
     np.testing.assert_allclose(marks.y, budget_table(result, "slash").change)
 
 
-def test_the_table_is_the_mean_over_layers_and_heads(result):
-    table = budget_table(result, "sentence").set_index("payer")
-    dataset = result["attention_budget"].sel(condition="sentence")
-    assert list(table.index) == [name for name in PAYERS if name in table.index]
-    for payer in table.index:
-        expected = interval_by_loop(dataset.change.sel(segment=payer))
-        row = table.loc[payer, ["change", "change_low", "change_high"]]
-        np.testing.assert_allclose(row.astype(float), expected, rtol=1e-5, atol=1e-8)
-        causes = table.loc[payer, list(CAUSES)].astype(float)
-        assert causes.sum() == pytest.approx(table.change[payer], abs=1e-4)
-
-    assert table.change.sum() == pytest.approx(0, abs=1e-3), "what some pay, others get"
-    of_layer = budget_table(result, "sentence", layer=1).set_index("payer")
-    expected = interval_by_loop(dataset.by_cause.sel(layer=1, segment="question", cause="mass"))
-    row = of_layer.loc["question", ["mass", "mass_low", "mass_high"]]
-    np.testing.assert_allclose(row.astype(float), expected, rtol=1e-5, atol=1e-8)
-
-
 def test_a_prompt_without_a_segment_pays_it_nothing(toy):
     """The pattern of the hooked model over two prompts, of which one has no system text."""
     question = "Tom has 3 apples. How many are left?"
@@ -123,11 +104,15 @@ def test_a_prompt_without_a_segment_pays_it_nothing(toy):
     assert f"system text {change}" in figure.layout.meta["says"]
 
 
-def test_the_tidy_table_has_a_row_a_payer_and_cause(result):
-    layer = 2
+@pytest.mark.parametrize("layer", [None, 2])
+def test_the_tidy_table_has_a_row_a_payer_and_cause(result, layer):
     table = result.attention_budget("sentence", layer)
     assert list(table) == ["payer", "cause", "change", "change_low", "change_high"]
-    dataset = result["attention_budget"].sel(condition="sentence", layer=layer)
+    dataset = result["attention_budget"].sel(condition="sentence")
+    if layer is not None:
+        dataset = dataset.sel(layer=layer)
+    payers = list(table.payer.unique())
+    assert payers == [name for name in PAYERS if name in payers]
     for row in table.itertuples():
         values = dataset.change
         if row.cause != "all":
@@ -138,14 +123,10 @@ def test_the_tidy_table_has_a_row_a_payer_and_cause(result):
 
     by_payer = table.pivot(index="payer", columns="cause", values="change")
     np.testing.assert_allclose(by_payer[list(CAUSES)].sum(axis=1), by_payer["all"], atol=1e-4)
+    assert by_payer["all"].sum() == pytest.approx(0, abs=1e-3), "what some pay, others get"
     other = result.attention_budget("slash", layer)
     assert abs(other.change - table.change).max() > 0.1, "the loop would notice another condition"
     assert table.attrs["units"] == "points of 100"
-
-
-def test_the_budget_is_refused_in_words(result, slash_result):
-    with pytest.raises(OptionError, match="has no 'attention_budget'"):
-        slash_result.attention_budget()
 
 
 def test_a_page_has_the_budget_as_a_table(result):

@@ -10,7 +10,6 @@ import mechattn as ma
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render.draw import THIRD, WITH, WITHOUT, head_map
-from mechattn.render.words import sentence_of
 from tests.render.by_hand import percent_change
 
 
@@ -157,22 +156,6 @@ def test_changes_from_a_control(measured):
     assert drawn.y[0] == pytest.approx(change, abs=1e-3)
     assert drawn.error_y.array[0] == pytest.approx(high - change, abs=1e-3)
     assert figure.layout.yaxis.title.text.endswith("relative to “sentence” (%)")
-
-
-def test_a_map_of_changes_from_a_control(measured):
-    figure = ma.render.change_map(measured, "slash", to="sentence")
-    table = measured.compare("slash", to="sentence", columns="all")
-    heat = next(trace for trace in figure.data if trace.type == "heatmap" and trace.name != "faded")
-    np.testing.assert_allclose(np.asarray(heat.z, dtype=float).reshape(-1), table.beyond)
-    assert (
-        "change relative to “sentence”, relative to dilution"
-        in figure.layout.title.text.replace("<br>", " ")
-    )
-    figure = ma.render.change_map(measured, "slash", to="sentence", null="uniform")
-    changed = int((table.q_difference < 0.05).sum())
-    assert f"{changed} of 32 heads changed relative to “sentence” at q" in sentence_of(figure)
-    against_baseline = sentence_of(ma.render.change_map(measured, "slash"))
-    assert "heads differ from dilution at q < 0.05" in against_baseline
 
 
 def test_scale_and_rank(measured):

@@ -1,27 +1,17 @@
-"""A link or HTML in a name is text in every figure and on the page, tried in a browser."""
+"""A link or HTML in a name is text in every figure; ``tests/browser`` opens a page with such names."""
 
 import html
 import json
 import re
-from dataclasses import replace
 
 import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
 from mechattn.commands.pages import figures_of
-from mechattn.commands.run_config import FIGURES
-from mechattn.pages.page import results_page
 from mechattn.render.figure_declaration import with_plain_names
 
 LINK = '<a href="https://example.org/">here</a> <b>bold</b> <img src=x onerror=alert(1)>'
-OPTIONS = {
-    "agreement": {"condition": LINK},
-    "by_layer": {"quantity": "distance"},
-    "heads_by_layer": {"quantity": "distance"},
-    "received_attention": {"layer": 0, "heads": [0]},
-    "received_by_model": {"conditions": [LINK]},
-}
 OURS = re.compile(r"</?(?:br|sup|extra)>")
 
 
@@ -90,38 +80,3 @@ def test_our_own_markup_stays():
     )
     assert figure.layout.title.text == title
     assert figure.layout.annotations[0].text.startswith("x<br>&lt;a")
-
-
-@pytest.mark.parametrize("name", sorted(FIGURES))
-def test_every_figure_of_a_config_shows_names_as_text(hostile, name):
-    drawn = FIGURES[name](hostile, **OPTIONS.get(name, {}))
-    assert markup(drawn) == []
-
-
-@pytest.mark.parametrize("escaped", [True, False])
-def test_no_link_on_the_page(browser, hostile, tmp_path, monkeypatch, escaped):
-    if not escaped:  # negative control
-        monkeypatch.setattr(
-            "mechattn.render.figure_declaration.with_plain_names", lambda figure: figure
-        )
-    figures = [(FIGURES["received_attention"], {"layer": 0, "heads": [0], "condition": LINK})]
-    few = {name: hostile.datasets[name] for name in ("sequences", "received_attention")}
-    shown = replace(hostile, datasets=few)
-    place = results_page([shown], tmp_path / "p.html", figures)
-    page = browser.new_page()
-    page.goto(place.as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready")
-    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    page.wait_for_function(
-        "[...document.querySelectorAll('details.section > figure')].every((one) => one.dataset.drawn)"
-    )
-    links = page.locator("svg a").count() + page.locator('a[href*="example.org"]').count()
-    assert (links == 0) == escaped
-    assert page.locator("b, img[src=x]").count() == 0
-    if escaped:
-        assert (
-            "<a href="
-            in page.locator("#more .section summary", has_text="received attention").inner_text()
-        )
-        assert "<a href=" in page.locator("#map-title").inner_text()
-    page.close()
