@@ -86,13 +86,15 @@ def test_titles_have_lines_that_fit_and_room(slash_result):
 
 
 @pytest.mark.usefixtures("chromium")
-def test_a_file(slash_result, tmp_path):
+def test_files(slash_result, tmp_path):
     figure = ma.render.change_map(slash_result)
     path = ma.render.write_image(figure, tmp_path / "a" / "map.png", "single")
     image = path.read_bytes()
     assert image.startswith(b"\x89PNG")
     width = int.from_bytes(image[16:20])
     assert width == pytest.approx(85 / 25.4 * 300, abs=2), "85 mm at 300 dots to the inch"
+    drawing = ma.render.write_image(figure, tmp_path / "map.pdf", "single")
+    assert drawing.read_bytes().startswith(b"%PDF")
 
 
 class Hangs:
