@@ -24,8 +24,6 @@ from mechattn.analysis.analysis import (
 from mechattn.errors import OptionError
 from mechattn.prompts.token_sequences import Batch
 
-_UNDEFINED = " is undefined"  # with the name of a number: where it is
-
 
 class QueryAnalysis(AnalysisBase):
     """Base class for numbers computed from each query's row of attention; a subclass defines
@@ -67,7 +65,7 @@ class QueryAnalysis(AnalysisBase):
         """Zeros, and nothing undefined."""
         sums = zeros(batch, heads, *self.numbers)
         for name in self.numbers:
-            sums[name + _UNDEFINED] = torch.zeros_like(sums[name], dtype=torch.bool)
+            sums[_mask_name(name)] = torch.zeros_like(sums[name], dtype=torch.bool)
         return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -81,13 +79,15 @@ class QueryAnalysis(AnalysisBase):
 
         for name, number in numbers.items():
             if isinstance(number, tuple):
-                number, is_defined = number
+                values, is_defined = number
                 self._check_shape(name, is_defined, rows)
                 undefined = ~is_defined.bool()
-                sums[name + _UNDEFINED][..., rows.queries] = undefined
-                number = number.masked_fill(undefined, 0)
-            self._check_shape(name, number, rows)
-            sums[name][..., rows.queries] = number.to(sums[name].dtype)
+                sums[_mask_name(name)][..., rows.queries] = undefined
+                values = values.masked_fill(undefined, 0)
+            else:
+                values = number
+            self._check_shape(name, values, rows)
+            sums[name][..., rows.queries] = values.to(sums[name].dtype)
 
     def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
         """Refuse a number that would be spread over all queries, heads or prompts."""
@@ -102,9 +102,13 @@ class QueryAnalysis(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment for which a number is defined."""
         of_queries = {
-            name: sums[name].masked_fill(sums[name + _UNDEFINED], torch.nan)
-            for name in self.numbers
+            name: sums[name].masked_fill(sums[_mask_name(name)], torch.nan) for name in self.numbers
         }
         return means_by_segment(
             of_queries, batch, per_query=self.numbers if self.each_query else ()
         )
+
+
+def _mask_name(number: str) -> str:
+    """The name of the sum that holds for which queries a number is undefined."""
+    return f"{number}_undefined"

@@ -14,7 +14,6 @@ from mechattn.analysis.analysis import (
     Analysis,
     AnalysisBase,
     Captures,
-    PairAnalysis,
     PairedRows,
     Quantities,
     Quantity,
@@ -44,6 +43,8 @@ from mechattn.model.patch.keys_values_z import Part, changing_z
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Batch, pad_right
+
+_RECORDED = "recorded"  # the name of the condition that is recorded, beside the baseline
 
 
 @alone
@@ -84,11 +85,15 @@ def record_affine(
     chosen = hooks.chosen_layers(model, layers)
 
     recorded: dict[str, dict[int, Affine]] = {}
-    for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
-        original = (batch.origin[1] >= 0).nonzero().flatten()
+    measured = (BASELINE, _RECORDED)
+    row = measured.index(_RECORDED)
+    for prompt, batch, values in _passes(
+        model, prompts, condition, _AffineParts(), chosen, seed, measured
+    ):
+        original = (batch.origin[row] >= 0).nonzero().flatten()
         recorded[prompt.id] = {
             layer: Affine(
-                layer_values["scale"][1, :, original], layer_values["shift"][1, :, original]
+                layer_values["scale"][row, :, original], layer_values["shift"][row, :, original]
             )
             for layer, layer_values in values.items()
         }
@@ -104,27 +109,26 @@ def _passes(
     analysis: Analysis,
     layers: Sequence[int],
     seed: int,
+    measured: Sequence[str],
     segment: str = "inserted",
 ) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
-    """Measure one prompt at a time under a condition, beside its baseline if the analysis compares
-    the two."""
+    """Measure one prompt at a time under the condition, which is called "recorded", and the
+    baseline if that is to be measured too."""
     forward, _ = chosen_forward(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
-    conditions = with_baseline({"recorded": condition})
+    conditions = with_baseline({_RECORDED: condition})
 
     sequences = checked_sequences(conditions, prompts, model, seed, [analysis])
     for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
-        if not prompt_sequences["recorded"].of_segment(segment).any():
+        if not prompt_sequences[_RECORDED].of_segment(segment).any():
             raise OptionError(
                 f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be"
                 " recorded"
             )
 
-    rows = list(conditions) if isinstance(analysis, PairAnalysis) else ["recorded"]
     for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
-        batch = pad_right(
-            [prompt_sequences[name] for name in rows], [(0, name) for name in rows], 0
-        )
+        rows = [(0, name) for name in measured]
+        batch = pad_right([prompt_sequences[name] for name in measured], rows, 0)
         (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
         yield prompt, batch, values
 
@@ -192,7 +196,8 @@ def record_keys_values(
             )
 
     recorded: dict[str, dict[int, dict[Part, Tensor]]] = {}
-    passes = _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment)
+    analysis = _KeysValuesAnalysis()
+    passes = _passes(model, prompts, condition, analysis, chosen, seed, (_RECORDED,), segment)
     for prompt, batch, values in passes:
         in_segment = batch.of_segment(segment)[0]
         recorded[prompt.id] = {
@@ -200,11 +205,11 @@ def record_keys_values(
             for layer, layer_values in values.items()
         }
 
-    description = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
-    return KeysValues(recorded, segment, description)
+    source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
+    return KeysValues(recorded, segment, source)
 
 
-class _KeysValues(AnalysisBase):
+class _KeysValuesAnalysis(AnalysisBase):
     """An analysis that keeps keys and values right after their projection."""
 
     name = "keys_values"
@@ -235,7 +240,10 @@ def head_means(
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
         prompts: As for ``run``; use other prompts than the measured ones.
-        layers: The layers, from 0; all by default.
+        layers: The layers, from 0; by default all that have attention.
+
+    Raises:
+        MechattnError: There is no such layer, or the model cannot read a prompt.
     """
     model = load_model(model)
     prompts = as_prompts(prompts)

@@ -39,7 +39,7 @@ def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, KeyOfQuery]:
     pattern.scatter_(-1, index, -1.0)
     second = pattern.amax(-1)
 
-    # The pattern as it was.
+    # Put the largest back.
     pattern.scatter_(-1, index, largest.unsqueeze(-1))
     return largest, second, argmax
 
@@ -186,8 +186,8 @@ def repeats_of(
     Returns:
         True for the keys whose attention is summed.
 
-    Source: "Duplicate token" and "induction" of TransformerLens's head detector, which also counts
-    a query's own key.
+    Source: "Duplicate token" and "induction" of TransformerLens's head detector, whose induction
+    pattern also counts a query's own key.
     """
     query = torch.arange(queries.start, queries.stop, device=tokens.device)
     key = torch.arange(keys.start, keys.stop, device=tokens.device)

@@ -48,9 +48,8 @@ def clip_of(model: HookedModel, layer: int) -> float | None:
 def norm_before_output(model: HookedModel, layer: int) -> str | None:
     """The name of a norm over all heads between the mixed values and W_O (BitNet); None in most
     models."""
-    for name, _ in norms_of_output(model, layer):
-        return name
-    return None
+    names = [name for name, _ in norms_of_output(model, layer)]
+    return names[0] if names else None
 
 
 def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:

@@ -131,10 +131,10 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
         the softmax, no softmax has to be recomputed.
     """
-    if not {*controls} <= {*CONTROLS}:
+    if not set(controls) <= set(CONTROLS):
         raise OptionError(
-            f'controls={controls!r}: give ("other_prompt", "random"), one of them in brackets, or '
-            "() for none"
+            f'controls={controls!r}: give ("other_prompt", "random"), one of them, such as'
+            ' ("random",), or () for none'
         )
 
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
@@ -173,8 +173,14 @@ def patch(
         controls=controls,
     )
     axes = {"cell": range(len(cells))}
-    about = {"part": target.part, "heads": list(target.heads)}
-    patching = request.patched_in_batches(plan.batches(pairs), plan.effects, axes, method, **about)
+    patching = request.patched_in_batches(
+        plan.batches(pairs),
+        plan.effects,
+        axes,
+        method,
+        part=target.part,
+        heads=list(target.heads),
+    )
     effects = target.by_dimension(patching.effects.drop_vars("before"), tokens)
     patching = replace(patching, effects=effects)
     if target.attributed:
@@ -224,7 +230,8 @@ def _tokens(target: PatchTarget, pairs: Sequence[Pair]) -> Sequence[CellTokens]:
         )
     # Up to the first token that differs, both runs compute the same, so that an effect there is 0
     # by construction: nothing to measure or to test.
-    return list(range(min(map(_first_difference, pairs)), lengths[0]))
+    first_differences = [_first_difference(pair) for pair in pairs]
+    return list(range(min(first_differences), lengths[0]))
 
 
 def _first_difference(pair: Pair) -> int:

@@ -64,9 +64,10 @@ def nearest_count(
     for step in range(min(FURTHEST_COUNT, count - 1 - lines) + 1):
         for near in dict.fromkeys((count + step, count - step)):
             try:
-                return len(repeated(tokenizer, text, separator, near - lines)) + lines
+                repeated(tokenizer, text, separator, near - lines)
             except ConditionError:
                 continue
+            return near
 
     raise ConditionError(
         f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"

@@ -131,8 +131,8 @@ def against_draws(
     ``z = |value − mean| / s`` with mean and standard deviation over the heads of the layer in all
     draws; ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``
 
-    Each draw in turn stands in for the model: its z use the mean and s of the other draws, so they
-    include the variation between draws. The z of all layers are ranked together.
+    Each of at least 3 draws in turn stands in for the model: its z use the mean and s of the other
+    draws, so they include the variation between draws. The z of all layers are ranked together.
 
     Args:
         heads: The values of the model [*cells].

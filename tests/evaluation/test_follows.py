@@ -103,7 +103,7 @@ def test_an_evaluation_with_missing_answers_is_printed():
         unfinished.answered([], "slsh")
     with pytest.raises(OptionError, match="sample=5: the evaluation has 1 answers"):
         unfinished.answered([], "other", sample=5)
-    with pytest.raises(OptionError, match="level=95: give a probability"):
-        Evaluation(answers, {}).accuracy(95)
+    with pytest.raises(OptionError, match=r"level=95\.0: give a probability"):
+        Evaluation(answers, {}).accuracy(95.0)
     with pytest.raises(OptionError, match="at least one number of answers"):
         Evaluation(answers, {}).pass_at_k([])

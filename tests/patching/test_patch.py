@@ -743,7 +743,7 @@ NO_ANSWER = {"prompts": ma.load_prompts("word-problems", limit=2)}
         ({"metric": "kl"}, OptionError, "every gradient is 0"),
         ({"metric": "kl", "controls": ()}, OptionError, "tested against the random control"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
-        ({"controls": "random"}, OptionError, "give .*one of them in brackets"),
+        ({"controls": "random"}, OptionError, r"give .*or \(\) for none"),
     ],
 )
 def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch, wrong, error, message):
