@@ -11,9 +11,8 @@
 # %%
 import mechattn as ma
 
-model = ma.load_model(
-    "real:smollm2"
-)  # or "Qwen/Qwen2.5-Math-7B"; verified against its own attention
+# Or "Qwen/Qwen2.5-Math-7B"; verified against its own attention.
+model = ma.load_model("real:smollm2")
 system = r"Please reason step by step and put your final answer within \boxed{}."
 prompts = ma.load_prompts("gsm8k", limit=16, system=system, template="chat")
 
