@@ -57,12 +57,11 @@ def build_conditions(
     for name, section in sections.items():
         prompt_conditions.check_name(name)
         variants = _variants(name, section, counts.get(name))
-        for variant_name in variants:
-            if variant_name in conditions:
-                raise OptionError(
-                    f"conditions.{name}: there already is a condition {variant_name!r}; give this"
-                    " one another name"
-                )
+        for repeated_name in variants.keys() & conditions.keys():
+            raise OptionError(
+                f"conditions.{name}: there already is a condition {repeated_name!r}; give this one"
+                " another name"
+            )
         conditions |= variants
 
     return conditions
@@ -86,9 +85,8 @@ def _counts(sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any]
         own_line = section.options.get("own_line") is True
 
         # An option of another type is refused where its condition is built.
-        if section.kind != "MeaninglessTokens" or not text:
-            continue
-        if isinstance(text, str) and isinstance(separator, str):
+        are_text = text and isinstance(text, str) and isinstance(separator, str)
+        if are_text and section.kind == "MeaninglessTokens":
             counts[name] = fillers.nearest_count(
                 load_tokenizer(),
                 text,
@@ -128,12 +126,16 @@ def _variants(
 
     # An empty list is not swept but refused as a value.
     swept = {key: value for key, value in options.items() if isinstance(value, list) and value}
-    built = []
-    for combination in product(*swept.values()):
-        swept_values = dict(zip(swept, combination, strict=True))
-        built.append(
-            _build(CONDITIONS, section.kind, options | swept_values, where, Condition.model_fields)
+    built = [
+        _build(
+            CONDITIONS,
+            section.kind,
+            options | dict(zip(swept, values, strict=True)),
+            where,
+            Condition.model_fields,
         )
+        for values in product(*swept.values())
+    ]
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')

@@ -371,7 +371,7 @@ def _models(client: Any, server: Server) -> dict[str, int | None]:
         content = _replied(server, lambda: client.get("/models", cast_to=httpx2.Response))
         models = _ListedModels.model_validate_json(content).data
     except ServerError as error:
-        is_missing = error.status is not None and error.status >= 400
+        is_missing = (error.status or 0) >= 400
         if not is_missing or error.status in (401, 403):
             raise
         return {}

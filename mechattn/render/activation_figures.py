@@ -70,10 +70,7 @@ def activation_histogram(
             draw.rule(figure, x=x, dash="dot", column=column)
 
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
-        phrases = []
-        for name in names:
-            mean = mean_words(result, share.sel(condition=name))
-            phrases.append(f"{name} {mean}")
+        phrases = [f"{name} {mean_words(result, share.sel(condition=name))}" for name in names]
         sentences.append(model_sentence(result, phrases))
 
     # "10⁻³" at each power of ten.
@@ -292,10 +289,7 @@ def agreement(
 
 def _panel_of_each_model(results: Sequence[Result], **options: Any) -> go.Figure:
     """One panel per model, side by side."""
-    captions = []
-    for result in results:
-        name_above_size = model_caption(result).replace(" (", "<br>(")
-        captions.append(name_above_size)
+    captions = [model_caption(result).replace(" (", "<br>(") for result in results]
     return draw.panels(captions, horizontal_spacing=0.06, **options)
 
 
