@@ -34,7 +34,7 @@ _BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_
 _SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
 Name = TypeVar("Name")
 # HttpUrl takes spaces around it, and "http:host".
-_Address = Annotated[str, Field(pattern=r"^https?://\S+$")]
+_Address = Annotated[str, Field(pattern=r"(?i)^https?://\S+$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -296,7 +296,7 @@ def connected(
 
 def _client(server: Server, largest_reply: int) -> Any:
     """A client that sends nothing of the environment but the key, follows no redirect, and reads
-    no more than so many bytes of a reply."""
+    no reply of more bytes than that."""
     import httpx2
     import openai
 
