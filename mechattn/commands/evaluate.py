@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mechattn.axes import BASELINE
-from mechattn.commands.from_config import made_conditions
+from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import (
     TemplateWord,
     places_of,
@@ -96,8 +96,8 @@ def evaluate_from_config(
     loads_weights = is_loaded or options["server"] is None
     evaluations = {}
     for name, place in places.items():
-        model, tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
-        conditions = made_conditions(config.conditions, tokenizer)
+        model, load_tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
+        conditions = build_conditions(config.conditions, load_tokenizer)
         options["out"] = place
         evaluations[name] = evaluate(
             model,

@@ -9,7 +9,7 @@ from pathlib import Path
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
-from mechattn.commands.from_config import made_conditions
+from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import head_choice, prepared
 from mechattn.engine.run import run
 from mechattn.errors import plain
@@ -56,7 +56,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     dtype = dtype_named(config.dtype)
     check_device(config.device)
 
-    (inserted,) = made_conditions(config.conditions).values()
+    (inserted,) = build_conditions(config.conditions).values()
     assert isinstance(inserted, MeaninglessTokens)
     places, prompts = prepared(config, force, chooses_heads=True)
     choice = head_choice(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from inspect import signature
@@ -33,38 +33,41 @@ ANALYSES = {kind.__name__: kind for kind in analysis.ANALYSES}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, AttentionKnockout, HeadAblation)}
 
 
-def made_conditions(
-    sections: Mapping[str, Condition], tokenizer: Callable[[], Any] | None = None
+def build_conditions(
+    sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any] | None = None
 ) -> dict[str, prompt_conditions.Condition]:
     """Build the conditions of a file; a sweep gives several, named after their values.
 
     Args:
         sections: The sections by the names of the conditions.
-        tokenizer: Gives the tokenizer that decides how many tokens a text without ``count`` has;
-            without it each has the default number, which is enough for a check.
+        load_tokenizer: Gives the tokenizer that decides how many tokens a text without ``count``
+            has; without it each has the default number, which is enough for a check.
 
     Returns:
         The conditions by name, such as "slash" or "slash, count=5".
 
     Raises:
-        OptionError: A name, kind or option is not allowed.
+        OptionError: A name, kind or option is not allowed, or two conditions have one name.
     """
     counts: dict[str, int] = {}
-    if tokenizer:
-        counts = _counts(sections, tokenizer)
+    if load_tokenizer:
+        counts = _counts(sections, load_tokenizer)
 
     conditions: dict[str, prompt_conditions.Condition] = {}
     for name, section in sections.items():
         prompt_conditions.check_name(name)
-        variants = _variants(section, counts.get(name), f"conditions.{name}")
-        for values, condition in variants.items():
-            variant_name = f"{name}, {values}" if values else name
-            conditions[variant_name] = condition
+        variants = _variants(name, section, counts.get(name))
+        for repeated_name in variants.keys() & conditions.keys():
+            raise OptionError(
+                f"conditions.{name}: there already is a condition {repeated_name!r}; give this one"
+                " another name"
+            )
+        conditions |= variants
 
     return conditions
 
 
-def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> dict[str, int]:
+def _counts(sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any]) -> dict[str, int]:
     """The number of tokens of the sections that give none.
 
     A text has the nearest number to the default that it reaches, a control that of the first text;
@@ -82,11 +85,10 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
         own_line = section.options.get("own_line") is True
 
         # An option of another type is refused where its condition is built.
-        if section.kind != "MeaninglessTokens" or not text:
-            continue
-        if isinstance(text, str) and isinstance(separator, str):
+        are_text = text and isinstance(text, str) and isinstance(separator, str)
+        if are_text and section.kind == "MeaninglessTokens":
             counts[name] = fillers.nearest_count(
-                tokenizer(),
+                load_tokenizer(),
                 text,
                 separator,
                 default.count,
@@ -96,7 +98,8 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
     if counts:
         first_count = next(iter(counts.values()))
         for name, section in without_count.items():
-            count_field = _options_model(CONDITIONS[section.kind]).model_fields.get("count")
+            kind = known_kind(CONDITIONS, section.kind, f"conditions.{name}")
+            count_field = _options_model(kind).model_fields.get("count")
             if count_field is not None and count_field.default is not None:
                 counts.setdefault(name, first_count)
 
@@ -104,38 +107,48 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
 
 
 def _variants(
-    section: Condition, count: int | None, where: str
+    name: str, section: Condition, count: int | None
 ) -> dict[str, prompt_conditions.Condition]:
-    """The conditions of one section by swept values; a single one named "" without a sweep."""
+    """The conditions of one section by their whole names, such as "slash, count=5"."""
+    where = f"conditions.{name}"
     options = section.options
     if count is not None:
         options = {"count": count, **options}
 
-    swept = {key: value for key, value in options.items() if isinstance(value, list)}
-    for key, values in swept.items():
-        swept[key] = values
-        if key == "count":
-            swept[key] = [number for number in values if number != 0]  # 0: the baseline
-        if not swept[key]:
+    kind = known_kind(CONDITIONS, section.kind, where)
+    counts = options.get("count")
+    if isinstance(counts, list) and "count" in _options_model(kind).model_fields:
+        options["count"] = [number for number in counts if number != 0]  # 0: the baseline
+        if not options["count"]:
             raise OptionError(
-                f"{where}.{key} = {values}: give at least one value, beside 0 (the baseline)"
+                f"{where}.count = {counts}: give at least one value, beside 0 (the baseline)"
             )
 
-    # Each combination is checked, and the last one is varied below.
-    other_keys = list(Condition.model_fields)
-    for combination in product(*swept.values()):
-        swept_values = dict(zip(swept, combination, strict=True))
-        condition = _built(
+    # An empty list is not swept but refused as a value.
+    swept = {key: value for key, value in options.items() if isinstance(value, list) and value}
+    built = [
+        _build(
             CONDITIONS,
             section.kind,
-            options | swept_values,
+            options | dict(zip(swept, values, strict=True)),
             where,
-            other_keys,
+            Condition.model_fields,
         )
+        for values in product(*swept.values())
+    ]
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
+    condition = _with_variants(built[-1], section, where)
+    if not swept:
+        return {name: condition}
+    variants = sweep(condition, **swept)  # sets the swept options again
+    return {f"{name}, {values}": variant for values, variant in variants.items()}
+
+
+def _with_variants(condition: Any, section: Condition, where: str) -> Any:
+    """The condition masked, unshifted and under the intervention that its section gives."""
     for option in ("masked", "unshifted"):
         if getattr(section, option):
             if not hasattr(condition, option):
@@ -144,38 +157,36 @@ def _variants(
                     f" {section.kind} inserts none"
                 )
             condition = getattr(condition, option)()
+
     if section.intervention:
-        intervention = _built(
+        intervention = _build(
             INTERVENTIONS,
             section.intervention.kind,
             section.intervention.options,
             f"{where}.intervention",
         )
         condition = condition.under(intervention)
-
-    if swept:
-        return sweep(condition, **swept)
-    return {"": condition}
+    return condition
 
 
-def made_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
+def build_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
     """Build the analyses of a file.
 
     Raises:
         OptionError: A kind or an option is not allowed.
     """
     return [
-        _built(ANALYSES, section.kind, section.options, f"analyses[{index}]")
+        _build(ANALYSES, section.kind, section.options, f"analyses[{index}]")
         for index, section in enumerate(sections)
     ]
 
 
-def _built(
+def _build(
     classes: Mapping[str, Any],
     kind: str,
     options: Mapping[str, Any],
     where: str,
-    other_keys: Sequence[str] = (),
+    other_keys: Iterable[str] = (),
 ) -> Any:
     """A condition, analysis or intervention of a kind with these options.
 
@@ -203,7 +214,7 @@ def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
 
 
 def checked_options(
-    build: Callable, options: Mapping[str, Any], where: str, other_keys: Sequence[str] = ()
+    build: Callable, options: Mapping[str, Any], where: str, other_keys: Iterable[str] = ()
 ) -> dict[str, Any]:
     """All options of a class or figure, with defaults, after checking names and types.
 
@@ -223,7 +234,8 @@ def checked_options(
             raise OptionError(f"{where}.{name}: {words}")
 
     # Through JSON, where strict pydantic still accepts a list for a tuple.
-    options_text = json.dumps(options, default=str)
+    # A date of TOML becomes a table, which no option takes for a text.
+    options_text = json.dumps(options, default=lambda date: {"date": str(date)})
     try:
         return dict(model.model_validate_json(options_text))
     except ValidationError as error:
@@ -232,8 +244,7 @@ def checked_options(
 
 @cache
 def _options_model(build: Callable) -> type[BaseModel]:
-    """The options of a class or figure as its signature has them; its other fields are filled in
-    before a run."""
+    """The options of a class or figure, from its signature."""
     hints = get_type_hints(build)
     options = {}
     for name, parameter in signature(build).parameters.items():

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import (
     ANALYSES,
+    build_analyses,
+    build_conditions,
     checked_options,
     known_kind,
-    made_analyses,
-    made_conditions,
 )
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
@@ -240,8 +240,8 @@ def _job(
     if any(map(_chooses_heads, figures)):
         keep = "prompts"  # heads are chosen on some of them and shown on others
 
-    conditions = made_conditions(config.conditions, partial(tokenizer_named, model))
-    analyses = made_analyses(config.analyses)
+    conditions = build_conditions(config.conditions, partial(tokenizer_named, model))
+    analyses = build_analyses(config.analyses)
     return Job(
         model,
         prompts,
@@ -278,7 +278,7 @@ def _page_figures(config: Config) -> list[Figure]:
     else:
         section["heads"] = output.heads
 
-    conditions = list(made_conditions(config.conditions)) or [BASELINE]
+    conditions = list(build_conditions(config.conditions)) or [BASELINE]
     return [Figure.model_validate(section | {"condition": name}) for name in conditions]
 
 
@@ -355,8 +355,8 @@ def read_config(path: str | Path) -> Config:
     """
     config = read_sections(path)
     try:
-        made_conditions(config.conditions)
-        made_analyses(config.analyses)
+        build_conditions(config.conditions)
+        build_analyses(config.analyses)
         _check_figures(config)
         file_names(config.models)
     except RecursionError:
@@ -381,7 +381,7 @@ def shown_options(figure: Figure, where: str = "figures") -> dict[str, Any]:
 
 def _check_figures(config: Config) -> None:
     """Check that each figure is known, gets valid options, and shows conditions and analyses."""
-    conditions = list(made_conditions(config.conditions))
+    conditions = list(build_conditions(config.conditions))
     analyses = {section.kind for section in config.analyses}
     for index, figure in enumerate(config.figures or []):
         where = f"figures[{index}]"

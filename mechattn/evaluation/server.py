@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, HttpUrl, TypeAdapter, ValidationError
 
-from mechattn.errors import OptionError, ServerError
+from mechattn.errors import OptionError, ServerError, check_choice
 from mechattn.model.checkpoint import UnloadedModel
 
 _SHORT = 8  # characters: a shorter key may stand in an answer by chance
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections
-_HELLO = 10.0  # seconds in which a server must respond at first
+_FIRST_REPLY_SECONDS = 10.0
 _LONGEST_REASON = 300  # characters
-_BYTES = 2**16
+_REPLY_BYTES = 2**16  # and for each token:
 _BYTES_A_TOKEN = 2**10  # vLLM writes about 180: text, id, log-probability, alternatives
 # vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option
 # is sent.
@@ -33,6 +33,8 @@ _PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logp
 _BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 _SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
 Name = TypeVar("Name")
+# HttpUrl takes spaces around it, and "http:host".
+_Address = Annotated[str, Field(pattern=r"(?i)^https?://\S+$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -74,14 +76,18 @@ class Server:
 
         try:
             TypeAdapter(HttpUrl).validate_python(self.address)
+            TypeAdapter(_Address).validate_python(self.address)
         except ValidationError:
             raise OptionError(
                 f'address={self.address!r}: give an address such as "http://host:8000/v1"'
             ) from None
 
         is_number = isinstance(self.timeout, (int, float))
-        if not is_number or not 0 < self.timeout < float("inf"):
+        if self.timeout is True or not is_number or not 0 < self.timeout < float("inf"):
             raise OptionError(f"timeout={self.timeout!r}: give a number of seconds")
+        check_choice((True, False), verify=self.verify)
+        if self.model is not None and not isinstance(self.model, str):
+            raise OptionError(f"model={self.model!r}: give the name of the model on the server")
         if self.key is not None and not re.fullmatch("[!-~]+", self.secret):
             # The argument is not repeated: it may be the key itself.
             raise OptionError(
@@ -94,7 +100,7 @@ class Server:
         """The key itself, which stays in the environment; empty if there is none."""
         if self.key is None:
             return ""
-        return os.environ.get(self.key, "").strip()
+        return os.environ.get(str(self.key), "").strip()
 
     def without_key(self, text: str) -> str:
         """What a server says, with the key removed in case it is repeated there."""
@@ -136,15 +142,15 @@ class _Token(BaseModel, strict=True):
 class Completion(BaseModel, strict=True):
     """A server's completion; what a server does not report is None.
 
-    ``finish_reason`` is "stop" if the model ended it; ``read`` is the number of tokens of the
-    prompt.
+    ``finish_reason`` is "stop" if the model ended it; ``prompt_tokens`` is the number of
+    tokens of the prompt.
     """
 
     text: str = Field(validation_alias=AliasPath("choices", 0, "text"))
     finish_reason: Literal["stop", "length"] = Field(
         validation_alias=AliasPath("choices", 0, "finish_reason")
     )
-    read: int | None = _reported("usage", "prompt_tokens")
+    prompt_tokens: int | None = _reported("usage", "prompt_tokens")
     ids: list[TokenId] | None = _reported("choices", 0, "token_ids")
     logprobs: list[FiniteFloat | None] | None = _reported(
         "choices", 0, "logprobs", "token_logprobs"
@@ -152,7 +158,9 @@ class Completion(BaseModel, strict=True):
     # As llama.cpp reports both.
     content: list[_Token] | None = _reported("choices", 0, "logprobs", "content")
     # As vLLM reports them: None for the first token, then {"its id": {"logprob": …}}.
-    prompt: list[dict[str, _Token] | None] | None = _reported("choices", 0, "prompt_logprobs")
+    prompt_entries: list[dict[str, _Token] | None] | None = _reported(
+        "choices", 0, "prompt_logprobs"
+    )
 
     def model_post_init(self, context: Any) -> None:
         """One form for what servers report in two."""
@@ -166,7 +174,7 @@ class Completion(BaseModel, strict=True):
     def prompt_logprobs(self) -> list[float]:
         """The log-probability of each token of the prompt after the first, as it is stored: to four
         decimals."""
-        entries = [entry for entry in self.prompt or () if entry]
+        entries = [entry for entry in self.prompt_entries or () if entry]
         return [round(next(iter(entry.values())).logprob, 4) for entry in entries]
 
 
@@ -221,6 +229,8 @@ class Connection:
 
     def completion(self, request: CompletionRequest) -> Completion:
         """One completion, read and checked."""
+        import httpx2
+
         body: dict[str, Any] = {
             **_PLAIN,
             "model": self.model,
@@ -234,7 +244,10 @@ class Connection:
             body["stop_token_ids"] = sorted(self.reader.end)
             body["prompt_logprobs"] = request.prompt_logprobs
 
-        content = _replied(self.server, self.client.post, "/completions", body=body)
+        content = _replied(
+            self.server,
+            lambda: self.client.post("/completions", cast_to=httpx2.Response, body=body),
+        )
         try:
             completion = Completion.model_validate_json(content)
         except ValidationError:
@@ -251,16 +264,16 @@ class Connection:
         """Refuse the completion of another prompt than was sent."""
         if request.length is None:
             return
-        if completion.read is None and self.server.verify:
+        if completion.prompt_tokens is None and self.server.verify:
             raise self.server.error(
                 "does not say how many tokens it has read (usage.prompt_tokens), so a prompt that"
                 " it changes or cuts short would not be noticed. With verify=False its answers are"
                 " accepted, and that nothing was counted is recorded with them"
             )
 
-        if completion.read not in (None, request.length):
+        if completion.prompt_tokens not in (None, request.length):
             raise self.server.error(
-                f"has read {completion.read} tokens of a prompt that has {request.length}: it adds"
+                f"has read {completion.prompt_tokens} tokens of a prompt that has {request.length}: it adds"
                 " a BOS token or a template, cuts prompts short, or has another tokenizer, so its"
                 " answers are not to this prompt"
             )
@@ -271,19 +284,19 @@ def connected(
     server: Server, reader: UnloadedModel, at_once: int, tokens: int
 ) -> Iterator[Connection]:
     """A connection inside a ``with`` block, whose replies hold at most this number of tokens."""
-    with _client(server, _BYTES + _BYTES_A_TOKEN * tokens) as client:
+    with _client(server, _REPLY_BYTES + _BYTES_A_TOKEN * tokens) as client:
         limits = _models(client, server)
         if not server.model and len(limits) != 1:
             names = ", ".join(map(repr, limits))[:_LONGEST_REASON]
-            raise server.error(f"has more models than one, or lists none ({names}): give model=…")
+            raise server.error(f"lists {names or 'no models'}: give model=…")
         model = server.model or next(iter(limits))
         longest = min(reader.cfg.n_ctx, limits.get(model) or reader.cfg.n_ctx)
         yield Connection(server, client, reader, model, longest, at_once)
 
 
-def _client(server: Server, most: int) -> Any:
+def _client(server: Server, largest_reply: int) -> Any:
     """A client that sends nothing of the environment but the key, follows no redirect, and reads
-    no more bytes of a reply."""
+    no reply of more bytes than that."""
     import httpx2
     import openai
 
@@ -299,17 +312,17 @@ def _client(server: Server, most: int) -> Any:
         content = bytearray()
         for piece in stream:
             content += piece
-            if len(content) > most:
+            if len(content) > largest_reply:
                 # An error of the client's own is neither retried nor taken for a lost connection.
-                raise openai.OpenAIError(f"its reply has more than {most:,} bytes")
+                raise openai.OpenAIError(f"its reply has more than {largest_reply:,} bytes")
         stream.close()
         text = server.without_key(content.decode("utf-8", "replace"))
         response.stream = httpx2.ByteStream(text.encode())
         response.headers.pop("Content-Encoding", None)  # few bytes may be many decompressed ones
 
-    is_here = urlsplit(server.address).hostname in ("localhost", "127.0.0.1", "::1")
+    is_local = urlsplit(server.address).hostname in ("localhost", "127.0.0.1", "::1")
     http_client = openai.DefaultHttpxClient(
-        trust_env=not is_here,  # its proxies
+        trust_env=not is_local,  # its proxies
         verify=httpx2.create_ssl_context(),  # with SSL_CERT_FILE in any case
         follow_redirects=False,
         event_hooks={"request": [send_only_ours], "response": [read_bounded]},
@@ -323,13 +336,12 @@ def _client(server: Server, most: int) -> Any:
     )
 
 
-def _replied(server: Server, ask: Callable[..., Any], path: str, **options: Any) -> bytes:
+def _replied(server: Server, send: Callable[[], Any]) -> bytes:
     """What a server replies; errors of the client in words."""
-    import httpx2
     import openai
 
     try:
-        return bytes(ask(path, cast_to=httpx2.Response, **options).content)
+        return bytes(send().content)
     except openai.APIStatusError as error:
         status = error.status_code
         reason = " ".join(error.response.text.split())[:_LONGEST_REASON]
@@ -350,17 +362,16 @@ def _replied(server: Server, ask: Callable[..., Any], path: str, **options: Any)
 
 
 def _models(client: Any, server: Server) -> dict[str, int | None]:
-    """The models that a server lists, and how many tokens each takes.
+    """The models that a server lists, and how many tokens each takes; empty from a server without a
+    list: `transformers serve` lists its cache, and fails if there is none."""
+    import httpx2
 
-    None from a server without a list: `transformers serve` lists its cache, and fails if there is
-    none.
-    """
-    client = client.with_options(timeout=min(_HELLO, server.timeout), max_retries=1)
+    client = client.with_options(timeout=min(_FIRST_REPLY_SECONDS, server.timeout), max_retries=1)
     try:
-        content = _replied(server, client.get, "/models")
+        content = _replied(server, lambda: client.get("/models", cast_to=httpx2.Response))
         models = _ListedModels.model_validate_json(content).data
     except ServerError as error:
-        is_missing = error.status is not None and error.status >= 400
+        is_missing = (error.status or 0) >= 400
         if not is_missing or error.status in (401, 403):
             raise
         return {}

@@ -60,7 +60,7 @@ def check_tokenizer(connection: Connection) -> None:
 
     requests = [(text, CompletionRequest(text, None, 1)) for text in _TEXTS]
     completions = dict(connection.completions(requests))
-    counts = [completions[text].read for text in _TEXTS]
+    counts = [completions[text].prompt_tokens for text in _TEXTS]
     if not connection.server.verify or None in counts:
         return
 
@@ -233,7 +233,7 @@ def start_probe(
     about = {
         "model": name_of(connection.model),
         "sent": "text" if sends_text else "token ids",
-        "counted": all(completion.read is not None for completion in completions.values()),
+        "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
         # What a run is resumed with: later probes have the same questions.
         "texts": [
             [*question, answer.text, answer.prompt_logprobs]

@@ -98,7 +98,8 @@ def packed_plotly() -> str:
 
 def _map_colours() -> dict[str, list[str]]:
     """The colours of the map of heads in either light: no change, less, more."""
-    fall, no_change, rise = (colour for _, colour in DIVERGING)
+    colours = [colour for _, colour in DIVERGING]
+    fall, no_change, rise = colours
     light = [no_change, fall, rise]
     return {"light": light, "dark": [DARK[colour] for colour in light]}
 
@@ -107,6 +108,7 @@ def _dark_colours() -> dict[str, str]:
     """The replacement for each colour of the figures on a dark background, with faint ones."""
     colours = dict(DARK)
     for light, dark in DARK.items():
+        # faint() reads six digits: not "#444", nor a colour such as "rgba(255, 255, 255, 0.75)".
         if len(light) == len(dark) == len("#rrggbb"):
             colours[_without_opacity(faint(light))] = _without_opacity(faint(dark))
     return colours

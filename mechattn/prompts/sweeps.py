@@ -22,7 +22,7 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         options: The values of each option of the condition.
 
     Raises:
-        OptionError: The condition has no such option, or a value is not allowed.
+        OptionError: The condition has no such option, or a value is not allowed or given twice.
     """
     if isinstance(condition, Variant):
         inner = sweep(condition.condition, **options)
@@ -38,6 +38,8 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         varied = dict(zip(options, values, strict=True))
         if varied.get("count") != 0:
             name = ", ".join(f"{option}={_printable(value)}" for option, value in varied.items())
+            if name in conditions:
+                raise OptionError(f"there are two conditions {name!r}; give each value once")
             conditions[name] = replace(condition, **varied)  # type: ignore[type-var]
 
     return conditions

@@ -70,10 +70,7 @@ def activation_histogram(
             draw.rule(figure, x=x, dash="dot", column=column)
 
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
-        phrases = []
-        for name in names:
-            mean = mean_words(result, share.sel(condition=name))
-            phrases.append(f"{name} {mean}")
+        phrases = [f"{name} {mean_words(result, share.sel(condition=name))}" for name in names]
         sentences.append(model_sentence(result, phrases))
 
     # "10⁻³" at each power of ten.
@@ -92,9 +89,9 @@ def _histogram_lines(
 ) -> None:
     """The share of activations in each bin as a line of steps with its band, by condition."""
     histogram = result[NAME].histogram.sel(layer=layer)
+    edges = histogram.bin.values[1:]  # where each bin but the first begins
     histogram = histogram.isel(bin=slice(1, -1))  # the outermost bins have no end
-    bins = histogram.bin.values
-    step_ends = np.repeat(bins, 2)[1:]
+    step_ends = np.repeat(edges, 2)[1:-1]
 
     for name, colour in draw.condition_colours(names):
         shares = histogram.sel(condition=name).transpose("prompt", "bin")
@@ -102,18 +99,18 @@ def _histogram_lines(
 
         # A logarithmic axis has no place for the zeros of a band.
         least = np.nanmin(draw.positive(interval.high)) / 10
-        low = np.repeat(interval.low.clip(least), 2)[:-1]
-        high = np.repeat(interval.high.clip(least), 2)[:-1]
+        low = np.repeat(interval.low.clip(least), 2)
+        high = np.repeat(interval.high.clip(least), 2)
         draw.ribbon(figure, step_ends, low, high, colour, column=column, alpha=0.15)
 
         figure.add_scatter(
-            x=bins,
-            y=draw.positive(interval.estimate),
+            x=step_ends,
+            y=np.repeat(draw.positive(interval.estimate), 2),
             row=1,
             col=column,
             name=name,
             legendgroup=name,
-            line=dict(color=colour, width=1.6, shape="hv"),
+            line=dict(color=colour, width=1.6),
         )
 
 
@@ -154,7 +151,8 @@ def activation_metrics(
             changes = {}
             for name in names:
                 contrast = Contrast(result, name, quantity=metric, segment=segment)
-                changes[name], _ = contrast.overall(layer)
+                interval, _ = contrast.overall(layer)
+                changes[name] = interval
 
             percents = 100 * np.array(list(changes.values()))  # [condition, estimate and ends]
             series.append((model_caption(result), percents.T))
@@ -195,13 +193,14 @@ def near_zero_by_class(
     figure = _panel_of_each_model(results, shared_yaxes=True)
     sentences = []
     for column, result in enumerate(results, 1):
-        shares = result[NAME].near_zero_by_token_class.sel(layer=layer)
+        shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
 
-        # A class that fewer prompts have has no interval.
-        prompts_with = shares.notnull().all("condition").sum("prompt")
-        has_interval = prompts_with >= FEWEST
-        shares = shares.isel(token_class=has_interval.values)
-        classes = shares.token_class.values
+        # Every condition shows the same prompts. A class that fewer of them have has no interval.
+        has_class = shares.notnull().all("condition")
+        counts = has_class.sum("prompt")
+        counts = counts[counts >= FEWEST]
+        classes = counts.token_class.values
+        shares = shares.where(has_class).sel(token_class=classes)
 
         intervals = {}
         for name in names:
@@ -212,10 +211,9 @@ def near_zero_by_class(
         series = intervals.items()
         draw.side_by_side(figure, classes, series, COLOURS, column=column, apart=apart, **_POINTS)
 
-        counts = shares.sel(condition=BASELINE).notnull().sum("prompt").values
         labels = [
             f"{token_class}<br>n = {count}"
-            for token_class, count in zip(classes, counts, strict=True)
+            for token_class, count in zip(classes, counts.values, strict=True)
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
 
@@ -223,13 +221,15 @@ def near_zero_by_class(
         for number, token_class in enumerate(classes):
             words = []
             for name, interval in intervals.items():
-                class_interval = Interval(*(end[number] for end in interval))
+                class_interval = Interval(
+                    interval.estimate[number], interval.low[number], interval.high[number]
+                )
                 words.append(f"{name} {number_words(class_interval)}")
             phrases.append(f"{token_class}: {', '.join(words)}")
         sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
-    note = f"layer {layer}; n: prompts with such a token; bars: 95 % t intervals over prompts"
+    note = f"layer {layer}; n: prompts with such a token under each; bars: 95 % t intervals over prompts"
     draw.title(figure, "near-zero activations by class of token", note, 500, top=150)
     return says(figure, "Near-zero share.", *sentences)
 
@@ -263,6 +263,7 @@ def agreement(
     series = []
     sentences = []
     for result in results:
+        result.condition(condition)
         table = result.agreement(condition, controls[0], controls=controls[1:])
         layer_rows = table[table.layer == layer]
         cosines = layer_rows[["cosine", "cosine_low", "cosine_high"]].to_numpy()
@@ -288,10 +289,7 @@ def agreement(
 
 def _panel_of_each_model(results: Sequence[Result], **options: Any) -> go.Figure:
     """One panel per model, side by side."""
-    captions = []
-    for result in results:
-        name_above_size = model_caption(result).replace(" (", "<br>(")
-        captions.append(name_above_size)
+    captions = [model_caption(result).replace(" (", "<br>(") for result in results]
     return draw.panels(captions, horizontal_spacing=0.06, **options)
 
 
@@ -303,10 +301,13 @@ def _checked_results(
     """
     result_list = several(results)
     candidates = conditions or result_list[0].conditions
-    names = [name for name in candidates if name != BASELINE]
+    names = [name for name in dict.fromkeys(candidates) if name != BASELINE]
     if not names:
-        why = "this figure shows changes from the baseline, but there is no other condition"
-        raise OptionError(f"{why}; run at least one")
+        example = result_list[0].condition()  # refuses a result of the baseline alone
+        raise OptionError(
+            f"conditions={conditions!r}: name a condition besides the baseline; this result has"
+            f" {example!r}"
+        )
 
     for result in result_list:
         check_layer(layer, result[NAME])

@@ -436,7 +436,7 @@ def baseline_alone(toy):
             lambda toy, r: ma.load_prompts("word-problem"),
             "did you mean 'word-problems'.*hub was not queried",
         ),
-        (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
+        (lambda toy, r: ma.render.activation_metrics(r), "has only the baseline; run it with"),
         (lambda toy, r: ma.load_model("toy:llama", n_devices=2), "n_devices=2 requires CUDA"),
     ],
 )

@@ -6,9 +6,10 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.figures import make_figures
-from mechattn.commands.from_config import made_conditions
+from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import read_config, run_from_config
 from mechattn.errors import ModelError, OptionError
+from mechattn.toml_sections import Condition, tomllib
 from tests.figures_config import figures_config
 
 
@@ -44,7 +45,27 @@ def test_a_config_can_ablate_heads(tmp_path):
         "model = 'toy:llama'\n[prompts]\nsource = 'word-problems'\n[output]\nresult = 'r.zarr'\n"
         "[conditions.off]\nkind = 'Baseline'\nintervention = {kind = 'HeadAblation', heads = [[0, 1]]}\n"
     )
-    assert "heads=((0, 1),)" in repr(made_conditions(read_config(path).conditions)["off"])
+    assert "heads=((0, 1),)" in repr(build_conditions(read_config(path).conditions)["off"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[slash]\ncount = [5]\n['slash, count=5']\ncount = 7", "already is a condition 'slash, c"),
+        ("[slash]\ncount = [5, 5]", "two conditions 'count=5'; give each value once"),
+        ("[slash]\ncount = [0]", r"slash\.count = \[0\]: give at least one value, beside 0"),
+        ("[slash]\ntext = []", r"slash\.text: Input should be a valid string, not '\[\]'"),
+        ("[slash]\nfoo = []", r"slash\.foo: there is no such key"),
+        ("[x]\nkind = 'RepeatQuestion'\ncount = []", r"x\.count: there is no such key"),
+        ("[slash]\ntext = 2026-11-27", r"slash\.text: Input should be a valid string"),
+        ("[slash]\n[x]\nkind = 'Dots'", r"conditions\.x\.kind = 'Dots': choose one of"),
+    ],
+)
+def test_conditions_that_cannot_be(text, message, toy):
+    sections = {name: Condition(**keys) for name, keys in tomllib.loads(text).items()}
+    for load_tokenizer in (None, lambda: toy.tokenizer):
+        with pytest.raises(OptionError, match=message):
+            build_conditions(sections, load_tokenizer)
 
 
 @pytest.mark.parametrize("models", [["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]])

@@ -78,6 +78,22 @@ def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": f" {ADDRESS} "}, "address=' http.*give an address such as"),
+        ({"address": "http:h:8000/v1"}, "address='http:h:8000/v1': give an address"),
+        ({"timeout": True}, "timeout=True: give a number of seconds"),
+        ({"verify": "no"}, "verify='no': choose one of True, False"),
+        ({"model": 7}, "model=7: give the name of the model on the server"),
+        ({"key": 5}, "key is not the name of an environment variable"),
+    ],
+)
+def test_values_that_a_server_does_not_take(options, message):
+    with pytest.raises(OptionError, match=message):
+        ma.Server(**{"address": ADDRESS} | options)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"address": "http://user:hunter2@host:8000/v1"},

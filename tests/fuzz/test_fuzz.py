@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mechattn as ma
-from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
+from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, build_conditions
 from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.errors import MechattnError
 from mechattn.results.arrays import datasets_digest
@@ -156,12 +156,12 @@ def test_configs(text, tmp_path_factory):
     config = refused_or(read_config, path)
     if config is not None:
         assert config.models
-        made_conditions(config.conditions)
+        build_conditions(config.conditions)
 
 
 def test_the_good_config_is_read(tmp_path):  # negative control: not everything is refused
     (tmp_path / "c.toml").write_text("\n".join(f"{k} = {toml(v)}" for k, v in GOOD.items()))
-    conditions = made_conditions(read_config(tmp_path / "c.toml").conditions)
+    conditions = build_conditions(read_config(tmp_path / "c.toml").conditions)
     assert list(conditions) == ["slash, count=1", "slash, count=2", "arm"]
 
 

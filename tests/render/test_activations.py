@@ -1,5 +1,7 @@
 """The figures of MLP activations show the numbers of the result."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,7 +34,10 @@ def test_histogram(result):
     (one, other) = traces(figure, "arm")
     data = result["mlp_activations"].histogram.sel(condition="arm", layer=1)
     expected = data.mean("prompt").values[1:-1]
-    np.testing.assert_allclose(np.nan_to_num(one.y), expected, rtol=1e-6)
+    np.testing.assert_allclose(np.nan_to_num(one.y[::2]), expected, rtol=1e-6)
+    np.testing.assert_array_equal(one.y[1::2], one.y[::2])
+    np.testing.assert_array_equal(one.x[::2], data.bin.values[1:-1])
+    np.testing.assert_array_equal(one.x[1::2], data.bin.values[2:])  # the last bin has a width too
     assert one.x[0] == -0.51
     assert one.showlegend
     assert not other.showlegend
@@ -65,6 +70,19 @@ def test_near_zero_by_class(result):
     assert list(shown.customdata) == classes
 
 
+def test_only_the_conditions_that_are_drawn_hide_a_class(result):
+    shares = result["mlp_activations"].near_zero_by_token_class
+    lost = (shares.condition == "arm") & (shares.token_class == "digit")
+    partly = (shares.condition == "slash") & (shares.prompt == shares.prompt[0])
+    datasets = {"mlp_activations": result["mlp_activations"].copy()}
+    changed = replace(result, datasets=dict(result.datasets) | datasets)
+    changed["mlp_activations"]["near_zero_by_token_class"] = shares.where(~lost & ~partly)
+    axis = ma.render.near_zero_by_class(changed, ["slash"]).layout.xaxis
+    assert "digit<br>n = 3" in axis.ticktext
+    axis = ma.render.near_zero_by_class(changed).layout.xaxis
+    assert not any("digit" in label for label in axis.ticktext)
+
+
 def test_agreement(result):
     figure = ma.render.agreement(result, "slash", layer=0)
     table = result.agreement("slash", "arm")
@@ -74,5 +92,9 @@ def test_agreement(result):
 
 
 def test_what_cannot_be_shown(result):
+    with pytest.raises(OptionError, match=r"besides the baseline; this result has 'slash'"):
+        ma.render.near_zero_by_class(result, ["baseline"])
+    with pytest.raises(OptionError, match="name another condition"):
+        ma.render.agreement(result, "baseline")
     with pytest.raises(OptionError, match="no condition to compare with"):
         ma.render.agreement(result, "slash", ["slash"])

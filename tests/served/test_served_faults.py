@@ -224,3 +224,11 @@ def test_certificates_are_checked(prompts, engine, certificate, monkeypatch):
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         served(server, prompts[:2])
         assert server.headers
+
+
+def test_the_models_that_a_server_lists_are_named(engine, prompts):
+    for listed, message in (([], "lists no models: give"), (["a", "b"], "lists 'a', 'b': give")):
+        reply = {"data": [{"id": name} for name in listed]}
+        stand_in = StandIn(engine, fault=lambda handler, _, reply=reply: handler.send(200, reply))
+        with running(stand_in), pytest.raises(ServerError, match=message):
+            served(stand_in, prompts)
