@@ -273,7 +273,8 @@ class Connection:
 
         if completion.prompt_tokens not in (None, request.length):
             raise self.server.error(
-                f"has read {completion.prompt_tokens} tokens of a prompt that has {request.length}: it adds"
+                f"has read {completion.prompt_tokens} tokens of a prompt that has"
+                f" {request.length}: it adds"
                 " a BOS token or a template, cuts prompts short, or has another tokenizer, so its"
                 " answers are not to this prompt"
             )

@@ -229,7 +229,10 @@ def near_zero_by_class(
         sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
-    note = f"layer {layer}; n: prompts with such a token under each; bars: 95 % t intervals over prompts"
+    note = (
+        f"layer {layer}; n: prompts with such a token under each; bars: 95 % t intervals over"
+        " prompts"
+    )
     draw.title(figure, "near-zero activations by class of token", note, 500, top=150)
     return says(figure, "Near-zero share.", *sentences)
 
