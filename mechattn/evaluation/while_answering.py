@@ -309,7 +309,7 @@ def while_answering(
 
     Raises:
         OptionError: A condition or a prompt was not evaluated, or there are fewer than three
-        groups.
+            groups.
     """
     model = load_model(as_hooked(model))
     named = with_baseline(conditions)
