@@ -16,7 +16,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.evaluation.answer_file import GradedAnswer, read_answers, write_answers
 from mechattn.prompts.prompt import Prompt
-from mechattn.results import provenance
+from mechattn.results.provenance import digest
 from mechattn.stats.accuracy import (
     deviation,
     paired_accuracy,
@@ -265,7 +265,7 @@ class Evaluation:
         table.attrs = {
             "models": self.provenance.get("model", ""),
             "to": to,
-            "answers": provenance.digest(self.answers),
+            "answers": digest(self.answers),
         }
         return table
 
