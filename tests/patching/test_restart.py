@@ -5,7 +5,7 @@ import torch
 import xarray as xr
 
 import mechattn as ma
-from mechattn.patching import patch, paths
+from mechattn.patching import patch
 from tests.conftest import loaded_once, short_problems
 
 SLASH = ma.MeaninglessTokens("/", count=5)
@@ -39,14 +39,6 @@ def test_the_same_numbers_as_from_the_first_layer(name, at, prompts, monkeypatch
     patched = ma.patch(model, prompts, SLASH, at=at)
     monkeypatch.setattr(patch, "possible_starts", NEVER)
     xr.testing.assert_identical(patched.effects, ma.patch(model, prompts, SLASH, at=at).effects)
-
-
-def test_paths_give_the_same_bits(prompts, monkeypatch):
-    model = loaded_once("toy:llama", dtype=torch.float64)
-    named = [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
-    patched = ma.paths(model, prompts, SLASH, named)
-    monkeypatch.setattr(paths, "possible_starts", NEVER)
-    xr.testing.assert_identical(patched.effects, ma.paths(model, prompts, SLASH, named).effects)
 
 
 def test_the_layers_before_are_not_computed_again(prompts, unverified):

