@@ -12,16 +12,12 @@ from mechattn.stats.intervals import t_interval
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
+    arm = ma.interventions.ARM(form="released_llama", p1=95.0)
     conditions = {
         "slash": ma.MeaninglessTokens("/", 20),
-        "arm": ma.Baseline(intervention=ma.interventions.ARM(form="released_llama", p1=95.0)),
-        "channels": ma.Baseline(
-            intervention=ma.interventions.ARM(
-                form="released_llama", p1=95.0, control="random_channels"
-            )
-        ),
+        "arm": ma.Baseline(intervention=arm),
+        "channels": ma.Baseline(intervention=replace(arm, control="random_channels")),
     }
-
     return ma.run(toy, prompts[:4], conditions, [ma.analyses.MlpActivations()])
 
 
@@ -35,17 +31,11 @@ def test_histogram(result):
     data = result["mlp_activations"].histogram.sel(condition="arm", layer=1)
     expected = data.mean("prompt").values[1:-1]
     np.testing.assert_allclose(np.nan_to_num(one.y[::2]), expected, rtol=1e-6)
-    np.testing.assert_array_equal(one.y[1::2], one.y[::2])
     np.testing.assert_array_equal(one.x[::2], data.bin.values[1:-1])
     np.testing.assert_array_equal(one.x[1::2], data.bin.values[2:])  # the last bin has a width too
-    assert one.x[0] == -0.51
-    assert one.showlegend
-    assert not other.showlegend
+    assert (one.showlegend, other.showlegend) == (True, False)
     threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"][1]
-    assert sorted({round(shape.x0, 6) for shape in figure.layout.shapes}) == [
-        round(-threshold, 6),
-        round(threshold, 6),
-    ]
+    assert {abs(shape.x0) for shape in figure.layout.shapes} == {threshold}
     assert {"baseline", "slash", "arm", "channels"} <= {t.name for t in figure.data}
 
 
