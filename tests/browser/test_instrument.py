@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.pages.page import results_page
@@ -90,7 +91,7 @@ def test_hover_says_what_compare_says(page, result, compared):
     row = compared.loc[2, 5]
     shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
     expected = np.expm1([row.difference, row.difference_low, row.difference_high])
-    np.testing.assert_allclose(shown, expected, atol=5.1e-4)
+    assert_allclose(shown, expected, atol=5.1e-4)
     assert "layer 2 head 5" in words
     assert f"{result['sequences'].sizes['prompt']} prompts" in words
     tested = re.search(r"q = ([\d.e-]+) against no change", words)
@@ -158,10 +159,10 @@ def test_a_pattern_says_its_numbers(page, result):
         "(all) => all.map((one) => Number(getComputedStyle(one).opacity))"
     )
     scale = [float(words) for words in page.locator(".weights span").all_text_contents()]
-    np.testing.assert_allclose(np.square(colours), scale, atol=1e-3)
+    assert_allclose(np.square(colours), scale, atol=1e-3)
     *_, alpha = shown.locator("image").evaluate(PIXELS)
     drawn = np.square(np.reshape(alpha, (n, n)) / 255)
-    np.testing.assert_allclose(drawn, np.nan_to_num(pattern), atol=0.01)
+    assert_allclose(drawn, np.nan_to_num(pattern), atol=0.01)
 
 
 def test_arrows_walk_over_heads(page):
@@ -383,9 +384,9 @@ def test_the_table_ranks_and_saves_what_compare_gives(opened, place, compared, t
     same = ["layer", "head", "value", "reference", "null", "q_beyond"]
     same += ["difference", "difference_low", "difference_high"]
     same += ["beyond", "beyond_low", "beyond_high"]
-    np.testing.assert_allclose(saved[same], table[same], rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(saved.change_low, np.expm1(table.difference_low), rtol=1e-6)
-    np.testing.assert_allclose(saved.change_null, np.expm1(table.null), rtol=1e-6, atol=1e-7)
+    assert_allclose(saved[same], table[same], rtol=1e-6, atol=1e-7)
+    assert_allclose(saved.change_low, np.expm1(table.difference_low), rtol=1e-6)
+    assert_allclose(saved.change_null, np.expm1(table.null), rtol=1e-6, atol=1e-7)
     about = saved[["scale", "segment", "units", "change_units", "level", "n_of"]].drop_duplicates()
     expected = ["log-ratio", "question", "probability", "fraction", 0.95, "prompts"]
     assert about.values.tolist() == [expected]
@@ -415,7 +416,7 @@ def test_the_patterns_of_all_heads_are_small_pictures_that_choose(opened, place,
     drawn = pictures(page, 24)
     for layer, head in ((0, 0), (2, 5), (3, 7)):
         known = strongest(weights(result, "slash", layer, head), 24)
-        np.testing.assert_allclose(drawn[layer, :, head], known, atol=0.01)
+        assert_allclose(drawn[layer, :, head], known, atol=0.01)
 
     page.locator("#thumb-head-21").click()
     assert chosen(page) == "Layer 2, head 5"
@@ -429,7 +430,7 @@ def test_the_patterns_of_all_heads_are_small_pictures_that_choose(opened, place,
     known = weights(result, "baseline", 1, 3, 1)
     drawn = pictures(page, len(known))
     assert len(known) < 24, "a pixel for each pair"
-    np.testing.assert_allclose(drawn[1, :, 3], np.nan_to_num(known), atol=0.01)
+    assert_allclose(drawn[1, :, 3], np.nan_to_num(known), atol=0.01)
 
 
 def pictures(page, side):
@@ -461,7 +462,7 @@ def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, plac
     def holds(query):
         row = pattern[query]
         most = int(pattern[query].argmax())
-        np.testing.assert_allclose(shades(line), 0.75 * np.sqrt(np.nan_to_num(row)), atol=0.006)
+        assert_allclose(shades(line), 0.75 * np.sqrt(np.nan_to_num(row)), atol=0.006)
         assert said.inner_text().startswith(
             f"{query} “{tokens[query]}” attends most to {most} “{tokens[most]}”: "
         )

@@ -146,16 +146,21 @@ def test_stability_by_hand(found):
     assert f"share {found.stability()[0]:.2f} (Jaccard index" in str(found)
 
 
-def test_an_edge_to_shared_keys_is_read_by_all_their_heads(toy):
-    graph = graph_of(toy)  # 8 heads, 4 of keys and values
-    assert graph.read_by("L2H1.v") == ["L2H2", "L2H3"]
-    assert graph.read_by("L2H1.q") == ["L2H1"]
-    assert graph.read_by("L2MLP") == ["L2MLP"]
-
-
 def test_a_circuit_without_an_edge_says_why(found):
     with pytest.warns(UserWarning, match=r"no edge has q < 1e-09; with 4 prompts"):
         assert found.table(q=1e-9).empty
+
+
+def test_an_edge_without_scores_comes_last_and_moves_no_other(found):
+    effects = found.edges.effects.copy(deep=True)
+    writer, reader = np.argwhere(found.graph.exists)[0]
+    missing = float(effects.effect[:, writer, reader].mean())
+    effects.effect[:, writer, reader] = np.nan
+    made = replace(found, edges=replace(found.edges, effects=effects))
+    count = int(found.graph.exists.sum())
+    others = [effect for effect in found.table(count).effect if effect != pytest.approx(missing)]
+    assert made.table(count).effect.tolist() == others
+    assert np.array_equal(made.kept(20), found.kept(20))
 
 
 def test_edges_that_lead_nowhere_are_dropped(found):

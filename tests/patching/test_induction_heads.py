@@ -78,8 +78,8 @@ def test_scores_effects_and_estimates_by_hand(heads):
             shifted.append(abs(score - the_token))
 
             columns = slice(head * WIDTH, (head + 1) * WIDTH)
-            step = mean[layer] - outputs[layer]
-            estimate = (gradients[layer] * step)[:, columns].sum().item()
+            changes = gradients[layer] * (mean[layer] - outputs[layer])
+            estimate = changes[:, columns].sum().item()
             assert float(heads.attributed[index].sel(cell)) == pytest.approx(estimate, abs=1e-7)
             if (layer, head) in ((0, 4), (1, 0), (3, 7)):
                 value = mean[layer][:, columns]

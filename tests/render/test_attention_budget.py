@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.contrast.budget_table import PAYERS, budget_table, busiest_layer
@@ -39,7 +40,7 @@ def test_the_stacks_are_the_means_of_each_layer(result):
             cell = attention.sel(condition=condition, layer=layer, segment="system")
             expected = interval_by_loop(cell)
             drawn = [stack.y[number], *stack.customdata[number]]
-            np.testing.assert_allclose(drawn, expected, rtol=1e-6, atol=1e-8)
+            assert_allclose(drawn, expected, rtol=1e-6, atol=1e-8)
 
     other = interval_by_loop(attention.sel(condition="slash", layer=0, segment="template"))
     assert abs(other[0] - stacks[1].y[0]) > 0.1, "the loop would notice another segment"
@@ -53,16 +54,16 @@ def test_causes_and_their_sum_are_those_of_the_loop(result):
         (bars,) = traces(figure, words, "bar")
         by_cause = question.by_cause.sel(cause=cause)
         expected = [interval_by_loop(by_cause.sel(layer=layer))[0] for layer in layers]
-        np.testing.assert_allclose(bars.y, expected, rtol=1e-6, atol=1e-8)
+        assert_allclose(bars.y, expected, rtol=1e-6, atol=1e-8)
 
     (total,) = traces(figure, "all causes", "scatter")
     intervals = [interval_by_loop(question.change.sel(layer=layer)) for layer in layers]
     middle, low, high = np.transpose(intervals)
-    np.testing.assert_allclose(total.y, middle, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(total.error_y.array, high - middle, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(total.error_y.arrayminus, middle - low, rtol=1e-6, atol=1e-8)
+    assert_allclose(total.y, middle, rtol=1e-6, atol=1e-8)
+    assert_allclose(total.error_y.array, high - middle, rtol=1e-6, atol=1e-8)
+    assert_allclose(total.error_y.arrayminus, middle - low, rtol=1e-6, atol=1e-8)
     (marks,) = traces(figure, "slash", "scatter")
-    np.testing.assert_allclose(marks.y, budget_table(result, "slash").change)
+    assert_allclose(marks.y, budget_table(result, "slash").change)
 
 
 def test_a_prompt_without_a_segment_pays_it_nothing(toy):
@@ -85,12 +86,12 @@ def test_a_prompt_without_a_segment_pays_it_nothing(toy):
     figure = ma.render.attention_budget(result)
     stacks = [trace for trace in figure.data if trace.legendgroup in PAYERS]
     total = np.sum([stack.y for stack in stacks if stack.xaxis == "x2"], axis=0)
-    np.testing.assert_allclose(total, 100, atol=1e-3)
+    assert_allclose(total, 100, atol=1e-3)
     system = traces(figure, "system text", "bar")[1]
-    np.testing.assert_allclose(system.y, expected, atol=1e-3)
+    assert_allclose(system.y, expected, atol=1e-3)
     table = budget_table(result, "slash").set_index("payer")
     assert table.value["system"] == pytest.approx(expected.mean(), abs=1e-3)
-    np.testing.assert_allclose(table.value.sum(), 100, atol=1e-3)
+    assert_allclose(table.value.sum(), 100, atol=1e-3)
 
 
 @pytest.mark.parametrize("layer", [None, 2])
@@ -108,7 +109,7 @@ def test_the_tidy_table_has_a_row_a_payer_and_cause(result, layer):
             values = dataset.by_cause.sel(cause=row.cause)
         expected = interval_by_loop(values.sel(segment=row.payer))
         got = [row.change, row.change_low, row.change_high]
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
+        assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
 
     other = result.attention_budget("slash", layer)
     assert abs(other.change - table.change).max() > 0.1, "the loop would notice another condition"

@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render.draw import THIRD, WITH, WITHOUT, head_map
+from mechattn.render.words import sentence_of
 from tests.render.by_hand import percent_change
 
 
@@ -39,9 +41,9 @@ def test_received_by_model(measured):
     assert spans == [(inserted[0] - 0.5, inserted[-1] + 0.5)] * 2, "one in each panel"
     at = measured["received_attention"].sel(condition="sentence", layer=1)
     second_panel = shown["sentence"]
-    np.testing.assert_allclose(second_panel.y, at.received.sel(head=3).values[second_panel.x])
+    assert_allclose(second_panel.y, at.received.sel(head=3).values[second_panel.x])
     null = shown["uniform attention"]
-    np.testing.assert_allclose(null.y, at.received_uniform.values[null.x])
+    assert_allclose(null.y, at.received_uniform.values[null.x])
     by_default = lines(ma.render.received_by_model(measured, layer=1, heads=[3]))
     assert set(by_default) == {"slash", "sentence", "dilution, slash", "dilution, sentence"}
     with pytest.raises(OptionError, match="one head per model"):
@@ -73,7 +75,7 @@ def test_change_map_marks_what_is_significant(measured):
     assert marked == {(row.layer, row.head) for row in large.itertuples()}
     assert len(marked) > 0
     q = table.pivot(index="layer", columns="head", values="q_beyond").values
-    np.testing.assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
+    assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
     assert 0 < (q >= 0.05).sum() < q.size, "the test would notice either alone"
     assert key.name == "faded: q ≥ 0.05"
     said = heat.colorbar.title.text.replace("<br>", " ")
@@ -134,13 +136,25 @@ def test_changes_from_a_control(measured):
     assert figure.layout.yaxis.title.text.endswith("relative to “sentence” (%)")
 
 
+def test_a_map_of_changes_from_a_control(measured):
+    figure = ma.render.change_map(measured, "slash", to="sentence")
+    table = measured.compare("slash", to="sentence", columns="all")
+    assert_allclose(np.ravel(figure.data[0].z).astype(float), table.beyond)
+    title = figure.layout.title.text.replace("<br>", " ")
+    assert "change relative to “sentence”, relative to dilution" in title
+    changed = int((table.q_difference < 0.05).sum())
+    by_uniform = ma.render.change_map(measured, "slash", to="sentence", null="uniform")
+    said = f"{changed} of 32 heads changed relative to “sentence” at q"
+    assert said in sentence_of(by_uniform)
+
+
 def test_scale_and_rank(measured):
     shown = lines(ma.render.scale_by_layer(measured, "slash"))
     dataset = measured["affine_shift"].sel(condition="slash", segment="question")
-    np.testing.assert_allclose(
+    assert_allclose(
         shown["λ, mean of the heads"].y, dataset.scale.mean(("prompt", "head")), rtol=1e-6
     )
-    np.testing.assert_allclose(
+    assert_allclose(
         shown["λ, uniform attention"].y, dataset.scale_uniform.mean("prompt"), rtol=1e-6
     )
     ranks = lines(ma.render.by_layer(measured, "shift_rank_one_share"))
@@ -155,10 +169,10 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     drawn = lines(figure)
     measured = drawn["measured, with 95 % interval"]
     null = drawn["dilution of the baseline's attention"]
-    np.testing.assert_allclose(measured.x, [100 * v.change.estimate for v in found])
-    np.testing.assert_allclose(null.x, [100 * v.null.estimate for v in found])
+    assert_allclose(measured.x, [100 * v.change.estimate for v in found])
+    assert_allclose(null.x, [100 * v.null.estimate for v in found])
     high = measured.x + measured.error_x.array
-    np.testing.assert_allclose(high, [100 * v.change.high for v in found])
+    assert_allclose(high, [100 * v.change.high for v in found])
     assert not np.allclose(measured.x[0], measured.x[1]), "negative control"
     assert list(figure.layout.yaxis.ticktext) == [
         f"toy:llama<br>(toy, 1.0 M parameters), {n} tokens inserted"

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.errors import OptionError
@@ -18,7 +19,7 @@ def test_points_are_sorted_within_each_layer_and_name_their_head(result):
     strip, null = figure.data[2:]
     focus = result["attention_focus"].sel(segment="question", condition="slash")
     expected_null = focus.first_mass_uniform.mean("prompt")
-    np.testing.assert_allclose(null.y, expected_null, rtol=1e-6)
+    assert_allclose(null.y, expected_null, rtol=1e-6)
     assert null.line.dash == "dot"
     assert "dotted: uniform attention" in ma.render.caption(figure)
     without_null = ma.render.caption(ma.render.heads_by_layer(result))
@@ -37,9 +38,9 @@ def test_the_mean_over_heads_and_its_null(result):
     figure = ma.render.by_layer(result, "span_mass")
     sinks = result["attention_sinks"].sel(condition="slash").mean("prompt")
     null = next(trace for trace in figure.data if trace.line.dash == "dot")
-    np.testing.assert_allclose(null.y, sinks.span_mass_uniform, rtol=1e-6)
+    assert_allclose(null.y, sinks.span_mass_uniform, rtol=1e-6)
     drawn = next(trace for trace in figure.data if trace.name == "slash")
-    np.testing.assert_allclose(drawn.y, sinks.span_mass.mean("head"), rtol=1e-5)
+    assert_allclose(drawn.y, sinks.span_mass.mean("head"), rtol=1e-5)
     blocks = ma.render.by_layer(result, "block_magnitude")
     assert [a.text for a in blocks.layout.annotations] == ["attention", "mlp"]
 
@@ -57,7 +58,7 @@ def test_histograms_hold_every_token_and_the_slider_every_layer(result, reading)
         assert "layer 2" in steps[2].args[1]["title.text"]
 
     histogram = ma.render.update_histogram(result, condition="slash", reading=reading)
-    np.testing.assert_allclose(np.nansum(histogram.data[0].z, axis=1), 100, atol=0.5)
+    assert_allclose(np.nansum(histogram.data[0].z, axis=1), 100, atol=0.5)
     of_layer = figure.data[1].z
     counts = dataset[f"{prefix}joint_counts"].sel(condition="slash", layer=1).sum("prompt")
     largest = np.unravel_index(np.nanargmax(of_layer), of_layer.shape)

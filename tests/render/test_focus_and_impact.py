@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
@@ -105,7 +106,7 @@ def test_an_interval_is_over_groups_where_prompts_have_them(toy, prompts):
     of_prompts = np.array([np.mean(impacts[number]) for number in range(6)])
     of_groups = (of_prompts[:3] + of_prompts[3:]) / 2
 
-    np.testing.assert_allclose([row.low, row.high], t_interval(of_groups)[1:], rtol=1e-6)
+    assert_allclose([row.low, row.high], t_interval(of_groups)[1:], rtol=1e-6)
     assert not np.allclose([row.low, row.high], t_interval(of_prompts)[1:], rtol=1e-3)
 
 
@@ -119,10 +120,10 @@ def test_the_figure_shows_the_table(result):
     figure = ma.render.focus_and_impact(result)
     table = focus_and_impact(result)
     bars = [trace for trace in figure.data if trace.type == "bar"]
-    np.testing.assert_allclose(np.concatenate([bar.y for bar in bars]), 100 * table.share)
+    assert_allclose(np.concatenate([bar.y for bar in bars]), 100 * table.share)
     points = [trace for trace in figure.data if trace.name == "mean"]
     expected = table["mean"][table.queries > 0]
-    np.testing.assert_allclose(np.concatenate([trace.y for trace in points]), expected)
+    assert_allclose(np.concatenate([trace.y for trace in points]), expected)
     assert len(bars[0].x) == len(BIN_EDGES) - 1
     words = ma.render.caption(figure)
     assert "attention that question queries give to the first token" in words

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.contrast.means import choose_heads
@@ -23,7 +24,7 @@ def test_lines_are_the_means_over_prompts(slash_result):
     assert [t.name for t in top] == ["without slash", "with slash"]
     for trace, condition in zip(top, ("baseline", "slash")):
         mean = dataset.received_by_origin.sel(condition=condition).values
-        np.testing.assert_allclose(trace.y, mean[np.asarray(trace.x)])
+        assert_allclose(trace.y, mean[np.asarray(trace.x)])
 
     assert len(lines(figure)) == (2 + 3) * 3, "each line, and the null of those with slash"
     assert "pointwise" in figure.layout.title.text
@@ -69,7 +70,7 @@ def test_dilution_is_drawn_beside_the_line_with_inserted_tokens(slash_result, op
     for trace, whole in zip(dotted, (False, True), strict=True):
         expected = dilution_by_loop(slash_result, layer, head, prompts, whole)
         values = [expected.get(x, np.nan) for x in trace.x]  # an inserted token has none
-        np.testing.assert_allclose(trace.y, values, rtol=1e-5)
+        assert_allclose(trace.y, values, rtol=1e-5)
         assert np.isfinite(values).sum() > 10
 
     uniform = ma.render.received_attention(slash_result, 0, [head], null="uniform")
@@ -99,9 +100,9 @@ def test_bands_are_t_intervals(slash_result):
     values = every.sel(condition="baseline", layer=0, head=3).isel(original_key=20)
     _, *interval = t_interval(values)
     at = list(line.x).index(20)
-    np.testing.assert_allclose(line.customdata[at][1:], interval, rtol=1e-5)
+    assert_allclose(line.customdata[at][1:], interval, rtol=1e-5)
     drawn = [y for x, y in zip(band.x, band.y, strict=True) if x == 20]
-    np.testing.assert_allclose(drawn[::-1], interval, rtol=1e-5)
+    assert_allclose(drawn[::-1], interval, rtol=1e-5)
 
 
 def test_keys_of_few_prompts_are_hidden(slash_result):
@@ -156,7 +157,7 @@ def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     of_head = every.sel(condition="baseline", layer=0, head=chosen[0][1])
     expected = of_head.isel(prompt=halves_of(12)[1]).mean("prompt").values
     first = lines(figure)[0]
-    np.testing.assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
+    assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
 
 
 def test_choosing_needs_the_prompts(toy, prompts):
@@ -186,11 +187,11 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
     assert set(lines) == {"baseline", "uniform, baseline"}
     dataset = result["received_attention"].sel(condition="baseline", layer=0)
     where = list(lines["baseline"].x)
-    np.testing.assert_allclose(
+    assert_allclose(
         lines["baseline"].y, dataset.received_by_origin.sel(head=2).values[where], rtol=1e-6
     )
     dotted = [trace for trace in figure.data if trace.line.dash == "dot"]
-    np.testing.assert_allclose(
+    assert_allclose(
         dotted[0].y, dataset.received_uniform_by_origin.values[list(dotted[0].x)], rtol=1e-6
     )
     assert "uniform attention would give" in figure.layout.meta["says"]

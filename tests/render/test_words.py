@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES
@@ -40,12 +41,12 @@ def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are
     ratios = each.sel(condition="slash") / each.sel(condition="baseline")
     expected = percent_change(ratios)
     shown = numbers(sentence_of(ma.render.received_attention(measured, 1, [1, 5], "slash")))
-    np.testing.assert_allclose(shown[:3], expected, atol=0.051)
+    assert_allclose(shown[:3], expected, atol=0.051)
     others = numbers(sentence_of(ma.render.received_attention(measured, 1, [0, 5], "slash")))
     assert np.abs(others[:3] - expected).max() > 0.1, "another head has another number"
     odd = slice(1, 8, 2)
     half = numbers(change_words(measured, "slash", layer=1, heads=[1, 5], prompts=np.r_[odd]))
-    np.testing.assert_allclose(half[:3], percent_change(ratios[odd]), atol=0.051)
+    assert_allclose(half[:3], percent_change(ratios[odd]), atol=0.051)
 
 
 def a_verdict(falls=0, rises=0, size=32, large=True):
@@ -104,7 +105,7 @@ def test_the_sentence_holds_the_layer_the_points_and_the_dilution_null(measured)
     layer = int(abs(chosen.mean("prompt")).values.argmax())
     expected = percent_change(np.exp(told.isel(layer=layer).values))
     shown = numbers(words.partition(f"most in layer {layer}: ")[2])
-    np.testing.assert_allclose(shown[:3], expected, atol=0.051)
+    assert_allclose(shown[:3], expected, atol=0.051)
     points = 100 * (slash.mass_by_segment - baseline.mass_by_segment).mean()
     told_points = numbers(words.partition("and all of it by ")[2])[0]
     assert told_points == pytest.approx(float(points), abs=0.051)
@@ -117,7 +118,7 @@ def test_a_mean_over_prompts(measured):
     values = measured["attention_focus"].self_share.sel(condition="slash", segment="question")
     expected = t_interval(values.mean(["layer", "head"]).values)
     shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(measured, values))]
-    np.testing.assert_allclose(shown, expected, rtol=6e-3)
+    assert_allclose(shown, expected, rtol=6e-3)
     assert "[" not in mean_words(measured, values.isel(prompt=[0, 1])), (
         "two prompts have no interval"
     )

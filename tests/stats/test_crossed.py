@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy import optimize
 
 from mechattn.stats.intervals import t_interval
@@ -34,7 +35,7 @@ def test_variances_and_mean_are_those_of_restricted_maximum_likelihood():
     made = crossed(d)
     best = optimize.minimize(restricted_likelihood, np.zeros(3), args=(d[..., 0],), tol=1e-10).x
     got = np.ravel([made.unit_sd, made.condition_sd, made.rest_sd])
-    np.testing.assert_allclose(got**2, np.exp(best), rtol=1e-3)
+    assert_allclose(got**2, np.exp(best), rtol=1e-3)
     assert made.mean[0] == pytest.approx(d.mean())
 
 
@@ -52,5 +53,5 @@ def test_intervals_cover_for_new_prompts_and_new_conditions():
 
 def test_no_variation():
     made = crossed(np.full((5, 6, 2), 0.25))
-    np.testing.assert_array_equal((made.low, made.high), 0.25)
-    np.testing.assert_array_equal(made.p, 0.0)
+    assert_array_equal((made.low, made.high), 0.25)
+    assert_array_equal(made.p, 0.0)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import against_draws
@@ -43,10 +44,10 @@ def test_the_numbers_are_those_of_loops(numbers):
     found, draws = numbers
     made = against_draws(found, draws, head_axis=1)
     got = np.broadcast_arrays(made.mean, made.low, made.high, made.p)
-    np.testing.assert_allclose(np.reshape(got, (4, -1)), by_loops(found, draws), atol=1e-12)
+    assert_allclose(np.reshape(got, (4, -1)), by_loops(found, draws), atol=1e-12)
     assert made.compared == 60
     outside = (found < made.low) | (found > made.high)
-    np.testing.assert_array_equal(outside, made.p < 0.05)
+    assert_array_equal(outside, made.p < 0.05)
 
 
 def test_the_loops_would_notice_that_a_draw_is_compared_with_itself(numbers):
@@ -86,5 +87,5 @@ def test_a_layer_without_values_stays_empty(numbers):
     draws[:, 2] = np.nan
     made = against_draws(found, draws, head_axis=1)
     assert np.isnan(made.p[2]).all()
-    np.testing.assert_allclose(made.p[:2], against_draws(found[:2], draws[:, :2], head_axis=1).p)
+    assert_allclose(made.p[:2], against_draws(found[:2], draws[:, :2], head_axis=1).p)
     assert np.isnan(false_discovery(made.p)[2]).all()
