@@ -54,7 +54,8 @@ def test_the_table_is_that_of_group_means(result):
     table = result.compare("slash", null="uniform", columns="all")
     assert set(table.n) == {6}
     assert table.attrs["unit"] == "groups (6 of 18 prompts)"
-    at = result["received_attention"].sel(segment="question").astype(float)
+    names = ["received_by_segment", "received_by_segment_uniform"]
+    at = result["received_attention"][names].sel(segment="question").astype(float)
     at = at.transpose("prompt", "condition", "layer", ...)
     ratio = np.log(at.sel(condition="slash") / at.sel(condition="baseline"))
     d = ratio.received_by_segment.values.reshape(18, -1)

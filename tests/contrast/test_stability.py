@@ -164,11 +164,11 @@ def test_within_a_layer_and_in_a_note(slash_result):
     table = slash_result.stability("slash", top=3, layer=1)
     assert (table.attrs["of"], table.by_chance[0]) == (8, pytest.approx(jaccard_by_chance(3, 3, 8)))
     assert table.attrs["selection"] == "the 3 that change most"
-    dataset = slash_result["received_attention"].sel(segment="question", layer=1).astype(float)
+    names = ["received_by_segment", "received_by_segment_dilution"]
+    dataset = slash_result["received_attention"][names].sel(segment="question", layer=1)
+    dataset = dataset.astype(float)
     ratios = np.log(dataset.sel(condition="slash") / dataset.sel(condition="baseline"))
-    log_ratio, log_ratio_dilution = (
-        ratios[f"received_by_segment{null}"] for null in ("", "_dilution")
-    )
+    log_ratio, log_ratio_dilution = (ratios[name] for name in names)
     overlap = overlap_of_halves(log_ratio)
     assert table.jaccard[0] == pytest.approx(overlap)
     beyond = slash_result.stability("slash", top=3, layer=1, by="beyond")

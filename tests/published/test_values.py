@@ -20,7 +20,11 @@ PROMPTS = 4
 
 def asked_for(quantities, condition="slash", to="baseline", layers=(0,), less_layers=()):
     return Asked(
-        quantities=quantities, condition=condition, to=to, layers=layers, less_layers=less_layers
+        quantities=list(quantities),
+        condition=condition,
+        to=to,
+        layers=list(layers),
+        less_layers=list(less_layers),
     )
 
 

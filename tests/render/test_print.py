@@ -144,7 +144,7 @@ def foreign(figure):
         if isinstance(scale, str):
             named.add(scale)
         elif scale and len(scale) > 5:  # cividis
-            ours |= {colour for _, colour in scale}
+            ours |= {colour.lower() for _, colour in scale}
     faints = {faint(colour).rsplit(",", 1)[0] for colour in COLOURS}
     found = {colour for colour in COLOUR.findall(json.dumps(drawn)) if colour.lower() not in ours}
     return {colour for colour in found if colour.rsplit(",", 1)[0] not in faints} | named
