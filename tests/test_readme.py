@@ -239,12 +239,6 @@ def paper_percent(model, name):
     return 100 * ends
 
 
-def of_all(name, digits):
-    """The means of a statement in the three models, as the paragraph gives them."""
-    means = [f"{paper_percent(model, name)[0]:+.{digits}f}" for model in PAPER]
-    return [mean.replace("-", "−") for mean in means]
-
-
 def test_the_paragraph_on_the_paper_is_what_was_measured():
     paragraph = re.search(r"## A paper's numbers.*?(?=\n## )", README, re.DOTALL)[0]
     paragraph = " ".join(paragraph.split())
@@ -254,16 +248,15 @@ def test_the_paragraph_on_the_paper_is_what_was_measured():
         layers, low, high = paper_percent(model, "most_layers_fall")
         assert f"{layers:.1f} % [{low:.1f}, {high:.1f}]" in paragraph
 
-    little = [mean.removeprefix("−") for mean in of_all("filler_gets_little", 0)]
-    affine = [mean.removeprefix("+") for mean in of_all("affine_first_layer", 0)]
-    writes = [mean.removeprefix("+") for mean in of_all("first_token_no_update", 0)]
-    large = of_all("large_grows", 1)
-    bands = of_all("bands_wider", 0)
-    assert f"gets {little[0]}, {little[1]} and {little[2]} % less" in paragraph
-    assert f"affine ({affine[0]}, {affine[1]} and {affine[2]} %)" in paragraph
-    assert f"write {writes[0]}, {writes[1]} and {writes[2]} % of their layer's mean" in paragraph
-    assert f"large activations ({large[0]}, {large[1]} and {large[2]} %)" in paragraph
-    assert f"the bands ({bands[0]}, {bands[1]} and {bands[2]} %)" in paragraph
+    for name, sign, sentence in (
+        ("filler_gets_little", -1, "gets {:.0f}, {:.0f} and {:.0f} % less"),
+        ("affine_first_layer", 1, "affine ({:.0f}, {:.0f} and {:.0f} %)"),
+        ("first_token_no_update", 1, "write {:.0f}, {:.0f} and {:.0f} % of their layer's mean"),
+        ("large_grows", 1, "large activations ({:+.1f}, {:+.1f} and {:+.1f} %)"),
+        ("bands_wider", 1, "the bands ({:+.0f}, {:+.0f} and {:+.0f} %)"),
+    ):
+        means = [sign * paper_percent(model, name)[0] for model in PAPER]
+        assert sentence.format(*means).replace("-", "−") in paragraph
 
     draws = [
         -100 * np.expm1(draw)

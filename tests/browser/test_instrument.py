@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.pages.page import results_page
@@ -45,6 +46,23 @@ def place(result, tmp_path_factory):
     return results_page([result], tmp_path_factory.mktemp("page") / "page.html", [OWN_FIGURE])
 
 
+@pytest.fixture(scope="module")
+def compared(result):
+    """The comparison of “slash” by layer and head."""
+    return result.compare("slash", columns="all").set_index(["layer", "head"])
+
+
+def chosen(page):
+    """The head whose room is shown."""
+    return page.locator("#room h3").inner_text()
+
+
+@pytest.fixture
+def page(opened, place):
+    """The page, with what was chosen on it undone."""
+    return opened(place, again=True)
+
+
 def percent(text):
     return float(text.replace("−", "-").replace("\u00a0%", "")) / 100
 
@@ -64,45 +82,35 @@ def part(page, name):
     return folded
 
 
-def test_hover_says_what_compare_says(opened, place, result):
-    page = opened(place, again=True)
+def test_hover_says_what_compare_says(page, result, compared):
+    most = compared.difference.abs().idxmax()
+    assert chosen(page) == "Layer {}, head {}".format(*most), "the page starts with it"
+    assert most != (0, 0), "no head is first by chance"
     at(page, 2, 5).hover()
     words = page.locator("#tip").inner_text()
-    table = result.compare("slash", columns="all").set_index(["layer", "head"]).loc[(2, 5)]
+    row = compared.loc[2, 5]
     shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
-    np.testing.assert_allclose(
-        shown,
-        np.expm1([table.difference, table.difference_low, table.difference_high]),
-        atol=5.1e-4,
-    )
+    expected = np.expm1([row.difference, row.difference_low, row.difference_high])
+    assert_allclose(shown, expected, atol=5.1e-4)
     assert "layer 2 head 5" in words
-    tested = re.search(r"q = ([\d.e-]+) against no change", words)
-    assert float(tested[1]) == pytest.approx(table.q_difference, rel=0.05)
     assert f"{result['sequences'].sizes['prompt']} prompts" in words
-    compared = result.compare("slash")
+    tested = re.search(r"q = ([\d.e-]+) against no change", words)
+    assert float(tested[1]) == pytest.approx(row.q_difference, rel=0.05)
     sure = int(((compared.q_difference < 0.05) & (compared.change.abs() > 0.05)).sum())
     assert page.locator("#map .mark").count() == sure
     about = result["received_attention"].received_by_segment.attrs
-    assert (
-        page.locator("#about")
-        .inner_text()
-        .startswith(f"{about['description']} ({about['units']}).")
-    )
-    assert (
-        f"{sure} of 32 heads differ from no change by more than 5.0\u00a0% (q < 0.05)"
-        in page.locator("#said").inner_text()
-    )
-    assert (
-        "○ differs from no change, by more than 5.0\u00a0%, q < 0.05"
-        in page.locator("#scale").inner_text()
-    )
+    description = page.locator("#about").inner_text()
+    assert description.startswith(f"{about['description']} ({about['units']}).")
+    said = f"{sure} of 32 heads differ from no change by more than 5.0\u00a0% (q < 0.05)"
+    assert said in page.locator("#said").inner_text()
+    scale = page.locator("#scale").inner_text()
+    assert "○ differs from no change, by more than 5.0\u00a0%, q < 0.05" in scale
 
 
-def test_a_click_opens_the_room_of_a_head(opened, place, result):
-    page = opened(place, again=True)
+def test_a_click_opens_the_room_of_a_head(page, result):
     at(page, 3, 6).click()
     room = page.locator("#room")
-    assert room.locator("h3").inner_text() == "Layer 3, head 6"
+    assert chosen(page) == "Layer 3, head 6"
     assert room.locator(".curves path.line").count() == 2
     assert room.locator(".curves path.null").count() == 1, "dilution, beside the line with slash"
     assert "dilution, slash" in room.locator(".legend").inner_text()
@@ -129,66 +137,49 @@ def test_a_click_opens_the_room_of_a_head(opened, place, result):
     assert room.locator("svg.pattern").count() == 6, "what is open stays open"
 
 
-def test_a_pattern_says_its_numbers(opened, place, result):
-    page = opened(place, again=True)
+def test_a_pattern_says_its_numbers(page, result):
     at(page, 1, 4).click()
     shown = part(page, "pattern").locator("svg.pattern").first
     shown.scroll_into_view_if_needed()
     box = shown.locator("image").bounding_box()
-    n = int((result["sequences"].origin.sel(condition="baseline")[0] >= 0).sum())
+    pattern = weights(result, "baseline", 1, 4)
+    n = len(pattern)
     page.mouse.move(box["x"] + box["width"] * 2.5 / n, box["y"] + box["height"] * 7.5 / n)
     words = page.locator("#tip").inner_text()
-    weight = (
-        result["attention_map"]
-        .pattern.sel(condition="baseline", layer=1, head=4)
-        .isel(prompt=0)
-        .values[7, 2]
-    )
-
     assert words.startswith("7 “")
-    assert float(words.rpartition(": ")[2].replace("−", "-")) == pytest.approx(
-        float(weight), abs=2e-5, rel=0.006
-    )
-    tokens = [
-        str(token)
-        for token in result["sequences"].first_prompt_text.sel(condition="baseline").values[:n]
-    ]
+    told = float(words.rpartition(": ")[2].replace("−", "-"))
+    assert told == pytest.approx(pattern[7, 2], abs=2e-5, rel=0.006)
+
+    tokens = result["sequences"].first_prompt_text.sel(condition="baseline").values[:n]
     labels = shown.locator("text").all_text_contents()
     assert labels[0] == labels[1] == tokens[0].strip()
     assert len(labels) >= 2 * n / 3
+
     colours = page.locator(".weights i").evaluate_all(
         "(all) => all.map((one) => Number(getComputedStyle(one).opacity))"
     )
-    weights = [float(words) for words in page.locator(".weights span").all_text_contents()]
-    np.testing.assert_allclose(np.square(colours), weights, atol=1e-3)
-    paint = """(image) => { const c = document.createElement('canvas'); c.width = c.height = SIZE;
-        const p = c.getContext('2d'), i = new Image(); i.src = image.getAttribute('href');
-        return i.decode().then(() => { p.drawImage(i, 0, 0); return p.getImageData(2, 7, 1, 1).data[3] / 255; }); }"""
-    opaque = shown.locator("image").evaluate(paint.replace("SIZE", str(n)))
-    assert opaque**2 == pytest.approx(float(weight), abs=0.01), (
-        "the map has the colours of its scale"
-    )
+    scale = [float(words) for words in page.locator(".weights span").all_text_contents()]
+    assert_allclose(np.square(colours), scale, atol=1e-3)
+    *_, alpha = shown.locator("image").evaluate(PIXELS)
+    drawn = np.square(np.reshape(alpha, (n, n)) / 255)
+    assert_allclose(drawn, np.nan_to_num(pattern), atol=0.01)
 
 
-def test_arrows_walk_over_heads(opened, place):
-    page = opened(place, again=True)
+def test_arrows_walk_over_heads(page):
     at(page, 0, 0).click()
     page.locator("#map svg").focus()
 
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"):
         page.keyboard.press(key)
-    assert page.locator("#room h3").inner_text() == "Layer 1, head 1"
+    assert chosen(page) == "Layer 1, head 1"
     assert page.evaluate("document.activeElement.getAttribute('aria-activedescendant')") == "head-9"
     assert page.locator("#said").inner_text().startswith("layer 1 head 1")
     page.keyboard.press("End")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#room h3").inner_text() == "Layer 3, head 7", (
-        "there is no head beyond the last"
-    )
+    assert chosen(page) == "Layer 3, head 7", "there is no head beyond the last"
 
 
-def test_a_brush_chooses_heads_on_the_map(opened, place):
-    page = opened(place, again=True)
+def test_a_brush_chooses_heads_on_the_map(page):
     page.locator("#scatter-part").evaluate("(part) => { part.open = true; }")
     page.locator("#scatter svg").scroll_into_view_if_needed()
     box = page.locator("#scatter svg").bounding_box()
@@ -214,9 +205,8 @@ def test_a_brush_chooses_heads_on_the_map(opened, place):
     )
 
 
-def test_colours_of_words_are_readable_in_both_lights(opened, place):
+def test_colours_of_words_are_readable_in_both_lights(page):
     """WCAG AA: 4.5 to 1 for words, 3 to 1 for marks, by the page's own colours."""
-    page = opened(place, again=True)
     for theme in ("dark", "light"):
         colours = page.evaluate(
             "(theme) => { if (document.documentElement.dataset.theme !== theme) document.getElementById('theme').click(); const s = getComputedStyle(document.documentElement);"
@@ -262,8 +252,7 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_names_and_roles_for_a_screen_reader(opened, place):
-    page = opened(place, again=True)
+def test_names_and_roles_for_a_screen_reader(page):
     assert page.get_by_role("grid").count() == 1
     assert page.get_by_role("gridcell").count() == 32
     assert (
@@ -276,39 +265,27 @@ def test_names_and_roles_for_a_screen_reader(opened, place):
     assert unnamed == 0
 
 
-def test_choices_are_steps_of_the_history(opened, place):
-    page = opened(place, again=True)
-    room = page.locator("#room h3")
-    start = page.locator("#room h3").inner_text()
+def test_choices_are_steps_of_the_history(page):
+    start = chosen(page)
     page.locator("#head-9").click()
     page.locator("#quantity").select_option("entropy")
     page.locator("#map svg").focus()
 
     for _ in range(3):
         page.keyboard.press("ArrowRight")
-    assert room.inner_text() == "Layer 1, head 4"
+    assert chosen(page) == "Layer 1, head 4"
     page.go_back()
-    assert room.inner_text() == "Layer 1, head 1", "a walk with the arrow keys is one step"
+    assert chosen(page) == "Layer 1, head 1", "a walk with the arrow keys is one step"
     assert page.locator("#quantity").input_value() == "entropy"
     page.go_back()
     assert page.locator("#quantity").input_value() == "received"
     page.go_back()
-    assert room.inner_text() == start
+    assert chosen(page) == start
     page.go_forward()
-    assert room.inner_text() == "Layer 1, head 1"
+    assert chosen(page) == "Layer 1, head 1"
 
 
-def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
-    page = opened(place, again=True)
-    table = result.compare("slash", columns="all")
-    most = table.loc[table.difference.abs().idxmax()]
-    layer, head = int(most.layer), int(most["head"])
-    assert page.locator("#room h3").inner_text() == f"Layer {layer}, head {head}"
-    assert (layer, head) != (0, 0), "no head is first by chance"
-
-
-def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, place):
-    page = opened(place, again=True)
+def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(page):
     show = page.locator("#show")
     assert show.input_value() == "change"
     assert "change from the baseline" in page.locator("#map-title").inner_text()
@@ -324,33 +301,6 @@ def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, pla
     assert show.input_value() == "value"
     page.locator("#condition").select_option(LINK)
     assert show.input_value() == "beyond"
-
-
-def test_the_table_is_sorted_by_what_it_says(opened, place, result):
-    page = opened(place, again=True)
-
-    def order():
-        marked = page.locator(
-            "#heads-table th[aria-sort=descending], #heads-table th[aria-sort=ascending]"
-        )
-        words = re.search(r"sorted by “([^”]+)”", page.locator("#table-note").inner_text())[1]
-        assert marked.all_text_contents() == [words]
-        return page.locator("#heads-table tbody button").all_text_contents()
-
-    def heads(by):
-        table = result.compare("slash", columns="all")
-        return [
-            f"L{row.layer}H{row['head']}"
-            for _, row in table.iloc[np.argsort(-abs(by(table)).values)].iterrows()
-        ]
-
-    assert order() == heads(lambda table: np.expm1(table.difference))[:12]
-    page.locator("#show").select_option("value")
-    assert order() == heads(lambda table: table.value)[:12]
-    assert (
-        heads(lambda table: table.value)[:12]
-        != heads(lambda table: np.expm1(table.difference))[:12]
-    )  # control
 
 
 def number(words):
@@ -403,35 +353,40 @@ def as_near_as(name, words):
     return {"rel": 0.05 if name.startswith("q_") else 0.006}
 
 
-def test_the_cell_of_another_column_would_be_noticed(result):  # negative control
-    table = result.compare("slash", columns="all")
-    assert abs(np.expm1(table.difference) - table.difference).max() > 5.1e-4
+def test_the_cell_of_another_column_would_be_noticed(compared):  # negative control
+    assert abs(np.expm1(compared.difference) - compared.difference).max() > 5.1e-4
 
 
-def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
+def test_the_table_ranks_and_saves_what_compare_gives(opened, place, compared, tmp_path):
     page = opened(place)
-    table = result.compare("slash", columns="all")  # the change beyond which the file has
     first = page.locator("#heads-table tbody tr").first.locator("button")
-    largest = table.loc[table.change.abs().idxmax()]
-    assert first.inner_text() == f"L{largest.layer}H{largest['head']}"
+
+    def largest(column):
+        assert f"sorted by “{column}”" in page.locator("#table-note").inner_text()
+        return first.inner_text()
+
+    table = compared.reset_index()
+    names = [f"L{layer}H{head}" for layer, head in compared.index]
+    assert largest("change") == names[table.change.abs().argmax()]
+    page.locator("#show").select_option("value")
+    assert largest("slash") == names[table.value.argmax()]
     page.locator("#heads-table thead").get_by_role("button", name="baseline").click()
-    top = table.loc[table.reference.idxmax()]
-    assert first.inner_text() == f"L{top.layer}H{top['head']}"
+    top = names[table.reference.argmax()]
+    assert largest("baseline") == top
     first.focus()
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.textContent") == f"L{top.layer}H{top['head']}"
-    assert page.locator("#room h3").inner_text() == f"Layer {top.layer}, head {top['head']}"
+    assert page.evaluate("document.activeElement.textContent") == top
+    assert chosen(page) == f"Layer {top[1]}, head {top[3]}"
 
     with page.expect_download() as caught:
         page.locator("#heads-csv").click()
-    caught.value.save_as(tmp_path / "heads.csv")
-    saved = pd.read_csv(tmp_path / "heads.csv")
+    saved = pd.read_csv(caught.value.path())
     same = ["layer", "head", "value", "reference", "null", "q_beyond"]
     same += ["difference", "difference_low", "difference_high"]
     same += ["beyond", "beyond_low", "beyond_high"]
-    np.testing.assert_allclose(saved[same], table[same], rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(saved.change_low, np.expm1(table.difference_low), rtol=1e-6)
-    np.testing.assert_allclose(saved.change_null, np.expm1(table.null), rtol=1e-6, atol=1e-7)
+    assert_allclose(saved[same], table[same], rtol=1e-6, atol=1e-7)
+    assert_allclose(saved.change_low, np.expm1(table.difference_low), rtol=1e-6)
+    assert_allclose(saved.change_null, np.expm1(table.null), rtol=1e-6, atol=1e-7)
     about = saved[["scale", "segment", "units", "change_units", "level", "n_of"]].drop_duplicates()
     expected = ["log-ratio", "question", "probability", "fraction", 0.95, "prompts"]
     assert about.values.tolist() == [expected]
@@ -461,21 +416,21 @@ def test_the_patterns_of_all_heads_are_small_pictures_that_choose(opened, place,
     drawn = pictures(page, 24)
     for layer, head in ((0, 0), (2, 5), (3, 7)):
         known = strongest(weights(result, "slash", layer, head), 24)
-        np.testing.assert_allclose(drawn[layer, :, head], known, atol=0.01)
+        assert_allclose(drawn[layer, :, head], known, atol=0.01)
 
     page.locator("#thumb-head-21").click()
-    assert page.locator("#room h3").inner_text() == "Layer 2, head 5"
+    assert chosen(page) == "Layer 2, head 5"
     assert page.locator("#room svg.pattern").first.is_visible(), "with its large pattern"
     assert "layer=2&head=5" in page.url
     page.keyboard.press("ArrowRight")
-    assert page.locator("#room h3").inner_text() == "Layer 2, head 6"
+    assert chosen(page) == "Layer 2, head 6"
     page.locator("svg.pattern[data-prompt='1']").first.click()
     assert page.locator("#thumbs-note").inner_text().startswith("prompt 1, slash: ")
     page.locator("#condition").select_option("baseline")
     known = weights(result, "baseline", 1, 3, 1)
     drawn = pictures(page, len(known))
     assert len(known) < 24, "a pixel for each pair"
-    np.testing.assert_allclose(drawn[1, :, 3], np.nan_to_num(known), atol=0.01)
+    assert_allclose(drawn[1, :, 3], np.nan_to_num(known), atol=0.01)
 
 
 def pictures(page, side):
@@ -507,7 +462,7 @@ def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, plac
     def holds(query):
         row = pattern[query]
         most = int(pattern[query].argmax())
-        np.testing.assert_allclose(shades(line), 0.75 * np.sqrt(np.nan_to_num(row)), atol=0.006)
+        assert_allclose(shades(line), 0.75 * np.sqrt(np.nan_to_num(row)), atol=0.006)
         assert said.inner_text().startswith(
             f"{query} “{tokens[query]}” attends most to {most} “{tokens[most]}”: "
         )
@@ -547,8 +502,7 @@ def test_a_wrong_link_is_refused_aloud(opened, place):
         assert alert.inner_text() == "", "until something is chosen"
 
 
-def test_the_link_that_is_copied_shows_the_view(opened, place):
-    page = opened(place, again=True)
+def test_the_link_that_is_copied_shows_the_view(page, opened, place):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator("#head-13").click()
     page.locator("#condition").select_option(LINK)
@@ -560,11 +514,11 @@ def test_the_link_that_is_copied_shows_the_view(opened, place):
 
     page = opened(place, 390, 844, hash=link.partition("#")[2])
     assert page.locator("#map-title").inner_text() == title
-    assert page.locator("#room h3").inner_text() == "Layer 1, head 5"
+    assert chosen(page) == "Layer 1, head 5"
     assert page.locator("#refused").inner_text() == ""
     assert is_seen(page, "#room h3")
     page = opened(place, 390, 844, hash="head=L2H5", again=True)
-    assert page.locator("#room h3").inner_text() == "Layer 2, head 5"
+    assert chosen(page) == "Layer 2, head 5"
     page = opened(place, 390, 844)
     assert not is_seen(page, "#room h3"), "the top, where nothing is asked for (control)"
 
@@ -573,8 +527,7 @@ def is_seen(page, selector):
     return -1 <= page.locator(selector).bounding_box()["y"] < 800
 
 
-def test_no_name_becomes_a_link(opened, place, result, tmp_path, monkeypatch):
-    page = opened(place, again=True)
+def test_no_name_becomes_a_link(page, opened, result, tmp_path, monkeypatch):
     page.locator("#condition").select_option(LINK)
     page.locator("#quantity").select_option("entropy")
     unfold(page)
@@ -656,7 +609,7 @@ def test_tabs_are_models(opened, page_of_two, result, slash_result):
 
     page.locator("#beside-head-12").click()
     assert tabs.nth(1).get_attribute("aria-selected") == "true"
-    assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
+    assert chosen(page) == "Layer 1, head 4"
 
 
 def distance_from_neutral(colour):

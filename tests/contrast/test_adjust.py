@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
 import mechattn as ma
@@ -24,13 +25,13 @@ def test_q_is_over_all_tables(tables):
     # Entropy has no null.
     p = pd.concat([table.p_beyond.fillna(table.p_difference) for table in tables])
     q = made.q_beyond.fillna(made.q_difference)
-    np.testing.assert_allclose(q, stats.false_discovery_control(p))
+    assert_allclose(q, stats.false_discovery_control(p))
     alone = pd.concat(tables)
-    np.testing.assert_array_equal(made.q_beyond_of_table, alone.q_beyond)
+    assert_array_equal(made.q_beyond_of_table, alone.q_beyond)
     assert not np.allclose(q, alone.q_beyond.fillna(alone.q_difference)), "negative control"
     known = made.q_beyond.notna()
     of_difference = stats.false_discovery_control(alone.p_difference)
-    np.testing.assert_allclose(made.q_difference[known], of_difference[known])
+    assert_allclose(made.q_difference[known], of_difference[known])
     assert not np.allclose(made.q_difference[known], made.q_beyond[known]), "negative control"
     sizes = [len(table) for table in tables]
     assert made.attrs["family"] == f"{sum(sizes)} tests in 4 tables ({' + '.join(map(str, sizes))})"
@@ -47,13 +48,13 @@ def test_every_row_says_where_it_is_from(tables):
         assert set(rows.quantity) == {table.attrs["quantity"]}
         assert set(rows.models) == {"toy:llama"}
         columns = ["layer", "head", "difference"]
-        np.testing.assert_array_equal(rows[columns], table[columns])
+        assert_array_equal(rows[columns], table[columns])
     assert set(made[made.table == 1].segment) == set(tables[1].segment)
 
 
 def test_one_table_keeps_its_q_and_none_is_changed(tables):
     before = tables[0].copy()
-    np.testing.assert_allclose(ma.adjust([tables[0]]).q_beyond, tables[0].q_beyond)
+    assert_allclose(ma.adjust([tables[0]]).q_beyond, tables[0].q_beyond)
     assert tables[0].equals(before)
     assert tables[0].attrs["condition"] == "slash"
 

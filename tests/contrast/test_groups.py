@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from pandas.testing import assert_frame_equal
 
 import mechattn as ma
@@ -46,38 +47,27 @@ def ungrouped(result):
 
 def by_group(values):
     """Means of the rows of each group, by a loop."""
-    names = list(dict.fromkeys(GROUPS))
-    return np.array(
-        [np.mean([values[i] for i in range(18) if GROUPS[i] == name], axis=0) for name in names]
-    )
+    return np.array([np.mean(values[group::6], axis=0) for group in range(6)])
 
 
 def test_the_table_is_that_of_group_means(result):
     table = result.compare("slash", null="uniform", columns="all")
     assert set(table.n) == {6}
     assert table.attrs["unit"] == "groups (6 of 18 prompts)"
-    at = (
-        result["received_attention"]
-        .sel(segment="question")
-        .transpose("prompt", "condition", "layer", ...)
-    )
-    ratio = [
-        np.log(
-            at[name].sel(condition="slash").values.astype(float)
-            / at[name].sel(condition="baseline").values
-        )
-        for name in ("received_by_segment", "received_by_segment_uniform")
-    ]
-    d = ratio[0].reshape(18, -1)
-    null = np.repeat(ratio[1], 8, axis=1).reshape(18, -1)
+    names = ["received_by_segment", "received_by_segment_uniform"]
+    at = result["received_attention"][names].sel(segment="question").astype(float)
+    at = at.transpose("prompt", "condition", "layer", ...)
+    ratio = np.log(at.sel(condition="slash") / at.sel(condition="baseline"))
+    d = ratio.received_by_segment.values.reshape(18, -1)
+    null = np.repeat(ratio.received_by_segment_uniform.values, 8, axis=1)
     expected = paired(by_group(d), by_group(null))
     fields = {"difference": "difference", "low": "difference_low", "null": "null"}
     fields |= {"beyond_low": "beyond_low", "effect_size": "effect_size", "q": "q_beyond"}
     for field, column in fields.items():
         expected_column = getattr(expected, field)
-        np.testing.assert_allclose(table[column], expected_column, rtol=1e-5, atol=1e-9)
-    value = at.received_by_segment.sel(condition="slash").values.astype(float).reshape(18, -1)
-    np.testing.assert_allclose(table.value, by_group(value).mean(0), rtol=1e-6)
+        assert_allclose(table[column], expected_column, rtol=1e-5, atol=1e-9)
+    value = at.received_by_segment.sel(condition="slash").values.reshape(18, -1)
+    assert_allclose(table.value, by_group(value).mean(0), rtol=1e-6)
 
 
 def test_without_groups_and_with_unit_prompt_nothing_changes(result, ungrouped):
@@ -99,15 +89,14 @@ def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
     each = at.mean(["layer", "head"])
     ratio = np.log(each.sel(condition="slash") / each.sel(condition="baseline")).values
     expected = np.expm1(np.array(t_interval(by_group(ratio))))
-    np.testing.assert_allclose(verdict.change, expected)
-    np.testing.assert_allclose(Contrast(result, "slash").overall()[0], expected)
+    assert_allclose(verdict.change, expected)
+    assert_allclose(Contrast(result, "slash").overall()[0], expected)
     heads = result.heads("entropy", top=None)
     focus = result["attention_focus"].entropy.sel(condition="baseline", segment="question")
     for row in heads.itertuples():
         values = focus.sel(layer=row.layer, head=row.head).values.astype(float)
-        np.testing.assert_allclose(
-            [row.entropy, row.low, row.high], t_interval(by_group(values)), rtol=1e-9
-        )
+        got = [row.entropy, row.low, row.high]
+        assert_allclose(got, t_interval(by_group(values)), rtol=1e-9)
     assert (heads.attrs["unit"], set(heads.n)) == ("groups (6 of 18 prompts)", {6})
     alike = result.agreement("slash", "dots")
     assert set(alike.n) == {6}
@@ -119,14 +108,11 @@ def test_halves_never_share_a_group(result):
     half = result.heads("entropy", select="half")
     assert set(half.n) == {3}
     with pytest.raises(
-        OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"
+        OptionError, match="6 groups of 18 prompts; give prompts of at least 12 groups"
     ):
         result.compare("slash", select="half", columns="all")
-    figure = ma.render.received_attention(result, 0, top=2)
-    assert (
-        "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent"
-        in figure.layout.title.text
-    )
+    title = ma.render.received_attention(result, 0, top=2).layout.title.text
+    assert "pointwise 95 % bands, which treat prompts as independent" in title
 
 
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result):
@@ -137,12 +123,11 @@ def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result):
     ]
     whole = ma.merge_results(parts)
     assert whole["sequences"].group.values.tolist() == GROUPS
-    expected = result.compare("slash", columns="all")
-    np.testing.assert_allclose(
-        whole.compare("slash", columns="all")[["difference_low", "q_beyond"]],
-        expected[["difference_low", "q_beyond"]],
-        rtol=1e-4,
+    got, expected = (
+        each.compare("slash", columns="all")[["difference_low", "q_beyond"]]
+        for each in (whole, result)
     )
+    assert_allclose(got, expected, rtol=1e-4)
     bare = parts[1]["sequences"].drop_vars("group")
     without = Result(dict(parts[1].datasets) | {"sequences": bare}, parts[1].provenance)
     with pytest.raises(OptionError, match=r"sequences\.group is None in one"):

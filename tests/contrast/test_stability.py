@@ -3,6 +3,7 @@
 from itertools import combinations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import mechattn as ma
@@ -96,10 +97,10 @@ def test_the_index_is_that_of_a_loop_over_sets(choose):
 
 
 def test_noise_shares_what_chance_gives_and_an_effect_far_more():
-    noise = [
-        ask(drawn([np.zeros(HEADS)], seed=seed), top=10, splits=20).iloc[0] for seed in range(25)
-    ]
-    assert np.mean([row.jaccard for row in noise]) == pytest.approx(noise[0].by_chance, abs=0.015)
+    noise = pd.concat(
+        [ask(drawn([np.zeros(HEADS)], seed=seed), top=10, splits=20) for seed in range(25)]
+    )
+    assert noise.jaccard.mean() == pytest.approx(noise.by_chance.mean(), abs=0.015)
     effect = np.where(np.arange(HEADS) < 10, 3.0, 0.0)
     real = ask(drawn([effect]), top=10, splits=20).iloc[0]
     assert real.jaccard > 0.9 > 5 * real.by_chance
@@ -109,20 +110,17 @@ def test_over_fillers():
     one = np.where(np.arange(HEADS) < 10, 3.0, 0.0)
     other = np.where(np.arange(HEADS) >= 50, 3.0, 0.0)
     result = drawn([one, one, other])
-    table = ask(result, top=10, over=["c0", "c1", "c2"], splits=15, seed=1).set_index(
-        ["condition", "other"]
-    )
-    assert list(table.index) == [
-        ("c0", "c0"), ("c1", "c1"), ("c2", "c2"), ("c0", "c1"), ("c0", "c2"), ("c1", "c2"),
-    ]  # fmt: skip
-    assert table.loc[("c0", "c1")].jaccard > 0.9
-    assert table.loc[("c0", "c2")].jaccard < 0.1
-    assert table.loc[("c0", "c1")].jaccard == pytest.approx(
-        loop(changes(result, "c0"), changes(result, "c1"), top(10), 15, 1).mean()
-    )
-    assert table.loc[("c0", "c1")].on_all > 0.8
-    assert table.loc[("c0", "c2")].on_all == 0
-    assert np.isnan(table.loc[("c0", "c0")].on_all)
+    table = ask(result, top=10, over=["c0", "c1", "c2"], splits=15, seed=1)
+    table.index = table.condition + table.other
+    assert list(table.index) == ["c0c0", "c1c1", "c2c2", "c0c1", "c0c2", "c1c2"]
+    jaccard = table.jaccard
+    assert jaccard["c0c1"] > 0.9
+    assert jaccard["c0c2"] < 0.1
+    of_loop = loop(changes(result, "c0"), changes(result, "c1"), top(10), 15, 1)
+    assert jaccard["c0c1"] == pytest.approx(of_loop.mean())
+    assert table.on_all["c0c1"] > 0.8
+    assert table.on_all["c0c2"] == 0
+    assert np.isnan(table.on_all["c0c0"])
 
 
 def test_groups_are_halved_as_a_whole():
@@ -130,9 +128,8 @@ def test_groups_are_halved_as_a_whole():
     result = drawn([np.zeros(HEADS)], n=48)
     values = result["analysis"].quantity.values
     values[:] = np.repeat(values[::6], 6, axis=0)
-    groups = result["sequences"].assign(
-        group=("prompt", np.repeat([f"g{i}" for i in range(8)], 6).astype(object))
-    )
+    names = np.repeat(list("abcdefgh"), 6).astype(object)
+    groups = result["sequences"].assign(group=("prompt", names))
     grouped = ma.Result(dict(result.datasets) | {"sequences": groups}, result.provenance)
     respected, ignored = (
         ask(grouped, top=10, splits=60, unit=unit).iloc[0] for unit in ("auto", "prompt")
@@ -167,11 +164,11 @@ def test_within_a_layer_and_in_a_note(slash_result):
     table = slash_result.stability("slash", top=3, layer=1)
     assert (table.attrs["of"], table.by_chance[0]) == (8, pytest.approx(jaccard_by_chance(3, 3, 8)))
     assert table.attrs["selection"] == "the 3 that change most"
-    dataset = slash_result["received_attention"].sel(segment="question", layer=1).astype(float)
-    log_ratio, log_ratio_dilution = (
-        np.log(values.sel(condition="slash") / values.sel(condition="baseline"))
-        for values in (dataset.received_by_segment, dataset.received_by_segment_dilution)
-    )
+    names = ["received_by_segment", "received_by_segment_dilution"]
+    dataset = slash_result["received_attention"][names].sel(segment="question", layer=1)
+    dataset = dataset.astype(float)
+    ratios = np.log(dataset.sel(condition="slash") / dataset.sel(condition="baseline"))
+    log_ratio, log_ratio_dilution = (ratios[name] for name in names)
     overlap = overlap_of_halves(log_ratio)
     assert table.jaccard[0] == pytest.approx(overlap)
     beyond = slash_result.stability("slash", top=3, layer=1, by="beyond")

@@ -1,6 +1,7 @@
 """The page of config files names every key that there is, with its default, and no other."""
 
 import inspect
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +19,8 @@ from mechattn.toml_sections import (
     ServerSection,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api" / "config.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "api" / "config.md").read_text(encoding="utf-8")
 SECTIONS = {
     "At the top": Config,
     "[prompts]": Prompts,
@@ -43,24 +45,15 @@ def test_the_keys_of_a_section(title):
     found = {}
     for keys, *rest in rows(title):
         named = re.findall(r"`(\w+)`", keys)
-        found |= dict(
-            zip(
-                named,
-                rest[0].split(", ") if len(named) == 2 else [rest[0]] * len(named),
-                strict=True,
-            )
-        )
+        defaults = rest[0].split(", ") if len(named) == 2 else [rest[0]] * len(named)
+        found |= dict(zip(named, defaults, strict=True))
     known = SECTIONS[title].model_fields
     assert set(found) == set(known)
     for name, field in known.items():
         if field.is_required():
             assert found[name] in ("required", "below")
         elif isinstance(field.default, (str, int, float)):
-            assert found[name] == (
-                f'"{field.default}"'
-                if isinstance(field.default, str)
-                else str(field.default).lower()
-            )
+            assert found[name] == json.dumps(field.default)
 
 
 @pytest.mark.parametrize(
@@ -80,27 +73,18 @@ def test_the_options_of_a_kind(title, what, known):
 
 def test_the_options_of_a_condition():
     """They stand on the page of conditions, to which the page of config files sends its readers."""
-    page = (Path(__file__).parents[2] / "docs" / "concepts" / "conditions.md").read_text(
-        encoding="utf-8"
-    )
-    described = {
-        name: re.findall(r"\w+", names)
-        for name, names in re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, re.MULTILINE)
-    }
-    elsewhere = {"Baseline", "Counterpart"}  # which insert nothing
-    assert described == {
-        name: options(kind) for name, kind in CONDITIONS.items() if name not in elsewhere
-    }
+    page = (DOCS / "concepts" / "conditions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, re.MULTILINE)
+    described = {name: re.findall(r"\w+", names) for name, names in rows}
+    inserting = CONDITIONS.keys() - {"Baseline", "Counterpart"}
+    assert described == {name: options(CONDITIONS[name]) for name in inserting}
 
 
 def options(kind):
     """What a config can give: no tensors, and interventions as a section."""
     if inspect.isclass(kind):
-        return [
-            field.name
-            for field in fields(kind)
-            if field.repr and field.name not in ("means", "intervention")
-        ]
+        names = [field.name for field in fields(kind) if field.repr]
+        return [name for name in names if name not in ("means", "intervention")]
     return list(inspect.signature(kind).parameters)[1:]
 
 

@@ -48,13 +48,9 @@ def test_a_page_shows_it_with_words(name):
 
 def test_received_attention_is_that_of_mechattn():
     below = square(pictures.pattern()).tril(-1).sum(0)[None, None]
-    there = received_attention(below, torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64))[
-        0, 0
-    ]
-    drawn = torch.tensor(
-        pictures.received(pictures.pattern(), include_self=False), dtype=torch.float64
-    )
-    torch.testing.assert_close(drawn, there, equal_nan=True)
+    there = received_attention(below, torch.arange(3.0, -1, -1).double()[None])[0, 0]
+    drawn = pictures.received(pictures.pattern(), include_self=False)
+    assert drawn == pytest.approx(there.tolist(), nan_ok=True)
 
 
 def test_focus_is_that_of_mechattn():
@@ -66,13 +62,10 @@ def test_focus_is_that_of_mechattn():
 
 def test_the_affine_form_is_exact_in_the_example():
     """λ times attention without the insertion is attention with it, as the scores of the original keys are the same."""
-    for row, with_tokens, scale, more in zip(
-        pictures.pattern(),
-        pictures.inserted_pattern(),
-        pictures.scales(),
-        pictures.TO_INSERTED,
-        strict=True,
-    ):
+    rows = zip(
+        pictures.pattern(), pictures.inserted_pattern(), pictures.scales(), pictures.TO_INSERTED
+    )
+    for row, with_tokens, scale, more in rows:
         kept = with_tokens[: pictures.PLACE] + with_tokens[pictures.PLACE + len(more) :]
         assert kept == pytest.approx([scale * p for p in row])
     assert pictures.scales()[-1] < 0.9
@@ -80,10 +73,7 @@ def test_the_affine_form_is_exact_in_the_example():
 
 
 def test_the_update_is_that_of_mechattn():
-    stream, update = (
-        torch.tensor([vector], dtype=torch.float64)
-        for vector in (pictures.RESIDUAL, pictures.UPDATE)
-    )
-    there = orientation((stream * update).sum(-1), update.norm(dim=-1), stream.norm(dim=-1))
+    stream, update = torch.tensor([pictures.RESIDUAL, pictures.UPDATE]).double()
+    there = orientation(stream @ update, update.norm(), stream.norm())
     assert pictures.update()["orientation"] == pytest.approx(float(there))
     assert pictures.update()["magnitude"] == pytest.approx(float(update.norm() / stream.norm()))

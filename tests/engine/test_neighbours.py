@@ -60,12 +60,8 @@ def read_anew(native, prompt):
     logprobs = []
     for _ in range(NEW):
         with torch.no_grad():
-            likely = (
-                native(torch.tensor([tokens]), use_cache=False)
-                .logits[0, -1]
-                .double()
-                .log_softmax(-1)
-            )
+            logits = native(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        likely = logits.double().log_softmax(-1)
         tokens.append(int(likely.argmax()))
         logprobs.append(float(likely.max()))
     return tuple(tokens[-NEW:]), sum(logprobs) / NEW

@@ -97,22 +97,13 @@ def test_nan_names_the_layer_and_the_prompt(engine, monkeypatch):
     monkeypatch.setattr("mechattn.model.verified_models.refuse_changes", lambda *arguments: None)
     model = ma.load_model("toy:llama")
     prompts = [ma.Prompt("Tom has 3 apples.", id="a"), ma.Prompt("Tom has 3 books now.", id="b")]
-    token = next(
-        iter(
-            set(model.tokenizer(" books")["input_ids"])
-            - set(model.tokenizer(" apples")["input_ids"])
-        )
-    )
+    books, apples = (set(model.tokenizer(word)["input_ids"]) for word in (" books", " apples"))
+    token = max(books - apples)
     options = {"conditions": CONDITIONS, "layers": [1, 2], "engine": engine}
-    assert (
-        ma.run(model, prompts, **options).provenance["prompts"]["count"] == 2
-    )  # probes the model, too
+    ma.run(model, prompts, **options)  # probes the model, too
     with torch.no_grad():
         model.embed.weight[token] = math.nan
     assert ma.run(model, prompts[:1], **options).provenance["prompts"]["count"] == 1
-    said = {"streaming": "layer 1 of toy:llama gives NaN or infinity for ", "hooks": ""}[engine]
-    with pytest.raises(
-        ModelError, match=rf'{said}prompt b with the condition "baseline"'
-    ) as raised:
+    with pytest.raises(ModelError, match=r'prompt b with the condition "baseline"') as raised:
         ma.run(model, prompts, **options)
     assert "layer 1" in str(raised.value)

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 
@@ -20,9 +21,9 @@ def test_moments_are_those_of_the_prompts(toy, prompts):
         n = (~np.isnan(every)).sum(0)
         total = np.where(np.isnan(every), 0, every).sum(0)
         mean = np.divide(total, n, out=np.full(n.shape, np.nan), where=n > 0)
-        np.testing.assert_allclose(moments[name], mean, rtol=1e-9)
-        np.testing.assert_array_equal(moments[f"{name}_n"], n)
-        np.testing.assert_allclose(
+        assert_allclose(moments[name], mean, rtol=1e-9)
+        assert_array_equal(moments[f"{name}_n"], n)
+        assert_allclose(
             moments[f"{name}_variance"], kept[f"{name}_variance"], rtol=1e-6, atol=1e-18
         )
 
@@ -34,13 +35,13 @@ def test_original_keys_are_the_same_tokens_in_both_conditions(slash_result):
         at = sequences.isel(prompt=index).sel(condition="slash")
         kept = at.origin.values >= 0
         baseline = sequences.tokens.isel(prompt=index).sel(condition="baseline").values
-        np.testing.assert_array_equal(at.tokens.values[kept], baseline[: kept.sum()])
-        per_key = dataset.received_per_prompt.isel(prompt=index).sel(condition="slash").values
-        by_origin = (
-            dataset.received_by_origin_per_prompt.isel(prompt=index).sel(condition="slash").values
+        assert_array_equal(at.tokens.values[kept], baseline[: kept.sum()])
+        of_prompt = dataset.isel(prompt=index).sel(condition="slash")
+        per_key, by_origin = (
+            of_prompt[f"received{name}_per_prompt"].values for name in ("", "_by_origin")
         )
         positions = np.flatnonzero(kept)
-        np.testing.assert_array_equal(per_key[..., positions], by_origin[..., : len(positions)])
+        assert_array_equal(per_key[..., positions], by_origin[..., : len(positions)])
 
 
 def test_texts_and_token_ids_are_prompts_too(toy):
@@ -50,12 +51,12 @@ def test_texts_and_token_ids_are_prompts_too(toy):
     assert one["received_attention"].sizes["prompt"] == 1
     tokens = toy.tokenizer(text + "\n", return_tensors="pt")["input_ids"]
     as_tokens = ma.run(toy, tokens)
-    first = one["received_attention"].received_by_segment.isel(prompt=0)
-    for other in (listed, as_tokens):
-        same = (
-            other["received_attention"].received_by_segment.isel(prompt=0).sel(segment="question")
-        )
-        np.testing.assert_allclose(same, first.sel(segment="question"), atol=0.02)
+    first, *others = (
+        result["received_attention"].received_by_segment.isel(prompt=0).sel(segment="question")
+        for result in (one, listed, as_tokens)
+    )
+    for same in others:
+        assert_allclose(same, first, atol=0.02)
     assert as_tokens["sequences"].tokens.values[0, 0].tolist() == tokens[0].tolist()
 
 
@@ -73,9 +74,7 @@ def test_only_the_chosen_layers(toy, prompts):
     every = ma.run(toy, prompts[:2])["received_attention"].received
     some = ma.run(toy, prompts[:2], layers=[2, 0])["received_attention"].received
     assert some.layer.values.tolist() == [0, 2]
-    np.testing.assert_allclose(
-        some, every.sel(layer=[0, 2]), atol=1e-6
-    )  # layers not asked for run SDPA
+    assert_allclose(some, every.sel(layer=[0, 2]), atol=1e-6)  # layers not asked for run SDPA
 
 
 @pytest.mark.parametrize(("engine", "layers"), [("streaming", None), ("hooks", [1])])

@@ -224,19 +224,6 @@ def test_uniform_attention_is_averaged_over_groups_too():
     assert table.right == pytest.approx(table.right_uniform)
 
 
-def test_what_a_group_shares_is_not_taken_for_an_effect():
-    """60 evaluations in which groups differ in either direction; as single problems, they give false findings."""
-    grouped = [simulated(0.0, False, groups=5, seed=seed, shared=0.05) for seed in range(60)]
-    single = [replace(measured, units=Units(60)) for measured in grouped]
-    covered = []
-    for measurements in (grouped, single):
-        tables = [measured.table() for measured in measurements]
-        contains_0 = [table.beyond_low[0] <= 0 <= table.beyond_high[0] for table in tables]
-        covered.append(np.mean(contains_0))
-    assert covered[0] > 0.9
-    assert covered[1] < 0.7, "negative control"
-
-
 def test_two_groups_are_refused_before_the_model_reads(toy, prompts, monkeypatch):
     answers = evaluation(toy, prompts)
     groups = {prompt.id: str(number // 3) for number, prompt in enumerate(prompts[:6])}

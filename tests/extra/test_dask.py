@@ -7,6 +7,7 @@ import dask
 import dask.array
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.results.merge import merge_results
@@ -46,10 +47,10 @@ def test_blocks_are_the_regions_and_the_numbers_are_the_same(small, large, name)
     assert cut.chunks[0] == (3, 3, 1)
     assert cut.chunks[1:] == tuple((size,) for size in expected.shape[1:])
     with dask.config.set(scheduler="threads", num_workers=4):
-        np.testing.assert_array_equal(cut.compute(), expected)
+        assert_array_equal(cut.compute(), expected)
         means = (cut.mean("prompt") / cut.isel(condition=0).mean("prompt")).compute()
     wanted = expected.values.astype(np.float64).mean(0)
-    np.testing.assert_allclose(means, wanted / wanted[0], rtol=1e-5)
+    assert_allclose(means, wanted / wanted[0], rtol=1e-5)
 
 
 def test_nothing_is_read_before_it_is_computed(large, monkeypatch):
@@ -73,6 +74,4 @@ def test_a_merge_of_results_in_any_order(toy, prompts, small, tmp_path):
     merged = merge_results([ma.load_result(tmp_path / f"{number}.zarr") for number in (0, 1)])
     got = merged["received_attention"].received_by_segment.chunk(prompt=2)
     assert got.chunks[0] == (2, 2, 2, 1)
-    np.testing.assert_allclose(
-        got.compute(), small["received_attention"].received_by_segment, rtol=1e-5
-    )
+    assert_allclose(got.compute(), small["received_attention"].received_by_segment, rtol=1e-5)

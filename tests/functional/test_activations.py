@@ -16,14 +16,12 @@ def test_gini_at_its_ends():
 
 
 def test_minimum_of_a_nonlinearity():
-    silu = optimize.minimize_scalar(
-        lambda x: x / (1 + np.exp(-x)), bounds=(-5, 0), method="bounded"
-    ).x
-    gelu = optimize.minimize_scalar(
-        lambda x: x * stats.norm.cdf(x), bounds=(-5, 0), method="bounded"
-    ).x
-    assert fn.minimum_of(torch.nn.functional.silu) == pytest.approx(silu, abs=2e-4)
-    assert fn.minimum_of(torch.nn.functional.gelu) == pytest.approx(gelu, abs=2e-4)
+    for activation, by_hand in (
+        (torch.nn.functional.silu, lambda x: x / (1 + np.exp(-x))),
+        (torch.nn.functional.gelu, lambda x: x * stats.norm.cdf(x)),
+    ):
+        expected = optimize.minimize_scalar(by_hand, bounds=(-5, 0), method="bounded").x
+        assert fn.minimum_of(activation) == pytest.approx(expected, abs=2e-4)
     assert fn.minimum_of(torch.nn.functional.relu) == 0
     assert fn.minimum_of(torch.tanh) < -15
     assert fn.minimum_of(torch.nn.functional.softplus) == -20

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from mechattn.functional.activations import as_control, keyed_uniform, redistribute, token_keys
 
@@ -20,7 +21,7 @@ def oracle(x, uniform, c, p1, form, shares=SHARES):
         above = np.quantile(size, p1 / 100)
     else:
         median = np.sort(size)[(n - 1) // 2]
-        mad = max(np.sort(np.abs(size - median))[(n - 1) // 2], 1e-12)
+        mad = max(np.sort(abs(size - median))[(n - 1) // 2], 1e-12)
         share = np.mean(size <= 1.4826 * mad * c)
         count = round(float(np.clip(share, *shares[form]) * n))
         chosen = sorted(range(n), key=lambda i: (size[i], i))[:count]
@@ -92,10 +93,11 @@ def test_the_oracle_would_notice_another_clip():
 
 def test_strength():
     uniform = drawn(ACTIVATIONS.shape)
-    whole = redistribute(ACTIVATIONS, uniform, 0.13, 99.5) - ACTIVATIONS
-    half = redistribute(ACTIVATIONS, uniform, 0.13, 99.5, strength=0.5) - ACTIVATIONS
-    torch.testing.assert_close(half, whole / 2)
-    assert redistribute(ACTIVATIONS, uniform, 0.13, 99.5, strength=0.0) is ACTIVATIONS
+    whole, half, nothing = (
+        redistribute(ACTIVATIONS, uniform, 0.13, 99.5, strength=s) for s in (1.0, 0.5, 0.0)
+    )
+    assert_close(half - ACTIVATIONS, (whole - ACTIVATIONS) / 2)
+    assert nothing is ACTIVATIONS
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,7 +106,7 @@ def test_bfloat16_moves_what_float32_moves(form):
     uniform = drawn(x.shape).float()
     moved = redistribute(x, uniform, 0.13, 99.5, form)
     expected = redistribute(x.float(), uniform, 0.13, 99.5, form).bfloat16()
-    torch.testing.assert_close(moved, expected, rtol=0, atol=0)
+    assert_close(moved, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("control", ["random_direction", "random_channels", "shuffled_signs"])
@@ -112,14 +114,14 @@ def test_controls_are_as_large_and_otherwise_elsewhere(control):
     x = silu_like(200, 400)
     change = redistribute(x, drawn(x.shape), 0.13, 99.5) - x
     controlled = as_control(change, drawn(x.shape, seed=5), control)
-    torch.testing.assert_close(controlled.norm(dim=-1), change.norm(dim=-1))
+    assert_close(controlled.norm(dim=-1), change.norm(dim=-1))
     cosine = torch.cosine_similarity(controlled, change, dim=-1)
     # Of a token few entries may move, and few signs agree by chance.
     assert cosine.mean().abs() < 0.15
     if control == "shuffled_signs":
-        torch.testing.assert_close(controlled.abs(), change.abs())
+        assert_close(controlled.abs(), change.abs())
     if control == "random_channels":
-        torch.testing.assert_close(controlled.sort(-1).values, change.sort(-1).values)
+        assert_close(controlled.sort(-1).values, change.sort(-1).values)
 
 
 def splitmix(state, count):
@@ -139,7 +141,7 @@ def test_keyed_numbers_are_those_of_splitmix64():
     key = -1234567890123456789
     numbers = keyed_uniform(torch.tensor([key]), 50)[0]
     expected = torch.tensor(splitmix(key % 2**64, 50)) / 2**24
-    torch.testing.assert_close(numbers, expected.float(), rtol=0, atol=0)
+    assert_close(numbers, expected.float(), rtol=0, atol=0)
     assert splitmix(0, 1)[0] == 0xE220A8  # the published first output from 0: e220a8397b1dcdaf
 
 
@@ -147,7 +149,7 @@ def test_a_tokens_numbers_depend_on_its_key_alone():
     positions = torch.tensor([[0, 1, 2, -5], [7, 1, 0, 3]])
     both = keyed_uniform(token_keys(3, ["a", "b"], positions, 2), 16)
     alone = keyed_uniform(token_keys(3, ["b"], positions[1:, [1, 3]], 2), 16)
-    torch.testing.assert_close(both[1, [1, 3]], alone[0], rtol=0, atol=0)
+    assert_close(both[1, [1, 3]], alone[0], rtol=0, atol=0)
     for seed, prompt, layer, purpose in (
         (4, "b", 2, ""),
         (3, "a", 2, ""),

@@ -43,25 +43,29 @@ def test_float64_agrees_with_the_square(kind, length):
     attention, weights = made(kind, length, torch.float64)
     fused = fused_attention(attention)
     expected = by_squares(attention, weights)
-    for got, value in zip(
-        (fused.out, fused.column_sums(weights), fused.own), expected, strict=True
-    ):
-        torch.testing.assert_close(got, value, atol=1e-12, rtol=1e-12)
+    got = (fused.out, fused.column_sums(weights), fused.own)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
     assert (fused.column_sums(1 - weights) - expected[1]).abs().max() > 0.1, (
         "the square would notice other queries"
     )
+
+
+def columns_by_rows(attention, weights):
+    """The column sums of each group from the row kernel."""
+    columns = torch.zeros(*attention.q.shape[:3], weights.shape[-1], dtype=weights.dtype)
+
+    def see(rows):
+        columns[:, :, rows.keys] += rows.pattern.mT.to(columns) @ weights[:, None, rows.queries]
+
+    attention_by_rows(attention, see)
+    return columns
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-3)])
 def test_long_rows_agree_with_the_row_kernel(kind, dtype, tolerance):
     attention, weights = made(kind, 300, dtype)
-    columns = torch.zeros(2, 6, 300, 3)
-
-    def see(rows):
-        columns[:, :, rows.keys] += rows.pattern.mT @ weights[:, None, rows.queries]
-
-    attention_by_rows(attention, see)
+    columns = columns_by_rows(attention, weights)
     got = fused_attention(attention).column_sums(weights)
     assert got.dtype == torch.float32
     assert float((got - columns).abs().max()) < tolerance * float(columns.max())
@@ -69,18 +73,9 @@ def test_long_rows_agree_with_the_row_kernel(kind, dtype, tolerance):
 
 def test_many_groups_take_several_calls():
     attention, _ = made("plain", 40)
-    weights = torch.eye(40)[None].expand(
-        2, -1, -1
-    )  # each query a group: the whole pattern, transposed
-    whole = torch.zeros(2, 6, 40, 40)
-
-    def see(rows):
-        whole[:, :, rows.queries, rows.keys] = rows.pattern
-
-    attention_by_rows(attention, see)
-    torch.testing.assert_close(
-        fused_attention(attention).column_sums(weights), whole.mT, atol=1e-5, rtol=1e-4
-    )
+    weights = torch.eye(40).expand(2, -1, -1)  # each query a group: the whole pattern, transposed
+    columns = fused_attention(attention).column_sums(weights)
+    torch.testing.assert_close(columns, columns_by_rows(attention, weights), atol=1e-5, rtol=1e-4)
 
 
 def test_bfloat16_would_lose_the_log_sum_exp_without_its_parts(monkeypatch):

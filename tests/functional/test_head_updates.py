@@ -10,18 +10,14 @@ from mechattn.functional.received import massive
 def ill_conditioned(heads=3, width=16, model=48):
     """W_O with singular values from 1 to 1e-4, and z along the small ones."""
     generator = torch.Generator().manual_seed(0)
-    u = torch.linalg.qr(
-        torch.randn(heads, width, width, generator=generator, dtype=torch.float64)
-    ).Q
-    v = torch.linalg.qr(
-        torch.randn(heads, model, width, generator=generator, dtype=torch.float64)
-    ).Q
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    u = torch.linalg.qr(drawn(heads, width, width)).Q
+    v = torch.linalg.qr(drawn(heads, model, width)).Q
     s = torch.logspace(0, -4, width, dtype=torch.float64)
-    z = torch.einsum(
-        "bphe,hde->bphd",
-        torch.randn(2, 5, heads, 2, generator=generator, dtype=torch.float64),
-        u[..., -2:],
-    )
+    z = torch.einsum("bphe,hde->bphd", drawn(2, 5, heads, 2), u[..., -2:])
     return (u * s) @ v.transpose(1, 2), z
 
 

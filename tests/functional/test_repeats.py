@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformer_lens import head_detector
 
 from mechattn.functional.focus import has_repeat, looked_up_mass, repeats_of
@@ -40,24 +41,20 @@ def test_the_places_are_those_of_transformer_lens(tokens, pattern, after):
         places.fill_diagonal_(0)  # a query itself is none of its earlier places
         expected = (pattern[row] * places).sum(-1)
         got = repeated_mass(pattern, tokens, after)[row]
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(has_repeat(tokens, after)[row], places.any(-1))
-        assert not torch.allclose(
-            got, (pattern[row] * PATTERNS[1 - after](tokens[row : row + 1])).sum(-1)
-        ), "control"
+        assert_close(got, expected, rtol=1e-12, atol=1e-14)
+        assert_close(has_repeat(tokens, after)[row], places.any(-1))
+        other_places = PATTERNS[1 - after](tokens[row : row + 1])
+        assert not torch.allclose(got, (pattern[row] * other_places).sum(-1)), "control"
 
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_blocks_of_rows_are_the_whole(tokens, pattern, after):
-    whole = repeated_mass(pattern, tokens, after)
     for first_query, first_key, stop in ((0, 0, 7), (7, 0, 16), (16, 5, 23)):
         seen = pattern.clone()
         seen[..., :first_key] = 0  # what lies before a window gets nothing
         block = seen[:, :, first_query:stop, first_key:stop]
         got = repeated_mass(block, tokens, after, first_query, first_key)
-        expected = whole if not first_key else repeated_mass(seen, tokens, after)
-        torch.testing.assert_close(got, expected[..., first_query:stop])
-        if first_query:
-            assert not torch.allclose(repeated_mass(block, tokens, after), got), (
-                "negative control: another place"
-            )
+        expected = repeated_mass(seen, tokens, after)
+        assert_close(got, expected[..., first_query:stop])
+        elsewhere = repeated_mass(block, tokens, after)
+        assert not first_query or not torch.allclose(elsewhere, got), "negative control"

@@ -7,9 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mechattn as ma
-from mechattn.functional.attention import Attention, attention_by_rows
 from mechattn.functional.fused import fused_attention
-from tests.functional.test_fused import KINDS, made
+from tests.functional.test_fused import KINDS, columns_by_rows, made
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 BACKENDS = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
@@ -23,17 +22,6 @@ def moved(attention, *where):
     )
 
 
-def columns_by_rows(attention: Attention, weights):
-    wide = moved(attention, torch.float64)
-    found = torch.zeros(*attention.q.shape[:3], weights.shape[-1], dtype=torch.float64)
-
-    def see(rows):
-        found[:, :, rows.keys] += rows.pattern.mT @ weights[:, None, rows.queries].double()
-
-    attention_by_rows(wide, see)
-    return found
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [17, 300, 1025])
@@ -41,7 +29,7 @@ def test_column_sums(kind, dtype, length, device):
     if device == "mps":
         pytest.skip("torch has no kernel for Apple's device that gives the log-sum-exp")
     attention, weights = made(kind, length, dtype)
-    expected = columns_by_rows(attention, weights)
+    expected = columns_by_rows(moved(attention, torch.float64), weights.double())
     got = fused_attention(moved(attention, device)).column_sums(weights.to(device)).double().cpu()
     size = float(expected.max())
     assert float((got - expected).abs().max()) < DTYPES[dtype] * size

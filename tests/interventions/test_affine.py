@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 import mechattn as ma
 from tests.tiny_families import tiny_model
@@ -64,7 +65,7 @@ def test_scale_alone_shift_alone_and_both(toy, short_prompts):
         ("shift", z + shift),
     ):
         got = outputs(toy, baseline, 1, recorded.only(parts), prompt=prompt.id)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_chosen_numbers(toy, short_prompts):
@@ -76,7 +77,7 @@ def test_chosen_numbers(toy, short_prompts):
     )
     got = outputs(toy, baseline, 2, chosen)
     expected = torch.linspace(0.2, 1, 8, dtype=torch.float64)[:, None] * z + shift.double()
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, short_prompts):
@@ -101,11 +102,11 @@ def test_heads_are_ablated(toy, short_prompts):
     z = outputs(toy, baseline, 1)
     zero = outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2), (1, 5))))
     assert not zero[:, [2, 5]].any()
-    torch.testing.assert_close(zero[:, [0, 1, 3, 4, 6, 7]], z[:, [0, 1, 3, 4, 6, 7]])
+    assert_close(zero[:, [0, 1, 3, 4, 6, 7]], z[:, [0, 1, 3, 4, 6, 7]])
     means = ma.head_means(toy, short_prompts[2:4])
     mean = outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2),), means))
     every = [outputs(toy, ma.Baseline().apply(p, toy), 1) for p in short_prompts[2:4]]
-    torch.testing.assert_close(mean[0, 2], torch.cat(every).mean(0)[2], atol=1e-6, rtol=1e-5)
+    assert_close(mean[0, 2], torch.cat(every).mean(0)[2], atol=1e-6, rtol=1e-5)
     assert (mean[:, 2] == mean[0, 2]).all()
 
 
@@ -146,5 +147,5 @@ def test_prompts_beside_longer_ones_have_no_more_tokens(how, tokenizer, shared):
         [without] = logits([rows[index]])
         length = len(alone)
         row = together[index, :length] if side == "right" else together[index, -length:]
-        torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4)
+        assert_close(row, alone, atol=1e-4, rtol=1e-4)
         assert (alone - without).abs().max() > 0.01, "negative control"

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
@@ -43,7 +44,7 @@ def test_on_a_model_it_is_the_function(name, shared):
     expected = redistribute(
         plain[0], keyed_uniform(keys, plain[0].shape[-1]), 0.13, 95.0, "released_llama"
     )
-    torch.testing.assert_close(moved[0], expected, rtol=0, atol=0)
+    assert_close(moved[0], expected, rtol=0, atol=0)
     assert 0.1 < (moved[0] != plain[0]).float().mean() < 0.3
     assert (after - before).abs().max() > 1e-3
     _, same = seen_with(model, tokens)
@@ -76,9 +77,8 @@ def test_batches_and_order_decide_nothing(toy, short_prompts):
 def test_only_the_rows_of_its_condition_are_touched(toy, short_prompts):
     slash = ma.MeaninglessTokens("/", 20)
     alone = of_mlps(toy, short_prompts[:2], {"slash": slash}).l1_by_segment
-    beside = of_mlps(
-        toy, short_prompts[:2], {"slash": slash, "arm": slash.under(ARM)}
-    ).l1_by_segment
+    both = {"slash": slash, "arm": slash.under(ARM)}
+    beside = of_mlps(toy, short_prompts[:2], both).l1_by_segment
     for condition in ("baseline", "slash"):
         np.testing.assert_allclose(
             alone.sel(condition=condition), beside.sel(condition=condition), rtol=1e-5
@@ -126,7 +126,7 @@ def test_left_padding_changes_no_draw(toy):
         ids = (mask.cumsum(-1) - 1).clamp(min=0)
         left = native(padded, attention_mask=mask, position_ids=ids).logits[:, 5:]
         wrong = native(padded, attention_mask=mask, position_ids=ids + 1).logits[:, 5:]
-    torch.testing.assert_close(left, alone, atol=1e-4, rtol=1e-4)
+    assert_close(left, alone, atol=1e-4, rtol=1e-4)
     assert (wrong - alone).abs().max() > 1e-3
 
 
@@ -138,7 +138,7 @@ def test_controls_change_as_much(toy, control):
     controlled, _ = seen_with(toy, tokens, ma.interventions.ARM(control=control))
     change = moved[0] - plain[0]
     other = controlled[0] - plain[0]
-    torch.testing.assert_close(other.norm(dim=-1), change.norm(dim=-1), rtol=1e-4, atol=1e-5)
+    assert_close(other.norm(dim=-1), change.norm(dim=-1), rtol=1e-4, atol=1e-5)
     assert torch.cosine_similarity(change.flatten(), other.flatten(), dim=0).abs() < 0.2
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import mechattn as ma
 from mechattn.evaluation.generate import answers, native_of
@@ -90,8 +91,8 @@ def test_later_tokens_read_the_other_prompts_filler(name, layers, shared):
         native_logits(model, swapped, prompts[0]),
         hooked_logits(model, swapped, prompts[0]),
     ):
-        torch.testing.assert_close(logits[end:], expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(logits[:end], plain[:end], atol=1e-4, rtol=0)
+        assert_close(logits[end:], expected, atol=1e-4, rtol=0)
+        assert_close(logits[:end], plain[:end], atol=1e-4, rtol=0)
 
 
 def test_answers_are_those_of_an_edited_cache(shared):
@@ -141,8 +142,8 @@ def test_families_with_one_projection_with_and_without_hooks(family, shared):
     plain = native_logits(model, condition, prompts[0])
     native = native_logits(model, swapped, prompts[0])
     assert (native - plain).abs().max() > 0.02
-    torch.testing.assert_close(hooked_logits(model, swapped, prompts[0]), native, atol=2e-4, rtol=0)
-    torch.testing.assert_close(native_logits(model, own, prompts[0]), plain, atol=2e-4, rtol=0)
+    assert_close(hooked_logits(model, swapped, prompts[0]), native, atol=2e-4, rtol=0)
+    assert_close(native_logits(model, own, prompts[0]), plain, atol=2e-4, rtol=0)
 
 
 def test_a_batch_padded_on_the_left(toy):
@@ -155,9 +156,7 @@ def test_a_batch_padded_on_the_left(toy):
         )
     )
     alone = native_logits(toy, swapped, prompts[0])
-    torch.testing.assert_close(
-        native_logits(toy, swapped, prompts[0], prompts[1:]), alone, atol=1e-4, rtol=0
-    )
+    assert_close(native_logits(toy, swapped, prompts[0], prompts[1:]), alone, atol=1e-4, rtol=0)
 
 
 def test_in_run(toy):

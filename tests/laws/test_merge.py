@@ -8,6 +8,7 @@ import pytest
 import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.errors import OptionError
@@ -120,13 +121,11 @@ def assert_one_pass(merged, whole):
                 or theirs.dtype.kind not in "f"
                 or variable == "bin"
             ):
-                np.testing.assert_array_equal(ours, theirs, err_msg=f"{name}.{variable}")
+                assert_array_equal(ours, theirs, err_msg=f"{name}.{variable}")
             else:
                 # A mean of 1e6 is rounded by 1e-10, and a variance takes that times a deviation, once a merge.
                 most = 4e-9 if variable.endswith("_variance") else 1e-10
-                np.testing.assert_allclose(
-                    ours, theirs, rtol=1e-10, atol=most, err_msg=f"{name}.{variable}"
-                )
+                assert_allclose(ours, theirs, rtol=1e-10, atol=most, err_msg=f"{name}.{variable}")
 
 
 @settings(max_examples=20, deadline=None)
@@ -177,7 +176,7 @@ def test_a_real_run_in_parts_is_the_whole_run(toy, short_prompts, tmp_path):
     assert merged.provenance["prompts"] == whole.provenance["prompts"]
     assert merged["sequences"].place.values.tolist() == [0, 1, 2, 3]
     difference = merged.compare("slash", resamples=99, columns="all").difference
-    np.testing.assert_array_equal(difference, expected)
+    assert_array_equal(difference, expected)
 
 
 def test_moments_of_many_merges_keep_their_digits():

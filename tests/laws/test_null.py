@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
@@ -107,7 +108,7 @@ def departures(result, kind):
             if null_name not in dataset or "prompt" not in values.dims or name.endswith(kind):
                 continue
             null = dataset[null_name].broadcast_like(values).transpose(*values.dims)
-            np.testing.assert_array_equal(values.isnull(), null.isnull(), err_msg=name)
+            assert_array_equal(values.isnull(), null.isnull(), err_msg=name)
             distance = float((abs(values - null) / np.maximum(abs(null), 1)).max())
             if distance > (1e-4 if "_at_" in name else 1e-5):
                 found[name] = distance
@@ -222,6 +223,6 @@ def test_the_null_has_the_closed_form_where_there_is_one(family, shared, answere
         at = dict(prompt=0, condition=1, layer=layer)
         for name, values in expected.items():
             got = result["attention_focus"][f"{name}_at_uniform_per_prompt"].isel(at)
-            np.testing.assert_allclose(got[1:], values[1:], atol=1e-5, err_msg=name)
+            assert_allclose(got[1:], values[1:], atol=1e-5, err_msg=name)
         got = result["affine_shift"]["scale_at_uniform_per_prompt"].isel(at)
-        np.testing.assert_allclose(got, 1 - np.array(inserted) / n, atol=1e-6)
+        assert_allclose(got, 1 - np.array(inserted) / n, atol=1e-6)

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 import mechattn as ma
 from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooked import facts_of
-from mechattn.model.hooks import attention_layers
+from mechattn.model.hooks import attention_layers, pattern_hook
+from mechattn.model.verify.checks import _kernel
 from mechattn.model.verify.layer_checks import ProbedHooks, check_layers
 from tests.tiny_families import bridge_of, tiny_model
 
@@ -135,6 +136,14 @@ def test_a_fault_fails_its_checks(fault):
 def test_each_check_of_the_parts_can_fail(llama, hook, change, check):
     llama.hook_dict[hook].add_perma_hook(lambda value, hook: change(value))
     assert check in failed(ma.verify_model(llama))
+
+
+def test_a_layer_without_a_pattern_at_its_hook_is_reported(toy):
+    pattern = torch.rand(1, 2, 3, 3)
+    values = {pattern_hook(layer): pattern for layer in (0, 2, 3)}
+    check = _kernel(toy, values, [pattern] * 4, "", torch.float32)
+    assert check.outcome == "not checked"
+    assert "no pattern of its shape at the hooks of layers [1]" in check.detail
 
 
 def test_what_only_some_analyses_need_is_limited(llama):

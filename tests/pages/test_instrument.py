@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.commands.pages import report
@@ -46,8 +47,8 @@ def held_square(array):
 def ends(middle, half, low, high):
     middle, half = held_square(middle), held_square(half)
     scale = np.nanmax(np.abs(middle), initial=1e-9)
-    np.testing.assert_allclose(middle - half, low, rtol=1e-5, atol=1e-6 * scale)
-    np.testing.assert_allclose(middle + half, high, rtol=1e-5, atol=1e-6 * scale)
+    assert_allclose(middle - half, low, rtol=1e-5, atol=1e-6 * scale)
+    assert_allclose(middle + half, high, rtol=1e-5, atol=1e-6 * scale)
 
 
 @pytest.mark.filterwarnings("ignore:.*left out")
@@ -60,9 +61,7 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
         for condition, found in held["values"].items():
             table = focused.heads(name, None, condition=condition)
             for column, of in {"mean": name, "null": "uniform"}.items():
-                np.testing.assert_allclose(
-                    held_square(found[column]), square(table, of, [1, 3]), rtol=1e-6
-                )
+                assert_allclose(held_square(found[column]), square(table, of, [1, 3]), rtol=1e-6)
             ends(
                 found["mean"],
                 found["half"],
@@ -78,7 +77,7 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
             table["marked"] = ((size > margin) & (table.q_difference < 0.05)).astype(float)
             assert found["margin"] == margin
             for column in ("difference", "null", "beyond", "q_difference", "q_beyond", "marked"):
-                np.testing.assert_allclose(
+                assert_allclose(
                     held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6
                 )
             for middle, of in (("difference", ""), ("beyond", "beyond_")):
@@ -114,13 +113,13 @@ def test_curves_are_those_of_the_figure(slash_result):
     assert np.flatnonzero(np.isfinite(mean)).tolist() == found.at.tolist()
     mean = mean[found.at]
     half = half[found.at]
-    np.testing.assert_allclose(mean, found.mean, rtol=1e-6)
-    np.testing.assert_allclose(mean * (1 + half), found.high, rtol=1e-6)
-    np.testing.assert_allclose(mean * (1 - half), found.low, rtol=1e-5, atol=1e-8)
+    assert_allclose(mean, found.mean, rtol=1e-6)
+    assert_allclose(mean * (1 + half), found.high, rtol=1e-6)
+    assert_allclose(mean * (1 - half), found.low, rtol=1e-5, atol=1e-8)
     assert unpacked(held["n"])[1, layer, found.at].tolist() == found.n.tolist()
     null = unpacked(held["null"])[1, layer]
     expected = data.received_uniform_by_origin.sel(condition="slash", layer=layer).values
-    np.testing.assert_allclose(null, expected[: len(null)], rtol=1e-6)
+    assert_allclose(null, expected[: len(null)], rtol=1e-6)
 
     dilution = dilution_at_positions(
         slash_result, "received_by_origin", "slash", layer, head, prompts
@@ -128,9 +127,7 @@ def test_curves_are_those_of_the_figure(slash_result):
     shares = unpacked(held["shares"]["slash"])[layer, head]
     baseline = unpacked(held["mean"])[0, layer, head]
     drawn = np.isfinite(baseline)
-    np.testing.assert_allclose(
-        (baseline * shares)[drawn], dilution[: len(shares)][drawn], rtol=1e-5
-    )
+    assert_allclose((baseline * shares)[drawn], dilution[: len(shares)][drawn], rtol=1e-5)
     assert (shares[drawn] < 0.99).any(), "negative control"
 
 
@@ -139,8 +136,8 @@ def test_what_is_inserted_has_numbers_of_its_own(slash_result):
     where = np.flatnonzero(slash_result["sequences"].origin.sel(condition="slash").values[0] == -1)
     assert (held["start"], held["count"]) == (where[0], 55)
     data = slash_result["received_attention"].sel(condition="slash").isel(key=where)
-    np.testing.assert_allclose(unpacked(held["mean"]), data.received.values, rtol=1e-6)
-    np.testing.assert_allclose(unpacked(held["null"]), data.received_uniform.values, rtol=1e-6)
+    assert_allclose(unpacked(held["mean"]), data.received.values, rtol=1e-6)
+    assert_allclose(unpacked(held["null"]), data.received_uniform.values, rtol=1e-6)
 
 
 def test_tokens_at_other_places_in_each_prompt_have_none(toy, prompts):
@@ -165,9 +162,7 @@ def test_the_text_of_the_first_prompt(slash_result, toy, prompts):
     expected = (
         slash_result["received_attention"].received_per_prompt.sel(condition="slash").values[0]
     )
-    np.testing.assert_allclose(
-        unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6
-    )
+    assert_allclose(unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6)
     means = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
     assert "keep=" in head_texts(means)["missing"]
 
@@ -181,9 +176,7 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
     square = result["attention_map"].pattern.values[1, 0, :, :, :n, :n]
     queries, keys = np.tril_indices(n)
     expected = square[..., queries, keys]
-    np.testing.assert_allclose(
-        unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6
-    )
+    assert_allclose(unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6)
     monkeypatch.setattr("mechattn.pages.page_data.MOST_PATTERN_NUMBERS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
 

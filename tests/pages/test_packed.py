@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
+from numpy.testing import assert_allclose, assert_array_equal
 
 from mechattn.pages.embedded import EXACT, kind_for, packed
 from tests.pages.read import unpacked
@@ -18,12 +19,12 @@ PROBABILITIES = arrays(
 
 @given(PROBABILITIES)
 def test_single_numbers_are_kept(values):
-    np.testing.assert_allclose(unpacked(packed(values)), values, rtol=6e-8, atol=1e-30)
+    assert_allclose(unpacked(packed(values)), values, rtol=6e-8, atol=1e-30)
 
 
 @given(PROBABILITIES)
 def test_halves_are_kept_to_half_a_thousandth(values):
-    np.testing.assert_allclose(unpacked(packed(values, "f2")), values, rtol=5e-4, atol=6e-11)
+    assert_allclose(unpacked(packed(values, "f2")), values, rtol=5e-4, atol=6e-11)
 
 
 def test_halves_are_not_exact():  # negative control
@@ -33,7 +34,7 @@ def test_halves_are_not_exact():  # negative control
 def test_what_is_not_there_stays_so():
     values = np.array([[np.nan, 0.5], [0.0, 1.0]])
     for kind in ("f4", "f2"):
-        np.testing.assert_array_equal(np.isnan(unpacked(packed(values, kind))), np.isnan(values))
+        assert_array_equal(np.isnan(unpacked(packed(values, kind))), np.isnan(values))
     assert unpacked(packed(values[1], "u2")).tolist() == [0, 1]
 
 

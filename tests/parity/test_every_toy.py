@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.model.checkpoint import toy_names
@@ -32,11 +33,10 @@ def oracle(model, ids, original):
     for layer, (attention, window) in enumerate(
         zip(attentions, windows(model.config), strict=True)
     ):
-        for head, pattern in enumerate(attention[0].numpy()):
-            for key in range(len(ids)):
-                queries = [q for q in range(key + 1, len(ids)) if original[q] and q - key < window]
-                if queries:
-                    out[layer, head, key] = sum(pattern[q, key] for q in queries) / len(queries)
+        for key in range(len(ids)):
+            queries = [q for q in range(key + 1, len(ids)) if original[q] and q - key < window]
+            if queries:
+                out[layer, :, key] = attention[0, :, queries, key].mean(1)
     return out
 
 
@@ -71,7 +71,7 @@ def test_received_attention_equals_the_oracle(name, prompts):
         expected = oracle(plain, ids, (sequence.origin >= 0).tolist())
     for result in results:
         got = measured(result, 0, "slash", len(ids))
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+        assert_array_equal(np.isnan(got), np.isnan(expected))
         assert np.nanmax(abs(got - expected)) <= tolerance
 
 
@@ -112,10 +112,10 @@ def test_segments_are_means_and_masses_of_the_oracle(llama, slash_result, segmen
     assert np.isnan(received).any() == (segment == "template")
     of_prompt = slash_result["received_attention"].isel(prompt=0).sel(condition="slash")
     mine = of_prompt.sel(segment=segment)
-    np.testing.assert_allclose(mine.received_by_segment, np.nanmean(received, -1), atol=TOLERANCE)
+    assert_allclose(mine.received_by_segment, np.nanmean(received, -1), atol=TOLERANCE)
     with torch.no_grad():
         attentions = plain(torch.tensor([ids]), output_attentions=True).attentions
     rows = [attention[0].numpy()[:, original] for attention in attentions]
     mass = [pattern[..., keys].sum(-1).mean(-1) for pattern in rows]
-    np.testing.assert_allclose(mine.mass_by_segment, mass, atol=TOLERANCE)
+    assert_allclose(mine.mass_by_segment, mass, atol=TOLERANCE)
     assert np.allclose(of_prompt.mass_by_segment.sum("segment"), 1, atol=1e-5)

@@ -63,14 +63,10 @@ def biases(plain, layer, heads, width):
             return value.detach().view(heads, 3, width).permute(1, 0, 2)[:2].numpy()
         if name.endswith("c_attn.bias"):
             return value.detach().view(3, heads, width)[:2].numpy()
-    named = [
-        next((v for n, v in found.items() if n.endswith(f"{part}_proj.bias")), None)
-        for part in "qk"
-    ]
-    return [
-        np.zeros((heads, width)) if v is None else v.detach().view(heads, width).numpy()
-        for v in named
-    ]
+    of_parts = {name[-11:-10]: value for name, value in found.items() if name[-10:] == "_proj.bias"}
+    if "q" not in of_parts:
+        return np.zeros((2, heads, width))
+    return [of_parts[part].detach().view(heads, width).numpy() for part in "qk"]
 
 
 def slopes(plain, heads, length):

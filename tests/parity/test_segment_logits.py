@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
@@ -38,7 +39,7 @@ def test_each_head_reads_key_by_key():
             mine = of_head.sel(segment=segment)
             for name, expected in (("from", whole), ("per_key", np.nanmean(per_key, 0))):
                 values = mine[f"next_token_logit_{name}"].sel(to_segment=list(SEGMENTS)).values
-                np.testing.assert_allclose(values, expected, atol=2e-4, rtol=1e-3)
+                assert_allclose(values, expected, atol=2e-4, rtol=1e-3)
     to_inserted = got.next_token_logit_from.sel(layer=2, segment="question", to_segment="inserted")
     difference = float(to_inserted.sel(head=3) - to_inserted.sel(head=2))
     assert abs(difference) > 1e-3, "the loops would notice another head"
@@ -60,19 +61,16 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared)
         conditions["masked"] = SLASH.masked()
     some = [SHORT, prompts[0]]
     result = ma.run(shared(name), some, conditions, LOGITS, keep="prompts", engine=engine)
-    summed = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True)
+    read_from = result["segment_logits"].next_token_logit_from
+    summed = read_from.sum("to_segment", skipna=True)
     whole = result["direct_logits"].next_token_logit
     for condition in ("baseline", *conditions):
         got, expected = (each.sel(condition=condition).values for each in (summed, whole))
         there = ~np.isnan(expected)
         scale = np.sqrt(np.mean(expected[there] ** 2))
-        np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
-        part = result["segment_logits"].next_token_logit_from.sel(
-            condition=condition, to_segment="question"
-        )
-        assert np.nanmax(abs(part.values[there] - expected[there])) > 0.01 * scale, (
-            "one segment alone is not the sum"
-        )
+        assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
+        part = read_from.sel(condition=condition, to_segment="question").values[there]
+        assert np.nanmax(abs(part - expected[there])) > 0.01 * scale, "one segment is not the sum"
 
 
 def test_what_a_gate_lets_through(shared, monkeypatch):
@@ -87,7 +85,7 @@ def test_what_a_gate_lets_through(shared, monkeypatch):
     got, expected = both()
     there = ~np.isnan(expected)
     scale = np.sqrt(np.mean(expected[there] ** 2))
-    np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
+    assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
     monkeypatch.setattr("mechattn.analysis.direct_logits.gate_of", lambda model: torch.ones_like)
     ungated, _ = both()
     assert np.nanmax(abs(ungated[there] - expected[there])) > 0.1 * scale

@@ -54,15 +54,12 @@ def test_heads_add_up_to_what_reaches_the_residual_stream(measured):
         out = block.self_attn.o_proj
         bias = 0.0 if out.bias is None else out.bias.detach().numpy() * run.gain[n]
         along_bias = (stream * bias).sum(-1) / squared
-        of_block = np.prod(
-            [
-                of_tokens(result, "block_updates", f"block_{name}_at", n, length)[0]
-                for name in ("magnitude", "orientation")
-            ],
-            axis=0,
+        of_block, turned = (
+            of_tokens(result, "block_updates", f"block_{name}_at", n, length)[0]
+            for name in ("magnitude", "orientation")
         )
-        np.testing.assert_allclose(heads + along_bias, of_block, atol=1e-5)
         expected = (stream * run.attention[n]).sum(-1) / squared
+        np.testing.assert_allclose(of_block * turned, expected, atol=1e-5)
         np.testing.assert_allclose(heads + along_bias, expected, atol=1e-5)
         without_a_head = heads - (magnitude * orientation)[0] + along_bias
         assert abs(without_a_head - expected).max() > 1e-2, "negative control"

@@ -138,16 +138,16 @@ def test_blocks_whose_outputs_are_multiplied():
         tiny_model("Granite", len(tokenizer), residual_multiplier=0.22).double() for _ in range(2)
     )
     model = ma.load_model(same, tokenizer=tokenizer)
+    prompt = LONGER[0]
+    clean, corrupted = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
     for part in ("attn_out", "mlp_out"):
-        patched = ma.patch(model, LONGER, Counterpart(), at=ma.Sites(part, [1]), controls=())
-        for index, prompt in enumerate(LONGER):
-            clean, corrupted = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
-            _, values = difference(plain, corrupted, PARTS[part])
-            before, _ = difference(plain, clean, PARTS[part])
-            after, _ = difference(plain, clean, PARTS[part], values, PARTNERS)
-            assert abs(after - before) > 1e-3
-            effect = float(patched.effects.effect[index].squeeze())
-            assert effect == pytest.approx(after - before, abs=2e-5)
+        patched = ma.patch(model, [prompt], Counterpart(), at=ma.Sites(part, [1]), controls=())
+        _, values = difference(plain, corrupted, PARTS[part])
+        before, _ = difference(plain, clean, PARTS[part])
+        after, _ = difference(plain, clean, PARTS[part], values, PARTNERS)
+        assert abs(after - before) > 1e-3
+        effect = float(patched.effects.effect.squeeze())
+        assert effect == pytest.approx(after - before, abs=2e-5)
 
 
 def test_a_part_that_a_layer_lacks_is_refused(tokenizer):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import xarray as xr
+from xarray.testing import assert_allclose, assert_identical
 
 import mechattn as ma
-from mechattn.patching import patch, paths
+from mechattn.patching import patch
 from tests.conftest import loaded_once, short_problems
 
 SLASH = ma.MeaninglessTokens("/", count=5)
@@ -38,15 +38,7 @@ def test_the_same_numbers_as_from_the_first_layer(name, at, prompts, monkeypatch
     model = loaded_once(name, dtype=torch.float64)
     patched = ma.patch(model, prompts, SLASH, at=at)
     monkeypatch.setattr(patch, "possible_starts", NEVER)
-    xr.testing.assert_identical(patched.effects, ma.patch(model, prompts, SLASH, at=at).effects)
-
-
-def test_paths_give_the_same_bits(prompts, monkeypatch):
-    model = loaded_once("toy:llama", dtype=torch.float64)
-    named = [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
-    patched = ma.paths(model, prompts, SLASH, named)
-    monkeypatch.setattr(paths, "possible_starts", NEVER)
-    xr.testing.assert_identical(patched.effects, ma.paths(model, prompts, SLASH, named).effects)
+    assert_identical(patched.effects, ma.patch(model, prompts, SLASH, at=at).effects)
 
 
 def test_the_layers_before_are_not_computed_again(prompts, unverified):
@@ -85,7 +77,7 @@ def test_prompts_of_one_length_share_their_passes(unverified):
         alone = ma.patch(model, [prompt], SLASH, at=[(2, 1), (3, 0)], controls=())
         expected = alone.effects.isel(prompt=0, drop=True)
         effects = together.effects.isel(prompt=index, drop=True)
-        xr.testing.assert_allclose(effects, expected, atol=2e-5)
+        assert_allclose(effects, expected, atol=2e-5)
 
         next_prompt = together.effects.isel(prompt=(index + 1) % 4, drop=True)
         assert abs(next_prompt - expected).effect.max() > 2e-4, "exchanged rows would be noticed"
@@ -115,7 +107,7 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
 
     patched = effects()
     monkeypatch.setattr(patch, "possible_starts", NEVER)
-    xr.testing.assert_identical(patched, effects())
+    assert_identical(patched, effects())
     if missing == "nothing is added":
         anywhere = staticmethod(lambda model, sequence, layers: layers)
         monkeypatch.setattr(patch, "possible_starts", anywhere)

@@ -39,14 +39,9 @@ def test_a_row_for_each_statement_and_model(compared, toy):
     assert (measured.low <= measured.value).all()
     assert (measured.value <= measured.high).all()
     row = table.set_index("statement").loc["attention_falls"]
-    result = ma.run(
-        toy,
-        ma.load_prompts(
-            "word-problems", limit=4, template="joined", system=comparison.statements.system
-        ),
-        {"slash": ma.MeaninglessTokens()},
-        layers=0,
-    )
+    system = comparison.statements.system
+    prompts = ma.load_prompts("word-problems", limit=4, template="joined", system=system)
+    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, layers=0)
     received = result["received_attention"].received_by_segment.sel(segment="question", layer=0)
     means = received.astype(float).mean("head")
     changes = means.sel(condition="slash") / means.sel(condition="baseline")
@@ -66,12 +61,7 @@ def test_page_markdown_and_json_say_the_same(compared):
         assert str(cell) in markdown
     assert comparison.summary in page
     assert "about 1 miss the true value by chance" in comparison.summary
-    for caption in (
-        "captions of figures 15 and 18",
-        "a caption of figure 11",
-        "a caption of figure 9",
-    ):
-        assert caption in page
+    assert "captions of figures 15 and 18" in page
     rows = json.loads((out / "paper.json").read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 25
     assert next(row for row in rows if row["word"] == NOT_MEASURABLE)["value"] is None

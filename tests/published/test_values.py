@@ -1,10 +1,13 @@
 """Each value beside a slow float64 one from the model's own patterns, and beside a case in which nothing changes."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import xarray as xr
+from numpy.testing import assert_allclose
+from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
@@ -42,15 +45,6 @@ def activations(toy, prompts):
 
 
 @pytest.fixture(scope="module")
-def tokens(toy, prompts):
-    analyses = [
-        ma.analyses.AttentionFocus(per_query=True),
-        ma.analyses.HeadUpdates(per_query=True),
-    ]
-    return ma.run(toy, prompts[:PROMPTS], {}, analyses, keep="prompts")
-
-
-@pytest.fixture(scope="module")
 def cached(toy, prompts):
     """The patterns of all layers, each token's origin and segment, by condition and prompt."""
     known = {}
@@ -58,10 +52,7 @@ def cached(toy, prompts):
         for i, prompt in enumerate(prompts[:PROMPTS]):
             sequence = condition.apply(prompt, toy, 0)
             _, cache = toy.run_with_cache(sequence.tokens[None])
-            patterns = [
-                cache[f"blocks.{layer}.attn.hook_pattern"][0].double().numpy()
-                for layer in range(toy.cfg.n_layers)
-            ]
+            patterns = [cache["pattern", n][0].double().numpy() for n in range(toy.cfg.n_layers)]
             known[name, i] = patterns, sequence.origin.numpy(), sequence.segment.numpy()
     return known
 
@@ -86,7 +77,7 @@ def curve(cached, name, i, layer=0):
 
 
 def near(values, expected, tolerance=1e-4):
-    np.testing.assert_allclose(values, expected, atol=tolerance)
+    assert_allclose(values, expected, atol=tolerance)
     assert values.dtype == np.float64
     assert len(values) == PROMPTS
 
@@ -104,22 +95,16 @@ def log_change(cached, i, after, before, layer=0):
 
 
 def test_the_change_of_what_the_question_receives(result, cached):
-    every = range(PROMPTS)
-    near(
-        value_of(result, "change", RECEIVED),
-        [log_change(cached, i, "slash", "baseline") for i in every],
-    )
+
+    def changes(*of, layer=0):
+        return np.array([log_change(cached, i, *of, layer) for i in range(PROMPTS)])
+
+    of_layers = [changes("slash", "baseline", layer=layer) for layer in range(3)]
+    near(value_of(result, "change", RECEIVED), of_layers[0])
     beside = asked_for(RECEIVED.quantities, "sentence", "slash")
-    near(
-        value_of(result, "change", beside),
-        [log_change(cached, i, "sentence", "slash") for i in every],
-    )
+    near(value_of(result, "change", beside), changes("sentence", "slash"))
     deeper = asked_for(RECEIVED.quantities, layers=(1, 2), less_layers=(0,))
-    expected = [
-        sum(log_change(cached, i, "slash", "baseline", layer) for layer in (1, 2)) / 2
-        - log_change(cached, i, "slash", "baseline")
-        for i in every
-    ]
+    expected = (of_layers[1] + of_layers[2]) / 2 - of_layers[0]
     near(value_of(result, "change", deeper), expected)
     assert (abs(value_of(result, "change", RECEIVED)) > 0.05).all(), "something has changed"
 
@@ -147,12 +132,11 @@ def test_the_share_of_layers_that_fall(result, cached):
 
 
 def test_an_inserted_token_beside_one_of_the_question(result, cached):
-    expected = []
-    for i in range(PROMPTS):
-        means = [
-            np.nanmean(received(cached, "slash", i, name)) for name in ("inserted", "question")
-        ]
-        expected.append(math.log(means[0] / means[1]))
+    inserted, question = (
+        [np.nanmean(received(cached, "slash", i, name)) for i in range(PROMPTS)]
+        for name in ("inserted", "question")
+    )
+    expected = np.log(np.divide(inserted, question))
     near(value_of(result, "inserted_beside_question", RECEIVED), expected)
 
 
@@ -162,9 +146,8 @@ def test_peaks_are_those_of_both_conditions(result, cached):
         after, before = (curve(cached, name, i) for name in ("slash", "baseline"))
         of_heads = []
         for one, other in zip(after, before, strict=True):
-            ranked = sorted(range(len(one)), key=lambda k: -one[k] * other[k])
-            peaks = ranked[: max(1, round(0.1 * len(one)))]
-            of_heads.append(np.mean([math.log(one[k] / other[k]) for k in peaks]))
+            peaks = np.argsort(-one * other)[: max(1, round(0.1 * len(one)))]
+            of_heads.append(np.log(one / other)[peaks].mean())
         changes.append(np.mean(of_heads))
     near(value_of(result, "change_at_peaks", CURVES), changes)
 
@@ -186,20 +169,22 @@ def test_exchangeable_noise_does_not_make_peaks_fall(result):
 
 
 def test_whether_the_peak_is_another_token(result, cached):
-    expected = []
-    for i in range(PROMPTS):
-        tops = [curve(cached, name, i, 1).argmax(1) for name in ("slash", "baseline")]
-        expected.append((tops[0] != tops[1]).mean())
+    after, before = (
+        np.array([curve(cached, name, i, 1).argmax(1) for i in range(PROMPTS)])
+        for name in ("slash", "baseline")
+    )
+    expected = (after != before).mean(1)
     near(value_of(result, "peak_moved", asked_for(("received",), layers=(1,))), expected)
 
 
 def test_how_far_prompts_lie_from_their_mean(result, cached):
     widths = {}
     for name in ("slash", "baseline"):
-        curves = [curve(cached, name, i) for i in range(PROMPTS)]
-        shortest = min(values.shape[1] for values in curves)
-        aligned = np.stack([values[:, :shortest] for values in curves])
-        widths[name] = [abs(values - aligned.mean(0)).mean() for values in aligned]
+        curves = [curve(cached, name, i).T for i in range(PROMPTS)]
+        aligned = np.array(
+            list(zip(*curves))
+        )  # key, prompt, head; as many keys as the shortest has
+        widths[name] = abs(aligned - aligned.mean(1, keepdims=True)).mean((0, 2))
     expected = np.log(np.divide(widths["slash"], widths["baseline"]))
     near(value_of(result, "band_width", CURVES), expected, 1e-3)
 
@@ -207,9 +192,7 @@ def test_how_far_prompts_lie_from_their_mean(result, cached):
 def test_how_evenly_inserted_tokens_receive(result, cached):
     def evenness(name, i):
         got = received(cached, name, i, "inserted")
-        shares = got / got.sum(1, keepdims=True)
-        counts = [math.exp(-sum(p * math.log(p) for p in head)) for head in shares]
-        return np.mean(counts) / got.shape[1]
+        return np.exp(stats.entropy(got, axis=1)).mean() / got.shape[1]
 
     asked = asked_for(("received",), "slash", "sentence")
     expected = [evenness("slash", i) - evenness("sentence", i) for i in range(PROMPTS)]
@@ -250,13 +233,11 @@ def test_large_activations(activations):
     edges = [*shares.bin.values, math.inf]
     baseline = shares.sel(condition="baseline").values
 
-    def beyond(bound):
-        return [k for k in range(len(edges) - 1) if edges[k] >= bound or edges[k + 1] <= -bound]
-
+    nearest = np.array([max(low, -high) for low, high in pairwise(edges)])  # to zero, of each bin
     bounds = sorted({abs(edge) for edge in edges[1:-1]})
-    bound = next(b for b in bounds if sum(baseline.mean(0)[k] for k in beyond(b)) <= 0.1)
-    after = shares.sel(condition="slash").values[:, beyond(bound)].sum(1)
-    expected = np.log(after / baseline[:, beyond(bound)].sum(1))
+    bound = next(b for b in bounds if baseline.mean(0)[nearest >= b].sum() <= 0.1)
+    after = shares.sel(condition="slash").values
+    expected = np.log(after[:, nearest >= bound].sum(1) / baseline[:, nearest >= bound].sum(1))
     near(value_of(activations, "change_of_large", asked_for(("histogram",))), expected, 1e-9)
     same = asked_for(("histogram",), "baseline")
     near(value_of(activations, "change_of_large", same), np.zeros(PROMPTS))
@@ -265,11 +246,9 @@ def test_large_activations(activations):
 def test_classes_of_tokens(activations):
     asked = asked_for(("near_zero_by_token_class",), "baseline")
     shares = activations["mlp_activations"].near_zero_by_token_class.isel(layer=0)
-    expected = []
-    for row in shares.sel(condition="baseline").transpose("prompt", "token_class"):
-        classes = [float(row.sel(token_class=n)) for n in ("digit", "operator", "conjunction")]
-        there = [share for share in classes if share == share]
-        expected.append(math.log(np.mean(there) / float(row.sel(token_class="other"))))
+    shares = shares.sel(condition="baseline").astype(float)
+    classes = shares.sel(token_class=["digit", "operator", "conjunction"]).mean("token_class")
+    expected = np.log(classes / shares.sel(token_class="other"))
     near(value_of(activations, "classes_beside_other", asked), expected, 1e-6)
     alike = changed(activations, "mlp_activations", "near_zero_by_token_class", np.ones_like)
     near(value_of(alike, "classes_beside_other", asked), np.zeros(PROMPTS))
@@ -286,28 +265,26 @@ def updates(target, size):
     return Result(datasets, {})
 
 
-def test_updates_where_the_first_token_is_the_strongest_target(tokens):
+def test_updates_where_the_first_token_is_the_strongest_target():
     asked = asked_for(("target_at", "magnitude_at"), "baseline")
     rng = np.random.default_rng(0)
     target = rng.integers(0, 3, (6, 2, 9))
     size = rng.random((6, 2, 9))
     ratios = []
     for layer in (4, 5):
-        looking = [
-            size[layer, h, k] for h in range(2) for k in range(1, 9) if not target[layer, h, k]
-        ]
-        ratios.append(np.mean(looking) / size[layer, :, 1:].mean())
+        of_layer = size[layer, :, 1:]
+        ratios.append(of_layer[target[layer, :, 1:] == 0].mean() / of_layer.mean())
     value = value_of(updates(target, size), "updates_at_first", asked)
-    np.testing.assert_allclose(value, [np.mean(ratios)], rtol=1e-12)
+    assert_allclose(value, [np.mean(ratios)], rtol=1e-12)
 
     alike = value_of(updates(target, np.ones_like(size)), "updates_at_first", asked)
-    np.testing.assert_allclose(alike, [1.0])
+    assert_allclose(alike, [1.0])
     silent = value_of(updates(target, size * (target > 0)), "updates_at_first", asked)
-    np.testing.assert_allclose(silent, [0.0])
+    assert_allclose(silent, [0.0])
     with pytest.raises(NotMeasurable, match="no head looks at the first token"):
         value_of(updates(np.ones_like(target), size), "updates_at_first", asked)
     with pytest.raises(NotMeasurable, match="no layer 4"):
-        value_of(tokens, "updates_at_first", asked)  # the toy has four layers
+        value_of(updates(target[:4], size[:4]), "updates_at_first", asked)
 
 
 @pytest.mark.parametrize(

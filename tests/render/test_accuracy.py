@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.errors import OptionError
@@ -27,9 +28,9 @@ def test_by_condition():
     }
     figure = ma.render.accuracy(tables)
     one = figure.data[0]
-    np.testing.assert_allclose(one.y, [90, 70])
-    np.testing.assert_allclose(one.error_y.array, [5, 5])
-    np.testing.assert_allclose(one.error_y.arrayminus, [10, 10])
+    assert_allclose(one.y, [90, 70])
+    assert_allclose(one.error_y.array, [5, 5])
+    assert_allclose(one.error_y.arrayminus, [10, 10])
     assert list(figure.layout.xaxis.ticktext) == ["baseline", "slash"]
     assert sorted(shape.y0 for shape in figure.layout.shapes) == [80, 90]
     assert "n = 40 problems" in figure.layout.title.text
@@ -40,7 +41,7 @@ def test_a_sweep_begins_at_the_baseline():
         {"a": table(["baseline", "count=10", "count=55"], [0.9, 0.8, 0.7])}, "count"
     )
     assert list(figure.data[0].x) == [0, 10, 55]
-    np.testing.assert_allclose(figure.data[0].y, [90, 80, 70])
+    assert_allclose(figure.data[0].y, [90, 80, 70])
     places = ma.render.accuracy({"a": table(["baseline", "place=start"], [0.9, 0.8])}, over="place")
     assert list(places.data[0].x) == ["start"]
 

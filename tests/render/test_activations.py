@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.errors import OptionError
@@ -12,16 +13,12 @@ from mechattn.stats.intervals import t_interval
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
+    arm = ma.interventions.ARM(form="released_llama", p1=95.0)
     conditions = {
         "slash": ma.MeaninglessTokens("/", 20),
-        "arm": ma.Baseline(intervention=ma.interventions.ARM(form="released_llama", p1=95.0)),
-        "channels": ma.Baseline(
-            intervention=ma.interventions.ARM(
-                form="released_llama", p1=95.0, control="random_channels"
-            )
-        ),
+        "arm": ma.Baseline(intervention=arm),
+        "channels": ma.Baseline(intervention=replace(arm, control="random_channels")),
     }
-
     return ma.run(toy, prompts[:4], conditions, [ma.analyses.MlpActivations()])
 
 
@@ -34,18 +31,12 @@ def test_histogram(result):
     (one, other) = traces(figure, "arm")
     data = result["mlp_activations"].histogram.sel(condition="arm", layer=1)
     expected = data.mean("prompt").values[1:-1]
-    np.testing.assert_allclose(np.nan_to_num(one.y[::2]), expected, rtol=1e-6)
-    np.testing.assert_array_equal(one.y[1::2], one.y[::2])
-    np.testing.assert_array_equal(one.x[::2], data.bin.values[1:-1])
-    np.testing.assert_array_equal(one.x[1::2], data.bin.values[2:])  # the last bin has a width too
-    assert one.x[0] == -0.51
-    assert one.showlegend
-    assert not other.showlegend
+    assert_allclose(np.nan_to_num(one.y[::2]), expected, rtol=1e-6)
+    assert_array_equal(one.x[::2], data.bin.values[1:-1])
+    assert_array_equal(one.x[1::2], data.bin.values[2:])  # the last bin has a width too
+    assert (one.showlegend, other.showlegend) == (True, False)
     threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"][1]
-    assert sorted({round(shape.x0, 6) for shape in figure.layout.shapes}) == [
-        round(-threshold, 6),
-        round(threshold, 6),
-    ]
+    assert {abs(shape.x0) for shape in figure.layout.shapes} == {threshold}
     assert {"baseline", "slash", "arm", "channels"} <= {t.name for t in figure.data}
 
 
@@ -65,7 +56,7 @@ def test_near_zero_by_class(result):
     data = result["mlp_activations"].near_zero_by_token_class.sel(layer=0, condition="slash")
     classes = [label.split("<br>")[0] for label in figure.layout.xaxis.ticktext]
     shown = traces(figure, "slash")[0]
-    np.testing.assert_allclose(shown.y, data.sel(token_class=classes).mean("prompt"), rtol=1e-5)
+    assert_allclose(shown.y, data.sel(token_class=classes).mean("prompt"), rtol=1e-5)
     assert "digit" in classes
     assert list(shown.customdata) == classes
 
@@ -87,7 +78,7 @@ def test_agreement(result):
     figure = ma.render.agreement(result, "slash", layer=0)
     table = result.agreement("slash", "arm")
     table = table[table.layer == 0]
-    np.testing.assert_allclose(figure.data[0].y, table.cosine)
+    assert_allclose(figure.data[0].y, table.cosine)
     assert list(figure.layout.xaxis.ticktext) == ["arm", "channels"]
 
 

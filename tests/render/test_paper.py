@@ -16,17 +16,11 @@ def figure(slash_result):
     return ma.render.received_attention(slash_result, 0, [1, 2, 3])
 
 
-def test_width_fonts_and_colours(figure):
+def test_width_and_fonts(figure):
     before = json.loads(figure.to_json())
     made = ma.render.for_paper(figure)
     assert made.layout.width == pytest.approx(170 / 25.4 * 96)
     assert made.layout.template.layout.font.size == pytest.approx(8 * 96 / 72)
-    colours = {trace.line.color for trace in made.data if trace.line.color}
-    assert colours == {"#0072b2", "#d55e00"}
-    assert {trace.fillcolor for trace in made.data if trace.fillcolor} == {
-        "rgba(0, 114, 178, 0.2)",
-        "rgba(213, 94, 0, 0.2)",
-    }
     assert not made.layout.title.text
     assert json.loads(figure.to_json()) == before, "the figure itself stays as it is"
     for drawn_trace, trace in zip(made.data, figure.data, strict=True):
@@ -35,34 +29,21 @@ def test_width_fonts_and_colours(figure):
 
 def test_the_caption_has_title_small_print_and_sentence(slash_result, toy):
     figure = ma.render.received_attention(slash_result, 0, [1, 2])
-    assert figure.layout.title.text.count("<br>") == 2, (
-        "the small print needs two lines on a screen"
-    )
     said = ma.render.caption(figure)
     assert said.startswith(
         "toy:llama (toy, 1.0 M parameters): received attention; mean over 12 prompts, pointwise"
     )
-    assert (
-        "heads as given; shaded: the inserted tokens; each panel has its own vertical scale. "
-        "Attention received by the question" in said
-    )
+    assert "its own vertical scale. Attention received by the question" in said
     assert "<" not in said
-    named = ma.run(
-        toy,
-        ma.load_prompts("word-problems", limit=3),
-        {"<think>": ma.MeaninglessTokens("/", 4)},
-    )
+    prompts = ma.load_prompts("word-problems", limit=3)
+    named = ma.run(toy, prompts, {"<think>": ma.MeaninglessTokens("/", 4)})
     assert "<think>: " in ma.render.caption(ma.render.changes(named))
 
 
-def test_what_cannot_be_a_column(figure, slash_result):
+def test_what_cannot_be_a_column(figure):
     too_narrow = r"3 panels beside each other are too narrow in 85 mm: .* draw one panel"
     with pytest.raises(OptionError, match=too_narrow):
         ma.render.for_paper(figure, "single")
-    below_each_other = ma.render.received_attention(slash_result, 0, [1])
-    assert ma.render.for_paper(below_each_other, "single").layout.width == pytest.approx(
-        85 / 25.4 * 96
-    )
     with pytest.raises(OptionError, match="choose one of 'single', 'double'"):
         ma.render.for_paper(figure, "triple")
 

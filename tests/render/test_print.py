@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import combinations
 
 import pandas as pd
 import pytest
@@ -96,21 +97,15 @@ def drawn(browser):
 def collisions(boxes, figure):
     """Pairs of words that lie on each other by more than a pixel (a line's box has two above the letters), and clipped ones."""
     found = []
-    for at, (words, left, top, right, bottom) in enumerate(boxes):
-        if (
-            left < -1
-            or top < -1
-            or right > figure.layout.width + 1
-            or bottom > figure.layout.height + 1
-        ):
+    width, height = figure.layout.width, figure.layout.height
+    for words, left, top, right, bottom in boxes:
+        if min(left, top, width - right, height - bottom) < -1:
             found.append(f"{words!r} is clipped")
-        for other, left2, top2, right2, bottom2 in boxes[at + 1 :]:
-            if (
-                min(right, right2) - max(left, left2) > 1
-                and min(bottom, bottom2) - max(top, top2) > 2
-            ):
-                found.append(f"{words!r} on {other!r}")
-
+    for (words, left, top, right, bottom), (other, *edges) in combinations(boxes, 2):
+        beside = min(right, edges[2]) - max(left, edges[0])
+        below = min(bottom, edges[3]) - max(top, edges[1])
+        if beside > 1 and below > 2:
+            found.append(f"{words!r} on {other!r}")
     return found
 
 
@@ -142,22 +137,17 @@ def foreign(figure):
     """Colours outside the palette, and scales by a name that is not the sequential one."""
     drawn = json.loads(figure.to_json())
     drawn["layout"].pop("template")
-    scales = [
-        trace.get("colorscale") or trace.get("marker", {}).get("colorscale")
-        for trace in drawn["data"]
-    ]
-    named = {scale for scale in scales if isinstance(scale, str)}
     ours = {colour.lower() for colour in PALETTE}
+    named = set()
+    for trace in drawn["data"]:
+        scale = trace.get("colorscale") or trace.get("marker", {}).get("colorscale")
+        if isinstance(scale, str):
+            named.add(scale)
+        elif scale and len(scale) > 5:  # cividis
+            ours |= {colour.lower() for _, colour in scale}
     faints = {faint(colour).rsplit(",", 1)[0] for colour in COLOURS}
-    cividis = {
-        colour
-        for scale in scales
-        if isinstance(scale, list) and len(scale) > 5
-        for _, colour in scale
-    }
-
     found = {colour for colour in COLOUR.findall(json.dumps(drawn)) if colour.lower() not in ours}
-    return {colour for colour in found - cividis if colour.rsplit(",", 1)[0] not in faints} | named
+    return {colour for colour in found if colour.rsplit(",", 1)[0] not in faints} | named
 
 
 def test_colours_are_those_of_the_palette(figures):

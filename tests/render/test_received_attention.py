@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.contrast.means import choose_heads
@@ -23,32 +24,10 @@ def test_lines_are_the_means_over_prompts(slash_result):
     assert [t.name for t in top] == ["without slash", "with slash"]
     for trace, condition in zip(top, ("baseline", "slash")):
         mean = dataset.received_by_origin.sel(condition=condition).values
-        np.testing.assert_allclose(trace.y, mean[np.asarray(trace.x)])
+        assert_allclose(trace.y, mean[np.asarray(trace.x)])
 
     assert len(lines(figure)) == (2 + 3) * 3, "each line, and the null of those with slash"
-    assert "toy, 1.0 M parameters" in figure.layout.title.text
     assert "pointwise" in figure.layout.title.text
-
-
-def test_uniform_attention_is_drawn_beside_each_line(slash_result):
-    """A loop: a key that q ≥ k can see among q + 1 keys gets 1 / (q + 1) from each original query after it."""
-    figure = ma.render.received_attention(slash_result, layer=0, heads=[0], null="uniform")
-    null = next(t for t in figure.data if t.line.dash == "dot" and t.name == "uniform, with slash")
-    origin = slash_result["sequences"].origin.sel(condition="slash").values
-    each = []
-    for row in origin:
-        places = [at for at, where in enumerate(row) if where >= 0]
-        each.append(
-            {
-                int(row[k]): np.mean([1 / (q + 1) for q in places if q > k] or [np.nan])
-                for k in places
-            }
-        )
-
-    for x, y in zip(null.x, null.y, strict=True):
-        assert y == pytest.approx(
-            np.nanmean([values[x] for values in each if x in values]), rel=1e-5
-        )
 
 
 def dilution_by_loop(result, layer, head, prompts, whole):
@@ -91,7 +70,7 @@ def test_dilution_is_drawn_beside_the_line_with_inserted_tokens(slash_result, op
     for trace, whole in zip(dotted, (False, True), strict=True):
         expected = dilution_by_loop(slash_result, layer, head, prompts, whole)
         values = [expected.get(x, np.nan) for x in trace.x]  # an inserted token has none
-        np.testing.assert_allclose(trace.y, values, rtol=1e-5)
+        assert_allclose(trace.y, values, rtol=1e-5)
         assert np.isfinite(values).sum() > 10
 
     uniform = ma.render.received_attention(slash_result, 0, [head], null="uniform")
@@ -118,24 +97,19 @@ def test_bands_are_t_intervals(slash_result):
     figure = ma.render.received_attention(slash_result, layer=0, heads=[3])
     band, line = figure.data[:2]
     every = slash_result["received_attention"].received_by_origin_per_prompt
-    values = (
-        every.sel(condition="baseline", layer=0, head=3).isel(original_key=20).values.astype(float)
-    )
+    values = every.sel(condition="baseline", layer=0, head=3).isel(original_key=20)
     _, *interval = t_interval(values)
     at = list(line.x).index(20)
-    np.testing.assert_allclose(line.customdata[at][1:], interval, rtol=1e-5)
+    assert_allclose(line.customdata[at][1:], interval, rtol=1e-5)
     drawn = [y for x, y in zip(band.x, band.y, strict=True) if x == 20]
-    np.testing.assert_allclose(drawn[::-1], interval, rtol=1e-5)
+    assert_allclose(drawn[::-1], interval, rtol=1e-5)
 
 
 def test_keys_of_few_prompts_are_hidden(slash_result):
-    dataset = slash_result["received_attention"]
-    longest = int(
-        dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).astype(bool).sum()
-    )
+    cell = slash_result["received_attention"].sel(condition="baseline", layer=0, head=0)
+    n = cell.received_by_origin_n.values
     shown = lines(ma.render.received_attention(slash_result, layer=0, heads=[0]))[0].x
-    n = dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).values
-    assert len(shown) < longest
+    assert len(shown) < (n > 0).sum()
     assert n[list(shown)].min() >= 10
 
 
@@ -168,7 +142,6 @@ def test_the_heads_chosen_of_all_layers_are_those_of_the_table(slash_result):
     for layer, heads, message in (
         (one[0] + 1, [names[0]], "but layer . is shown"),
         (None, [3], "without a layer, give names"),
-        (None, ["L9H0"], "layer 9 was not measured"),
         (None, ["L0H99"], "head 99 is out of range"),
     ):
         with pytest.raises(OptionError, match=message):
@@ -178,17 +151,13 @@ def test_the_heads_chosen_of_all_layers_are_those_of_the_table(slash_result):
 def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     figure = ma.render.received_attention(slash_result, layer=0, top=3)
     assert "mean over 6 prompts" in figure.layout.title.text
-    assert "other half" in figure.layout.title.text
     chosen = choose_heads(slash_result, 0, 3, "slash", halves_of(12)[0])
     assert drawn_heads(figure) == chosen
-    every = slash_result["received_attention"].received_by_origin_per_prompt.isel(
-        prompt=halves_of(12)[1]
-    )
-    with pytest.raises(OptionError, match=r"by=.effect.: choose one of"):
-        ma.render.received_attention(slash_result, 0, top=3, by="effect")
-    expected = every.sel(condition="baseline", layer=0, head=chosen[0][1]).mean("prompt").values
+    every = slash_result["received_attention"].received_by_origin_per_prompt
+    of_head = every.sel(condition="baseline", layer=0, head=chosen[0][1])
+    expected = of_head.isel(prompt=halves_of(12)[1]).mean("prompt").values
     first = lines(figure)[0]
-    np.testing.assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
+    assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
 
 
 def test_choosing_needs_the_prompts(toy, prompts):
@@ -211,43 +180,32 @@ def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
 
 def test_the_baseline_alone_is_drawn_with_its_null(toy):
     """Plain strings, no condition: one row, the line of each head and what uniform attention would give."""
-    texts = [
-        "Tom has 3 apples and buys 4.",
-        "A farmer has 12 cows and sells 5.",
-        "Each box holds 8 pens.",
-    ]
+    texts = ["Tom has 3 apples.", "A farmer has 12 cows and sells 5.", "Each box holds 8 pens."]
     result = ma.run(toy, texts, keep="prompts")
     figure = ma.render.received_attention(result, 0, [0, 2])
     lines = {trace.name: trace for trace in figure.data if trace.name and trace.xaxis == "x2"}
     assert set(lines) == {"baseline", "uniform, baseline"}
     dataset = result["received_attention"].sel(condition="baseline", layer=0)
     where = list(lines["baseline"].x)
-    np.testing.assert_allclose(
+    assert_allclose(
         lines["baseline"].y, dataset.received_by_origin.sel(head=2).values[where], rtol=1e-6
     )
     dotted = [trace for trace in figure.data if trace.line.dash == "dot"]
-    np.testing.assert_allclose(
+    assert_allclose(
         dotted[0].y, dataset.received_uniform_by_origin.values[list(dotted[0].x)], rtol=1e-6
     )
     assert "uniform attention would give" in figure.layout.meta["says"]
+    with pytest.raises(ma.MechattnError, match="only the baseline; run it with a condition"):
+        ma.render.change_map(result)
     with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)})
-    shown = ma.render.received_attention(with_slash, 0, [0], "baseline")
-    assert not any("with" in (trace.name or "") for trace in shown.data)
-    for draw in (ma.render.change_map, ma.render.verdict_words):
-        with pytest.raises(ma.MechattnError, match="only the baseline; run it with a condition"):
-            draw(result)
-        with pytest.raises(ma.MechattnError, match="the baseline is what others are compared with"):
-            draw(with_slash, "baseline")
+    with pytest.raises(ma.MechattnError, match="the baseline is what others are compared with"):
+        ma.render.change_map(with_slash, "baseline")
 
 
 def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, prompts):
     result = ma.run(toy, prompts, keep="prompts")
     figure = ma.render.received_attention(result, 1, top=2)
-    at = (
-        result["received_attention"]
-        .sel(condition="baseline", layer=1, segment="question")
-        .isel(prompt=halves_of(len(prompts))[0])
-    )
+    at = result["received_attention"].sel(condition="baseline", layer=1, segment="question")
+    at = at.isel(prompt=halves_of(len(prompts))[0])
     far = abs(np.log(at.received_by_segment / at.received_by_segment_uniform).mean("prompt")).values
-    expected = [f"Layer 1 head {head}" for head in sorted(np.argsort(-far)[:2])]
-    assert [a.text for a in figure.layout.annotations[:2]] == expected
+    assert drawn_heads(figure) == [(1, head) for head in sorted(np.argsort(-far)[:2])]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES
@@ -40,12 +41,12 @@ def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are
     ratios = each.sel(condition="slash") / each.sel(condition="baseline")
     expected = percent_change(ratios)
     shown = numbers(sentence_of(ma.render.received_attention(measured, 1, [1, 5], "slash")))
-    np.testing.assert_allclose(shown[:3], expected, atol=0.051)
+    assert_allclose(shown[:3], expected, atol=0.051)
     others = numbers(sentence_of(ma.render.received_attention(measured, 1, [0, 5], "slash")))
     assert np.abs(others[:3] - expected).max() > 0.1, "another head has another number"
-    odd = np.arange(1, 8, 2)
-    half = numbers(change_words(measured, "slash", layer=1, heads=[1, 5], prompts=odd))
-    np.testing.assert_allclose(half[:3], percent_change(ratios[odd]), atol=0.051)
+    odd = slice(1, 8, 2)
+    half = numbers(change_words(measured, "slash", layer=1, heads=[1, 5], prompts=np.r_[odd]))
+    assert_allclose(half[:3], percent_change(ratios[odd]), atol=0.051)
 
 
 def a_verdict(falls=0, rises=0, size=32, large=True):
@@ -64,10 +65,6 @@ def a_verdict(falls=0, rises=0, size=32, large=True):
     [
         (a_verdict(falls=12, rises=3), "Of 32 heads, 12 fall and 3 rise by more than 5\u00a0%"),
         (a_verdict(falls=12, large=False), "Of 32 heads, none changes by more than 5\u00a0%"),
-        (
-            replace(a_verdict(falls=4), margin=0.02),
-            "Of 32 heads, 4 fall and 0 rise by more than 2\u00a0%",
-        ),
     ],
 )
 def test_the_heads_of_a_verdict_in_words(verdict, words):
@@ -102,20 +99,18 @@ def test_the_sentence_holds_the_layer_the_points_and_the_dilution_null(measured)
     words = ma.render.verdict_words(measured, "slash")
     dataset = measured["received_attention"].sel(segment="question")
     slash, baseline = (dataset.sel(condition=name) for name in ("slash", "baseline"))
-    by_layer = np.log(
-        slash.received_by_segment.mean("head") / baseline.received_by_segment.mean("head")
-    )
+    received, before = (each.received_by_segment for each in (slash, baseline))
+    by_layer = np.log(received.mean("head") / before.mean("head"))
     chosen, told = (by_layer.isel(prompt=half) for half in halves_of(8))
     layer = int(abs(chosen.mean("prompt")).values.argmax())
     expected = percent_change(np.exp(told.isel(layer=layer).values))
     shown = numbers(words.partition(f"most in layer {layer}: ")[2])
-    np.testing.assert_allclose(shown[:3], expected, atol=0.051)
+    assert_allclose(shown[:3], expected, atol=0.051)
     points = 100 * (slash.mass_by_segment - baseline.mass_by_segment).mean()
-    assert numbers(words.partition("and all of it by ")[2])[0] == pytest.approx(
-        float(points), abs=0.051
-    )
+    told_points = numbers(words.partition("and all of it by ")[2])[0]
+    assert told_points == pytest.approx(float(points), abs=0.051)
     both = ["layer", "head"]
-    null = slash.received_by_segment_dilution.mean(both) / baseline.received_by_segment.mean(both)
+    null = slash.received_by_segment_dilution.mean(both) / before.mean(both)
     assert f"would change it by {percent(np.expm1(np.log(null).mean()))}" in words
 
 
@@ -123,7 +118,7 @@ def test_a_mean_over_prompts(measured):
     values = measured["attention_focus"].self_share.sel(condition="slash", segment="question")
     expected = t_interval(values.mean(["layer", "head"]).values)
     shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(measured, values))]
-    np.testing.assert_allclose(shown, expected, rtol=6e-3)
+    assert_allclose(shown, expected, rtol=6e-3)
     assert "[" not in mean_words(measured, values.isel(prompt=[0, 1])), (
         "two prompts have no interval"
     )
@@ -134,14 +129,10 @@ def test_the_verdict_names_its_matched_control(measured):
     assert matched_control(measured, "sentence") is None, "a control has no control"
     words = ma.render.verdict_words(measured, "slash", to="sentence")
     control = ma.render.verdict_words(measured, "sentence").split(" over")[0].split("changes ")[1]
-    each = (measured["received_attention"].received_by_segment.sel(condition=name, segment="question")
-            for name in ("slash", "sentence"))  # fmt: skip
-    slash, sentence = (of.mean(["layer", "head"]).values.astype(np.float64) for of in each)
-    apart = np.expm1(np.log(slash / sentence).mean())
+    received = measured["received_attention"].received_by_segment.sel(segment="question")
+    means = received.mean(["layer", "head"]).astype(np.float64)
+    ratios = means.sel(condition="slash") / means.sel(condition="sentence")
+    apart = percent(percent_change(ratios)[0] / 100)
     assert (
-        f"With “sentence” it changes {control} (“slash” relative to “sentence”: {percent(apart)} ["
-        in words
-    )
-    assert measured.verdict("slash", to="sentence").change.estimate == pytest.approx(
-        apart, rel=1e-4
+        f"With “sentence” it changes {control} (“slash” relative to “sentence”: {apart} [" in words
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.testing import assert_close
 
 import mechattn as ma
 from mechattn.errors import ModelError
@@ -86,7 +87,7 @@ def test_the_text_model_of_a_multimodal_model_is_loaded_by_itself(kind, tokenize
         expected = given(input_ids=tokens).logits
     model = bridge_of(given)
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+        assert_close(model(tokens), expected, rtol=0, atol=1e-5)
     assert not processes
     assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
 
@@ -98,7 +99,7 @@ def test_a_multimodal_checkpoint_too(tokenizer, processes, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     expected = received(bridge_of(given, verify=False))
     model = ma.load_model(str(tmp_path), verify=False)
-    torch.testing.assert_close(received(model), expected, rtol=0, atol=1e-6, equal_nan=True)
+    assert_close(received(model), expected, rtol=0, atol=1e-6, equal_nan=True)
     assert not processes
 
 
@@ -111,7 +112,7 @@ def test_a_multimodal_checkpoint_without_a_tokenizer(tokenizer, tmp_path):
     assert model.tokenizer is None
     tokens = torch.arange(20, 32)[None]
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), expected(tokens), rtol=0, atol=1e-5)
+        assert_close(model(tokens), expected(tokens), rtol=0, atol=1e-5)
     assert ma.run(model, tokens).provenance["model"]["verified"]
     with pytest.raises(ModelError, match="a model object has no tokenizer; pass one"):
         ma.load_model(given)

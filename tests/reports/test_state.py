@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
@@ -38,7 +39,7 @@ def received(model):
 def test_train_mode_gives_the_values_of_eval_mode_and_stays(model):
     expected = received(model)
     model.train()
-    torch.testing.assert_close(received(model), expected, rtol=0, atol=0, equal_nan=True)
+    assert_close(received(model), expected, rtol=0, atol=0, equal_nan=True)
     assert model.training
     assert model.original_model.transformer.drop.training
 
@@ -166,7 +167,7 @@ def plain(tokenizer):
 def test_the_default_dtype_changes_nothing(plain, default_dtype):
     expected = received(plain)
     default_dtype(torch.float64)
-    torch.testing.assert_close(received(plain), expected, rtol=0, atol=0, equal_nan=True)
+    assert_close(received(plain), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.get_default_dtype() is torch.float64
 
 
@@ -182,7 +183,7 @@ def test_values_and_gradients_are_those_outside_the_block(plain):
         with block:
             inside = measured()
         for got, outside in zip(inside, expected, strict=True):
-            torch.testing.assert_close(got, outside, rtol=0, atol=0, equal_nan=True)
+            assert_close(got, outside, rtol=0, atol=0, equal_nan=True)
 
 
 def test_threads_that_overlap_leave_the_default_dtype_as_it_was(default_dtype):

@@ -1,10 +1,7 @@
 """A run in chunks: the same numbers however it was cut, interrupted or damaged, and a sentence where it cannot go on."""
 
-import importlib.util
 import shutil
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -237,33 +234,6 @@ def test_weights_that_change_elsewhere_are_found_after_a_chunk(job, small_result
     with pytest.raises(OptionError, match=r"don't belong together: model\.weights_hash is"):
         ma.run_job(job, tmp_path / "r.zarr", executor=Ready(results, []))
     assert kept_chunks(tmp_path / "r.zarr") == 1
-
-
-def key_back(path, change=("", "")):
-    """The analysis of the how-to, from a file that is read anew."""
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-an-analysis.md").read_text()
-    blocks = [block for block in page.split("```python\n") if "class KeyBack" in block]
-    code = blocks[0].split("\nanalyses = ")[0]
-    assert change[0] in code
-    path.write_text(code.replace(*change) if change[0] else code)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.KeyBack()
-
-
-def test_a_class_of_ones_own_goes_on(job, ready, stop, tmp_path):
-    """As the how-to writes it, in a second process too; not where its source is another."""
-    path = tmp_path / "r.zarr"
-    first = key_back(tmp_path / "first.py")
-    second = key_back(tmp_path / "second.py")
-    assert repr(first) != repr(second), "two objects at two addresses"
-    stop(2, job=replace(job, analyses=[first]))
-    other = key_back(tmp_path / "other.py", (".sum(-1)", ".mean(-1)"))
-    with pytest.raises(OptionError, match=r"another run: analyses was \[KeyBack\[source "):
-        ma.run_job(replace(job, analyses=[other]), path, executor=ready)
-    ma.run_job(replace(job, analyses=[second]), path, executor=ready)
-    assert ready.asked == [2]
 
 
 def test_a_prompt_that_cannot_be_used_is_found_before_the_first_chunk(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.contrast.quantities import slices
@@ -120,11 +121,9 @@ def test_half_the_space(parts, tmp_path):
     loaded = ma.load_result(tmp_path / "h.zarr")
     stored = loaded["received_attention"]
     assert stored.received_by_segment.dtype == np.float16
-    np.testing.assert_array_equal(stored.received, full["received_attention"].received)
+    assert_array_equal(stored.received, full["received_attention"].received)
     expected = full["received_attention"].received_by_segment.values
-    np.testing.assert_allclose(
-        stored.received_by_segment.values, expected, rtol=2**-11, atol=2**-25
-    )
+    assert_allclose(stored.received_by_segment.values, expected, rtol=2**-11, atol=2**-25)
     loaded_table, want = (r.compare("slash", resamples=99, columns="all") for r in (loaded, full))
     assert 0 < abs(loaded_table.difference - want.difference).max() < 2 * 2**-11
 
@@ -158,7 +157,7 @@ def test_only_its_own_objects_are_read(folder, tmp_path, change):
         values = result["received_attention"].received_by_segment
         with pytest.raises(OutputError, match=words):
             values.values
-        np.testing.assert_array_equal(values[3:].values, expected[3:])  # the others are read
+        assert_array_equal(values[3:].values, expected[3:])  # the others are read
     with pytest.raises(OutputError, match=words):
         merge_stored(str(tmp_path / "copy.zarr"), [str(path)])
     assert not (tmp_path / "copy.zarr").exists()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy import optimize
 
 from mechattn.stats.intervals import t_interval
@@ -10,12 +11,9 @@ from mechattn.stats.random_effects import crossed
 
 def drawn(units, conditions, cells, generator, mean=0.0, unit=1.0, condition=0.5, rest=1.0):
     """d [unit, condition, cell] with known standard deviations."""
-    return (
-        mean
-        + unit * generator.normal(size=(units, 1, cells))
-        + condition * generator.normal(size=(1, conditions, cells))
-        + rest * generator.normal(size=(units, conditions, cells))
-    )
+    of_units = generator.normal(mean, unit, (units, 1, cells))
+    of_conditions = generator.normal(0, condition, (1, conditions, cells))
+    return of_units + of_conditions + generator.normal(0, rest, (units, conditions, cells))
 
 
 def restricted_likelihood(logs, d):
@@ -26,10 +24,9 @@ def restricted_likelihood(logs, d):
     same_condition = np.kron(np.ones((units, units)), np.eye(conditions))
     covariance = unit * same_unit + condition * same_condition + rest * np.eye(d.size)
     inverse = np.linalg.inv(covariance)
-    ones = np.ones(d.size)
     y = d.ravel()
-    information = ones @ inverse @ ones
-    away = y - (ones @ inverse @ y) / information
+    information = inverse.sum()
+    away = y - (inverse @ y).sum() / information
     return (np.linalg.slogdet(covariance)[1] + np.log(information) + away @ inverse @ away) / 2
 
 
@@ -37,8 +34,8 @@ def test_variances_and_mean_are_those_of_restricted_maximum_likelihood():
     d = drawn(10, 7, 1, np.random.default_rng(0), mean=0.3)
     made = crossed(d)
     best = optimize.minimize(restricted_likelihood, np.zeros(3), args=(d[..., 0],), tol=1e-10).x
-    got = [float(getattr(made, name)[0]) ** 2 for name in ("unit_sd", "condition_sd", "rest_sd")]
-    np.testing.assert_allclose(got, np.exp(best), rtol=1e-3)
+    got = np.ravel([made.unit_sd, made.condition_sd, made.rest_sd])
+    assert_allclose(got**2, np.exp(best), rtol=1e-3)
     assert made.mean[0] == pytest.approx(d.mean())
 
 
@@ -56,5 +53,5 @@ def test_intervals_cover_for_new_prompts_and_new_conditions():
 
 def test_no_variation():
     made = crossed(np.full((5, 6, 2), 0.25))
-    np.testing.assert_array_equal((made.low, made.high), 0.25)
-    np.testing.assert_array_equal(made.p, 0.0)
+    assert_array_equal((made.low, made.high), 0.25)
+    assert_array_equal(made.p, 0.0)

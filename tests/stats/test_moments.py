@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from mechattn.stats.intervals import Moments
 
@@ -11,9 +12,7 @@ VALUES = np.random.default_rng(0).normal(100, 0.01, (500, 3)).astype(np.float32)
 
 def assert_same(a: Moments, b: Moments, tolerance=1e-10):
     for part in ("n", "mean", "m2"):
-        np.testing.assert_allclose(
-            getattr(a, part), getattr(b, part), rtol=tolerance, atol=tolerance
-        )
+        assert_allclose(getattr(a, part), getattr(b, part), rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=50, deadline=None)
@@ -27,8 +26,8 @@ def test_merging_two_parts_equals_one_pass(seed, cut):
 def test_mean_and_variance_equal_numpy():
     moments = Moments.of(VALUES)
     exact = VALUES.astype(np.float64)
-    np.testing.assert_allclose(moments.known_mean, exact.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(moments.variance, exact.var(0, ddof=1), rtol=1e-9)
+    assert_allclose(moments.known_mean, exact.mean(0), rtol=1e-12)
+    assert_allclose(moments.variance, exact.var(0, ddof=1), rtol=1e-9)
 
 
 def test_a_float32_sum_of_squares_would_be_noticed():

@@ -4,31 +4,32 @@ import math
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import against_draws
 
 
 def by_loops(found, draws, level=0.95):
-    """Cells [layer, head], in plain Python."""
+    """Cells [layer, head], one after another."""
 
-    def z(x, layer, others):
-        flat = [value for draw in others for value in draw[layer]]
-        mean = sum(flat) / len(flat)
-        s = math.sqrt(sum((value - mean) ** 2 for value in flat) / (len(flat) - 1))
-        return abs(x - mean) / s, mean, s
+    def moments(layer, others):
+        values = np.ravel([draw[layer] for draw in others])
+        return values.mean(), values.std(ddof=1)
 
     random = []
     for i, draw in enumerate(draws):
-        others = [other for j, other in enumerate(draws) if j != i]
-        random += [z(x, layer, others)[0] for layer, heads in enumerate(draw) for x in heads]
+        others = [*draws[:i], *draws[i + 1 :]]
+        for layer, heads in enumerate(draw):
+            mean, s = moments(layer, others)
+            random += [abs(x - mean) / s for x in heads]
     random.sort()
     made = []
     for layer, heads in enumerate(found):
+        mean, s = moments(layer, draws)
+        half = random[math.ceil(level * (len(random) + 1)) - 1] * s
         for x in heads:
-            own, mean, s = z(x, layer, draws)
-            p = (1 + sum(other >= own for other in random)) / (1 + len(random))
-            half = random[math.ceil(level * (len(random) + 1)) - 1] * s
+            p = (1 + sum(other >= abs(x - mean) / s for other in random)) / (1 + len(random))
             made.append((mean, mean - half, mean + half, p))
     return np.array(made).T
 
@@ -42,33 +43,30 @@ def numbers():
 def test_the_numbers_are_those_of_loops(numbers):
     found, draws = numbers
     made = against_draws(found, draws, head_axis=1)
-    expected = by_loops(found.tolist(), draws.tolist())
-    for got, wanted in zip((made.mean, made.low, made.high, made.p), expected, strict=True):
-        np.testing.assert_allclose(got.ravel(), wanted, atol=1e-12)
+    got = np.broadcast_arrays(made.mean, made.low, made.high, made.p)
+    assert_allclose(np.reshape(got, (4, -1)), by_loops(found, draws), atol=1e-12)
     assert made.compared == 60
     outside = (found < made.low) | (found > made.high)
-    np.testing.assert_array_equal(outside, made.p < 0.05)
+    assert_array_equal(outside, made.p < 0.05)
 
 
 def test_the_loops_would_notice_that_a_draw_is_compared_with_itself(numbers):
     found, draws = numbers
-    expected = by_loops(found.tolist(), draws.tolist())
-    kept = by_loops(found.tolist(), [*draws.tolist(), draws[0].tolist()])
-    assert abs(expected - kept).max() > 1e-3
+    kept = by_loops(found, [*draws, draws[0]])
+    assert abs(by_loops(found, draws) - kept).max() > 1e-3
 
 
 def test_one_more_random_model_is_found_no_more_often_than_said():
     """Also where whole models differ (by 0.5 in a layer, where heads differ by 1)."""
     generator = np.random.default_rng(1)
-    rates = []
-    discoveries = []
+    found = []
     for _ in range(200):
         every = generator.standard_t(6, size=(4, 4, 8)) + 0.5 * generator.normal(size=(4, 4, 1))
-        p = against_draws(every[0], every[1:], head_axis=1).p
-        rates.append((p < 0.05).mean())
-        discoveries.append((false_discovery(p.ravel()) < 0.05).mean())
-    assert 0.02 < np.mean(rates) < 0.06
-    assert np.mean(discoveries) < 0.02
+        p = against_draws(every[0], every[1:], head_axis=1).p.ravel()
+        found.append([p < 0.05, false_discovery(p) < 0.05])
+    rate, discovered = np.mean(found, axis=(0, 2))
+    assert 0.02 < rate < 0.06
+    assert discovered < 0.02
 
 
 def test_rounding_is_no_difference():
@@ -89,5 +87,5 @@ def test_a_layer_without_values_stays_empty(numbers):
     draws[:, 2] = np.nan
     made = against_draws(found, draws, head_axis=1)
     assert np.isnan(made.p[2]).all()
-    np.testing.assert_allclose(made.p[:2], against_draws(found[:2], draws[:, :2], head_axis=1).p)
+    assert_allclose(made.p[:2], against_draws(found[:2], draws[:, :2], head_axis=1).p)
     assert np.isnan(false_discovery(made.p)[2]).all()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
 from mechattn.stats import resampling
@@ -15,8 +16,6 @@ from mechattn.stats.resampling import (
     without_noise,
 )
 from tests.stats.test_paired import drawn as normal
-
-TAILS = (0.975, 0.025)
 
 
 def lognormal(n, cells, seed, shared=0.0):
@@ -57,16 +56,6 @@ def covered(low, high):
     return bool(((low < 0) & (high > 0)).all())
 
 
-def signs(d, generator):
-    """The usual max-t: the largest |t| of deviations with random signs, so symmetric about 0."""
-    n = len(d)
-    deviations = d - d.mean(0)
-    flipped = generator.choice([-1.0, 1.0], (499, n, 1)) * deviations
-    largest = abs(flipped.mean(1) / (flipped.std(1, ddof=1) / np.sqrt(n))).max(1)
-    reach = np.quantile(largest, 0.95) * stats.sem(d)
-    return d.mean(0) - reach, d.mean(0) + reach
-
-
 def widths(ends):
     low, high = ends
     return high - low
@@ -79,13 +68,10 @@ def test_a_sequential_resample_ends_with_the_last_distinct_prompt():
     enough = int(n * (1 - 1 / np.e)) + 1
     assert ((counts > 0).sum(1) == enough).all()
 
-    sizes = counts.sum(1)
     distinct = np.arange(enough)
     expected = (n / (n - distinct)).sum()
-    spread = np.sqrt((distinct * n / (n - distinct) ** 2).sum())
-    assert sizes.mean() == pytest.approx(expected, abs=4 * spread / np.sqrt(5_000))
-    assert sizes.std() == pytest.approx(spread, rel=0.1)
-    np.testing.assert_allclose(counts.mean(0), expected / n, rtol=0.1)
+    assert counts.sum(1).mean() == pytest.approx(expected, rel=0.02)
+    assert_allclose(counts.mean(0), expected / n, rtol=0.1)
 
     plain = np.concatenate(resample(n, 5_000, np.random.default_rng(0)))
     assert (plain.sum(1) == n).all()
@@ -101,13 +87,12 @@ def test_intervals_are_those_of_a_loop_over_the_same_resamples():
         draw(25, 120, np.random.default_rng(1)) for draw in (resample, resample_sequentially)
     )
     t = t_of_each_resample(d, plain)
-    got = bootstrap_t(d, plain, 0.95)
-    for end, tail in zip(got, TAILS, strict=True):
-        np.testing.assert_allclose(end, d.mean(0) - np.quantile(t, tail, axis=0) * error, rtol=1e-8)
+    expected = d.mean(0) - np.quantile(t, [0.975, 0.025], axis=0) * error
+    assert_allclose(bootstrap_t(d, plain, 0.95), expected, rtol=1e-8)
     t = t_of_each_resample(d, sequential)
-    got = simultaneous(d, sequential, 0.95)
-    np.testing.assert_allclose(got[0], d.mean(0) - np.quantile(t.max(1), 0.975) * error, rtol=1e-8)
-    np.testing.assert_allclose(got[1], d.mean(0) - np.quantile(t.min(1), 0.025) * error, rtol=1e-8)
+    low = d.mean(0) - np.quantile(t.max(1), 0.975) * error
+    high = d.mean(0) - np.quantile(t.min(1), 0.025) * error
+    assert_allclose(simultaneous(d, sequential, 0.95), [low, high], rtol=1e-8)
 
 
 def step_down(t, drawn):
@@ -140,44 +125,33 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     drawn = t_of_each_resample(d, counts)
     monkeypatch.setattr(resampling, "_COLUMNS", 4)
     got = tails(d, t, counts)
-    np.testing.assert_array_equal(p_values(d, t, counts), got.p)
-    np.testing.assert_allclose(got.family, step_down(t, drawn))
+    assert_array_equal(p_values(d, t, counts), got.p)
+    assert_allclose(got.family, step_down(t, drawn))
 
     mild = t_of_each_resample(d, counts, smallest=1 / stats.t.isf(0.025 / 9, 23))
     is_as_far = np.where(t > 0, mild >= t, mild <= t)
     p_alone = np.minimum(1, 2 * is_as_far.mean(0))
-    np.testing.assert_allclose(got.p, np.maximum(p_alone, step_down(t, mild) / 9))
+    assert_allclose(got.p, np.maximum(p_alone, step_down(t, mild) / 9))
     assert (got.p > p_alone).any(), "negative control: the part of the family counts"
 
     upper = drawn.max(1)[:, None] >= t
     lower = drawn.min(1)[:, None] <= t
     in_one_step = two_sided(np.where(t > 0, upper, lower).sum(0), 150)
-    assert (got.family <= in_one_step).all()
     assert (got.family < in_one_step).any(), "negative control: one step for all would be larger"
 
 
 @pytest.mark.parametrize(("n", "shared"), [(20, 0.0), (64, 0.67)])
 def test_simultaneous_intervals_of_lognormal_data_cover(n, shared):
-    """Measured .96 to .98."""
+    """Measured .96 to .98; intervals that are symmetric and adjusted for as many cells cover far less."""
     found = []
     for seed in range(80):
+        d = lognormal(n, 32, seed, shared)
         counts = resample_sequentially(n, 499, np.random.default_rng(seed))
-        found.append(covered(*simultaneous(lognormal(n, 32, seed, shared), counts, 0.95)))
-    assert np.mean(found) >= 0.9
-
-
-def test_random_signs_would_not_cover_lognormal_data():
-    """Negative control: a symmetric reference, right for normal data, covers .17 and .58 where it should .95."""
-
-    def coverage(draw, shared):
-        generator = np.random.default_rng(0)
-        return np.mean(
-            [covered(*signs(draw(20, 32, seed, shared=shared), generator)) for seed in range(40)]
-        )
-
-    assert coverage(normal, 0.0) > 0.87
-    assert coverage(lognormal, 0.0) < 0.4
-    assert coverage(lognormal, 0.67) < 0.8
+        symmetric = stats.ttest_1samp(d, 0).confidence_interval(1 - 0.05 / 32)
+        found.append([covered(*simultaneous(d, counts, 0.95)), covered(*symmetric)])
+    ours, by_t = np.mean(found, axis=0)
+    assert ours >= 0.9
+    assert by_t < 0.85, "negative control"
 
 
 def test_plain_resamples_would_be_too_wide():
