@@ -222,6 +222,18 @@ def test_heads_write_after_the_norm_that_follows_attention():
             EdgePair(model, without_norms, pair, 2**31).runs()
 
 
+def test_integrated_gradients_are_complete():
+    """What leaves the embedding adds up to the difference between the embeddings; with one step it doesn't."""
+    model = loaded_once("toy:llama", dtype=torch.float64)
+    missing = {}
+    for steps in (1, 20):
+        effects = ma.edges(model, EQUAL[:2], Counterpart(), steps=steps).effects
+        of_embedding = effects.effect.sel(writer="embedding").sum("reader")
+        missing[steps] = float(abs(of_embedding / effects.whole - 1).max())
+    assert missing[20] < 1e-3
+    assert missing[1] > 0.1, "the test would notice missing steps"
+
+
 @pytest.fixture(scope="module")
 def scores(toy):
     """All edges of the toy."""
@@ -236,6 +248,9 @@ def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy, scor
     printed = str(scores)
     assert "attributed against exact on 32 effects" in printed
     assert "L0H0.v is read by L0H0, L0H1" in printed, "8 heads share 4 of keys and values"
+    correlation, _ = scores.agreement
+    checked = scores.checked
+    assert correlation == pytest.approx(np.corrcoef(checked.exact, checked.attributed)[0, 1])
     assert not toy.cfg.use_attn_result
     assert not toy.cfg.use_split_qkv_input
     assert not toy.cfg.use_hook_mlp_in
