@@ -205,7 +205,7 @@ def test_the_chat_template_is_the_default_where_there_is_one(chatting, tmp_path,
 
 def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here, monkeypatch):
     def read_by(self, job, chunks):
-        raise ma.MechattnError(job.decides["token_ids"])  # and how the first text begins
+        raise ma.MechattnError(job.decides["token_ids"]["first"])
 
     monkeypatch.setattr(Local, "parts", read_by)
     config = tmp_path / "c.toml"

@@ -15,9 +15,9 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-TEXT = "TUO"  # dtype kinds of text
+TEXT_KINDS = "TUO"  # dtype kinds of text
 SOURCES = "sources"  # in the encoding of an array that is read on demand: where it is read from
-BLOCK = 64 * 2**20  # bytes hashed at a time, of arrays that are not in memory
+HASHED_AT_ONCE = 64 * 2**20  # bytes of arrays that are not in memory
 Key = tuple[int | slice, ...]
 
 
@@ -39,16 +39,20 @@ class LazyArray(BackendArray):
 
 
 def lazy_bytes(result: Any) -> int:
-    """The bytes of the arrays that are not in memory."""
-    return sum(variable.nbytes for variable in _lazy(result))
+    """The bytes of a result's arrays that are not in memory."""
+    return sum(variable.nbytes for variable in _lazy_variables(result))
 
 
 def lazy_sources(result: Any) -> set[str]:
-    """The places that the arrays that are not in memory are read from."""
-    return {place for variable in _lazy(result) for place in variable.encoding.get(SOURCES, ())}
+    """Where a result's arrays are read from that are not in memory."""
+    return {
+        place
+        for variable in _lazy_variables(result)
+        for place in variable.encoding.get(SOURCES, ())
+    }
 
 
-def _lazy(result: Any) -> Iterator[xr.Variable]:
+def _lazy_variables(result: Any) -> Iterator[xr.Variable]:
     for dataset in result.datasets.values():
         for variable in dataset.variables.values():
             if not variable._in_memory:
@@ -58,7 +62,14 @@ def _lazy(result: Any) -> Iterator[xr.Variable]:
 def stacked(
     arrays: Sequence[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any
 ) -> LazyArray:
-    """Stack arrays along their first dimension, reorder the rows, and pad each array to a shape."""
+    """Stack arrays along their first dimension, reorder the rows, and pad them.
+
+    Args:
+        arrays: Arrays that may differ in every length.
+        shape: The shape of the stack.
+        order: The row of the stacked arrays that each row is.
+        fill: The value that pads.
+    """
     dtype = np.result_type(*(array.dtype for array in arrays))
     read = partial(_read_stacked, arrays, shape, order, np.array(fill, dtype))
     return LazyArray(shape, dtype, read)
@@ -89,7 +100,7 @@ def _read_stacked(
             last = int(rows_of_array.max())
             # An array that is smaller than the stack gives fewer values, or none.
             values = array[(slice(first, last + 1), *spans)].values[rows_of_array - first]
-            filled: Any = (in_block, *(slice(size) for size in values.shape[1:]))
+            filled: Any = (in_block, *map(slice, values.shape[1:]))
             block[filled] = values
         start = stop
 
@@ -99,23 +110,23 @@ def _read_stacked(
 def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
     """A hash of every array with its name, dimensions and attributes; equal numbers have equal
     hashes."""
-    content = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name, dataset in sorted(datasets.items()):
         for label in sorted(dataset.variables, key=str):
             variable = dataset.variables[label]
-            is_text = variable.dtype.kind in TEXT
+            is_text = variable.dtype.kind in TEXT_KINDS
             dtype = "text" if is_text else variable.dtype.newbyteorder("<").str
             attributes = plain_attributes(variable.attrs)
-            about = [name, str(label), variable.dims, variable.shape, dtype, attributes]
-            content.update(_json(about))
+            description = [name, str(label), variable.dims, variable.shape, dtype, attributes]
+            hasher.update(_json(description))
             if is_text:
-                content.update(_json([str(text) for text in variable.values.flat]))
+                hasher.update(_json([str(text) for text in variable.values.flat]))
                 continue
             for block in blocks_of(variable):
-                content.update(canonical(block).data)
-        content.update(_json([name, plain_attributes(dataset.attrs)]))
+                hasher.update(canonical(block).data)
+        hasher.update(_json([name, plain_attributes(dataset.attrs)]))
 
-    return content.hexdigest()
+    return hasher.hexdigest()
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
@@ -134,9 +145,15 @@ def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
         yield variable.values
         return
     bytes_of_row = variable.dtype.itemsize * prod(variable.shape[1:])
-    rows = max(1, BLOCK // max(1, bytes_of_row))
+    rows = max(1, HASHED_AT_ONCE // max(1, bytes_of_row))
     for start in range(0, len(variable), rows):
         yield variable[start : start + rows].values
+
+
+def names_of_means(dataset: xr.Dataset) -> list[str]:
+    """The means over prompts, which are stored with their variances and counts."""
+    names = map(str, dataset)
+    return [name for name in names if f"{name}_n" in dataset and f"{name}_variance" in dataset]
 
 
 def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:

@@ -38,8 +38,9 @@ class Options(TypedDict, total=False):
     seed: int
 
 
-class Questions:
-    """The methods of a result."""
+class ForwardingMethods:
+    """What a :class:`mechattn.Result` can be asked of its numbers: tables, a text, a page, a
+    file."""
 
     def verdict(
         self,
@@ -205,9 +206,8 @@ class Questions:
         Raises:
             OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        return self._contrast(condition, quantity=quantity, **options).resolution(
-            select=select, draws=draws, q=q
-        )
+        contrast = self._contrast(condition, quantity=quantity, **options)
+        return contrast.resolution(select=select, draws=draws, q=q)
 
     def heads(
         self,
@@ -437,8 +437,7 @@ class Questions:
         if "to_segment" in unknown:
             raise OptionError(
                 f"to_segment={options['to_segment']!r}: the table has a row for each to_segment;"
-                " for"
-                ' one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
+                ' for one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
                 " q-values are of its rows alone"
             )
 
@@ -450,7 +449,6 @@ class Questions:
         result = self._result
         if condition is None and options.get("other") is None:
             references = (BASELINE, options.get("to"))
-            candidates = [name for name in result.conditions if name not in references]
-            if candidates:
-                condition = candidates[0]
+            candidates = (name for name in result.conditions if name not in references)
+            condition = next(candidates, None)
         return Contrast(result, result.condition(condition), **options)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.commands.pages import report
+from mechattn.commands.stored_results import report
 from mechattn.contrast.means import at_positions, dilution_at_positions
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import (

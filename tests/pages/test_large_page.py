@@ -11,7 +11,7 @@ import xarray as xr
 from xarray.core.indexing import LazilyIndexedArray
 
 import mechattn as ma
-from mechattn.commands.pages import heads_table, report
+from mechattn.commands.stored_results import heads_table, report
 from mechattn.contrast import quantities
 from mechattn.errors import MemoryOptionError
 from mechattn.pages.first_screen import ShownModel
@@ -27,8 +27,8 @@ SMALL = "320KiB"  # a layer or two at a time
 def read_on_demand():
     """However small a result is, its per-prompt values are read when they are needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.store.reading.SHARE", 2**60)
-        patch.setattr("mechattn.store.reading.SMALL", 0)
+        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+        patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
         yield
 
 

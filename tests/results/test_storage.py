@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from zarr.core.buffer import default_buffer_prototype
 
 import mechattn as ma
-from mechattn.commands.pages import summary
+from mechattn.commands.stored_results import summary
 from mechattn.errors import OptionError, OutputError
 from mechattn.model import weights
 from mechattn.results.arrays import datasets_digest
