@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -95,6 +95,18 @@ def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
 def no_such_key(name: str, known: Iterable[str]) -> str:
     """The message for an unknown key: the known keys, and the one that may be meant."""
     return f"there is no such key here{near(name, known)}; the keys are {', '.join(known)}"
+
+
+def check_known(where: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not known; ``where`` is the key of the file whose value it is.
+
+    Raises:
+        OptionError: It is not known; the message names those that are.
+    """
+    if name not in known:
+        raise OptionError(
+            f"{where} = {name!r}: choose one of {', '.join(known)}{near(name, known)}"
+        )
 
 
 def near(word: str, known: Iterable[str]) -> str:

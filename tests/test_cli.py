@@ -213,7 +213,7 @@ def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here, 
         f'model = "{chatting}"\n[prompts]\nsource = "word-problems"\nlimit = 3\n[output]\nresult = "r.zarr"\n'
     )
     refusal = here("run", config, "--system", "Be brief.", code=2)
-    assert r"<system>Be brief.\n<user>" in refusal
+    assert "<system>Be brief.\n<user>" in refusal
 
 
 def test_the_configs_of_the_experiments_are_read():

@@ -17,7 +17,7 @@ from mechattn.commands.run_config import (
     places_of,
     prompts_by_model,
     read_config,
-    with_prompt_options,
+    with_options,
 )
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
@@ -25,9 +25,9 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import Dtype, dtype_named, load_model
+from mechattn.model.load import dtype_named, load_model
 from mechattn.store.atomic_writes import check_writable
-from mechattn.toml_sections import Config, ServerSection, TemplateWord
+from mechattn.toml_sections import ServerSection, TemplateWord
 
 HEADER = (
     "condition",
@@ -66,7 +66,7 @@ def evaluate_from_config(
     Raises:
         OptionError: There is no such section, or one server for several models.
     """
-    config = with_prompt_options(read_config(path), system, template)
+    config = with_options(read_config(path), system=system, template=template)
     if config.evaluation is None:
         raise OptionError(
             f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
@@ -96,7 +96,11 @@ def evaluate_from_config(
     options = config.evaluation.model_dump(exclude={"out", "server"})
     evaluations = {}
     for name, place in places.items():
-        model, load_tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
+        model: str | HookedModel = name
+        load_tokenizer: Callable[[], Any] = partial(tokenizer_named, name)
+        if loads_weights:
+            model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
+            load_tokenizer = partial(getattr, model, "tokenizer")
         evaluations[name] = evaluate(
             model,
             prompts[name],
@@ -108,18 +112,6 @@ def evaluate_from_config(
         )
 
     return evaluations, list(places.values())
-
-
-def _model_and_tokenizer(
-    config: Config, name: str, dtype: Dtype, loads_weights: bool
-) -> tuple[str | HookedModel, Callable[[], Any]]:
-    """A model to evaluate, by its name where its weights are not needed, and its tokenizer on
-    request."""
-    if not loads_weights:
-        return name, partial(tokenizer_named, name)
-
-    model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
-    return model, partial(getattr, model, "tokenizer")
 
 
 def _server(

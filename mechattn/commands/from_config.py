@@ -21,7 +21,13 @@ from mechattn.interventions.arm import ARM
 from mechattn.prompts import conditions as prompt_conditions
 from mechattn.prompts import fillers
 from mechattn.prompts.sweeps import sweep
-from mechattn.toml_sections import AnalysisSection, Condition, near, no_such_key, validation_words
+from mechattn.toml_sections import (
+    AnalysisSection,
+    Condition,
+    check_known,
+    no_such_key,
+    validation_words,
+)
 
 # Those that mechattn.conditions exports, but for the base class of insertions, Insertion.
 CONDITIONS = {
@@ -199,11 +205,7 @@ def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
     Raises:
         OptionError: There is no such kind.
     """
-    if kind not in kinds_by_name:
-        choices = ", ".join(kinds_by_name)
-        raise OptionError(
-            f"{where}.kind = {kind!r}: choose one of {choices}{near(kind, kinds_by_name)}"
-        )
+    check_known(f"{where}.kind", kind, kinds_by_name)
     return kinds_by_name[kind]
 
 

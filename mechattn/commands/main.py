@@ -12,21 +12,23 @@ import typer
 from mechattn.errors import Interrupted, MechattnError, OptionError, shown
 
 FIRST_LOOK = """\
-mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.
+mechattn measures what attention does inside a language model, with and without meaningless tokens
+before the question.
 
-  mechattn figures                                    a small real model on real questions; a page that opens offline
-  mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
-  mechattn verify toy:falcon                          check that the hooked model equals the model
-  mechattn paper --model YOURS                        what arXiv:2510.01032 published, beside what your model shows
-  mechattn run experiments/first/config.toml          a whole experiment from a file
-  mechattn run CONFIG.toml --shard 3/16               one of 16 parts, for a job array; then: mechattn merge
-  mechattn evaluate CONFIG.toml                       the effect on the model's answers
-  mechattn show RESULT.zarr                           a stored result, in the terminal
-  mechattn report RESULT.zarr                         the same as a page: every head, and the figures
-  mechattn export RESULT.zarr --csv heads.csv         every number of every head as a table
-  mechattn export-netcdf RESULT.zarr RESULT.nc        all its arrays as one file, for other programs
+  mechattn figures                               a small real model on real questions; a page
+  mechattn figures --model Qwen/Qwen2.5-1.5B     your model, from the hub or a directory
+  mechattn verify toy:falcon                     check that the hooked model equals the model
+  mechattn paper --model YOURS                   what arXiv:2510.01032 published, beside your model
+  mechattn run experiments/first/config.toml     a whole experiment from a file
+  mechattn run CONFIG.toml --shard 3/16          one of 16 parts; then: mechattn merge
+  mechattn evaluate CONFIG.toml                  the effect on the model's answers
+  mechattn show RESULT.zarr                      a stored result, in the terminal
+  mechattn report RESULT.zarr                    the same as a page: every head, and the figures
+  mechattn export RESULT.zarr --csv heads.csv    every number of every head as a table
+  mechattn export-netcdf RESULT.zarr RESULT.nc   all its arrays as one file, for other programs
 
-Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
+Each takes --help. In Python: import mechattn as ma.
+Completion for your shell: mechattn --install-completion
 """
 DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K

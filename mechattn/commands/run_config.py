@@ -20,7 +20,13 @@ from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
 from mechattn.jobs.executors import executor_named
 from mechattn.jobs.job import Job
-from mechattn.jobs.resumable_run import WHOLE, compute, parse_shard, shard_place
+from mechattn.jobs.resumable_run import (
+    WHOLE,
+    checked_shard_place,
+    compute,
+    parse_shard,
+    shard_place,
+)
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.pages.page import results_page
@@ -31,7 +37,6 @@ from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.writing import check_result_or_place, check_result_place
 from mechattn.toml_sections import Config, Figure, Output, TemplateWord, read_sections
 
 DRAW_FUNCTIONS: dict[str, Callable] = {
@@ -74,14 +79,20 @@ def run_from_config(
     Raises:
         MechattnError: Something in the file cannot be used, or the run was interrupted.
     """
-    config = with_prompt_options(read_config(path), system, template)
-    if values is not None:
-        config = config.model_copy(update={"values": values})
-    command = command_of(words, config.paths) if words else ""
-    chosen_shard = parse_shard(shard)
-    chosen_executor = executor_named(
-        executor or config.executor, address or config.address, workers or config.workers
+    config = with_options(
+        read_config(path),
+        system=system,
+        template=template,
+        executor=executor,
+        address=address,
+        workers=workers,
+        values=values,
     )
+    command = ""
+    if words:
+        command = command_of(words, config.paths)
+    chosen_shard = parse_shard(shard)
+    chosen_executor = executor_named(config.executor, config.address, config.workers)
 
     output = output_of(config)
     figures = page_figures(config, output)
@@ -89,11 +100,7 @@ def run_from_config(
     if output.page is not None:
         check_page_place(output.page, force)
     for place in places.values():
-        shards_place = shard_place(place, chosen_shard)
-        if fresh:
-            check_result_place(shards_place)
-        else:
-            check_result_or_place(shards_place)  # one that is stored is used
+        checked_shard_place(place, chosen_shard, fresh)
     prompts = checked_prompts(config, figures, any(map(_chooses_heads, figures)))
 
     written: list[Path | str] = []
@@ -133,9 +140,9 @@ def output_of(config: Config) -> Output:
 
 def head_choice(output: Output) -> HeadChoice:
     """Which heads the lines show that lead the page."""
-    heads = output.heads
-    if isinstance(heads, int):
-        heads = [heads]
+    heads = None
+    if output.heads is not None:
+        heads = _listed(output.heads)
     return HeadChoice(output.layer, heads, output.top)
 
 
@@ -150,8 +157,8 @@ def checked_prompts(
         chooses_heads: Whether the data choose the heads that are shown.
 
     Raises:
-        MechattnError: A layer or head does not exist, the prompts cannot be loaded, or there are too
-            few for a page.
+        MechattnError: A layer or head does not exist, the prompts cannot be loaded, or there are
+            too few for a page.
     """
     for model in config.models:
         check_in_model(model, config.layers, figures)
@@ -209,17 +216,23 @@ def template_of(model: str, word: TemplateWord) -> Template:
     return "plain"
 
 
-def with_prompt_options(
-    config: Config, system: str | None, template: TemplateWord | None
+def with_options(
+    config: Config, *, system: str | None, template: TemplateWord | None, **options: Any
 ) -> Config:
-    """A config whose prompts have another text before the question, or another template, where one
-    is given."""
-    prompts = config.prompts
-    if system is not None:
-        prompts = prompts.model_copy(update={"system": system})
-    if template is not None:
-        prompts = prompts.model_copy(update={"template": template})
-    return config.model_copy(update={"prompts": prompts})
+    """A config with what the command line says in place of the file; None where it says nothing.
+
+    Args:
+        config: The config of the file.
+        system: The text before each question.
+        template: The template of the prompts.
+        options: Keys at the top of the file.
+    """
+    prompts = config.prompts.model_copy(update=_given(system=system, template=template))
+    return config.model_copy(update={**_given(**options), "prompts": prompts})
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _job(
@@ -230,13 +243,11 @@ def _job(
     if any(map(_chooses_heads, figures)):
         keep = "prompts"  # heads are chosen on some of them and shown on others
 
-    conditions = build_conditions(config.conditions, partial(tokenizer_named, model))
-    analyses = build_analyses(config.analyses)
     return Job(
         model,
         prompts,
-        conditions,
-        analyses,
+        build_conditions(config.conditions, partial(tokenizer_named, model)),
+        build_analyses(config.analyses),
         RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
         dtype=config.dtype,
         device=config.device,
@@ -276,53 +287,49 @@ def check_in_model(name: str, layers: Sequence[int] | None, figures: Sequence[Fi
         return
 
     layer_count, head_count = size
-    layers_to_check = list(layers or [])
-    for figure in figures:
-        layers_to_check += _layers_of(figure)
-
-    for layer in layers_to_check:
+    shown_layers = [layer for figure in figures for layer in _layers_of(figure)]
+    for layer in [*(layers or []), *shown_layers]:
         if not 0 <= layer < layer_count:
             raise OptionError(
                 f"layer {layer} is out of range: {name} has layers 0 to {layer_count - 1}"
             )
 
-    measured_layers = list(layers or range(layer_count))
-    for figure in figures:
-        _check_layers_and_heads(figure, measured_layers, head_count)
+    _check_layers_and_heads(figures, list(layers or range(layer_count)), head_count)
 
 
 def _check_figures_of_model(
     figures: Sequence[Figure], model: HookedModel, layers: list[int]
 ) -> None:
     """Check, now that the model is loaded, that its figures' layers and heads are measured."""
-    head_count = model.cfg.n_heads
+    _check_layers_and_heads(figures, layers, model.cfg.n_heads)
+
+
+def _check_layers_and_heads(figures: Sequence[Figure], layers: list[int], head_count: int) -> None:
+    """Check that the layers and heads of figures exist and are measured."""
     for figure in figures:
-        _check_layers_and_heads(figure, layers, head_count)
-
-
-def _check_layers_and_heads(figure: Figure, layers: list[int], head_count: int) -> None:
-    """Check that the layers and heads of a figure exist and are measured."""
-    for layer in _layers_of(figure):
-        if layer not in layers:
-            raise OptionError(
-                f"{figure.kind} shows layer = {layer}, which is not among those measured, {layers}"
-            )
-
-    heads = shown_options(figure).get("heads")
-    if isinstance(heads, int):
-        heads = [heads]
-    if heads is not None:
-        check_heads(heads, head_count)
+        for layer in _layers_of(figure):
+            if layer not in layers:
+                raise OptionError(
+                    f"{figure.kind} shows layer = {layer}, which is not among those measured,"
+                    f" {layers}"
+                )
+        heads = shown_options(figure).get("heads")
+        if heads is not None:
+            check_heads(_listed(heads), head_count)
 
 
 def _layers_of(figure: Figure) -> list[int]:
     """The layers that a figure shows, if it shows single ones."""
-    layer = shown_options(figure).get("layer")
-    if layer is None:
+    return _listed(shown_options(figure).get("layer"))
+
+
+def _listed(numbers: list[int] | int | None) -> list[int]:
+    """The layers or heads of an option that takes one, several or none."""
+    if numbers is None:
         return []
-    if isinstance(layer, list):
-        return layer
-    return [layer]
+    if isinstance(numbers, int):
+        return [numbers]
+    return numbers
 
 
 def _chooses_heads(figure: Figure) -> bool:

@@ -23,7 +23,7 @@ from mechattn.pages.page import flat, sections_of, write_results
 from mechattn.pages.sections import HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
-from mechattn.results.arrays import TEXT_KINDS, names_of_means
+from mechattn.results.arrays import names_of_means, with_texts_as
 from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
@@ -234,11 +234,7 @@ def export_netcdf(place: str | Path, out: Path) -> Path:
     result = load_result(place)
     datasets = {}
     for name, dataset in result.datasets.items():
-        texts = {}
-        for label, variable in dataset.variables.items():
-            if variable.dtype.kind in TEXT_KINDS:
-                texts[label] = variable.astype(object)  # the only kind that HDF5 takes
-        datasets[f"/{name}"] = dataset.assign(texts)
+        datasets[f"/{name}"] = with_texts_as(object, dataset)  # the only type that HDF5 takes
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))

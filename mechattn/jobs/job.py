@@ -23,9 +23,8 @@ from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.tokenization import tokenize
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
-from mechattn.results.result import Result, in_half_the_space, with_provenance
+from mechattn.results.result import CHUNK, Result, in_half_the_space, with_provenance
 
-CHUNK = 64  # prompts
 _SHOWN_TOKENS = 64  # of the first prompt, where a job is compared with an earlier one
 Values = Literal["float32", "float16"]
 

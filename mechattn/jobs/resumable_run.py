@@ -25,7 +25,7 @@ from mechattn.jobs.job import Job
 from mechattn.results.merge import check_same_run, merge_results
 from mechattn.results.result import Result, with_provenance
 from mechattn.store.atomic_writes import LOCK, sweep
-from mechattn.store.objects import DamagedResult, Place, place_of
+from mechattn.store.objects import DamagedResult, Place, errors_of_files, place_of
 from mechattn.store.reading import load_result, open_checked_result, open_result
 from mechattn.store.writing import check_result_or_place, check_result_place, save_result
 
@@ -81,12 +81,7 @@ def compute(
     job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
 ) -> tuple[Result, bool]:
     """As :func:`run_job`; the result, and whether it was computed now and not stored before."""
-    path = shard_place(path, shard)
-    if fresh:
-        check_result_place(path)
-    else:
-        check_result_or_place(path)
-
+    path = checked_shard_place(path, shard, fresh)
     chunks = list(range(shard.number - 1, len(job.chunks), shard.count))
     if not chunks:
         raise OptionError(
@@ -147,6 +142,21 @@ def shard_place(path: str | Path, shard: Shard) -> str | Path:
 
     name = PurePosixPath(last_part)
     return f"{folder}{slash}{name.stem}-{shard.number}-of-{shard.count}{name.suffix}"
+
+
+def checked_shard_place(path: str | Path, shard: Shard, fresh: bool) -> str | Path:
+    """Where a shard's result is stored, after a check that one can be stored there; without
+    ``fresh``, one that is there already may be what is asked for.
+
+    Raises:
+        OutputError: Nothing can be stored there.
+    """
+    place = shard_place(path, shard)
+    if fresh:
+        check_result_place(place)
+    else:
+        check_result_or_place(place)
+    return place
 
 
 def chunks_folder(path: str | Path) -> Path:
@@ -231,13 +241,10 @@ def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
         OutputError: Another process has locked them, or no folder can be made for them.
     """
     folder = chunks_folder(path)
-    try:
+    with errors_of_files(
+        f"finished chunks cannot be kept in {folder}", "give this run another output"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"finished chunks cannot be kept in {folder}: {error.strerror or error}; give this run "
-            "another output"
-        ) from error
 
     try:
         with FileLock(folder / LOCK, timeout=0):

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +13,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS
 from mechattn.published.values import UNITS, Selection
-from mechattn.toml_sections import Section, near, toml_values, validation_words
+from mechattn.toml_sections import Section, check_known, toml_values, validation_words
 
 SHIPPED = Path(__file__).parent / "statements.toml"
 LONGEST_QUOTE = 25  # words
@@ -97,20 +96,11 @@ def read_statements(path: Path = SHIPPED) -> Statements:
 
     for statement in file.statements:
         where = f"{path}: {statement.key}"
-        _check_known(where, "source", statement.source, file.sources)
-        _check_known(where, "function of values", statement.values, UNITS)
-        _check_known(where, "run", statement.run, [*RUNS, ANSWERS])
-        for condition in (statement.condition, statement.to):
-            _check_known(where, "condition", condition, [BASELINE, *CONDITIONS])
+        check_known(f"{where}.source", statement.source, file.sources)
+        check_known(f"{where}.values", statement.values, UNITS)
+        check_known(f"{where}.run", statement.run, [*RUNS, ANSWERS])
+        check_known(f"{where}.condition", statement.condition, [BASELINE, *CONDITIONS])
+        check_known(f"{where}.to", statement.to, [BASELINE, *CONDITIONS])
         for quantity in statement.quantities:
-            _check_known(where, "quantity", quantity, RUNS[statement.run].quantities)
+            check_known(f"{where}.quantities", quantity, RUNS[statement.run].quantities)
     return file
-
-
-def _check_known(where: str, what: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name that is not known; ``where`` is the statement, and ``what`` its entry."""
-    if name not in known:
-        choices = ", ".join(known)
-        raise OptionError(
-            f"{where}: there is no {what} {name!r}{near(name, known)}; give {choices}"
-        )

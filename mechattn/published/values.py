@@ -15,6 +15,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 from pydantic import Field
+from scipy import stats
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import MechattnError
@@ -53,19 +54,14 @@ def change(result: Result, selection: Selection) -> PerPrompt:
 
     ``mean over layers of log(mean under condition / mean under to)``
     """
-    after = of_segment(result, selection, selection.condition)
-    before = of_segment(result, selection, selection.to)
-    return log_ratio(after, before).mean(1)
+    return log_ratio(*after_and_before(result, selection)).mean(1)
 
 
 def layers_falling(result: Result, selection: Selection) -> PerPrompt:
     """Share of all measured layers in which the question has less than under the other
     condition."""
     layers = measured_layers(result, selection.quantities[0])
-    every_layer = selection.in_layers(layers)
-    after = of_segment(result, every_layer, selection.condition)
-    before = of_segment(result, every_layer, selection.to)
-
+    after, before = after_and_before(result, selection.in_layers(layers))
     is_falling = after < before
     return is_falling.mean(1)
 
@@ -153,13 +149,9 @@ def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
         received = selected(result, f"{selection.quantities[0]}_per_prompt", selection, condition)
         inserted = in_segment(result, condition, "inserted")
 
-        shares = received.isel(layer=0).transpose("prompt", "head", "key").values
-        shares = np.where(inserted[:, None], shares, 0.0)
-        shares = shares / shares.sum(2, keepdims=True)
-
-        # 0 · log 0 counts as 0.
-        logs = np.log(np.where(shares > 0, shares, 1.0))
-        entropy = -(shares * logs).sum(2)
+        received_by_key = received.isel(layer=0).transpose("prompt", "head", "key").values
+        # The entropy of each head's shares: they are made to sum to 1, and 0 · log 0 is 0.
+        entropy = stats.entropy(np.where(inserted[:, None], received_by_key, 0.0), axis=2)
         even_tokens = np.exp(entropy).mean(1)
         evenness[condition] = even_tokens / inserted.sum(1)
     return evenness[selection.condition] - evenness[selection.to]
@@ -168,9 +160,8 @@ def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
 def change_of_large(result: Result, selection: Selection) -> PerPrompt:
     """Log-ratio of the share of large activations: beyond the bound that a tenth of the baseline's
     exceed."""
-    after = of_segment(result, selection, selection.condition)[:, 0]
-    before = of_segment(result, selection, selection.to)[:, 0]
-    mean_before = before.mean(0)
+    after, before = after_and_before(result, selection)
+    mean_before = before.mean((0, 1))
 
     # The edges of the histogram's bins, from −∞ to ∞.
     left = dataset_with(result, selection.quantities[0]).bin.values.astype(np.float64)
@@ -180,7 +171,7 @@ def change_of_large(result: Result, selection: Selection) -> PerPrompt:
     for bound in bounds:
         beyond = (left >= bound) | (right <= -bound)
         if mean_before[beyond].sum() <= LARGE:
-            return log_ratio(after[:, beyond].sum(1), before[:, beyond].sum(1))
+            return log_ratio(after[..., beyond].sum(2), before[..., beyond].sum(2)).mean(1)
     raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
 
 
@@ -302,6 +293,15 @@ def selected(result: Result, name: str, selection: Selection, condition: str) ->
     return dataset[name].sel(condition=condition, layer=selection.layers).astype(np.float64)
 
 
+def after_and_before(
+    result: Result, selection: Selection
+) -> tuple[Float[np.ndarray, "prompt layer *rest"], Float[np.ndarray, "prompt layer *rest"]]:
+    """What the question has under the condition, and under that it is compared with."""
+    after = of_segment(result, selection, selection.condition)
+    before = of_segment(result, selection, selection.to)
+    return after, before
+
+
 def of_segment(
     result: Result, selection: Selection, condition: str, segment: str = "question"
 ) -> Float[np.ndarray, "prompt layer *rest"]:
@@ -337,14 +337,13 @@ def both_curves(result: Result, selection: Selection) -> list[tuple[np.ndarray, 
         received.append(values.transpose("prompt", "head", ...))
     after, before = received
 
-    question = in_segment(result, BASELINE, "question")
     origins = result["sequences"].origin.sel(condition=BASELINE).values
-    lengths = (origins >= 0).sum(1)
+    last = (origins >= 0).sum(1) - QUERIES_AFTER
+    is_read = np.arange(origins.shape[1]) < last[:, None]
 
     curves = []
-    for prompt, length in enumerate(lengths):
-        last = max(0, length - QUERIES_AFTER)
-        keys = np.flatnonzero(question[prompt, :last])
+    for prompt, is_key in enumerate(is_read & in_segment(result, BASELINE, "question")):
+        keys = np.flatnonzero(is_key)
         if not len(keys):
             raise NotMeasurable(f"prompt {prompt} has too few tokens")
         curves.append((after.values[prompt][:, keys], before.values[prompt][:, keys]))

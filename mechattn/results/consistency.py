@@ -11,6 +11,7 @@ import xarray as xr
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.results.result import CHUNK
 
 PADDING = -2  # in a sequence, beyond the end of a prompt
 TOKEN_ARRAYS = ("tokens", "origin", "segment_index")
@@ -72,7 +73,7 @@ class _Provenance(_Entry):
     time: OneOrMore = Field(min_length=1)
     seed: int | float | str | None
     engine: str
-    chunk: Annotated[int, Field(ge=1)] = 64  # prompts
+    chunk: Annotated[int, Field(ge=1)] = CHUNK
 
 
 def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | None:

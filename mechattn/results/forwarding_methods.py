@@ -432,19 +432,19 @@ class ForwardingMethods:
         """The comparison of a condition; by default the first that is not the reference itself."""
         from mechattn.contrast.contrast import Contrast
 
-        names = [*Options.__annotations__, "to", "quantity"]
-        unknown = [name for name in options if name not in names]
-        if "to_segment" in unknown:
+        if "to_segment" in options:
             raise OptionError(
                 f"to_segment={options['to_segment']!r}: the table has a row for each to_segment;"
                 ' for one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
                 " q-values are of its rows alone"
             )
 
-        if unknown:
-            raise OptionError(
-                f"a comparison has no option {unknown[0]!r}; its options are {', '.join(names)}"
-            )
+        names = [*Options.__annotations__, "to", "quantity"]
+        for name in options:
+            if name not in names:
+                raise OptionError(
+                    f"a comparison has no option {name!r}; its options are {', '.join(names)}"
+                )
 
         result = self._result
         if condition is None and options.get("other") is None:

@@ -13,7 +13,7 @@ import xarray as xr
 from xarray.core import indexing
 
 from mechattn.errors import OptionError
-from mechattn.results.arrays import SOURCES, TEXT_KINDS, names_of_means, stacked
+from mechattn.results.arrays import SOURCES, TEXT_KINDS, StackedArray, names_of_means
 from mechattn.results.provenance import added_hash
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Moments
@@ -166,11 +166,11 @@ def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.n
     """A mean over all prompts, its variance and count; those of one part at a time are in memory.
     Only the last axis differs in length."""
     labels = (f"{name}_n", name, f"{name}_variance")
-    parts = (
+    moments_by_part = (
         Moments.from_statistics(*(dataset[label].values for label in labels))
         for dataset in datasets
     )
-    moments = reduce(Moments.merge, parts)
+    moments = reduce(Moments.merge, moments_by_part)
     return dict(zip(labels, (moments.n, moments.known_mean, moments.variance), strict=True))
 
 
@@ -186,8 +186,9 @@ def _in_prompt_order(
             f"values of type {dtype} cannot be merged, as no number pads them: give them as"
             " integers or floats"
         )
-    fill = PADDING_BY_KIND[dtype.kind]
-    stack = stacked(variables, shape, order, fill)
+    stack_type = np.result_type(*(variable.dtype for variable in variables))
+    fill = np.array(PADDING_BY_KIND[dtype.kind], stack_type)
+    stack = StackedArray(variables, shape, order, fill)
     if all(variable._in_memory for variable in variables):
         return stack.read((slice(None),) * len(dims))
     return indexing.LazilyIndexedArray(stack)

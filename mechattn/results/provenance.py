@@ -127,7 +127,7 @@ def command_of(words: Sequence[str], paths: bool = False) -> str:
 
 def digest(values: Iterable[object]) -> str:
     """A short hash of some values, in order."""
-    return hashlib.sha256(json.dumps([repr(value) for value in values]).encode()).hexdigest()[:16]
+    return _hex_digest(json.dumps([repr(value) for value in values]).encode(), digits=16)
 
 
 def set_hash(values: Iterable[object]) -> str:
@@ -138,7 +138,7 @@ def set_hash(values: Iterable[object]) -> str:
     total = 0
     for value in values:
         content = repr(value).encode("utf-8", "backslashreplace")
-        total += int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+        total += int(_hex_digest(content, digits=16), 16)
     return f"{total % 2**64:016x}"
 
 
@@ -242,7 +242,7 @@ def _array_identity(array: Any) -> str:
         content = repr(values.tolist()).encode()
 
     dtype = getattr(array, "dtype", values.dtype)
-    return f"{type(array).__name__}({dtype}, {values.shape}, {_short_hash(content)})"
+    return f"{type(array).__name__}({dtype}, {values.shape}, {_hex_digest(content)})"
 
 
 def kind_of(value: Any) -> str:
@@ -297,7 +297,7 @@ def _name_and_source(kind: Any) -> str:
             source += _source(parent)
     if not source:
         return name
-    return f"{name}[source {_short_hash(source.encode('utf-8', 'backslashreplace'))}]"
+    return f"{name}[source {_hex_digest(source.encode('utf-8', 'backslashreplace'))}]"
 
 
 def _source(kind: Any) -> str:
@@ -330,5 +330,5 @@ def _code_text(code: CodeType) -> str:
     return repr([code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants])
 
 
-def _short_hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+def _hex_digest(content: bytes, digits: int = 12) -> str:
+    return hashlib.sha256(content).hexdigest()[:digits]

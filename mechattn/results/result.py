@@ -22,6 +22,7 @@ from mechattn.results.provenance import Provenance
 from mechattn.stats.units import Unit, Units
 
 MEMORY = "2GiB"  # by default
+CHUNK = 64  # prompts that are computed and stored together, by default
 _HEAD = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 
@@ -77,17 +78,17 @@ class Result(ForwardingMethods):
                     f" {layer}; leave layer out, or give the head by its number"
                 )
             labels = {**labels, "layer": layer, "head": head}
-        dims = {str(dim) for dataset in self.datasets.values() for dim in dataset.dims}
-        unknown = sorted(set(labels) - dims)
-        if unknown:
-            raise OptionError(
-                f"this result has no dimension {unknown[0]!r}; it has {', '.join(sorted(dims))}"
-            )
 
+        dims = {str(dim) for dataset in self.datasets.values() for dim in dataset.dims}
         indexers = {}
         for dim, label in labels.items():
+            if dim not in dims:
+                raise OptionError(
+                    f"this result has no dimension {dim!r}; it has {', '.join(sorted(dims))}"
+                )
             keeps_dim = isinstance(label, slice) or np.ndim(label)
             indexers[dim] = label if keeps_dim else [label]
+
         datasets = {}
         for name, dataset in self.datasets.items():
             own = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
@@ -210,11 +211,10 @@ def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
     """The result for some layers or prompts only, without reading any values."""
     if isinstance(indices, slice) and indices == slice(None):
         return result
-    datasets = {}
-    for name, dataset in result.datasets.items():
-        if dim in dataset.dims:
-            dataset = dataset.isel({dim: indices})
-        datasets[name] = dataset
+    datasets = {
+        name: dataset.isel({dim: indices}, missing_dims="ignore")
+        for name, dataset in result.datasets.items()
+    }
     return replace(result, datasets=datasets)
 
 

@@ -14,9 +14,9 @@ import json
 import os
 import re
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from mechattn.errors import OutputError
+from mechattn.errors import MechattnError, OutputError
 
 SCHEMA = 7
 ROOT = "zarr.json"
@@ -214,7 +214,7 @@ class Listing(MemoryStore):
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: Any = None
     ) -> Buffer | None:
         """As :meth:`get`, which newer versions of Zarr may call instead."""
-        if byte_range is not None:  # of objects in shards, which are not written here
+        if byte_range is not None:  # as Zarr reads objects in shards, which are not written here
             raise NotImplementedError("an object of a result is read whole")
         if key not in self.names:
             return None
@@ -223,9 +223,7 @@ class Listing(MemoryStore):
         return buffers.buffer.from_bytes(content)
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
-        """Write an object for Zarr."""
-        if byte_range is not None:
-            raise NotImplementedError("an object of a result is written whole")
+        """Write an object for Zarr, which writes none in ranges."""
         await asyncio.to_thread(self.set_sync, key, value)
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
@@ -269,6 +267,24 @@ class Listing(MemoryStore):
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
             # As bool, so that the contents are not kept.
             list(pool.map(lambda name: bool(self.read(name)), self.checksums))
+
+
+@contextmanager
+def errors_of_files(what: str, advice: str) -> Iterator[None]:
+    """Say any error of files, codecs or the network within a ``with`` block as one of ours: each
+    kind of address has its own.
+
+    Raises:
+        OutputError: There was an error: what it prevents, the error, and what to do.
+    """
+    try:
+        yield
+    except MechattnError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        # Without its cause, as an address in it may contain a password.
+        raise OutputError(f"{what} ({reason}); {advice}") from None
 
 
 def checksum(content: bytes) -> str:

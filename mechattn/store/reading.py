@@ -8,8 +8,8 @@ Nothing is compressed and every object is there, so a result takes no more memor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from mechattn.errors import MechattnError, OutputError, memory_bytes, plain
-from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
+from mechattn.errors import OutputError, memory_bytes, plain
+from mechattn.results.arrays import SOURCES, lazy_bytes, lazy_variables, plain_attributes
 from mechattn.results.consistency import problem_of
 from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import recover
@@ -31,6 +31,7 @@ from mechattn.store.objects import (
     Place,
     damage,
     digest_of,
+    errors_of_files,
     place_of,
 )
 
@@ -73,11 +74,10 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     part_of_memory = memory_bytes(memory) // PARTS_OF_MEMORY
     result = open_result(path)
     is_small = lazy_bytes(result) <= part_of_memory
-    with _errors_of(path):
-        for dataset in result.datasets.values():
-            for variable in dataset.variables.values():
-                if is_small or "prompt" not in variable.dims:
-                    variable.load()
+    with _reading(path):
+        for variable in lazy_variables(result):
+            if is_small or "prompt" not in variable.dims:
+                variable.load()
 
     return replace(result, memory=memory)
 
@@ -85,7 +85,7 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
 def open_checked_result(path: str | Path) -> Result:
     """Open a result as :func:`open_result` does, after every object has been read once and compared
     with its checksum."""
-    with _errors_of(path):
+    with _reading(path):
         listing, provenance = open_listing(place_of(path))
         listing.check()
         return _result_of(listing, provenance)
@@ -93,9 +93,15 @@ def open_checked_result(path: str | Path) -> Result:
 
 def open_result(path: str | Path) -> Result:
     """Open a result, of which all but small arrays are read on demand."""
-    with _errors_of(path):
+    with _reading(path):
         listing, provenance = open_listing(place_of(path))
         return _result_of(listing, provenance)
+
+
+def _reading(path: str | Path) -> AbstractContextManager[None]:
+    return errors_of_files(
+        f"the result at {path} cannot be read", "run it again, or restore a copy"
+    )
 
 
 def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
@@ -123,20 +129,6 @@ def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
     if problem is not None:
         raise DamagedResult(f"the result at {listing.place} is damaged: {problem}")
     return Result(datasets, provenance)
-
-
-@contextmanager
-def _errors_of(path: str | Path) -> Iterator[None]:
-    """Say errors of files, codecs and the network as one of ours."""
-    try:
-        yield
-    except MechattnError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise OutputError(
-            f"the result at {path} cannot be read ({reason}); run it again, or restore a copy"
-        ) from None  # the address may contain a password
 
 
 def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,22 @@ import numpy as np
 import xarray as xr
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.results.arrays import TEXT_KINDS, lazy_sources
+from mechattn.results.arrays import lazy_sources, with_texts_as
 from mechattn.results.merge import is_part, merge_results
-from mechattn.results.result import Result
+from mechattn.results.result import CHUNK, Result
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
-from mechattn.store.objects import ROOT, SCHEMA, Listing, Place, digest_of, place_of, root_content
+from mechattn.store.objects import (
+    ROOT,
+    SCHEMA,
+    Listing,
+    Place,
+    digest_of,
+    errors_of_files,
+    place_of,
+    root_content,
+)
 from mechattn.store.reading import load_result, open_checked_result, open_result
 
-CHUNK = 64  # prompts in an object, of a result that no job made
 LARGEST_OBJECT = 2**20  # bytes
 CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
 
@@ -40,7 +47,7 @@ def check_result_place(path: str | Path) -> None:
             written there.
     """
     place = _checked_place(path)
-    with _errors_of(place):
+    with errors_of_files(f"nothing can be written to {place}", "choose another place"):
         if place.folder:
             check_writable(place.folder)
         else:
@@ -70,24 +77,10 @@ def _checked_place(path: str | Path) -> Place:
 
     if place.folder:
         recover(place.folder)
-    with _errors_of(place):
+    with errors_of_files(f"nothing can be written to {place}", "choose another place"):
         if place.exists():
             place.check_ours()
     return place
-
-
-@contextmanager
-def _errors_of(place: Place) -> Iterator[None]:
-    """Say any error of a file system as one of ours: each kind of address has its own."""
-    try:
-        yield
-    except OutputError:
-        raise
-    except Exception as error:
-        raise OutputError(
-            f"nothing can be written to {place} ({type(error).__name__}: {error}); choose another"
-            " place"
-        ) from None
 
 
 def save_result(result: Result, path: str | Path) -> None:
@@ -187,7 +180,8 @@ def write_result(result: Result, place: Place, mark: str | None = None) -> None:
 def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing) -> None:
     """Write a group; of a result that is larger than memory, a chunk of prompts is read at a
     time."""
-    dataset = _with_one_text_type(dataset.drop_encoding())
+    # Texts of variable length, as Zarr has no specified type for others.
+    dataset = with_texts_as(np.dtypes.StringDType(), dataset.drop_encoding())
     options: dict[str, Any] = {"group": name, "consolidated": False}
     encoding = {}
     without_prompts = []
@@ -207,16 +201,6 @@ def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing)
     for start in range(chunk, dataset.sizes.get("prompt", 0), chunk):
         block = dataset.isel(prompt=slice(start, start + chunk)).drop_vars(without_prompts)
         block.to_zarr(listing, append_dim="prompt", **options)
-
-
-def _with_one_text_type(dataset: xr.Dataset) -> xr.Dataset:
-    """A dataset whose texts are of variable length, as Zarr has no specified type for others."""
-    texts = {}
-    for label, variable in dataset.variables.items():
-        if variable.dtype.kind in TEXT_KINDS:
-            texts[label] = variable.astype(np.dtypes.StringDType())
-    # xarray replaces no coordinate that an index was made of.
-    return dataset.drop_indexes(texts.keys() & dataset.indexes.keys()).assign(texts)
 
 
 def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from xarray.backends import BackendArray
+from xarray.core import indexing
 from xarray.core.indexing import LazilyIndexedArray
 
 import mechattn as ma
@@ -16,11 +18,23 @@ from mechattn.contrast import quantities
 from mechattn.errors import MemoryOptionError
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import model_data
-from mechattn.results.arrays import LazyArray, lazy_bytes
+from mechattn.results.arrays import lazy_bytes
 from mechattn.store.objects import Listing
 from tests.pages.read import unpacked
 
 SMALL = "320KiB"  # a layer or two at a time
+
+
+class LazyArray(BackendArray):
+    """An array whose blocks are read by a function."""
+
+    def __init__(self, shape, dtype, read):
+        self.shape, self.dtype, self.read = shape, dtype, read
+
+    def __getitem__(self, key):
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.BASIC, self.read
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
