@@ -130,9 +130,14 @@ def validation_words(error: ValidationError, root: type[BaseModel], where: str =
     """
     sentences = []
     for problem in error.errors():
-        place = ".".join(map(str, problem["loc"]))
+        place = ".".join(str(key) for key in problem["loc"] if not _is_type(key))
         sentences.append(f"{where}{place}: {_problem_words(problem, root)}")
     return "; ".join(sentences)
+
+
+def _is_type(key: int | str) -> bool:
+    """Whether pydantic names a type here, as it does where a value may be of several."""
+    return key in ("int", "str") or "[" in str(key)
 
 
 def _problem_words(error: Any, root: Any) -> str:

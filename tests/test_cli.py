@@ -243,7 +243,8 @@ def interrupted(monkeypatch):
             yield chunk, small_result(chunk)
 
     monkeypatch.setattr(Local, "parts", held_up)
-    monkeypatch.setattr("mechattn.store.reading.problem_of", lambda *given: None)
+    for module in ("reading", "writing"):
+        monkeypatch.setattr(f"mechattn.store.{module}.problem_of", lambda *given: None)
     # A shell that starts the tests in the background lets them ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

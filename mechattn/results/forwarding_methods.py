@@ -387,8 +387,8 @@ class ForwardingMethods:
 
         Raises:
             OutputError: The place cannot be written, is full, or contains something that mechattn
-                did not write; or the written result cannot be read back. What was there before is
-                kept.
+                did not write; the result is a selection without some conditions, layers or
+                segments; or it cannot be read back. What was there before is kept.
         """
         from mechattn.store.writing import save_result
 

@@ -20,6 +20,7 @@ import xarray as xr
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import lazy_sources, with_texts_as
+from mechattn.results.consistency import problem_of
 from mechattn.results.merge import is_part, merge_results
 from mechattn.results.result import CHUNK, Result
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
@@ -88,9 +89,17 @@ def save_result(result: Result, path: str | Path) -> None:
     written last.
 
     Raises:
-        OutputError: It cannot be stored here, or what is stored here is still needed.
+        OutputError: It lacks what every stored result has, cannot be stored here, or what is stored
+            here is still needed.
     """
     check_result_place(path)
+    problem = problem_of(result.datasets, json.loads(json.dumps(dict(result.provenance))))
+    if problem is not None:
+        raise OutputError(
+            f"this result cannot be stored: {problem}. Store one with all its conditions, layers and"
+            " segments, and select from what you load"
+        )
+
     place = place_of(path)
     if place.folder is None:
         _save_at_address(result, place)

@@ -15,7 +15,8 @@ def small_results():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mechattn.results.provenance.versions", cache(versions))
         patch.setattr("mechattn.store.atomic_writes.FLUSHES_AT_ONCE", 1)
-        patch.setattr("mechattn.store.reading.problem_of", lambda *given: None)
+        for module in ("reading", "writing"):
+            patch.setattr(f"mechattn.store.{module}.problem_of", lambda *given: None)
         yield [small_result(place) for place in range(3)]
 
 

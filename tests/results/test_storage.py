@@ -204,6 +204,18 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
             slash_result.sel(**labels)
 
 
+def test_a_selection_that_lacks_a_whole_axis_is_refused_before_it_is_written(
+    slash_result, tmp_path
+):
+    for labels, problem in (
+        ({"layer": 1}, "received_attention has other layers"),
+        ({"condition": "slash"}, "its first condition is not the baseline"),
+    ):
+        with pytest.raises(OutputError, match=f"this result cannot be stored: {problem}"):
+            slash_result.sel(**labels).save(tmp_path / "part.zarr")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_zarr_cannot_change_a_stored_result(stored):
     listing, _ = open_listing(place_of(stored))
     name = next(iter(listing.checksums))
