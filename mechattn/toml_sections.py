@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -22,6 +23,8 @@ else:
 
 _LARGEST_FILE = 2**20  # bytes
 _LONGEST_VALUE = 40  # letters in a message
+# What pydantic writes after a key whose value may be of several types.
+_TYPE = re.compile(r"int|str|list\[.*|json-or-python\[.*")
 _Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]  # as TOML has them
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
 
@@ -130,14 +133,11 @@ def validation_words(error: ValidationError, root: type[BaseModel], where: str =
     """
     sentences = []
     for problem in error.errors():
-        place = ".".join(str(key) for key in problem["loc"] if not _is_type(key))
-        sentences.append(f"{where}{place}: {_problem_words(problem, root)}")
+        keys = [str(key) for key in problem["loc"]]
+        if keys and problem["type"] != "extra_forbidden" and _TYPE.fullmatch(keys[-1]):
+            keys.pop()
+        sentences.append(f"{where}{'.'.join(keys)}: {_problem_words(problem, root)}")
     return "; ".join(sentences)
-
-
-def _is_type(key: int | str) -> bool:
-    """Whether pydantic names a type here, as it does where a value may be of several."""
-    return key in ("int", "str") or "[" in str(key)
 
 
 def _problem_words(error: Any, root: Any) -> str:

@@ -258,7 +258,7 @@ def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
 
 def _delete_chunk(path: Path) -> None:
     """Delete a chunk under the name of an unfinished one, as half of a chunk is none."""
-    Place(folder=path).check_ours()
+    Place(str(path)).check_ours()
 
     unfinished = path.with_name(f".{path.name}.mechattn-deleted_")
     shutil.rmtree(unfinished, ignore_errors=True)

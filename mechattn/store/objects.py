@@ -50,27 +50,32 @@ class Place:
     renamed.
 
     Args:
-        folder: The absolute path of the folder; None for an address.
-        address: The fsspec address; None for a folder.
+        name: The absolute path of the folder, or the fsspec address.
     """
 
-    folder: Path | None = None
-    address: str | None = None
+    name: str
 
     def __str__(self) -> str:
-        return str(self.folder or self.address)
+        return self.name
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None for an address."""
+        if "://" in self.name:
+            return None
+        return Path(self.name)
 
     @property
     def files(self) -> Any:
         """The file system."""
         if self.folder:
             return LocalFileSystem(auto_mkdir=True)
-        return fsspec.url_to_fs(self.address)[0]
+        return fsspec.url_to_fs(self.name)[0]
 
     @property
     def root(self) -> str:
         """The name of the result in the file system."""
-        return str(self.files._strip_protocol(str(self))).rstrip("/")
+        return str(self.files._strip_protocol(self.name)).rstrip("/")
 
     def full_name(self, name: str) -> str:
         """The name of an object in the file system."""
@@ -177,9 +182,9 @@ def place_of(path: str | Path) -> Place:
             ' "s3://bucket/llama.zarr"'
         )
     if protocol_end:
-        return Place(address=text.rstrip("/"))
+        return Place(text.rstrip("/"))
     try:
-        return Place(folder=Path(os.path.realpath(text)))
+        return Place(os.path.realpath(text))
     except ValueError as error:
         raise OutputError(f"{text!r} cannot be the name of a file: {error}") from None
 

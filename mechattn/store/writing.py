@@ -106,7 +106,7 @@ def save_result(result: Result, path: str | Path) -> None:
         return
 
     def write(new: Path) -> None:
-        write_result(result, Place(folder=new))
+        write_result(result, Place(str(new)))
         if place.exists():  # somebody may have put a file there meanwhile
             place.check_ours()
 

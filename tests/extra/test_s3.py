@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_goes_on(bucket, job, small, tmp_path, monkeypatch
     write, left = Place.write, [40]
 
     def dying(self, name, content):
-        left[0] -= self.address is not None
+        left[0] -= self.folder is None
         if left[0] < 0:
             raise Killed
         write(self, name, content)

@@ -147,7 +147,7 @@ def test_the_trial_finds_a_save_that_is_not_whole(small_results, tmp_path):  # n
 
     def in_its_place():
         shutil.rmtree(path)
-        write_result(new, Place(folder=path))
+        write_result(new, Place(str(path)))
 
     bad = 0
     for _ in each_kill(tmp_path, before, in_its_place, step=11):
