@@ -1,4 +1,4 @@
-"""The errors that mechattn raises, all of them MechattnErrors, and its warnings; checks of
+"""The errors that mechattn raises, all of them MechattnErrors, its warnings and messages; checks of
 arguments; and text without control characters or passwords, as it is printed or quoted.
 """
 
@@ -15,7 +15,7 @@ _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
 # Everything that moves the cursor, colours, rings the bell or changes the writing direction;
 # newlines and tabs stay.
-_ACTS = re.compile(
+_CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 # A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @,
@@ -87,7 +87,11 @@ class Interrupted(MechattnError):
 
 def check_counts(least: int = 1, most: int | None = None, **counts: Any) -> None:
     """Refuse anything but whole numbers from ``least`` to ``most``, by the names of their
-    arguments."""
+    arguments.
+
+    Raises:
+        OptionError: A value is none, such as True or 2.0, or lies outside.
+    """
     limits = f"at least {least}"
     if most is not None:
         limits += f" and at most {most:,}"
@@ -97,17 +101,25 @@ def check_counts(least: int = 1, most: int | None = None, **counts: Any) -> None
             raise OptionError(f"{name}={value!r}: give a whole number, {limits}")
 
 
-def check_choice(known: Any, **given: Any) -> None:
+def check_choice(known: Any, **arguments: Any) -> None:
     """Refuse anything but one of the known values, a ``Literal`` or a collection, by the names of
-    the arguments."""
+    the arguments.
+
+    Raises:
+        OptionError: A value is not among them.
+    """
     choices = get_args(known) or tuple(known)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value not in choices:
             raise OptionError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 def memory_bytes(memory: str) -> int:
-    """The number of bytes of a budget such as "2GiB"."""
+    """The number of bytes of a budget such as "2GiB".
+
+    Raises:
+        OptionError: It is not written like that, or is 0.
+    """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
     if not match or not float(match[1]):
         raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
@@ -118,21 +130,25 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that called mechattn, however many of our own calls lie between."""
     frame = sys._getframe(1)
     level = 2
-    while frame.f_back is not None and _is_ours(frame):
+    while frame.f_back is not None and _package_of(frame) in _OURS:
         frame = frame.f_back
         level += 1
     warnings.warn(shown(message), category, stacklevel=level)
 
 
-def _is_ours(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return package in _OURS
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def say(message: str) -> None:
+    """Print a message to standard error."""
+    print(f"mechattn: {message}", file=sys.stderr, flush=True)
 
 
 def plain(text: str) -> str:
     """A text with its control characters escaped, such as ``\\x1b[31m``, so that they do not act on
     a terminal."""
-    return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def without_secrets(text: str) -> str:
@@ -142,7 +158,7 @@ def without_secrets(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Both of the above, for anything printed or quoted in an error."""
+    """A text as it is printed, or quoted in an error: without control characters and secrets."""
     return without_secrets(plain(text))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -20,17 +21,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_LONGEST = 2**20  # bytes of a file
-_SHOWN = 40  # letters of a value in a message
-_Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]
+_LARGEST_FILE = 2**20  # bytes
+_LONGEST_VALUE = 40  # letters in a message
+# What pydantic writes after a key whose value may be of several types.
+_TYPE = re.compile(r"int|str|list\[.*|json-or-python\[.*")
+_Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]  # as TOML has them
+TemplateWord = Literal["auto", "plain", "chat", "joined"]
 
 
 class Section(BaseModel):
     """A section whose keys are all declared."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True
-    )  # true is not a number, and 3 is not text
+    # Strict: true is not a number, and 3 is not text.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class OpenSection(BaseModel):
@@ -67,11 +70,21 @@ class AnalysisSection(OpenSection):
 
 
 def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
-    """Read a TOML file without checking its contents."""
+    """Read a TOML file without checking its contents.
+
+    Args:
+        path: The file.
+        what: What it is in messages.
+
+    Raises:
+        OptionError: There is no such file, or it is too large, unreadable or not TOML.
+    """
     if not os.path.isfile(path):  # gives False for a name that is too long, where Path raises
         raise OptionError(f"there is no {what} at {path}")
-    if os.path.getsize(path) > _LONGEST:
-        raise OptionError(f"{path} is larger than {_LONGEST // 2**20} MiB, so it is not a {what}")
+    if os.path.getsize(path) > _LARGEST_FILE:
+        raise OptionError(
+            f"{path} is larger than {_LARGEST_FILE // 2**20} MiB, so it is not a {what}"
+        )
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -87,27 +100,47 @@ def no_such_key(name: str, known: Iterable[str]) -> str:
     return f"there is no such key here{near(name, known)}; the keys are {', '.join(known)}"
 
 
+def check_known(where: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not known; ``where`` is the key of the file whose value it is.
+
+    Raises:
+        OptionError: It is not known; the message names those that are.
+    """
+    if name not in known:
+        raise OptionError(
+            f"{where} = {name!r}: choose one of {', '.join(known)}{near(name, known)}"
+        )
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """The known word most similar to another, as a question; empty if none is similar."""
-    similar = difflib.get_close_matches(word, list(known), 1)
-    for name in known:
-        if len(word) > 2 and word.casefold() in name.casefold():
-            similar.append(name)
+    known = list(known)
+    similar = difflib.get_close_matches(word, known, 1)
+    if len(word) > 2:
+        similar += [name for name in known if word.casefold() in name.casefold()]
     if not similar:
         return ""
     return f" (did you mean {similar[0]!r}?)"
 
 
-def all_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
-    """Rephrase pydantic's errors for the user."""
+def validation_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
+    """Pydantic's errors in words for the user.
+
+    Args:
+        error: The errors.
+        root: The class of the section that was read.
+        where: What every sentence begins with, before the place in that section.
+    """
     sentences = []
     for problem in error.errors():
-        place = ".".join(map(str, problem["loc"]))
-        sentences.append(f"{where}{place}: {_words(problem, root)}")
+        keys = [str(key) for key in problem["loc"]]
+        if keys and problem["type"] != "extra_forbidden" and _TYPE.fullmatch(keys[-1]):
+            keys.pop()
+        sentences.append(f"{where}{'.'.join(keys)}: {_problem_words(problem, root)}")
     return "; ".join(sentences)
 
 
-def _words(error: Any, root: Any) -> str:
+def _problem_words(error: Any, root: Any) -> str:
     """One of pydantic's errors in our words."""
     if error["type"] == "extra_forbidden":
         *section, name = error["loc"]
@@ -116,18 +149,20 @@ def _words(error: Any, root: Any) -> str:
         return "is missing"
     if error["type"] == "value_error":
         return str(error["msg"]).removeprefix("Value error, ")
-    return f"{error['msg']}, not {str(error['input'])[:_SHOWN]!r}"
+    return f"{error['msg']}, not {str(error['input'])[:_LONGEST_VALUE]!r}"
 
 
 def _section_at(root: Any, place: Iterable[Any]) -> Any:
     """The class of the section at a place of a file; numbers and names in lists and tables are
     passed over."""
     for name in place:
-        fields = {field.alias or key: field.annotation for key, field in root.model_fields.items()}
-        kind = fields.get(name, root)
-        while not isinstance(kind, type) or not issubclass(kind, BaseModel):
-            kind = next(arg for arg in get_args(kind)[::-1] if arg is not type(None))
-        root = kind
+        if name not in root.model_fields:
+            continue
+        section = root.model_fields[name].annotation
+        # That of list[Section], dict[str, Section] or Section | None.
+        while not isinstance(section, type) or not issubclass(section, BaseModel):
+            section = next(arg for arg in get_args(section)[::-1] if arg is not type(None))
+        root = section
     return root
 
 
@@ -139,7 +174,7 @@ class Prompts(Section):
     field: str = "question"
     system: str | None = None
     # "auto": the chat template where the tokenizer of the model has one, else "plain".
-    template: Literal["auto", "plain", "chat", "joined"] = "auto"
+    template: TemplateWord = "auto"
     with_answer: bool = False
     split: str = "test"
     seed: _Int = 0
@@ -195,8 +230,7 @@ class Config(Section):
 
     model: str | list[str]
     prompts: Prompts
-    # Without a result for ``evaluate``, which writes none.
-    output: Output = PydanticField(default_factory=lambda: Output.model_validate({"result": ""}))
+    output: Output | None = None  # evaluate needs none
     conditions: dict[str, Condition] = PydanticField({"slash": Condition()})
     analyses: list[AnalysisSection] = PydanticField([AnalysisSection()])
     figures: list[Figure] | None = None
@@ -223,18 +257,27 @@ class Config(Section):
 
 
 def read_sections(path: str | Path) -> Config:
-    """Read and check a TOML file as far as possible without a model or the analyses."""
-    return checked(toml_values(path), f"{path}: ")
+    """Read and check a TOML file as far as possible without a model or the analyses.
+
+    Raises:
+        OptionError: There is no such file, or a key or value in it is refused.
+    """
+    try:
+        return config_of(toml_values(path), f"{path}: ")
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
 
 
-def checked(values: dict[str, Any], where: str = "") -> Config:
-    """The config with these values."""
+def config_of(values: dict[str, Any], where: str = "") -> Config:
+    """The config with these values; ``where`` begins every message.
+
+    Raises:
+        OptionError: A key or value is refused.
+    """
     try:
         config = Config.model_validate(values)
-    except RecursionError:
-        raise OptionError(f"{where.removesuffix(': ')} is nested too deeply") from None
     except ValidationError as error:
-        raise OptionError(f"{where}{all_words(error, Config)}") from None
+        raise OptionError(f"{where}{validation_words(error, Config)}") from None
     if not config.models:
         raise OptionError(f"{where}model = [] is empty; give at least one model")
     return config

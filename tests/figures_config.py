@@ -1,11 +1,11 @@
 """The config of ``mechattn figures`` from a few options, as its command builds it."""
 
-from mechattn.toml_sections import checked
+from mechattn.toml_sections import config_of
 
 
 def figures_config(out, models, source, limit, layer, heads, inserted=None, **options):
     """A checked config, with the page and the results in one folder."""
-    return checked(
+    return config_of(
         {
             "model": models,
             "prompts": {"source": source, "limit": limit},

@@ -205,7 +205,7 @@ def test_the_chat_template_is_the_default_where_there_is_one(chatting, tmp_path,
 
 def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here, monkeypatch):
     def read_by(self, job, chunks):
-        raise ma.MechattnError(job.decides["token_ids"])  # and how the first text begins
+        raise ma.MechattnError(job.decides["token_ids"]["first"])
 
     monkeypatch.setattr(Local, "parts", read_by)
     config = tmp_path / "c.toml"
@@ -213,7 +213,7 @@ def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here, 
         f'model = "{chatting}"\n[prompts]\nsource = "word-problems"\nlimit = 3\n[output]\nresult = "r.zarr"\n'
     )
     refusal = here("run", config, "--system", "Be brief.", code=2)
-    assert r"<system>Be brief.\n<user>" in refusal
+    assert "<system>Be brief.\n<user>" in refusal
 
 
 def test_the_configs_of_the_experiments_are_read():
@@ -243,7 +243,8 @@ def interrupted(monkeypatch):
             yield chunk, small_result(chunk)
 
     monkeypatch.setattr(Local, "parts", held_up)
-    monkeypatch.setattr("mechattn.store.reading.problem_of", lambda *given: None)
+    for module in ("reading", "writing"):
+        monkeypatch.setattr(f"mechattn.store.{module}.problem_of", lambda *given: None)
     # A shell that starts the tests in the background lets them ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -40,7 +40,7 @@ def sooner(toy, monkeypatch):
     monkeypatch.setattr("mechattn.pages.page.page_json", lambda *models: "")
     for module in ("mechattn.jobs.job", "mechattn.commands.evaluate"):
         monkeypatch.setattr(f"{module}.load_model", lambda *args, **options: toy)
-    for module in ("mechattn.pages.page", "mechattn.commands.pages"):
+    for module in ("mechattn.pages.page", "mechattn.commands.stored_results"):
         monkeypatch.setattr(f"{module}.sections_of", lambda *args: ([], []))
 
 

@@ -29,7 +29,7 @@ import xarray as xr
 from page import CONDITIONS, grown
 
 import mechattn as ma
-from mechattn.commands.pages import report
+from mechattn.commands.stored_results import report
 from mechattn.results.merge import merge_results
 from mechattn.store.reading import open_result
 

@@ -1,1 +1,2 @@
-"""The command line, one file per command, and its config files."""
+"""The command line and its config files; a file per command, and one of what is done with stored
+results."""

@@ -4,7 +4,7 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import torch
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import (
-    TemplateWord,
     places_of,
     prompts_by_model,
     read_config,
-    with_prompt_options,
+    with_options,
 )
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
@@ -26,9 +25,9 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import Dtype, dtype_named, load_model
+from mechattn.model.load import dtype_named, load_model
 from mechattn.store.atomic_writes import check_writable
-from mechattn.toml_sections import Config
+from mechattn.toml_sections import ServerSection, TemplateWord
 
 HEADER = (
     "condition",
@@ -67,24 +66,24 @@ def evaluate_from_config(
     Raises:
         OptionError: There is no such section, or one server for several models.
     """
-    config = with_prompt_options(read_config(path), system, template)
+    config = with_options(read_config(path), system=system, template=template)
     if config.evaluation is None:
         raise OptionError(
             f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
         )
 
-    options = config.evaluation.model_dump()
-    section = options["server"] or {}
-    is_loaded = section.pop("weights", False)
-    options["server"] = _server(section, server, served_model, server_key)
-    if options["server"] is not None and len(config.models) > 1:
+    section = config.evaluation.server
+    chosen_server = _server(section, server, served_model, server_key)
+    if chosen_server is not None and len(config.models) > 1:
         raise OptionError(
             f"{path} names {len(config.models)} models, but a server has only one model: evaluate "
             "each separately"
         )
 
     # Every place is checked before the first model is loaded.
-    places = {model: Path(place) for model, place in places_of(config, options["out"]).items()}
+    places = {
+        model: Path(place) for model, place in places_of(config, config.evaluation.out).items()
+    }
     for place in places.values():
         check_writable(place)
 
@@ -93,44 +92,39 @@ def evaluate_from_config(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
-    loads_weights = is_loaded or options["server"] is None
+    loads_weights = chosen_server is None or (section is not None and section.weights)
+    options = config.evaluation.model_dump(exclude={"out", "server"})
     evaluations = {}
     for name, place in places.items():
-        model, load_tokenizer = _model_and_tokenizer(config, name, dtype, loads_weights)
-        conditions = build_conditions(config.conditions, load_tokenizer)
-        options["out"] = place
+        model: str | HookedModel = name
+        load_tokenizer: Callable[[], Any] = partial(tokenizer_named, name)
+        if loads_weights:
+            model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
+            load_tokenizer = partial(getattr, model, "tokenizer")
         evaluations[name] = evaluate(
             model,
             prompts[name],
-            conditions,
+            build_conditions(config.conditions, load_tokenizer),
+            out=place,
             seed=config.seed,
+            server=chosen_server,
             **options,
         )
 
     return evaluations, list(places.values())
 
 
-def _model_and_tokenizer(
-    config: Config, name: str, dtype: Dtype, loads_weights: bool
-) -> tuple[str | HookedModel, Callable[[], Any]]:
-    """A model to evaluate, by its name where its weights are not needed, and its tokenizer on
-    request."""
-    if not loads_weights:
-        return name, partial(tokenizer_named, name)
-
-    model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
-    return model, partial(getattr, model, "tokenizer")
-
-
 def _server(
-    section: Mapping[str, Any], address: str | None, model: str | None, key: str | None
+    section: ServerSection | None, address: str | None, model: str | None, key: str | None
 ) -> Server | None:
     """The server of a config, or what the command line says in its place; None if there is none.
 
     Raises:
         OptionError: The command line names its model or key, and nothing names its address.
     """
-    options = dict(section)
+    options = {}
+    if section is not None:
+        options = section.model_dump(exclude={"weights"})
     for name, value in (("address", address), ("model", model), ("key", key)):
         if value is not None:
             options[name] = value
@@ -145,10 +139,13 @@ def _server(
 
 
 def accuracy_table(evaluation: Evaluation) -> str:
-    """The table, with cautions before it and the methods after it."""
+    """The table in Markdown, with cautions before it and the methods after it."""
     accuracies = evaluation.accuracy()
-    tests = f"score and t intervals, sign flips, over {accuracies.attrs['unit']}"
-    has_comparisons = len(accuracies) > 1
+    changes = {
+        condition: evaluation.compare(condition)
+        for condition in accuracies.condition
+        if condition != BASELINE
+    }
     lines = []
     for caution in evaluation.cautions:
         lines += [f"**{caution}**", ""]
@@ -161,34 +158,33 @@ def accuracy_table(evaluation: Evaluation) -> str:
             f"{100 * row['accuracy']:.1f} %",
             f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
         ]
-        if row["condition"] == BASELINE:
-            cells += [""] * 4
+        if row["condition"] in changes:
+            cells += _change_cells(changes[row["condition"]])
         else:
-            change = evaluation.compare(row["condition"])
-            if "only_first" in change:
-                tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
-            cells += _change_cells(change)
+            cells += [""] * 4
+        lines.append(_row([*cells, row["unread"], row["unfinished"]]))
 
-        cells += [row["unread"], row["unfinished"]]
-        lines.append(_row(cells))
-
-    first = accuracies.iloc[0]
-    methods = f"n = {first.n}; score interval, over {accuracies.attrs['unit']}."
-    if has_comparisons:
+    baseline = accuracies.iloc[0]
+    unit = accuracies.attrs["unit"]
+    methods = f"n = {baseline.n}; score interval, over {unit}."
+    if changes:
+        tests = f"score and t intervals, sign flips, over {unit}"
+        if any("only_first" in change for change in changes.values()):
+            tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
         methods = (
-            f"n = {first.n}; {tests}; detectable: found with 80 % power. The {first.condition} can"
-            f" fall by {100 * first.accuracy:.1f} points."
+            f"n = {baseline.n}; {tests}; detectable: found with 80 % power. The"
+            f" {baseline.condition} can fall by {100 * baseline.accuracy:.1f} points."
         )
     lines += ["", methods]
     return "\n".join(lines)
 
 
-def _change_cells(change: Any) -> list[str]:
+def _change_cells(change: Mapping[str, float]) -> list[str]:
     """The difference from the baseline, its p, the problems that changed, what can be detected."""
     difference = f"{100 * change['difference']:+.1f}"
     interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
     changed = ""
-    if "only_first" in change:
+    if "only_first" in change:  # with one answer a problem, as Evaluation.compare says
         changed = f"{change['only_first']}, {change['only_second']}"
 
     return [
@@ -199,6 +195,6 @@ def _change_cells(change: Any) -> list[str]:
     ]
 
 
-def _row(cells: Any) -> str:
+def _row(cells: Iterable[object]) -> str:
     """A row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"

@@ -10,9 +10,15 @@ from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.commands.from_config import build_conditions
-from mechattn.commands.run_config import head_choice, prepared
+from mechattn.commands.run_config import (
+    checked_prompts,
+    head_choice,
+    output_of,
+    page_figures,
+    places_of,
+)
 from mechattn.engine.run import run
-from mechattn.errors import plain
+from mechattn.errors import plain, say
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel
@@ -20,9 +26,10 @@ from mechattn.pages.page import PLACES, About, write_page
 from mechattn.pages.sections import lead_sections, prompt_section
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
+from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import say
+from mechattn.store.writing import check_result_place
 from mechattn.toml_sections import Config
 
 # Inserted into the prompt whose patterns are kept, so that single cells are visible.
@@ -57,25 +64,26 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     check_device(config.device)
 
     (inserted,) = build_conditions(config.conditions).values()
+    output = output_of(config)
+    # The command line has no other condition, and always a page.
     assert isinstance(inserted, MeaninglessTokens)
-    places, prompts = prepared(config, force, chooses_heads=True)
-    choice = head_choice(config)
+    assert output.page is not None
+
+    check_page_place(output.page, force)
+    places = places_of(config, output.result)
+    for place in places.values():
+        check_result_place(place)
+    prompts = checked_prompts(config, page_figures(config, output), chooses_heads=True)
 
     measurements = []
     for name, place in places.items():
         count = len(prompts[name])
         say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
-        # Without a name, so that its memory is free for the next.
-        measurements.append(
-            _measure(
-                load_model(name, dtype=dtype, device=config.device),
-                prompts[name],
-                inserted,
-                config.seed,
-                place,
-            )
-        )
+        hooked = load_model(name, dtype=dtype, device=config.device)
+        measurements.append(_measure(hooked, prompts[name], inserted, config.seed, place))
+        del hooked  # its memory is free for the next
 
+    choice = head_choice(output)
     models = []
     sections = []
     for measurement in measurements:
@@ -87,7 +95,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     title = f"What {_inserted_words(measurements)} do to attention"
     subtitle = _subtitle(config, measurements, prompts)
     about = About(title, subtitle, command)
-    return write_page(Path(str(config.output.page)), about, models, sections, force)
+    return write_page(Path(output.page), about, models, sections, force)
 
 
 def _measure(
@@ -98,7 +106,13 @@ def _measure(
     place: str,
 ) -> _Measurement:
     """Run a model on all prompts and store its result; keep patterns of the shortest prompt too."""
-    fitted = _fitted(inserted, hooked)
+    fitted = inserted.fitted(hooked)
+    if fitted.count != inserted.count:  # some tokenizers split each "/" in two
+        say(
+            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of "
+            f"{inserted.text!r}; {fitted.count} are inserted"
+        )
+
     name = _condition_name(fitted)
     control = RandomSentence(count=fitted.count, place=fitted.place)
     conditions: dict[str, Condition] = {name: fitted, "sentence": control}
@@ -113,31 +127,18 @@ def _measure(
     return _Measurement(result, maps, fitted)
 
 
-def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
-    """The inserted tokens with a count that this tokenizer can make, which is said if it is
-    another: some tokenizers split each "/" in two."""
-    fitted = inserted.fitted(hooked)
-    if fitted.count != inserted.count:
-        say(
-            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of "
-            f"{inserted.text!r}; {fitted.count} are inserted"
-        )
-    return fitted
-
-
 def _condition_name(inserted: MeaninglessTokens) -> str:
-    """The name of the inserted tokens in figures."""
+    """The name of the condition in figures."""
     if inserted.text == "/":
         return "slash"
     return "meaningless"
 
 
 def _inserted_words(measurements: Sequence[_Measurement]) -> str:
-    """The inserted tokens in words: "55 “/”"; "55 or 56 “/”" where tokenizers differ."""
+    """What is inserted, such as "55 “/”"; "55 or 56 “/”" where tokenizers differ."""
     counts = sorted({measurement.inserted.count for measurement in measurements})
-    count_words = " or ".join(map(str, counts))
     text = plain(measurements[0].inserted.text)
-    return f"{count_words} “{text}”"
+    return f"{' or '.join(map(str, counts))} “{text}”"
 
 
 def _subtitle(

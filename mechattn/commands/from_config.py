@@ -21,9 +21,15 @@ from mechattn.interventions.arm import ARM
 from mechattn.prompts import conditions as prompt_conditions
 from mechattn.prompts import fillers
 from mechattn.prompts.sweeps import sweep
-from mechattn.toml_sections import AnalysisSection, Condition, all_words, near, no_such_key
+from mechattn.toml_sections import (
+    AnalysisSection,
+    Condition,
+    check_known,
+    no_such_key,
+    validation_words,
+)
 
-# Those that mechattn.conditions exports, but for the base class of insertions.
+# Those that mechattn.conditions exports, but for the base class of insertions, Insertion.
 CONDITIONS = {
     name: kind
     for name, kind in vars(public_conditions).items()
@@ -88,21 +94,17 @@ def _counts(sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any]
         are_text = text and isinstance(text, str) and isinstance(separator, str)
         if are_text and section.kind == "MeaninglessTokens":
             counts[name] = fillers.nearest_count(
-                load_tokenizer(),
-                text,
-                separator,
-                default.count,
-                own_line,
+                load_tokenizer(), text, separator, default.count, own_line
             )
 
-    if counts:
-        first_count = next(iter(counts.values()))
-        for name, section in without_count.items():
-            kind = known_kind(CONDITIONS, section.kind, f"conditions.{name}")
-            count_field = _options_model(kind).model_fields.get("count")
-            if count_field is not None and count_field.default is not None:
-                counts.setdefault(name, first_count)
-
+    if not counts:
+        return {}
+    first_count = next(iter(counts.values()))
+    for name, section in without_count.items():
+        kind = known_kind(CONDITIONS, section.kind, f"conditions.{name}")
+        count_field = _options_model(kind).model_fields.get("count")
+        if count_field is not None and count_field.default is not None:
+            counts.setdefault(name, first_count)
     return counts
 
 
@@ -126,29 +128,23 @@ def _variants(
 
     # An empty list is not swept but refused as a value.
     swept = {key: value for key, value in options.items() if isinstance(value, list) and value}
-    built = [
-        _build(
-            CONDITIONS,
-            section.kind,
-            options | dict(zip(swept, values, strict=True)),
-            where,
-            Condition.model_fields,
-        )
-        for values in product(*swept.values())
-    ]
+    # Each variant is built, so that every value is checked; sweep makes them all of the last.
+    for values in product(*swept.values()):
+        variant_options = options | dict(zip(swept, values, strict=True))
+        condition = _build(CONDITIONS, section.kind, variant_options, where, Condition.model_fields)
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
-    condition = _with_variants(built[-1], section, where)
+    condition = _as_its_section_says(condition, section, where)
     if not swept:
         return {name: condition}
-    variants = sweep(condition, **swept)  # sets the swept options again
+    variants = sweep(condition, **swept)
     return {f"{name}, {values}": variant for values, variant in variants.items()}
 
 
-def _with_variants(condition: Any, section: Condition, where: str) -> Any:
-    """The condition masked, unshifted and under the intervention that its section gives."""
+def _as_its_section_says(condition: Any, section: Condition, where: str) -> Any:
+    """The condition masked, unshifted and under an intervention, where its section says so."""
     for option in ("masked", "unshifted"):
         if getattr(section, option):
             if not hasattr(condition, option):
@@ -204,12 +200,12 @@ def _build(
 
 
 def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
-    """The class or figure of a kind."""
-    if kind not in kinds_by_name:
-        choices = ", ".join(kinds_by_name)
-        raise OptionError(
-            f"{where}.kind = {kind!r}: choose one of {choices}{near(kind, kinds_by_name)}"
-        )
+    """The class or figure of a kind; ``where`` is the section of the file, which errors name.
+
+    Raises:
+        OptionError: There is no such kind.
+    """
+    check_known(f"{where}.kind", kind, kinds_by_name)
     return kinds_by_name[kind]
 
 
@@ -239,7 +235,7 @@ def checked_options(
     try:
         return dict(model.model_validate_json(options_text))
     except ValidationError as error:
-        raise OptionError(all_words(error, model, f"{where}.")) from None
+        raise OptionError(validation_words(error, model, f"{where}.")) from None
 
 
 @cache
@@ -248,11 +244,12 @@ def _options_model(build: Callable) -> type[BaseModel]:
     hints = get_type_hints(build)
     options = {}
     for name, parameter in signature(build).parameters.items():
-        if name not in ("self", "result", "results"):
-            default = parameter.default
-            if default is parameter.empty:
-                default = ...  # pydantic's mark of a required field
-            options[name] = (hints[name], default)
+        if name in ("self", "result", "results"):
+            continue
+        default = parameter.default
+        if default is parameter.empty:
+            default = ...  # pydantic's mark of a required field
+        options[name] = (hints[name], default)
 
     # A field that repr leaves out is filled in before a run.
     if is_dataclass(build):

@@ -9,24 +9,26 @@ from typing import Annotated, Literal
 
 import typer
 
-from mechattn.errors import shown
+from mechattn.errors import Interrupted, MechattnError, OptionError, shown
 
 FIRST_LOOK = """\
-mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.
+mechattn measures what attention does inside a language model, with and without meaningless tokens
+before the question.
 
-  mechattn figures                                    a small real model on real questions; a page that opens offline
-  mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
-  mechattn verify toy:falcon                          check that the hooked model equals the model
-  mechattn paper --model YOURS                        what arXiv:2510.01032 published, beside what your model shows
-  mechattn run experiments/first/config.toml          a whole experiment from a file
-  mechattn run CONFIG.toml --shard 3/16               one of 16 parts, for a job array; then: mechattn merge
-  mechattn evaluate CONFIG.toml                       the effect on the model's answers
-  mechattn show RESULT.zarr                           a stored result, in the terminal
-  mechattn report RESULT.zarr                         the same as a page: every head, and the figures
-  mechattn export RESULT.zarr --csv heads.csv         every number of every head as a table
-  mechattn export-netcdf RESULT.zarr RESULT.nc        all its arrays as one file, for other programs
+  mechattn figures                               a small real model on real questions; a page
+  mechattn figures --model Qwen/Qwen2.5-1.5B     your model, from the hub or a directory
+  mechattn verify toy:falcon                     check that the hooked model equals the model
+  mechattn paper --model YOURS                   what arXiv:2510.01032 published, beside your model
+  mechattn run experiments/first/config.toml     a whole experiment from a file
+  mechattn run CONFIG.toml --shard 3/16          one of 16 parts; then: mechattn merge
+  mechattn evaluate CONFIG.toml                  the effect on the model's answers
+  mechattn show RESULT.zarr                      a stored result, in the terminal
+  mechattn report RESULT.zarr                    the same as a page: every head, and the figures
+  mechattn export RESULT.zarr --csv heads.csv    every number of every head as a table
+  mechattn export-netcdf RESULT.zarr RESULT.nc   all its arrays as one file, for other programs
 
-Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
+Each takes --help. In Python: import mechattn as ma.
+Completion for your shell: mechattn --install-completion
 """
 DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
@@ -83,8 +85,7 @@ def first_look(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Measure what attention does, with and without meaningless tokens. Start with: mechattn
-    figures"""
+    """What is printed without a command."""
     if version:
         import mechattn
 
@@ -115,9 +116,9 @@ def figures(
         ),
     ] = None,
     heads: Annotated[
-        str,
+        str | None,
         typer.Option(help="The heads to draw, such as 2,3,4; by default those that change most."),
-    ] = "",
+    ] = None,
     text: Annotated[str, typer.Option(help="The meaningless text to repeat.")] = "/",
     separator: Annotated[
         str, typer.Option(help='The text between two repetitions; "" for none.')
@@ -144,7 +145,7 @@ def figures(
     Heads are chosen by their change on one half of the prompts, and drawn on the other half.
     """
     from mechattn.commands.figures import make_figures
-    from mechattn.toml_sections import checked
+    from mechattn.toml_sections import config_of
 
     if system is None and prompts == "gsm8k":
         system = REASON
@@ -157,25 +158,19 @@ def figures(
     }
     if answer_field:
         prompt_section |= {"answer": answer_field, "with_answer": True}
-    config = checked(
+    inserted = {"text": text, "count": count, "place": place, "separator": separator}
+    output = {
+        "result": str(out / "{model}.zarr"),
+        "page": str(out / "index.html"),
+        "layer": layer,
+        "heads": _head_numbers(heads),
+    }
+    config = config_of(
         {
             "model": model,
             "prompts": prompt_section,
-            "conditions": {
-                "slash": {
-                    "kind": "MeaninglessTokens",
-                    "text": text,
-                    "count": count,
-                    "place": place,
-                    "separator": separator,
-                }
-            },
-            "output": {
-                "result": str(out / "{model}.zarr"),
-                "page": str(out / "index.html"),
-                "layer": layer,
-                "heads": _head_numbers(heads),
-            },
+            "conditions": {"slash": inserted},
+            "output": output,
             "seed": seed,
             "device": device,
             "dtype": dtype,
@@ -333,7 +328,7 @@ def verify(
 @app.command()
 def show(result: Annotated[str, typer.Argument(help="A stored result.")]) -> None:
     """Print a stored result: verdicts, quantities and provenance."""
-    from mechattn.commands.pages import summary
+    from mechattn.commands.stored_results import summary
     from mechattn.store.reading import load_result
 
     _say(summary(load_result(result)))
@@ -349,8 +344,8 @@ def report(
         int | None, typer.Option(help="The layer to draw; by default the first measured one.")
     ] = None,
     heads: Annotated[
-        str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")
-    ] = "",
+        str | None, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")
+    ] = None,
     top: Annotated[
         int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")
     ] = 3,
@@ -358,7 +353,7 @@ def report(
     force: Force = False,
 ) -> None:
     """Write a page of stored results with all their figures; it opens offline."""
-    from mechattn.commands.pages import report as write_report
+    from mechattn.commands.stored_results import report as write_report
 
     missing = write_report(
         results, out, layer, _head_numbers(heads), _command(), force, top, memory
@@ -379,7 +374,7 @@ def export(
     memory: Memory = "2GiB",
 ) -> None:
     """Write every quantity of every head, its change, its null and its q, as one CSV file."""
-    from mechattn.commands.pages import export_csv
+    from mechattn.commands.stored_results import export_csv
 
     path, missing = export_csv(results, csv, memory)
     for words in missing:
@@ -393,7 +388,7 @@ def export_arrays(
     out: Annotated[Path, typer.Argument(help="The file, which ends with .nc.")],
 ) -> None:
     """Write all arrays of a result as one NetCDF file."""
-    from mechattn.commands.pages import export_netcdf
+    from mechattn.commands.stored_results import export_netcdf
 
     _say(f"Wrote {export_netcdf(result, out)}")
 
@@ -402,14 +397,15 @@ def _template(chat_template: bool | None) -> Literal["chat", "plain"] | None:
     """What --chat-template asks for, and --no-chat-template; None without either."""
     if chat_template is None:
         return None
-    return "chat" if chat_template else "plain"
+    if chat_template:
+        return "chat"
+    return "plain"
 
 
-def _head_numbers(text: str) -> list[int] | None:
-    from mechattn.errors import OptionError
-
+def _head_numbers(text: str | None) -> list[int] | None:
+    """The heads that --heads names; None where the data choose them."""
     if not text:
-        return None  # chosen by the data
+        return None
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
@@ -422,6 +418,7 @@ def _say(text: str, err: bool = False) -> None:
 
 
 def _command() -> str:
+    """The command line, for the record."""
     from mechattn.results.provenance import command_of
 
     return command_of(sys.argv[1:])
@@ -433,8 +430,6 @@ def main() -> None:
     Waiting torch threads sleep unless the environment says otherwise. By default they spin, and a
     toy's run takes five times as long if another program needs the same core.
     """
-    from mechattn.errors import Interrupted, MechattnError
-
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch is imported
     try:
         app()

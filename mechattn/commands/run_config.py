@@ -20,24 +20,27 @@ from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
 from mechattn.jobs.executors import executor_named
 from mechattn.jobs.job import Job
-from mechattn.jobs.resumable_run import WHOLE, Shard, compute, parse_shard, shard_place
+from mechattn.jobs.resumable_run import (
+    WHOLE,
+    checked_shard_place,
+    compute,
+    parse_shard,
+    shard_place,
+)
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.pages.page import results_page
 from mechattn.pages.sections import HeadChoice
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt, Template
-from mechattn.render.figure_declaration import FIGURES as DECLARED
-from mechattn.render.figure_declaration import check_heads
+from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.writing import check_result_or_place, check_result_place
-from mechattn.toml_sections import Config, Figure, read_sections
+from mechattn.toml_sections import Config, Figure, Output, TemplateWord, read_sections
 
-TemplateWord = Literal["auto", "plain", "chat", "joined"]
-FIGURES: dict[str, Callable] = {
-    name: declared.draw for name, declared in DECLARED.items() if declared.draws_results
+DRAW_FUNCTIONS: dict[str, Callable] = {
+    kind: declared.draw for kind, declared in FIGURES.items() if declared.draws_results
 }
 
 
@@ -72,118 +75,110 @@ def run_from_config(
 
     Returns:
         What was written: results, then the page.
-    """
-    config = with_prompt_options(read_config(path), system, template)
-    if values is not None:
-        config = config.model_copy(update={"values": values})
-    command = command_of(words, config.paths) if words else ""
-    number_and_count = parse_shard(shard)
-    chosen_executor = executor_named(
-        executor or config.executor,
-        address or config.address,
-        workers or config.workers,
-    )
 
-    figures = _page_figures(config)
-    places, prompts = prepared(config, force, shard=number_and_count, used=not fresh)
+    Raises:
+        MechattnError: Something in the file cannot be used, or the run was interrupted.
+    """
+    config = with_options(
+        read_config(path),
+        system=system,
+        template=template,
+        executor=executor,
+        address=address,
+        workers=workers,
+        values=values,
+    )
+    command = ""
+    if words:
+        command = command_of(words, config.paths)
+    chosen_shard = parse_shard(shard)
+    chosen_executor = executor_named(config.executor, config.address, config.workers)
+
+    output = output_of(config)
+    figures = page_figures(config, output)
+    places = places_of(config, output.result)
+    if output.page is not None:
+        check_page_place(output.page, force)
+    for place in places.values():
+        checked_shard_place(place, chosen_shard, fresh)
+    prompts = checked_prompts(config, figures, any(map(_chooses_heads, figures)))
 
     written: list[Path | str] = []
     results = []
     for model, place in places.items():
         job = _job(config, model, prompts[model], figures, command)
-        result, is_new = compute(job, place, number_and_count, chosen_executor, fresh)
+        result, is_new = compute(job, place, chosen_shard, chosen_executor, fresh)
         results.append(result)
         if is_new:
-            result_path = shard_place(place, number_and_count)
-            is_remote = "://" in str(result_path)
-            written.append(result_path if is_remote else Path(result_path))
+            written.append(shard_place(place, chosen_shard))
 
-    if config.output.page and number_and_count == WHOLE:
-        further_figures = figures
+    if output.page is not None and chosen_shard == WHOLE:
         if config.figures is None:
-            # By default there is a figure for each condition, and that of the first leads the page.
-            further_figures = figures[1:]
-        drawings = [(FIGURES[figure.kind], figure.options) for figure in further_figures]
-        page = results_page(
-            results,
-            config.output.page,
-            drawings,
-            command,
-            force=force,
-            choice=head_choice(config),
+            # There is one for each condition, and that of the first leads the page anyway.
+            figures = figures[1:]
+        drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
+        choice = head_choice(output)
+        written.append(
+            results_page(results, output.page, drawings, command, force=force, choice=choice)
         )
-        written.append(page)
 
     return written
 
 
-def head_choice(config: Config) -> HeadChoice:
-    """Which heads the lines show that lead the page of a config."""
-    heads = config.output.heads
-    if isinstance(heads, int):
-        heads = [heads]
-    return HeadChoice(config.output.layer, heads, config.output.top)
-
-
-def prepared(
-    config: Config,
-    force: bool,
-    *,
-    shard: Shard = WHOLE,
-    used: bool = False,
-    chooses_heads: bool = False,
-) -> tuple[dict[str, str], dict[str, list[Prompt]]]:
-    """Each model's place for its result, and its prompts, after all checks that need no model.
-
-    Args:
-        config: The config.
-        force: Whether a page that mechattn did not write is replaced.
-        shard: The number of a shard, and how many there are.
-        used: Whether a result that is stored there may be used, so that nothing is written.
-        chooses_heads: Whether heads are chosen by the data, beyond those of the config's figures.
-
-    Returns:
-        The place of each model's result, and the prompts of each, by the model's name.
+def output_of(config: Config) -> Output:
+    """The section [output] of a config, which every command but ``evaluate`` needs.
 
     Raises:
-        MechattnError: The config names no place, a place cannot be written to, a layer or head does
-            not exist, or there are too few prompts for a page.
+        OptionError: There is none.
     """
-    if not config.output.result:
+    if config.output is None:
         raise OptionError(
             'the config names no place for the result: add a section [output] with result = "…"'
         )
+    return config.output
 
-    figures = _page_figures(config)
-    places = places_of(config, config.output.result)
-    if config.output.page is not None:
-        check_page_place(config.output.page, force)
-    for place in places.values():
-        stored_at = shard_place(place, shard)
-        if used:
-            check_result_or_place(stored_at)
-        else:
-            check_result_place(stored_at)
+
+def head_choice(output: Output) -> HeadChoice:
+    """Which heads the lines show that lead the page."""
+    heads = None
+    if output.heads is not None:
+        heads = _listed(output.heads)
+    return HeadChoice(output.layer, heads, output.top)
+
+
+def checked_prompts(
+    config: Config, figures: Sequence[Figure], chooses_heads: bool
+) -> dict[str, list[Prompt]]:
+    """The prompts of each model, after all checks of figures that need no model.
+
+    Args:
+        config: The config.
+        figures: The figures of its page.
+        chooses_heads: Whether the data choose the heads that are shown.
+
+    Raises:
+        MechattnError: A layer or head does not exist, the prompts cannot be loaded, or there are
+            too few for a page.
+    """
     for model in config.models:
         check_in_model(model, config.layers, figures)
 
     prompts = prompts_by_model(config)
-    first_model = config.models[0]
-    count = len(prompts[first_model])  # every model has the same
+    count = len(prompts[config.models[0]])  # every model has the same
     needed = FEWEST
     reason = "it shows intervals"
-    if chooses_heads or any(map(_chooses_heads, figures)):
+    if chooses_heads:
         needed = 2 * FEWEST
         reason = "the heads are chosen on one half and shown on the other"
     if figures and count < needed:
         raise OptionError(
             f"a page needs at least {needed} prompts, since {reason}; there are only {count}"
         )
-    return places, prompts
+    return prompts
 
 
 def places_of(config: Config, pattern: str) -> dict[str, str]:
-    """Each model's file, with its name in place of "{model}"."""
+    """Each model's place, with the model's name in place of "{model}"."""
     names = file_names(config.models)
     return {model: pattern.replace("{model}", name) for model, name in names.items()}
 
@@ -221,15 +216,23 @@ def template_of(model: str, word: TemplateWord) -> Template:
     return "plain"
 
 
-def with_prompt_options(
-    config: Config, system: str | None, template: TemplateWord | None
+def with_options(
+    config: Config, *, system: str | None, template: TemplateWord | None, **options: Any
 ) -> Config:
-    """A config whose prompts have another text before the question, or another template."""
-    options = {"system": system, "template": template}
-    given_options = {name: value for name, value in options.items() if value is not None}
+    """A config with what the command line says in place of the file; None where it says nothing.
 
-    prompts = config.prompts.model_copy(update=given_options)
-    return config.model_copy(update={"prompts": prompts})
+    Args:
+        config: The config of the file.
+        system: The text before each question.
+        template: The template of the prompts.
+        options: Keys at the top of the file.
+    """
+    prompts = config.prompts.model_copy(update=_given(system=system, template=template))
+    return config.model_copy(update={**_given(**options), "prompts": prompts})
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _job(
@@ -240,13 +243,11 @@ def _job(
     if any(map(_chooses_heads, figures)):
         keep = "prompts"  # heads are chosen on some of them and shown on others
 
-    conditions = build_conditions(config.conditions, partial(tokenizer_named, model))
-    analyses = build_analyses(config.analyses)
     return Job(
         model,
         prompts,
-        conditions,
-        analyses,
+        build_conditions(config.conditions, partial(tokenizer_named, model)),
+        build_analyses(config.analyses),
         RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
         dtype=config.dtype,
         device=config.device,
@@ -260,9 +261,8 @@ def _job(
     )
 
 
-def _page_figures(config: Config) -> list[Figure]:
+def page_figures(config: Config, output: Output) -> list[Figure]:
     """The figures of the page; without [[figures]] received attention under each condition."""
-    output = config.output
     if output.page is None:
         return []
     if config.figures is not None:
@@ -272,11 +272,9 @@ def _page_figures(config: Config) -> list[Figure]:
     if layer is None:
         measured_layers = config.layers or [0]
         layer = measured_layers[0]
-    section: dict[str, Any] = {"kind": "received_attention", "layer": layer}
+    section = {"kind": "received_attention", "layer": layer, "heads": output.heads}
     if output.heads is None:
-        section["top"] = output.top
-    else:
-        section["heads"] = output.heads
+        section = {"kind": "received_attention", "layer": layer, "top": output.top}
 
     conditions = list(build_conditions(config.conditions)) or [BASELINE]
     return [Figure.model_validate(section | {"condition": name}) for name in conditions]
@@ -289,53 +287,49 @@ def check_in_model(name: str, layers: Sequence[int] | None, figures: Sequence[Fi
         return
 
     layer_count, head_count = size
-    layers_to_check = list(layers or [])
-    for figure in figures:
-        layers_to_check += _layers_of(figure)
-
-    for layer in layers_to_check:
+    shown_layers = [layer for figure in figures for layer in _layers_of(figure)]
+    for layer in [*(layers or []), *shown_layers]:
         if not 0 <= layer < layer_count:
             raise OptionError(
                 f"layer {layer} is out of range: {name} has layers 0 to {layer_count - 1}"
             )
 
-    measured_layers = list(layers or range(layer_count))
-    for figure in figures:
-        _check_layers_and_heads(figure, measured_layers, head_count)
+    _check_layers_and_heads(figures, list(layers or range(layer_count)), head_count)
 
 
 def _check_figures_of_model(
     figures: Sequence[Figure], model: HookedModel, layers: list[int]
 ) -> None:
     """Check, now that the model is loaded, that its figures' layers and heads are measured."""
-    head_count = model.cfg.n_heads
+    _check_layers_and_heads(figures, layers, model.cfg.n_heads)
+
+
+def _check_layers_and_heads(figures: Sequence[Figure], layers: list[int], head_count: int) -> None:
+    """Check that the layers and heads of figures exist and are measured."""
     for figure in figures:
-        _check_layers_and_heads(figure, layers, head_count)
-
-
-def _check_layers_and_heads(figure: Figure, layers: list[int], head_count: int) -> None:
-    """Check that the layers and heads of a figure exist and are measured."""
-    for layer in _layers_of(figure):
-        if layer not in layers:
-            raise OptionError(
-                f"{figure.kind} shows layer = {layer}, which is not among those measured, {layers}"
-            )
-
-    heads = shown_options(figure).get("heads")
-    if isinstance(heads, int):
-        heads = [heads]
-    if heads is not None:
-        check_heads(heads, head_count)
+        for layer in _layers_of(figure):
+            if layer not in layers:
+                raise OptionError(
+                    f"{figure.kind} shows layer = {layer}, which is not among those measured,"
+                    f" {layers}"
+                )
+        heads = shown_options(figure).get("heads")
+        if heads is not None:
+            check_heads(_listed(heads), head_count)
 
 
 def _layers_of(figure: Figure) -> list[int]:
     """The layers that a figure shows, if it shows single ones."""
-    layer = shown_options(figure).get("layer")
-    if layer is None:
+    return _listed(shown_options(figure).get("layer"))
+
+
+def _listed(numbers: list[int] | int | None) -> list[int]:
+    """The layers or heads of an option that takes one, several or none."""
+    if numbers is None:
         return []
-    if isinstance(layer, list):
-        return layer
-    return [layer]
+    if isinstance(numbers, int):
+        return [numbers]
+    return numbers
 
 
 def _chooses_heads(figure: Figure) -> bool:
@@ -344,7 +338,7 @@ def _chooses_heads(figure: Figure) -> bool:
         return True
 
     lists_heads = figure.options.get("heads") is not None
-    return DECLARED[figure.kind].chooses_heads and not lists_heads
+    return FIGURES[figure.kind].chooses_heads and not lists_heads
 
 
 def read_config(path: str | Path) -> Config:
@@ -355,9 +349,9 @@ def read_config(path: str | Path) -> Config:
     """
     config = read_sections(path)
     try:
-        build_conditions(config.conditions)
+        conditions = build_conditions(config.conditions)
         build_analyses(config.analyses)
-        _check_figures(config)
+        _check_figures(config, list(conditions))
         file_names(config.models)
     except RecursionError:
         raise OptionError(f"{path} is nested too deeply") from None
@@ -366,7 +360,7 @@ def read_config(path: str | Path) -> Config:
 
     if len(config.models) > 1:
         needs = f'{path}: {len(config.models)} models need "{{model}}" in'
-        if config.output.result and "{model}" not in config.output.result:
+        if config.output and "{model}" not in config.output.result:
             raise OptionError(f"{needs} output.result, to give each its own result")
         if config.evaluation and "{model}" not in config.evaluation.out:
             raise OptionError(f"{needs} evaluation.out, to give each its own file")
@@ -375,13 +369,13 @@ def read_config(path: str | Path) -> Config:
 
 def shown_options(figure: Figure, where: str = "figures") -> dict[str, Any]:
     """The options of a figure, including defaults."""
-    draw = known_kind(FIGURES, figure.kind, where)
+    draw = known_kind(DRAW_FUNCTIONS, figure.kind, where)
     return checked_options(draw, figure.options, where)
 
 
-def _check_figures(config: Config) -> None:
-    """Check that each figure is known, gets valid options, and shows conditions and analyses."""
-    conditions = list(build_conditions(config.conditions))
+def _check_figures(config: Config, conditions: list[str]) -> None:
+    """Check that each figure is known, gets valid options, and shows conditions and analyses that
+    there are."""
     analyses = {section.kind for section in config.analyses}
     for index, figure in enumerate(config.figures or []):
         where = f"figures[{index}]"
@@ -403,15 +397,16 @@ def _check_figures(config: Config) -> None:
 
 def _analyses_for(figure: Figure, options: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
-    declared = DECLARED[figure.kind]
-    instances = {kind: analysis_class() for kind, analysis_class in ANALYSES.items()}
+    declared = FIGURES[figure.kind]
     if declared.needs:
         dataset = declared.analysis(options)
-        return [kind for kind, analysis in instances.items() if analysis.name == dataset]
+        return [
+            kind for kind, analysis_class in ANALYSES.items() if analysis_class().name == dataset
+        ]
 
     kinds = []
-    for kind, analysis in instances.items():
-        quantities = {name.removesuffix("_by_segment") for name in analysis.quantities}
+    for kind, analysis_class in ANALYSES.items():
+        quantities = {name.removesuffix("_by_segment") for name in analysis_class().quantities}
         if options["quantity"] in quantities:
             kinds.append(kind)
     if not kinds:

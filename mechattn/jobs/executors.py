@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import WARNING
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -25,12 +25,11 @@ from mechattn.results.result import Result
 ExecutorName = Literal["local", "ray"]
 TRIES = 3  # of a chunk whose worker dies
 LOOPBACK = ("127.0.0.1", "::1")
-# Where Ray does not support clusters of several machines it stays on the loopback address, and this
-# says so anywhere.
+# Ray stays on the loopback address where it supports no clusters of several machines, as on Windows
+# and macOS; its code asks this variable on every system.
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
-@runtime_checkable
 class Executor(Protocol):
     """Something that computes chunks."""
 
@@ -40,7 +39,16 @@ class Executor(Protocol):
 
 
 def executor_named(name: str, address: str | None = None, workers: int | None = None) -> Executor:
-    """Return the executor with a given name."""
+    """The executor of a name.
+
+    Args:
+        name: "local" or "ray".
+        address: The address of a Ray cluster, as for :class:`Ray`.
+        workers: The number of workers in it, as for :class:`Ray`.
+
+    Raises:
+        OptionError: There is no such executor, or what is for a cluster is given without one.
+    """
     check_choice(ExecutorName, executor=name)
     if name == "ray":
         return Ray(address, workers)
@@ -82,30 +90,39 @@ class Ray:
 
     def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
         """Yield each chunk's number and result as they arrive; all prompts are checked before
-        that."""
+        that.
+
+        Raises:
+            MechattnError: There is no cluster, a worker refuses its chunk, or workers die.
+        """
         ray = self._connected()
         from ray.util import ActorPool
 
         threads = job.threads or 1
         resources = ray.cluster_resources()
         gpus = int(resources.get("GPU", 0))
-        workers = self.workers or gpus or int(resources.get("CPU", 1)) // threads
+        cpus_of_actor = threads
+        default_workers = int(resources.get("CPU", 1)) // threads
+        if gpus:
+            cpus_of_actor = 1
+            default_workers = gpus
 
         actor_class = ray.remote(Worker).options(
-            num_cpus=1 if gpus else threads,
+            num_cpus=cpus_of_actor,
             num_gpus=min(gpus, 1),
-            max_restarts=-1,
+            max_restarts=-1,  # as often as needed
             max_task_retries=TRIES - 1,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )
 
         stored_job = ray.put(replace(job, threads=threads))  # once, for any number of actors
-        count = max(1, min(workers, len(chunks)))
+        count = max(1, min(self.workers or default_workers, len(chunks)))
         actors = [actor_class.remote(stored_job) for _ in range(count)]
         pool = ActorPool(actors)
 
         try:
-            for _ in pool.map_unordered(lambda actor, n: actor.check.remote(n), list(chunks)):
+            checks = pool.map_unordered(lambda actor, n: actor.check.remote(n), list(chunks))
+            for _ in checks:  # all prompts are read before any is measured
                 pass
             yield from pool.map_unordered(lambda actor, n: actor.part.remote(n), list(chunks))
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
@@ -124,11 +141,15 @@ class Ray:
                 ray.kill(actor)
 
     def _connected(self) -> Any:
-        """Ray, connected to a cluster."""
+        """Ray, connected to the cluster at the address, or to one of this machine.
+
+        Raises:
+            OptionError: There is none, or Ray is not installed.
+        """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends no usage data
         try:
             if self.address is None:
-                return _started_alone()
+                return _with_private_cluster()
             import ray
 
             if not ray.is_initialized():
@@ -144,9 +165,13 @@ class Ray:
         return ray
 
 
-def _started_alone() -> Any:
+def _with_private_cluster() -> Any:
     """Ray, with a cluster that no other machine can reach; one that the user has started is used as
-    it is."""
+    it is.
+
+    Raises:
+        OptionError: Ray starts one that others can reach.
+    """
     # A token for this cluster only, in the mode that the user has set or Ray has read.
     variables = {**ONE_MACHINE, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
@@ -156,7 +181,7 @@ def _started_alone() -> Any:
 
         if ray.is_initialized():
             return ray
-        # Ray may have been imported, and have read its environment, before.
+        # Ray reads ONE_MACHINE when it is imported, which may have been before.
         constants = ray._private.ray_constants
         was_enabled = constants.ENABLE_RAY_CLUSTER
         constants.ENABLE_RAY_CLUSTER = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -23,10 +23,9 @@ from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.tokenization import tokenize
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
-from mechattn.results.result import Result, in_half_the_space
+from mechattn.results.result import CHUNK, Result, in_half_the_space, with_provenance
 
-CHUNK = 64  # prompts
-_BEGINNING = 64  # tokens
+_SHOWN_TOKENS = 64  # of the first prompt, where a job is compared with an earlier one
 Values = Literal["float32", "float16"]
 
 
@@ -102,31 +101,30 @@ class Job:
     def decides(self) -> dict[str, Any]:
         """Everything that determines the numbers, as data that JSON holds, to be compared with that
         of a later run."""
+        fields = ("model", "dtype", "verify", "chunk", "threads", "values")
         conditions = self.conditions or {}
-        own_fields = ("model", "dtype", "verify", "chunk", "threads", "values")
-        decided: dict[str, Any] = {name: repr(getattr(self, name)) for name in own_fields}
-        decided |= {name: repr(value) for name, value in vars(self.options).items()}
+        return {
+            **{name: repr(getattr(self, name)) for name in fields},
+            **{name: repr(value) for name, value in vars(self.options).items()},
+            "prompts": {"count": len(self.prompts), "hash": provenance.digest(self.prompts)},
+            "token_ids": self._token_ids(),
+            # Groups do not change the numbers, but are stored with them.
+            "groups": provenance.digest(prompt.group for prompt in self.prompts),
+            "weights": stored_hash(self.model),
+            "conditions": {name: identity(value) for name, value in conditions.items()},
+            "analyses": identity(self.analyses),
+            "versions": provenance.versions(),
+        }
 
-        prompt_hash = provenance.digest(self.prompts)
-        decided["prompts"] = f"{len(self.prompts)} with the hash {prompt_hash}"
-        decided["token_ids"] = self._token_ids()
-        # Groups do not change the numbers, but are stored with them.
-        decided["groups"] = provenance.digest(prompt.group for prompt in self.prompts)
-        decided["weights"] = stored_hash(self.model)
-        decided["conditions"] = {name: identity(value) for name, value in conditions.items()}
-        decided["analyses"] = identity(self.analyses)
-        decided["versions"] = provenance.versions()
-        return decided
-
-    def _token_ids(self) -> str:
-        """A hash of what the prompts' texts become, and how the first begins: a chat template may
-        write the date."""
+    def _token_ids(self) -> dict[str, str] | None:
+        """A hash of the tokens of the prompts' texts, and how the first begin: a chat template may
+        write the date; None if tokens were given in place of texts."""
         if all(prompt.tokens for prompt in self.prompts):
-            return "as given"
+            return None
         reader: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
         token_ids = [tokenize(prompt, reader).tokens.tolist() for prompt in self.prompts]
-        beginning = reader.tokenizer.decode(token_ids[0][:_BEGINNING])
-        return f"{provenance.digest(token_ids)}, of which the first begin {beginning!r}"
+        beginning = reader.tokenizer.decode(token_ids[0][:_SHOWN_TOKENS])
+        return {"hash": provenance.digest(token_ids), "first": beginning}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -135,14 +133,14 @@ class Job:
         return provenance.digest([json.dumps(self.decides)])
 
 
+@dataclass
 class Worker:
     """Loads a job's model once, and computes any of its chunks.
 
     The model is loaded at the first chunk, because Ray loses the errors of constructors.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    job: Job
 
     @cached_property
     def plan(self) -> Plan:
@@ -167,12 +165,11 @@ class Worker:
         self.plan.sequences(self._prompts(chunk))
 
     def part(self, chunk: int) -> tuple[int, Result]:
-        """Return the number and the result of a chunk."""
+        """A chunk's number, and its result."""
         prompts = self._prompts(chunk)
         result = self.run.result(prompts, self.plan.sequences(prompts), self.job.chunks[chunk])
 
-        details = {"chunk": self.job.chunk, "command": self.job.command}
-        result = replace(result, provenance={**result.provenance, **details})
+        result = with_provenance(result, chunk=self.job.chunk, command=self.job.command)
         if self.job.values == "float16":
             result = in_half_the_space(result)
         return chunk, result

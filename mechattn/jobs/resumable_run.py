@@ -11,26 +11,34 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from mechattn.errors import Interrupted, MechattnError, OptionError, OutputError
+from mechattn.errors import Interrupted, MechattnError, OptionError, OutputError, say
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named
 from mechattn.jobs.job import Job
 from mechattn.results.merge import check_same_run, merge_results
-from mechattn.results.result import Result
-from mechattn.store.atomic_writes import LOCK, say, sweep
-from mechattn.store.objects import DamagedResult, Place, place_of
+from mechattn.results.result import Result, with_provenance
+from mechattn.store.atomic_writes import LOCK, sweep
+from mechattn.store.objects import DamagedResult, Place, errors_of_files, place_of
 from mechattn.store.reading import load_result, open_checked_result, open_result
 from mechattn.store.writing import check_result_or_place, check_result_place, save_result
 
-Shard = tuple[int, int]
-WHOLE: Shard = (1, 1)
+
+@dataclass(frozen=True)
+class Shard:
+    """Some chunks of a job: every ``count``-th from the one of this number, counted from 1."""
+
+    number: int
+    count: int
+
+
+WHOLE = Shard(1, 1)
 CHUNK_NAME = re.compile(r"[0-9]{5,}\.zarr")
 UNFINISHED_NAME = re.compile(r"\.[0-9]{5,}\.zarr\.mechattn-[a-z0-9_]{8}")
 
@@ -73,104 +81,120 @@ def compute(
     job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
 ) -> tuple[Result, bool]:
     """As :func:`run_job`; the result, and whether it was computed now and not stored before."""
-    path = shard_place(path, shard)
-    if fresh:
-        check_result_place(path)
-    else:
-        check_result_or_place(path)
-
-    number, count = shard
-    chunks = list(range(number - 1, len(job.chunks), count))
+    path = checked_shard_place(path, shard, fresh)
+    chunks = list(range(shard.number - 1, len(job.chunks), shard.count))
     if not chunks:
         raise OptionError(
-            f"shard {number}/{count} has nothing to do: {len(job.prompts)} prompts in chunks of "
-            f"{job.chunk} make {len(job.chunks)} chunks. Use fewer shards or smaller chunks"
+            f"shard {shard.number}/{shard.count} has nothing to do: {len(job.prompts)} prompts in"
+            f" chunks of {job.chunk} make {len(job.chunks)} chunks. Use fewer shards or smaller"
+            " chunks"
         )
 
     if not fresh and _is_stored(job, path, chunks):
         say(f"{path} already holds the result of this run; nothing was computed")
         if chunks_folder(path).is_dir():  # of a run that was killed at its end, or of another job
-            with suppress(MechattnError), kept_chunks(path, job, chunks) as chunk_store:
-                chunk_store.finished()
-                chunk_store.delete()
+            with suppress(MechattnError), locked_chunks(path, job) as chunk_folder:
+                chunk_folder.finished()  # refuses those of another job, which then stay
+                chunk_folder.delete()
         return load_result(path), False
 
     check_result_place(path)
-    with kept_chunks(path, job, chunks) as chunk_store:
+    with locked_chunks(path, job) as chunk_folder:
         if fresh:
-            chunk_store.discard()
+            chunk_folder.discard()
 
-        finished = chunk_store.finished()
+        finished = chunk_folder.finished()
         try:
-            _compute_missing(chunk_store, finished, executor)
+            _compute_missing(chunk_folder, chunks, finished, executor)
             merged = merge_results([finished[chunk] for chunk in chunks])
-            provenance = {**merged.provenance, "job": job.fingerprint}
-            save_result(replace(merged, provenance=provenance), path)
+            save_result(with_provenance(merged, job=job.fingerprint), path)
         except KeyboardInterrupt:
             raise Interrupted(
                 f"stopped; {len(finished)} of {len(chunks)} chunks are done and kept in "
-                f"{chunk_store.folder}; rerun the command to resume"
+                f"{chunk_folder.path}; rerun the command to resume"
             ) from None
 
-        chunk_store.delete()
+        chunk_folder.delete()
 
     return load_result(path), True
 
 
 def parse_shard(text: str | None) -> Shard:
-    """Parse the number and the count of shards from "3/16"."""
+    """The shard that a text such as "3/16" names; the whole job without one.
+
+    Raises:
+        OptionError: The text names none.
+    """
     if text is None:
         return WHOLE
 
     match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise OptionError(f'shard {text!r}: write the third of 16 as "3/16"')
-    return int(match[1]), int(match[2])
+    return Shard(int(match[1]), int(match[2]))
 
 
 def shard_place(path: str | Path, shard: Shard) -> str | Path:
-    """Return the path of a shard's result: "llama.zarr" gives "llama-3-of-16.zarr"."""
+    """Where a shard's result is stored: "llama.zarr" gives "llama-3-of-16.zarr"."""
     if shard == WHOLE:
         return path
     folder, slash, last_part = str(path).rpartition("/")
 
     name = PurePosixPath(last_part)
-    return f"{folder}{slash}{name.stem}-{shard[0]}-of-{shard[1]}{name.suffix}"
+    return f"{folder}{slash}{name.stem}-{shard.number}-of-{shard.count}{name.suffix}"
+
+
+def checked_shard_place(path: str | Path, shard: Shard, fresh: bool) -> str | Path:
+    """Where a shard's result is stored, after a check that one can be stored there; without
+    ``fresh``, one that is there already may be what is asked for.
+
+    Raises:
+        OutputError: Nothing can be stored there.
+    """
+    place = shard_place(path, shard)
+    if fresh:
+        check_result_place(place)
+    else:
+        check_result_or_place(place)
+    return place
 
 
 def chunks_folder(path: str | Path) -> Path:
-    """Return where finished chunks are kept: next to the result, or in the current folder if it
-    goes to an address."""
+    """Where finished chunks are kept: next to the result, or in the current folder if it goes to an
+    address."""
     place = place_of(path)
-    folder = place.folder.parent if place.folder else Path.cwd()
+    folder = Path.cwd()
+    if place.folder:
+        folder = place.folder.parent
     return folder / f"{PurePosixPath(str(place)).name}.parts"
 
 
 @dataclass(frozen=True)
-class KeptChunks:
-    """The finished chunks of a job, or of a shard of it, in a folder that no other process uses."""
+class ChunkFolder:
+    """The finished chunks of a job, in a folder that no other process uses."""
 
-    folder: Path
+    path: Path
     job: Job
-    chunks: list[int]
 
-    def path(self, chunk: int) -> Path:
+    def chunk_path(self, chunk: int) -> Path:
         """Where a chunk is kept."""
-        return self.folder / f"{chunk:05d}.zarr"
+        return self.path / f"{chunk:05d}.zarr"
 
     def finished(self) -> dict[int, Result]:
-        """The chunks that need not be computed; damaged ones are deleted, those of another job
-        refused."""
+        """The chunks that need not be computed; damaged ones are deleted.
+
+        Raises:
+            OptionError: One is of another job; the message says what differs.
+        """
         results = {}
-        for path in sorted(self.folder.iterdir()):
+        for path in sorted(self.path.iterdir()):
             if not CHUNK_NAME.fullmatch(path.name):
                 continue
             chunk = int(path.stem)
             try:
                 result = open_checked_result(path)
                 self._check_job(result)
-                expected = self.job.chunks[chunk : chunk + 1]
-                if [_places(result)] != [list(places) for places in expected]:
+                if chunk >= len(self.job.chunks) or not _holds(result, self.job.chunks[chunk]):
                     raise DamagedResult(f"{path} is another chunk")
                 results[chunk] = result
             except DamagedResult as error:
@@ -180,49 +204,51 @@ class KeptChunks:
         return results
 
     def discard(self) -> None:
-        """Delete all chunks, and what killed processes have left of some."""
-        for path in self.folder.iterdir():
+        """Delete all chunks, and what killed processes have left of them."""
+        for path in self.path.iterdir():
             if CHUNK_NAME.fullmatch(path.name):
                 _delete_chunk(path)
             elif UNFINISHED_NAME.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def delete(self) -> None:
-        """Delete the folder, now that the result is stored; what somebody has put there meanwhile
-        stays."""
+        """Delete the folder, now that the result is stored; what is not ours in it stays."""
         with suppress(OSError, OutputError):
             self.discard()
-            (self.folder / LOCK).unlink(missing_ok=True)
-            self.folder.rmdir()
+            (self.path / LOCK).unlink(missing_ok=True)
+            self.path.rmdir()
 
     def _check_job(self, result: Result) -> None:
         """Refuse a chunk of another job, and say what differs."""
         decided = result.provenance.get("job")
+        if not isinstance(decided, dict):  # the result of a whole job, or of no job
+            decided = {}
         for name, value in self.job.decides.items():
-            earlier = decided.get(name) if isinstance(decided, dict) else None
+            earlier = decided.get(name)
             if earlier != value:
                 raise OptionError(
-                    f"{self.folder} keeps chunks of another run: {name} was {earlier!s:.300} and "
+                    f"{self.path} keeps chunks of another run: {name} was {earlier!s:.300} and "
                     f"is now {value!s:.300}. Restore it to resume, or discard them and start "
                     "again: mechattn run --fresh, in Python fresh=True"
                 )
 
 
 @contextmanager
-def kept_chunks(path: str | Path, job: Job, chunks: list[int]) -> Iterator[KeptChunks]:
-    """The kept chunks of a result, locked for this process within a ``with`` block."""
+def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
+    """The kept chunks of a result, locked for this process within a ``with`` block.
+
+    Raises:
+        OutputError: Another process has locked them, or no folder can be made for them.
+    """
     folder = chunks_folder(path)
-    try:
+    with errors_of_files(
+        f"finished chunks cannot be kept in {folder}", "give this run another output"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"finished chunks cannot be kept in {folder}: {error.strerror or error}; give this run "
-            "another output"
-        ) from error
 
     try:
         with FileLock(folder / LOCK, timeout=0):
-            yield KeptChunks(folder, job, chunks)
+            yield ChunkFolder(folder, job)
     except Timeout:
         raise OutputError(
             f"another process is computing this result: it holds {folder / LOCK}. Wait for it, or "
@@ -232,7 +258,7 @@ def kept_chunks(path: str | Path, job: Job, chunks: list[int]) -> Iterator[KeptC
 
 def _delete_chunk(path: Path) -> None:
     """Delete a chunk under the name of an unfinished one, as half of a chunk is none."""
-    Place(folder=path).check_ours()
+    Place(str(path)).check_ours()
 
     unfinished = path.with_name(f".{path.name}.mechattn-deleted_")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -241,27 +267,24 @@ def _delete_chunk(path: Path) -> None:
 
 
 def _compute_missing(
-    chunk_store: KeptChunks, finished: dict[int, Result], executor: Executor
+    chunk_folder: ChunkFolder, chunks: list[int], finished: dict[int, Result], executor: Executor
 ) -> None:
-    """Compute the chunks that are not finished, and keep each."""
-    missing = [chunk for chunk in chunk_store.chunks if chunk not in finished]
+    """Compute the chunks that are not finished; each is kept, and added to those that are."""
+    missing = [chunk for chunk in chunks if chunk not in finished]
     if not missing:
         return
-    with tqdm(total=len(chunk_store.chunks), initial=len(finished), desc="chunks", delay=2) as bar:
-        for chunk, result in executor.parts(chunk_store.job, missing):
-            result = replace(
-                result, provenance={**result.provenance, "job": chunk_store.job.decides}
-            )
+    with tqdm(total=len(chunks), initial=len(finished), desc="chunks", delay=2) as bar:
+        for chunk, result in executor.parts(chunk_folder.job, missing):
+            result = with_provenance(result, job=chunk_folder.job.decides)
             if finished:  # a model on the hub may have changed since
                 check_same_run(next(iter(finished.values())), result)
-            save_result(result, chunk_store.path(chunk))
-            finished[chunk] = open_result(chunk_store.path(chunk))
+            save_result(result, chunk_folder.chunk_path(chunk))
+            finished[chunk] = open_result(chunk_folder.chunk_path(chunk))
             bar.update()
 
 
 def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:
     """Whether the whole result of these chunks is stored."""
-    place = place_of(path)
     try:
         result = open_checked_result(path)
     except DamagedResult as error:
@@ -269,13 +292,14 @@ def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:
         return False
     except OutputError:  # there is none
         return False
-    if place.folder:
-        sweep(place.folder)
+    folder = place_of(path).folder
+    if folder:
+        sweep(folder)
 
-    places = [place for chunk in chunks for place in job.chunks[chunk]]
-    return result.provenance.get("job") == job.fingerprint and _places(result) == places
+    prompts = [index for chunk in chunks for index in job.chunks[chunk]]
+    return result.provenance.get("job") == job.fingerprint and _holds(result, prompts)
 
 
-def _places(result: Result) -> list[int]:
-    """The places of a result's prompts in the whole run."""
-    return list(result["sequences"].place.values)
+def _holds(result: Result, prompts: Iterable[int]) -> bool:
+    """Whether a result is that of these prompts of the run, by their indices."""
+    return result["sequences"].place.values.tolist() == list(prompts)

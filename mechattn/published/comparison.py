@@ -25,6 +25,9 @@ UNCLEAR = "no clear difference"
 NOT_MEASURABLE = "not measurable here"
 WORDS = (AS_PUBLISHED, OPPOSITE, UNCLEAR, NOT_MEASURABLE)
 
+READ_WORDS = {"caption": "read off an automatic description", "stated": "stated"}
+UNIT_SYMBOLS = {"change": "%", "share": "%", "points": "points"}
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -56,7 +59,8 @@ class Cell:
         none."""
         if self.word == NOT_MEASURABLE:
             return ""
-        low, high = (number_words(end, self.unit) for end in (self.low, self.high))
+        low = number_words(self.low, self.unit)
+        high = number_words(self.high, self.unit)
         return f"{with_unit(self.value, self.unit)} [{low}, {high}]"
 
     @property
@@ -71,7 +75,9 @@ class Cell:
     @property
     def n_words(self) -> str:
         """Such as "n = 64"; empty where nothing was measured."""
-        return f"n = {self.n}" if self.n else ""
+        if not self.n:
+            return ""
+        return f"n = {self.n}"
 
     def __str__(self) -> str:
         details = (self.value_words, self.untrained_words, self.n_words, self.note)
@@ -110,31 +116,21 @@ class Comparison:
     @property
     def summary(self) -> str:
         """How many cells have which word, and how many intervals miss their value by chance."""
-        counts: Counter[str] = Counter()
-        for cells in self.cells.values():
-            counts.update(cell.word for cell in cells.values())
+        counts = Counter(cell.word for cells in self.cells.values() for cell in cells.values())
         counted = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
-        cell_count = counts.total()
-        measured = cell_count - counts[NOT_MEASURABLE]
+        measured = counts.total() - counts[NOT_MEASURABLE]
         missing = measured / 20  # one in twenty intervals of 95 %
         return (
-            f"{cell_count} cells, of {len(self.cells)} published statements: {counted}. Of"
-            f" {measured} intervals of 95 %, about {missing:.0f} miss the true value by"
-            " chance."
+            f"{counts.total()} cells, of {len(self.cells)} published statements: {counted}. Of"
+            f" {measured} intervals of 95 %, about {missing:.0f} miss the true value by chance."
         )
 
     def place_words(self, statement: Statement) -> str:
-        """Where a statement stands, and how it was read.
-
-        Such as "arXiv:2510.01032, section 2; stated".
-        """
+        """Where a statement stands and how it was read, such as "arXiv:2510.01032, section 2;
+        stated"."""
         source = self.statements.sources[statement.source]
-        words = {
-            "caption": "read off an automatic description",
-            "stated": "stated",
-        }
-        return f"{source}, {statement.where}; {words[statement.read]}"
+        return f"{source}, {statement.where}; {READ_WORDS[statement.read]}"
 
     def to_markdown(self) -> str:
         """A table with a row for each statement and a column for each model."""
@@ -180,8 +176,8 @@ def measured_cell(
         untrained: The mean over prompts of the same values, for each draw of untrained weights.
     """
     unit = statement.unit
-    value, low, high = (written(float(end), unit) for end in t_interval(np.asarray(values)))
-    draws = tuple(written(draw, unit) for draw in untrained)
+    value, low, high = (in_unit(float(end), unit) for end in t_interval(np.asarray(values)))
+    draws = tuple(in_unit(draw, unit) for draw in untrained)
     word = word_of(statement, low, high)
     return Cell(word, unit, value, low, high, len(values), draws)
 
@@ -190,16 +186,20 @@ def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     """The cell of an accuracy: Newcombe's interval of the difference, and the exact McNemar
     test."""
     compared = evaluation.compare(statement.condition, statement.to, unit="prompt")
-    value, low, high, detectable = (
-        100 * float(compared[name]) for name in ("difference", "low", "high", "detectable")
-    )
-    gained, lost = (int(compared[name]) for name in ("only_first", "only_second"))
-    p = binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    value = 100 * compared["difference"]
+    low = 100 * compared["low"]
+    high = 100 * compared["high"]
+    gained = int(compared["only_first"])
+    lost = int(compared["only_second"])
+    p = 1.0
+    if gained + lost:
+        p = binomtest(gained, gained + lost).pvalue
+
     before = 100 * evaluation.right(statement.to).mean()
     after = 100 * evaluation.right(statement.condition).mean()
     note = (
         f"{before:.1f} → {after:.1f} %; {gained} problems gained, {lost} lost, exact McNemar "
-        f"p = {p:.2g}; 80 % power for a difference of {detectable:.1f} points"
+        f"p = {p:.2g}; 80 % power for a difference of {100 * compared['detectable']:.1f} points"
     )
     word = word_of(statement, low, high)
     return Cell(word, statement.unit, value, low, high, int(compared["n"]), note=note)
@@ -207,37 +207,43 @@ def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
 
 def word_of(statement: Statement, low: float, high: float) -> str:
     """The word for an interval: which of the two lines does all of it lie beyond?"""
+    as_published = low > statement.line
+    opposite = high < statement.opposite
     if statement.direction == "below":
-        is_published = high < statement.line
-        is_opposite = low > statement.opposite
-    else:
-        is_published = low > statement.line
-        is_opposite = high < statement.opposite
-    if is_published:
+        as_published = high < statement.line
+        opposite = low > statement.opposite
+
+    if as_published:
         return AS_PUBLISHED
-    return OPPOSITE if is_opposite else UNCLEAR
+    if opposite:
+        return OPPOSITE
+    return UNCLEAR
 
 
 def rule_words(statement: Statement) -> str:
     """The rule of a statement, such as "as published below −2.0 %, opposite above +2.0 %"."""
-    line, opposite = (
-        with_unit(end, statement.unit) for end in (statement.line, statement.opposite)
-    )
+    line = with_unit(statement.line, statement.unit)
+    opposite = with_unit(statement.opposite, statement.unit)
     against = {"below": "above", "above": "below"}[statement.direction]
     return f"{AS_PUBLISHED} {statement.direction} {line}, {OPPOSITE} {against} {opposite}"
 
 
-def written(value: float, unit: str) -> float:
-    """A value as it is written: a log-ratio as a change in percent, a share in percent."""
-    return 100 * (expm1(value) if unit == "change" else value)
+def in_unit(value: float, unit: str) -> float:
+    """A value in the unit of its cell: a log-ratio as a change in percent, a share in percent."""
+    if unit == "change":
+        value = expm1(value)
+    return 100 * value
 
 
 def number_words(value: float, unit: str) -> str:
     """A number without its unit; changes and differences have a sign."""
     rounded = round(value, 1) + 0.0  # no minus zero
-    return (f"{rounded:.1f}" if unit == "share" else f"{rounded:+.1f}").replace("-", "−")
+    sign = "+"
+    if unit == "share":
+        sign = ""
+    return f"{rounded:{sign}.1f}".replace("-", "−")
 
 
 def with_unit(value: float, unit: str) -> str:
     """Such as "−18.2 %" or "+1.5 points"."""
-    return f"{number_words(value, unit)} {'points' if unit == 'points' else '%'}"
+    return f"{number_words(value, unit)} {UNIT_SYMBOLS[unit]}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mechattn.engine.run import run
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, say
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.interventions.arm import ARM
 from mechattn.model.checkpoint import architecture_named
@@ -25,14 +25,11 @@ from mechattn.published.values import NotMeasurable, value_of
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import say, write_whole
+from mechattn.store.atomic_writes import write_whole
 
 UNTRAINED_PROMPTS = 8  # of the prompts, for each draw of untrained weights
 FIRST_DRAW = 1000  # the seed of the first draw: far from the seeds that a user takes
 PAGE_RUN = "first"  # the run whose result the page shows
-
-# By statement: one value a prompt, or why there are none.
-StatementValues = dict[str, list[float] | str]
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,19 @@ class Settings:
 
 
 @dataclass
+class RunValues:
+    """What was measured for statements, by their keys, as it is stored in the file of a run.
+
+    Args:
+        values: One value a prompt.
+        reasons: Why there are none.
+    """
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class ModelRuns:
     """All runs of one model; the model is loaded when the first run is not stored yet.
 
@@ -75,7 +85,8 @@ class ModelRuns:
     file_name: str
     statements: Statements
     settings: Settings
-    untrained: dict[int, Any] = field(default_factory=dict, init=False)  # of one draw at most
+    # A model with untrained weights by its draw; one at a time, as each takes the model's memory.
+    untrained: dict[int, Any] = field(default_factory=dict, init=False)
 
     @cached_property
     def model(self) -> Any:
@@ -93,10 +104,9 @@ class ModelRuns:
 
         model_arms = [arm for arm in published if arm.model.casefold() == short_name]
         family_arms = [arm for arm in published if arm.family == family]
-        matching = model_arms + family_arms
-        if not matching:
+        best = next(iter(model_arms + family_arms), None)
+        if best is None:
             return None
-        best = matching[0]
         return ARM(form=best.form, c=best.c, p1=best.p1)  # type: ignore[arg-type]
 
     @cached_property
@@ -109,36 +119,32 @@ class ModelRuns:
         measured = self.all_values()
         untrained = [self.all_values(draw) for draw in range(self.settings.draws)]
         cells = self._answer_cells()
+        for key, reason in measured.reasons.items():
+            cells[key] = Cell(NOT_MEASURABLE, note=reason)
 
         for statement in self.statements.statements:
-            if statement.run == ANSWERS:
+            if statement.key not in measured.values:
                 continue
-
-            values = measured[statement.key]
-            if isinstance(values, str):
-                cells[statement.key] = Cell(NOT_MEASURABLE, note=values)
-                continue
-
-            means = []
-            for values_of_draw in untrained:
-                values_or_reason = values_of_draw[statement.key]
-                if not isinstance(values_or_reason, str):
-                    means.append(sum(values_or_reason) / len(values_or_reason))
+            draws = [draw.values.get(statement.key) for draw in untrained]
+            means = [sum(values) / len(values) for values in draws if values is not None]
+            values = measured.values[statement.key]
             cells[statement.key] = measured_cell(statement, values, means)
         return cells
 
-    def all_values(self, draw: int | None = None) -> StatementValues:
-        """The values of all runs; of untrained weights with a draw."""
-        values: StatementValues = {}
+    def all_values(self, draw: int | None = None) -> RunValues:
+        """What all runs measured; with a draw, of untrained weights."""
+        measured = RunValues()
         for run_name in RUNS:
-            values |= self.values(run_name, draw)
+            of_run = self.values(run_name, draw)
+            measured.values |= of_run.values
+            measured.reasons |= of_run.reasons
 
         self.untrained.clear()  # frees its memory
-        return values
+        return measured
 
-    def values(self, run_name: str, draw: int | None = None) -> StatementValues:
-        """The values of one run, from its file if it is stored; of untrained weights with a
-        draw.
+    def values(self, run_name: str, draw: int | None = None) -> RunValues:
+        """What one run measured, from its file if it is stored; with a draw, of untrained
+        weights.
 
         Args:
             run_name: The run, one of ``RUNS``.
@@ -150,30 +156,34 @@ class ModelRuns:
         path = self._values_file(run_name, draw)
         is_on_the_page = run_name == PAGE_RUN and draw is None
         if path.exists() and (self.result_place.exists() or not is_on_the_page):
-            return json.loads(path.read_text(encoding="utf-8"))
+            return RunValues(**json.loads(path.read_text(encoding="utf-8")))
 
-        draw_words = "" if draw is None else f", untrained weights {draw + 1}"
-        say(f"{self.name}: {RUNS[run_name].says}{draw_words}")
+        words = f"{self.name}: {RUNS[run_name].words}"
+        if draw is not None:
+            words += f", untrained weights {draw + 1}"
+        say(words)
         statements = self._of_run(run_name)
         try:
             result = self._result(run_name, draw)
         except (ModelError, OptionError) as error:
             if is_on_the_page:
                 raise  # a model without received attention has nothing to compare
-            return {statement.key: str(error) for statement in statements}
+            return RunValues(reasons={statement.key: str(error) for statement in statements})
         if is_on_the_page:
             result.save(self.result_place)
 
-        values: StatementValues = {}
+        measured = RunValues()
         for statement in statements:
             try:
-                values[statement.key] = value_of(result, statement.values, statement).tolist()
+                values = value_of(result, statement.values, statement)
             except NotMeasurable as error:
-                values[statement.key] = str(error)
+                measured.reasons[statement.key] = str(error)
+            else:
+                measured.values[statement.key] = values.tolist()
 
-        text = json.dumps(values, indent=1)
+        text = json.dumps(asdict(measured), indent=1)
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
-        return values
+        return measured
 
     @property
     def result_place(self) -> Path:
@@ -245,6 +255,7 @@ class ModelRuns:
         """The file of a run, which is named after everything that decides its numbers."""
         planned = RUNS[run_name]
         decides = [
+            [field.name for field in fields(RunValues)],  # the form of the file
             self.name,
             self.weights,
             identity(planned),
@@ -255,6 +266,7 @@ class ModelRuns:
             provenance.versions(),
         ]
         digest = provenance.digest(decides)[:8]
-        draw_suffix = "" if draw is None else f"-untrained-{draw}"
-        name = f"{self.file_name}-{run_name}{draw_suffix}-{digest}.json"
-        return self.settings.folder / name
+        name = f"{self.file_name}-{run_name}"
+        if draw is not None:
+            name += f"-untrained-{draw}"
+        return self.settings.folder / f"{name}-{digest}.json"

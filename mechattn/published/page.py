@@ -4,7 +4,7 @@ captions say, and the same drawn for other models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ STYLES = {
     NOT_MEASURABLE: "absent",
 }
 
-HEADS = 3
+HEADS = 3  # in a figure of the paper's
+
 # What automatic captions say of the paper's figures, in the order of the page; layers and heads
 # are counted from 0.
 CAPTIONS = {
@@ -78,7 +79,7 @@ def write_comparison(
         path: The page.
         force: Replace a page that mechattn did not write.
     """
-    filled = {
+    template_values = {
         "comparison": comparison,
         "models": comparison.models,
         "rule": rule_words,
@@ -91,47 +92,50 @@ def write_comparison(
             f"{', '.join(comparison.models)}."
         ),
         command=comparison.about["command"],
-        lead=("paper.html.j2", filled),
+        lead=("paper.html.j2", template_values),
     )
-    shown = [ShownModel(result) for result in results]
-    return write_page(path, about, shown, figure_sections(results), force)
+    models = [ShownModel(result) for result in results]
+    return write_page(path, about, models, figure_sections(results), force)
 
 
 def figure_sections(results: Sequence[Result]) -> list[Section]:
     """Three figures of every model, each with what was published; figure by figure."""
     sections_by_figure: dict[str, list[Section]] = {name: [] for name in CAPTIONS}
-
-    def add(name: str, figure: Callable, result: Result, words: str, **options: Any) -> None:
-        section = drawn_section(figure, result, options)
-        title = f"{model_caption(result)}: {words}"
-        note = f"{CAPTIONS[name]} {CHOICE} {section.note}"
-        sections_by_figure[name].append(replace(section, title=title, note=note))
-
     for result in results:
-        heads = changing_heads(result)
-        words = f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”"
-        options = {"layer": 0, "heads": heads, "condition": "slash"}
-        add("heads", received_attention, result, words, **options)
-
-        most_changed_head = heads[0]
-        words = f"layer 0, head {most_changed_head}, “/” and a random sentence"
-        conditions = ("slash", "sentence")
-        options = {"layer": 0, "heads": most_changed_head, "conditions": conditions}
-        add("sentence", received_by_model, result, words, **options)
-
-        layers = result["received_attention"].layer.values.tolist()
-        words = f"head {most_changed_head} in layers {', '.join(map(str, layers))}"
-        options = {"layer": layers, "heads": [most_changed_head], "condition": "slash"}
-        add("layers", received_attention, result, words, **options)
+        for name, title, figure, options in _drawings(result):
+            section = drawn_section(figure, result, options)
+            title = f"{model_caption(result)}: {title}"
+            note = f"{CAPTIONS[name]} {CHOICE} {section.note}"
+            sections_by_figure[name].append(replace(section, title=title, note=note))
     return [section for sections in sections_by_figure.values() for section in sections]
+
+
+def _drawings(result: Result) -> Iterator[tuple[str, str, Callable, dict[str, Any]]]:
+    """Of each of the three figures the name in ``CAPTIONS``, the title, the function and the
+    options."""
+    heads = changing_heads(result)
+    most_changed = heads[0]
+    layers = result["received_attention"].layer.values.tolist()
+
+    title = f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”"
+    options = {"layer": 0, "heads": heads, "condition": "slash"}
+    yield "heads", title, received_attention, options
+
+    title = f"layer 0, head {most_changed}, “/” and a random sentence"
+    options = {"layer": 0, "heads": most_changed, "conditions": ("slash", "sentence")}
+    yield "sentence", title, received_by_model, options
+
+    title = f"head {most_changed} in layers {', '.join(map(str, layers))}"
+    options = {"layer": layers, "heads": [most_changed], "condition": "slash"}
+    yield "layers", title, received_attention, options
 
 
 def changing_heads(result: Result) -> list[int]:
     """The heads of layer 0 that change most on one half of the prompts; the first where there are
     too few prompts or groups."""
-    count = min(HEADS, result["received_attention"].sizes["head"])
-    prompts = result["received_attention"].sizes["prompt"]
-    units = units_of(result, prompts)
+    sizes = result["received_attention"].sizes
+    count = min(HEADS, sizes["head"])
+    units = units_of(result, sizes["prompt"])
     if units.n < 2 * FEWEST:
         return list(range(count))
     chosen_on, _ = units.halves()

@@ -87,7 +87,7 @@ def paper(
         architecture_named(name)  # raises where there is no such model
 
     statements = read_statements()
-    asked = load_prompts(
+    loaded = load_prompts(
         prompts,
         limit=max(limit, problems),
         field=field,
@@ -96,11 +96,11 @@ def paper(
         seed=seed,
         answer=answer_field,
     )
-    _check_prompts(asked, prompts, limit, problems, answer_field)
+    _check_prompts(loaded, provenance.name_of(prompts), problems, answer_field)
     folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        prompts=asked[:limit],
-        problems=asked[:problems],
+        prompts=loaded[:limit],
+        problems=loaded[:problems],
         draws=draws,
         new_tokens=new_tokens,
         seed=seed,
@@ -142,7 +142,7 @@ def _measured(
     """
     results = []
     seconds = {}
-    cells: dict[str, dict[str, Cell]] = {each.key: {} for each in statements.statements}
+    cells: dict[str, dict[str, Cell]] = {statement.key: {} for statement in statements.statements}
     for name, file_name in file_name_of.items():
         short_name = provenance.name_of(name)
         runs = ModelRuns(name, file_name, statements, settings)
@@ -155,15 +155,15 @@ def _measured(
 
 
 def _check_prompts(
-    asked: Sequence[Prompt], source: str, limit: int, problems: int, answer_field: str
+    prompts: Sequence[Prompt], source: str, problems: int, answer_field: str
 ) -> None:
-    name = provenance.name_of(source)
-    if len(asked) < FEWEST:
-        raise OptionError(f"{name} has {len(asked)} prompts; intervals need at least {FEWEST}")
-    for prompt in asked[:problems]:
+    """Check that there are enough prompts, and a solution of each problem that is answered."""
+    if len(prompts) < FEWEST:
+        raise OptionError(f"{source} has {len(prompts)} prompts; intervals need at least {FEWEST}")
+    for prompt in prompts[:problems]:
         if prompt.solution is None:
             raise OptionError(
-                f"{problems} problems are to be answered, but {prompt.where} of {name} has no "
+                f"{problems} problems are to be answered, but {prompt.where} of {source} has no "
                 f"{answer_field!r}, so no answer can be graded; name the field with the solution "
                 "(answer_field=…, --answer-field), or leave problems out"
             )

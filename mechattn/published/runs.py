@@ -23,7 +23,7 @@ CONDITIONS = ("slash", "sentence", "arm")
 class PlannedRun:
     """The arguments of ``ma.run``, except model and prompts."""
 
-    says: str
+    words: str  # what is measured, as a message says it
     conditions: tuple[str, ...]
     analyses: tuple[Analysis, ...]
     first_layers: int | None = None  # how many; None for all

@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError, field_validator
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS
-from mechattn.published.values import UNITS, Asked
-from mechattn.toml_sections import Section, all_words, near, toml_values
+from mechattn.published.values import UNITS, Selection
+from mechattn.toml_sections import Section, check_known, toml_values, validation_words
 
 SHIPPED = Path(__file__).parent / "statements.toml"
 LONGEST_QUOTE = 25  # words
@@ -30,7 +30,7 @@ class Arm(Section):
     p1: float
 
 
-class Statement(Asked):
+class Statement(Selection):
     """What was published, and the measured value that comes with it.
 
     As published: the whole interval lies beyond ``line`` in ``direction``; opposite: beyond
@@ -85,30 +85,22 @@ def read_statements(path: Path = SHIPPED) -> Statements:
         OptionError: A key, quantity, function, run or condition is unknown, or a quote is too long.
     """
     try:
-        read = Statements.model_validate(toml_values(path, "file of statements"))
+        file = Statements.model_validate(toml_values(path, "file of statements"))
     except ValidationError as error:
-        raise OptionError(f"{path}: {all_words(error, Statements)}") from None
+        raise OptionError(f"{path}: {validation_words(error, Statements)}") from None
 
-    counts = Counter(statement.key for statement in read.statements)
+    counts = Counter(statement.key for statement in file.statements)
     for key, count in counts.items():
         if count > 1:
             raise OptionError(f"{path}: the key {key!r} is given {count} times; give each its own")
 
-    for statement in read.statements:
+    for statement in file.statements:
         where = f"{path}: {statement.key}"
-        _check_known(where, "source", statement.source, list(read.sources))
-        _check_known(where, "function of values", statement.values, list(UNITS))
-        _check_known(where, "run", statement.run, [*RUNS, ANSWERS])
-        for condition in (statement.condition, statement.to):
-            _check_known(where, "condition", condition, [BASELINE, *CONDITIONS])
+        check_known(f"{where}.source", statement.source, file.sources)
+        check_known(f"{where}.values", statement.values, UNITS)
+        check_known(f"{where}.run", statement.run, [*RUNS, ANSWERS])
+        check_known(f"{where}.condition", statement.condition, [BASELINE, *CONDITIONS])
+        check_known(f"{where}.to", statement.to, [BASELINE, *CONDITIONS])
         for quantity in statement.quantities:
-            _check_known(where, "quantity", quantity, RUNS[statement.run].quantities)
-    return read
-
-
-def _check_known(where: str, kind: str, name: str, known: list[str]) -> None:
-    if name not in known:
-        choices = ", ".join(known)
-        raise OptionError(
-            f"{where}: there is no {kind} {name!r}{near(name, known)}; give {choices}"
-        )
+            check_known(f"{where}.quantities", quantity, RUNS[statement.run].quantities)
+    return file

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,107 +15,109 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-TEXT = "TUO"  # dtype kinds of text
+TEXT_KINDS = "TUO"  # dtype kinds of text
 SOURCES = "sources"  # in the encoding of an array that is read on demand: where it is read from
-BLOCK = 64 * 2**20  # bytes hashed at a time, of arrays that are not in memory
-Key = tuple[int | slice, ...]
+HASHED_AT_ONCE = 64 * 2**20  # bytes of arrays that are not in memory
 
 
-class LazyArray(BackendArray):
-    """An array of a known shape whose blocks are read by a function, pickled with it, and not
-    kept."""
+@dataclass(eq=False)
+class StackedArray(BackendArray):
+    """Arrays stacked along their first dimension, reordered and padded, of which blocks are read on
+    demand and not kept.
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Key], np.ndarray]
-    ) -> None:
-        self.shape = shape
-        self.dtype = np.dtype(dtype)
-        self.read = read
+    Args:
+        arrays: Arrays that may differ in every length.
+        shape: The shape of the stack.
+        order: The row of the stacked arrays that each row is.
+        fill: The value that pads, of the type of the stack.
+    """
+
+    arrays: Sequence[xr.Variable]
+    shape: tuple[int, ...]
+    order: np.ndarray
+    fill: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the stack."""
+        return self.fill.dtype
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(
             key, self.shape, indexing.IndexingSupport.BASIC, self.read
         )
 
+    def read(self, key: tuple[int | slice, ...]) -> np.ndarray:
+        """The part of the stack that a key selects; of each array, the rows from its first to its
+        last are read."""
+        rows = np.atleast_1d(self.order[key[0]])
+        integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
+        spans = [
+            index if isinstance(index, slice) else slice(index, index + 1) for index in key[1:]
+        ]
+        sizes = [
+            len(range(*span.indices(size)))
+            for span, size in zip(spans, self.shape[1:], strict=True)
+        ]
+        block = np.full((len(rows), *sizes), self.fill, self.dtype)
 
-def lazy_bytes(result: Any) -> int:
-    """The bytes of the arrays that are not in memory."""
-    return sum(variable.nbytes for variable in _lazy(result))
+        start = 0
+        for array in self.arrays:
+            stop = start + len(array)
+            in_block = np.flatnonzero((rows >= start) & (rows < stop))
+            if len(in_block):
+                rows_of_array = rows[in_block] - start
+                first = int(rows_of_array.min())
+                last = int(rows_of_array.max())
+                # An array that is smaller than the stack gives fewer values, or none.
+                values = array[(slice(first, last + 1), *spans)].values[rows_of_array - first]
+                filled: Any = (in_block, *map(slice, values.shape[1:]))
+                block[filled] = values
+            start = stop
+
+        return block.squeeze(integer_axes)
 
 
-def lazy_sources(result: Any) -> set[str]:
-    """The places that the arrays that are not in memory are read from."""
-    return {place for variable in _lazy(result) for place in variable.encoding.get(SOURCES, ())}
-
-
-def _lazy(result: Any) -> Iterator[xr.Variable]:
+def lazy_variables(result: Any) -> Iterator[xr.Variable]:
+    """A result's arrays that are not in memory."""
     for dataset in result.datasets.values():
         for variable in dataset.variables.values():
             if not variable._in_memory:
                 yield variable
 
 
-def stacked(
-    arrays: Sequence[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any
-) -> LazyArray:
-    """Stack arrays along their first dimension, reorder the rows, and pad each array to a shape."""
-    dtype = np.result_type(*(array.dtype for array in arrays))
-    read = partial(_read_stacked, arrays, shape, order, np.array(fill, dtype))
-    return LazyArray(shape, dtype, read)
+def lazy_bytes(result: Any) -> int:
+    """The bytes of a result's arrays that are not in memory."""
+    return sum(variable.nbytes for variable in lazy_variables(result))
 
 
-def _read_stacked(
-    arrays: Sequence[xr.Variable],
-    shape: tuple[int, ...],
-    order: np.ndarray,
-    fill: np.ndarray,
-    key: Key,
-) -> np.ndarray:
-    """The part of the stack that a key selects; of each array, the rows from its first to its last
-    are read."""
-    rows = np.atleast_1d(order[key[0]])
-    integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
-    spans = [index if isinstance(index, slice) else slice(index, index + 1) for index in key[1:]]
-    sizes = [len(range(*span.indices(size))) for span, size in zip(spans, shape[1:], strict=True)]
-    block = np.full((len(rows), *sizes), fill, fill.dtype)
-
-    start = 0
-    for array in arrays:
-        stop = start + len(array)
-        in_block = np.flatnonzero((rows >= start) & (rows < stop))
-        if len(in_block):
-            rows_of_array = rows[in_block] - start
-            first = int(rows_of_array.min())
-            last = int(rows_of_array.max())
-            # An array that is smaller than the stack gives fewer values, or none.
-            values = array[(slice(first, last + 1), *spans)].values[rows_of_array - first]
-            filled: Any = (in_block, *(slice(size) for size in values.shape[1:]))
-            block[filled] = values
-        start = stop
-
-    return block.squeeze(integer_axes)
+def lazy_sources(result: Any) -> set[str]:
+    """Where a result's arrays are read from that are not in memory."""
+    return {
+        place for variable in lazy_variables(result) for place in variable.encoding.get(SOURCES, ())
+    }
 
 
 def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
     """A hash of every array with its name, dimensions and attributes; equal numbers have equal
     hashes."""
-    content = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name, dataset in sorted(datasets.items()):
         for label in sorted(dataset.variables, key=str):
             variable = dataset.variables[label]
-            is_text = variable.dtype.kind in TEXT
+            is_text = variable.dtype.kind in TEXT_KINDS
             dtype = "text" if is_text else variable.dtype.newbyteorder("<").str
             attributes = plain_attributes(variable.attrs)
-            about = [name, str(label), variable.dims, variable.shape, dtype, attributes]
-            content.update(_json(about))
+            description = [name, str(label), variable.dims, variable.shape, dtype, attributes]
+            hasher.update(_json(description))
             if is_text:
-                content.update(_json([str(text) for text in variable.values.flat]))
+                hasher.update(_json([str(text) for text in variable.values.flat]))
                 continue
             for block in blocks_of(variable):
-                content.update(canonical(block).data)
-        content.update(_json([name, plain_attributes(dataset.attrs)]))
+                hasher.update(canonical(block).data)
+        hasher.update(_json([name, plain_attributes(dataset.attrs)]))
 
-    return content.hexdigest()
+    return hasher.hexdigest()
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
@@ -134,9 +136,25 @@ def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
         yield variable.values
         return
     bytes_of_row = variable.dtype.itemsize * prod(variable.shape[1:])
-    rows = max(1, BLOCK // max(1, bytes_of_row))
+    rows = max(1, HASHED_AT_ONCE // max(1, bytes_of_row))
     for start in range(0, len(variable), rows):
         yield variable[start : start + rows].values
+
+
+def with_texts_as(dtype: Any, dataset: xr.Dataset) -> xr.Dataset:
+    """The dataset with its texts in another type, and without their indexes, which xarray does not
+    convert."""
+    texts = {}
+    for label, variable in dataset.variables.items():
+        if variable.dtype.kind in TEXT_KINDS:
+            texts[label] = variable.astype(dtype)
+    return dataset.drop_indexes(texts.keys() & dataset.indexes.keys()).assign(texts)
+
+
+def names_of_means(dataset: xr.Dataset) -> list[str]:
+    """The means over prompts, which are stored with their variances and counts."""
+    names = map(str, dataset)
+    return [name for name in names if f"{name}_n" in dataset and f"{name}_variance" in dataset]
 
 
 def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import xarray as xr
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.results.result import CHUNK
 
 PADDING = -2  # in a sequence, beyond the end of a prompt
 TOKEN_ARRAYS = ("tokens", "origin", "segment_index")
@@ -19,13 +20,13 @@ Count = Annotated[int, Field(ge=0)]
 OneOrMore = str | list[str]  # several, of a merged result
 
 
-class _Strict(BaseModel):
+class _Entry(BaseModel):
     """A part of the provenance; other entries may be there."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
-class _Model(_Strict):
+class _Model(_Entry):
     name: str
     architecture: str
     parameters: Count
@@ -36,25 +37,25 @@ class _Model(_Strict):
     verified: bool
 
 
-class _Prompts(_Strict):
+class _Prompts(_Entry):
     count: Count
     hash: str
 
 
-class _Kind(_Strict):
+class _KindAndOptions(_Entry):
     kind: str
     options: dict[str, Any]
 
 
-class _Condition(_Kind):
+class _Condition(_KindAndOptions):
     model_config = ConfigDict(extra="forbid")
     masked: bool
     unshifted: bool
-    interventions: list[_Kind]
+    interventions: list[_KindAndOptions]
     written: str
 
 
-class _Versions(_Strict):
+class _Versions(_Entry):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, OneOrMore]
     mechattn: str
@@ -62,7 +63,7 @@ class _Versions(_Strict):
     torch: str
 
 
-class _Provenance(_Strict):
+class _Provenance(_Entry):
     model: _Model
     prompts: _Prompts
     conditions: dict[str, _Condition]
@@ -72,7 +73,7 @@ class _Provenance(_Strict):
     time: OneOrMore = Field(min_length=1)
     seed: int | float | str | None
     engine: str
-    chunk: Annotated[int, Field(ge=1)] = 64  # prompts
+    chunk: Annotated[int, Field(ge=1)] = CHUNK
 
 
 def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | None:
@@ -87,7 +88,8 @@ def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | Non
     if "sequences" not in datasets:
         return "its sequences are missing"
     sequences = datasets["sequences"]
-    if problem := _sequences_problem(sequences):
+    problem = _sequences_problem(sequences)
+    if problem is not None:
         return problem
     labels = {
         "layer": provenance["measured_layers"],
@@ -112,21 +114,21 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
 
     if _labels(sequences, "condition")[0] != BASELINE:
         return "its first condition is not the baseline"
-    dims_of: dict[str, tuple[str, ...]] = dict.fromkeys(
-        TOKEN_ARRAYS, ("prompt", "condition", "pos")
-    )
-    dims_of["first_prompt_text"] = ("condition", "pos")
+    token_dims = ("prompt", "condition", "pos")
+    dims_by_name: dict[str, tuple[str, ...]] = dict.fromkeys(TOKEN_ARRAYS, token_dims)
+    dims_by_name["first_prompt_text"] = ("condition", "pos")
     if "group" in sequences:
-        dims_of["group"] = ("prompt",)
-    for name, dims in dims_of.items():
+        dims_by_name["group"] = ("prompt",)
+    for name, dims in dims_by_name.items():
         if name not in sequences or sequences[name].dims != dims:
             return f"its sequences have no {name} with the dimensions {', '.join(dims)}"
         if name in TOKEN_ARRAYS and sequences[name].dtype.kind != "i":
             return f"the {name} of its sequences are no whole numbers"
 
     indices = sequences.segment_index.values
-    if indices.size and not PADDING <= indices.min() <= indices.max() < len(SEGMENTS):
-        return f"its sequences have the segment {indices.max()}, and there are {len(SEGMENTS)}"
+    unknown = indices[(indices < PADDING) | (indices >= len(SEGMENTS))]
+    if unknown.size:
+        return f"its sequences have the segment {unknown[0]}, and there are {len(SEGMENTS)}"
     return None
 
 

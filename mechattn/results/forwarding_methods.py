@@ -38,8 +38,9 @@ class Options(TypedDict, total=False):
     seed: int
 
 
-class Questions:
-    """The methods of a result."""
+class ForwardingMethods:
+    """What a :class:`mechattn.Result` can be asked of its numbers: tables, a text, a page, a
+    file."""
 
     def verdict(
         self,
@@ -205,9 +206,8 @@ class Questions:
         Raises:
             OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        return self._contrast(condition, quantity=quantity, **options).resolution(
-            select=select, draws=draws, q=q
-        )
+        contrast = self._contrast(condition, quantity=quantity, **options)
+        return contrast.resolution(select=select, draws=draws, q=q)
 
     def heads(
         self,
@@ -387,8 +387,8 @@ class Questions:
 
         Raises:
             OutputError: The place cannot be written, is full, or contains something that mechattn
-                did not write; or the written result cannot be read back. What was there before is
-                kept.
+                did not write; the result is a selection without some conditions, layers or
+                segments; or it cannot be read back. What was there before is kept.
         """
         from mechattn.store.writing import save_result
 
@@ -432,25 +432,23 @@ class Questions:
         """The comparison of a condition; by default the first that is not the reference itself."""
         from mechattn.contrast.contrast import Contrast
 
-        names = [*Options.__annotations__, "to", "quantity"]
-        unknown = [name for name in options if name not in names]
-        if "to_segment" in unknown:
+        if "to_segment" in options:
             raise OptionError(
                 f"to_segment={options['to_segment']!r}: the table has a row for each to_segment;"
-                " for"
-                ' one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
+                ' for one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
                 " q-values are of its rows alone"
             )
 
-        if unknown:
-            raise OptionError(
-                f"a comparison has no option {unknown[0]!r}; its options are {', '.join(names)}"
-            )
+        names = [*Options.__annotations__, "to", "quantity"]
+        for name in options:
+            if name not in names:
+                raise OptionError(
+                    f"a comparison has no option {name!r}; its options are {', '.join(names)}"
+                )
 
         result = self._result
         if condition is None and options.get("other") is None:
             references = (BASELINE, options.get("to"))
-            candidates = [name for name in result.conditions if name not in references]
-            if candidates:
-                condition = candidates[0]
+            candidates = (name for name in result.conditions if name not in references)
+            condition = next(candidates, None)
         return Contrast(result, result.condition(condition), **options)

@@ -13,15 +13,15 @@ import xarray as xr
 from xarray.core import indexing
 
 from mechattn.errors import OptionError
-from mechattn.results.arrays import SOURCES, TEXT, stacked
+from mechattn.results.arrays import SOURCES, TEXT_KINDS, StackedArray, names_of_means
 from mechattn.results.provenance import added_hash
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Moments
 
-GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
+POSITION_DIMS = ("pos", "key", "original_key")  # as long as the longest prompt
 FIRST_PROMPT_TEXT = "first_prompt_text"  # the text of the whole run's first prompt
 # What pads an array, by numpy's kind of its dtype; −2 as in a batch.
-PADDING_BY_KIND: Mapping[str, Any] = {"f": np.nan, "i": -2, **dict.fromkeys(TEXT, "")}
+PADDING_BY_KIND: Mapping[str, Any] = {"f": np.nan, "i": -2, **dict.fromkeys(TEXT_KINDS, "")}
 # Everything else in the provenance must agree, since it changes the numbers or their meaning.
 MAY_DIFFER = (
     "model.path",
@@ -58,12 +58,9 @@ def merge_results(results: Sequence[Result]) -> Result:
 
     results = sorted(results, key=lambda result: _places_and_ids(result)[0])  # by first prompt
     provenance = reduce(_merged_entries, map(_plain_provenance, results))
-    reduce(_merged_entries, map(_described, results))  # refuses datasets that differ
+    reduce(_merged_entries, map(_layout, results))  # refuses datasets that differ
 
-    places_and_ids = []
-    for result in results:
-        places_and_ids.extend(_places_and_ids(result))
-
+    places_and_ids = [entry for result in results for entry in _places_and_ids(result)]
     ids = pd.Index([prompt_id for _, prompt_id in places_and_ids])
     if ids.has_duplicates:
         repeated = ids[ids.duplicated()].unique()
@@ -88,7 +85,7 @@ def check_same_run(result: Result, other: Result) -> None:
         OptionError: They don't belong together; the message says what differs.
     """
     _merged_entries(_plain_provenance(result), _plain_provenance(other))
-    _merged_entries(_described(result), _described(other))
+    _merged_entries(_layout(result), _layout(other))
 
 
 def is_part(part: Result, whole: Result) -> bool:
@@ -113,10 +110,10 @@ def _places_and_ids(result: Result) -> list[tuple[int, str]]:
     return list(zip(places, ids, strict=True))
 
 
-def _described(result: Result) -> dict[str, Any]:
+def _layout(result: Result) -> dict[str, Any]:
     """What the datasets of two parts of a run have in common: variables, their meaning and, apart
     from prompts and the length of the longest, their coordinates."""
-    described: dict[str, Any] = {}
+    layout: dict[str, Any] = {}
     for name, dataset in result.datasets.items():
         entries: dict[str, Any] = {"attributes": dataset.attrs}
         for label, values in dataset.data_vars.items():
@@ -124,68 +121,57 @@ def _described(result: Result) -> dict[str, Any]:
             dtype = str(values.dtype) if values.dtype.kind == "f" else ""
             entries[str(label)] = {"dims": values.dims, "type": dtype, "attributes": values.attrs}
         for dim in dataset.dims:
-            if dim != "prompt" and dim not in GROW:
+            if dim != "prompt" and dim not in POSITION_DIMS:
                 entries[str(dim)] = dataset[dim].values.tolist()
-        described[f"dataset {name}"] = entries
-    return described
-
-
-def _unlike(path: str, ours: object, theirs: object) -> OptionError:
-    """The error for results that differ in an entry."""
-    return OptionError(
-        f"these results don't belong together: {path} is {ours!r} in one and {theirs!r} in another"
-    )
+        layout[f"dataset {name}"] = entries
+    return layout
 
 
 def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     """The datasets of one analysis as one, its prompts in order."""
     first = datasets[0]
     sizes = {dim: max(dataset.sizes[dim] for dataset in datasets) for dim in first.dims}
-    arrays: dict[Any, Any] = {}
-    for name in map(str, first):
-        if f"{name}_n" in first and f"{name}_variance" in first:
-            moments = _merged_moments(datasets, name)
-            arrays[name] = moments.known_mean
-            arrays[f"{name}_variance"] = moments.variance
-            arrays[f"{name}_n"] = moments.n
+    arrays: dict[str, Any] = {}
+    for name in names_of_means(first):
+        arrays |= _merged_moments(datasets, name)
 
-    for name in map(str, first):
+    merged = {}
+    for label, values in first.data_vars.items():
+        name = str(label)
         variables = [dataset[name].variable for dataset in datasets]
-        if "prompt" in first[name].dims:
-            arrays[name] = _in_prompt_order(variables, sizes, order)
+        if "prompt" in values.dims:
+            array = _in_prompt_order(variables, sizes, order)
         elif name == FIRST_PROMPT_TEXT:
-            missing = sizes["pos"] - variables[0].sizes["pos"]
-            arrays[name] = np.pad(variables[0].values, [(0, 0), (0, missing)], constant_values="")
-        elif name not in arrays:
+            missing = sizes["pos"] - values.sizes["pos"]
+            array = np.pad(values.values, [(0, 0), (0, missing)], constant_values="")
+        elif name in arrays:
+            array = arrays[name]
+        else:
             raise OptionError(f"{name} has no dimension prompt, so it cannot be merged")
+        sources = [variable.encoding.get(SOURCES, set()) for variable in variables]
+        merged[name] = (values.dims, array, values.attrs, {SOURCES: set().union(*sources)})
 
     ids = [str(prompt_id) for dataset in datasets for prompt_id in dataset.prompt.values]
     coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
     for dim in first.coords:
-        if dim in GROW:
+        if dim in POSITION_DIMS:
             coords[dim] = np.arange(sizes[dim])
         elif dim != "prompt":
             coords[dim] = first[dim].values
 
-    merged = {}
-    for label, values in first.data_vars.items():
-        sources = [dataset[label].encoding.get(SOURCES, set()) for dataset in datasets]
-        encoding = {SOURCES: set().union(*sources)}
-        merged[label] = (values.dims, arrays[label], values.attrs, encoding)
-
     return xr.Dataset(merged, coords, first.attrs)
 
 
-def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> Moments:
-    """The moments over all prompts; those of one part at a time are in memory. Only the last axis
-    differs in length."""
-    moments = (
-        Moments.from_statistics(
-            dataset[f"{name}_n"].values, dataset[name].values, dataset[f"{name}_variance"].values
-        )
+def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.ndarray]:
+    """A mean over all prompts, its variance and count; those of one part at a time are in memory.
+    Only the last axis differs in length."""
+    labels = (f"{name}_n", name, f"{name}_variance")
+    moments_by_part = (
+        Moments.from_statistics(*(dataset[label].values for label in labels))
         for dataset in datasets
     )
-    return reduce(Moments.merge, moments)
+    moments = reduce(Moments.merge, moments_by_part)
+    return dict(zip(labels, (moments.n, moments.known_mean, moments.variance), strict=True))
 
 
 def _in_prompt_order(
@@ -200,8 +186,9 @@ def _in_prompt_order(
             f"values of type {dtype} cannot be merged, as no number pads them: give them as"
             " integers or floats"
         )
-    fill = PADDING_BY_KIND[dtype.kind]
-    stack = stacked(variables, shape, order, fill)
+    stack_type = np.result_type(*(variable.dtype for variable in variables))
+    fill = np.array(PADDING_BY_KIND[dtype.kind], stack_type)
+    stack = StackedArray(variables, shape, order, fill)
     if all(variable._in_memory for variable in variables):
         return stack.read((slice(None),) * len(dims))
     return indexing.LazilyIndexedArray(stack)
@@ -229,7 +216,10 @@ def _merged_entries(
             merged[name] = _merged_entries(our_value, their_value, f"{path}.")
         else:
             if our_value != their_value:
-                raise _unlike(path, our_value, their_value)
+                raise OptionError(
+                    f"these results don't belong together: {path} is {our_value!r} in one and"
+                    f" {their_value!r} in another"
+                )
             merged[name] = our_value
 
     return merged

@@ -13,12 +13,14 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,20 +126,19 @@ def command_of(words: Sequence[str], paths: bool = False) -> str:
 
 
 def digest(values: Iterable[object]) -> str:
-    """A short hash of the parts, in order."""
-    return hashlib.sha256(json.dumps([repr(value) for value in values]).encode()).hexdigest()[:16]
+    """A short hash of some values, in order."""
+    return _hex_digest(json.dumps([repr(value) for value in values]).encode(), digits=16)
 
 
 def set_hash(values: Iterable[object]) -> str:
-    """A hash of a set of parts that ignores order, so the hashes of two halves add up to that of
-    the whole.
+    """A hash of some values in any order; those of two halves add up to that of the whole.
 
-    ``Σ hash(part) mod 2^64``, with repeated parts counted; it is no protection against forgery.
+    ``Σ hash(value) mod 2^64``, with repeated values counted; it is no protection against forgery.
     """
     total = 0
     for value in values:
         content = repr(value).encode("utf-8", "backslashreplace")
-        total += int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+        total += int(_hex_digest(content, digits=16), 16)
     return f"{total % 2**64:016x}"
 
 
@@ -155,8 +156,8 @@ def now() -> str:
 class StoredCondition:
     """A condition of a result; by default one of which nothing is known."""
 
-    # The class of what is inserted, or "Baseline"; if it is not mechattn's, a hash of its source
-    # follows.
+    # The class, such as "RandomSentence" or "Baseline"; if it is not mechattn's, a hash of its
+    # source follows.
     kind: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False  # original tokens don't see the inserted ones
@@ -173,10 +174,9 @@ class StoredCondition:
 
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
-    """A condition of a result, from its provenance."""
+    """A condition of a result, from its provenance; JSON has a list of its interventions."""
     entry = result.provenance.get("conditions", {}).get(name, {})
-    interventions = tuple(entry.get("interventions", ()))
-    return StoredCondition(**{**entry, "interventions": interventions})
+    return replace(StoredCondition(**entry), interventions=tuple(entry.get("interventions", ())))
 
 
 def matched_control(result: Result, condition: str) -> str | None:
@@ -189,10 +189,9 @@ def matched_control(result: Result, condition: str) -> str | None:
 
     if is_sentence(condition):
         return None
-    origin = result["sequences"].origin
-    condition_origin = origin.sel(condition=condition).values
-    for name in result.conditions:
-        if is_sentence(name) and (origin.sel(condition=name).values == condition_origin).all():
+    origins = result["sequences"].origin
+    for name in filter(is_sentence, result.conditions):
+        if (origins.sel(condition=name).values == origins.sel(condition=condition).values).all():
             return name
     return None
 
@@ -216,41 +215,40 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
         comma = "," if len(value) == 1 else ""
         return f"({', '.join(map(inner, value))}{comma})"
     if hasattr(value, "__array__") and not isinstance(value, type):
-        return _array(value)
+        return _array_identity(value)
     if isinstance(value, partial):
         return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if inspect.isfunction(value) or inspect.ismethod(value):
         function = getattr(value, "__func__", value)
-        return f"{_named(function)}({', '.join(map(inner, _captured(value)))})"
+        return f"{_name_and_source(function)}({', '.join(map(inner, _captured(value)))})"
     if isinstance(value, type) or inspect.isroutine(value):
-        return _named(value)
+        return _name_and_source(value)
     if _writes_itself(value):
         return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
     attributes = [f"{name}={inner(getattr(value, name))}" for name in _attributes_of(value)]
     return f"{kind_of(value)}({', '.join(attributes)})"
 
 
-def _array(value: Any) -> str:
+def _array_identity(array: Any) -> str:
     """An array of numpy or torch by its type, shape and a hash of its numbers."""
-    numbers = value
-    if hasattr(value, "detach"):
-        numbers = value.detach().cpu()
+    numbers = array
+    if hasattr(array, "detach"):
+        numbers = array.detach().cpu()
         if not numbers.is_complex():
             numbers = numbers.double()  # as numpy has no bfloat16
     values = np.asarray(numbers)
     content = values.tobytes()
-    if values.dtype == object:
+    if values.dtype == object:  # whose bytes are addresses
         content = repr(values.tolist()).encode()
 
-    kind = type(value).__name__
-    dtype = getattr(value, "dtype", values.dtype)
-    return f"{kind}({dtype}, {values.shape}, {hashlib.sha256(content).hexdigest()[:12]})"
+    dtype = getattr(array, "dtype", values.dtype)
+    return f"{type(array).__name__}({dtype}, {values.shape}, {_hex_digest(content)})"
 
 
 def kind_of(value: Any) -> str:
     """The name of an object's class, with a hash of its source if it is not mechattn's."""
     kind: Any = type(value)
-    return _named(kind)
+    return _name_and_source(kind)
 
 
 def is_ours(kind: Any) -> bool:
@@ -269,8 +267,8 @@ def _captured(function: Any) -> list[Any]:
 
 
 def _attributes_of(value: Any) -> list[str]:
-    """The fields of a dataclass (only those that its repr shows, if it is ours), or all attributes
-    of any other object."""
+    """The names of the fields of a dataclass (only those that its repr shows, if it is ours), or of
+    all attributes of any other object."""
     kind: Any = type(value)
     if is_dataclass(value):
         return [field.name for field in fields(value) if field.repr or not is_ours(kind)]
@@ -288,29 +286,49 @@ def _writes_itself(value: Any) -> bool:
 
 
 @cache
-def _named(kind: Any) -> str:
+def _name_and_source(kind: Any) -> str:
     """The name of a class or function, with a hash of its source if it is not mechattn's."""
     name = getattr(kind, "__qualname__", type(kind).__qualname__)
-    parents = kind.__mro__ if isinstance(kind, type) else (kind,)
-    foreign = [
-        parent
-        for parent in parents
+    source = ""
+    for parent in getattr(kind, "__mro__", (kind,)):
         # A method of a built-in type has no module.
-        if not is_ours(parent)
-        and getattr(parent, "__module__", "builtins") not in ("builtins", "abc")
-    ]
-    if not foreign:
+        module = getattr(parent, "__module__", "builtins")
+        if module not in ("builtins", "abc") and not is_ours(parent):
+            source += _source(parent)
+    if not source:
         return name
-    source = "".join(map(_source, foreign)).encode("utf-8", "backslashreplace")
-    return f"{name}[source {hashlib.sha256(source).hexdigest()[:12]}]"
+    return f"{name}[source {_hex_digest(source.encode('utf-8', 'backslashreplace'))}]"
 
 
 def _source(kind: Any) -> str:
-    """The source; for a class in a notebook, its functions; the name if there is neither."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        attributes = vars(kind).values() if isinstance(kind, type) else ()
-        functions = filter(inspect.isfunction, attributes)
-        name = str(getattr(kind, "__qualname__", ""))
-        return "".join([name, *map(_source, functions)])
+    """The source of a class or function; of a class in a notebook, that of its functions.
+
+    What Python runs stands in for it where a function's is not known, and for that of a lambda,
+    which may share its line with others.
+    """
+    if getattr(kind, "__name__", "") != "<lambda>":
+        with suppress(OSError, TypeError):
+            return inspect.getsource(kind)
+    if inspect.isfunction(kind):
+        return _code_text(kind.__code__)
+
+    parts = [str(getattr(kind, "__qualname__", ""))]
+    if isinstance(kind, type):
+        parts += map(_source, filter(inspect.isfunction, vars(kind).values()))
+    return "".join(parts)
+
+
+def _code_text(code: CodeType) -> str:
+    """What a compiled function does, with that of the functions in it, in place of their
+    addresses."""
+    constants = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            constants.append(_code_text(constant))
+        else:
+            constants.append(identity(constant))
+    return repr([code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants])
+
+
+def _hex_digest(content: bytes, digits: int = 12) -> str:
+    return hashlib.sha256(content).hexdigest()[:digits]

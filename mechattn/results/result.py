@@ -16,16 +16,18 @@ import xarray as xr
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, check_choice, shown
 from mechattn.markup import table
-from mechattn.results.forwarding_methods import Questions
+from mechattn.results.arrays import datasets_digest
+from mechattn.results.forwarding_methods import ForwardingMethods
 from mechattn.results.provenance import Provenance
 from mechattn.stats.units import Unit, Units
 
 MEMORY = "2GiB"  # by default
+CHUNK = 64  # prompts that are computed and stored together, by default
 _HEAD = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 
 @dataclass(frozen=True, eq=False)
-class Result(Questions):
+class Result(ForwardingMethods):
     """The result of a run: one xarray dataset per analysis, and their provenance.
 
     ``result["received_attention"]`` is a dataset. Its dimensions are named: prompt, condition,
@@ -76,17 +78,17 @@ class Result(Questions):
                     f" {layer}; leave layer out, or give the head by its number"
                 )
             labels = {**labels, "layer": layer, "head": head}
-        dims = {str(dim) for dataset in self.datasets.values() for dim in dataset.dims}
-        unknown = sorted(set(labels) - dims)
-        if unknown:
-            raise OptionError(
-                f"this result has no dimension {unknown[0]!r}; it has {', '.join(sorted(dims))}"
-            )
 
+        dims = {str(dim) for dataset in self.datasets.values() for dim in dataset.dims}
         indexers = {}
         for dim, label in labels.items():
+            if dim not in dims:
+                raise OptionError(
+                    f"this result has no dimension {dim!r}; it has {', '.join(sorted(dims))}"
+                )
             keeps_dim = isinstance(label, slice) or np.ndim(label)
             indexers[dim] = label if keeps_dim else [label]
+
         datasets = {}
         for name, dataset in self.datasets.items():
             own = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
@@ -130,19 +132,20 @@ class Result(Questions):
                 "the baseline is what others are compared with; name another condition"
             )
 
-        inserted = [condition for condition in self.conditions if condition != BASELINE]
-        if not inserted:
+        compared = [condition for condition in self.conditions if condition != BASELINE]
+        if not compared:
             raise OptionError(
                 "this result has only the baseline; run it with a condition such as "
                 "MeaninglessTokens()"
             )
 
-        if name not in (None, *inserted):
+        if name is None:
+            return compared[0]
+        if name not in compared:
             raise OptionError(
-                f"there is no condition {name!r}; the result has {', '.join(map(repr, inserted))}"
+                f"there is no condition {name!r}; the result has {', '.join(map(repr, compared))}"
             )
-
-        return name or inserted[0]
+        return name
 
     def digest(self) -> str:
         """A hash of the numbers: every array with its name, dimensions and attributes, without the
@@ -151,8 +154,6 @@ class Result(Questions):
         Equal runs, stored or not, have the same digest. With another CPU or number of threads, the
         last digits differ.
         """
-        from mechattn.results.arrays import datasets_digest
-
         return datasets_digest(self.datasets)
 
     def to_dataframe(self, name: str | None = None, quantity: str | None = None) -> pd.DataFrame:
@@ -160,7 +161,10 @@ class Result(Questions):
 
         Args:
             name: The analysis; by default the first.
-            quantity: One of its quantities; by default all per segment.
+            quantity: One of its quantities; by default those by segment, or all if there are none.
+
+        Raises:
+            OptionError: There is no such analysis or quantity.
         """
         if name is None:
             name = next(iter(self._analyses()), "sequences")
@@ -170,10 +174,11 @@ class Result(Questions):
                 f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}"
             )
 
-        chosen = [variable for variable in dataset if "segment" in dataset[variable].dims]
+        quantities = [label for label in dataset if "segment" in dataset[label].dims]
         if quantity is not None:
-            chosen = [quantity]
-        return dataset[chosen or list(dataset)].to_dataframe().dropna(how="all").reset_index()
+            quantities = [quantity]
+        table = dataset[quantities or list(dataset)].to_dataframe()
+        return table.dropna(how="all").reset_index()
 
     def _analyses(self) -> list[str]:
         """The names of the datasets that analyses made."""
@@ -206,17 +211,25 @@ def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
     """The result for some layers or prompts only, without reading any values."""
     if isinstance(indices, slice) and indices == slice(None):
         return result
-    datasets = {}
-    for name, dataset in result.datasets.items():
-        if dim in dataset.dims:
-            dataset = dataset.isel({dim: indices})
-        datasets[name] = dataset
+    datasets = {
+        name: dataset.isel({dim: indices}, missing_dims="ignore")
+        for name, dataset in result.datasets.items()
+    }
     return replace(result, datasets=datasets)
+
+
+def with_provenance(result: Result, **entries: Any) -> Result:
+    """The result with these entries in its provenance."""
+    return replace(result, provenance={**result.provenance, **entries})
 
 
 def in_half_the_space(result: Result) -> Result:
     """The result with the numbers of single prompts as float16; moments over prompts stay as they
-    are."""
+    are.
+
+    Raises:
+        OptionError: A number is larger than float16 can hold.
+    """
     datasets = {}
     for name, dataset in result.datasets.items():
         halves = {}
@@ -234,28 +247,18 @@ def in_half_the_space(result: Result) -> Result:
 
 
 def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
-    """The units of all prompts of a result: its prompts, or their groups."""
-    check_choice(Unit, unit=unit)
-    sequences = result["sequences"]
-    if unit == "prompt" or "group" not in sequences:
-        return Units(prompts)
-    return Units.grouped([str(group) for group in sequences.group.values])
+    """The units of all prompts of a result: its prompts, or their groups.
 
-
-def alike_words(result: Result) -> str:
-    """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups
-    take account of it.
+    Args:
+        result: The result.
+        prompts: The number of its prompts.
+        unit: "auto" for groups, where prompts have them; "prompt" for prompts all the same.
     """
-    prompts_by_sentence = result.provenance["prompts"].get("alike", {})
-    if not prompts_by_sentence:
-        return ""
-    n = result["sequences"].sizes["prompt"]
-    start = ""
-    if max(prompts_by_sentence.values()) > n:
-        start = "In the whole run, "
-    elif min(prompts_by_sentence.values()) < n:
-        start = "In parts of it, "
-    return f"{start}{'; '.join(prompts_by_sentence)}."
+    check_choice(Unit, unit=unit)
+    groups = _groups_of(result)
+    if unit == "prompt" or groups is None:
+        return Units(prompts)
+    return Units.grouped(groups)
 
 
 def units_in(result: Result, values: xr.DataArray) -> Units:
@@ -268,7 +271,11 @@ def units_in(result: Result, values: xr.DataArray) -> Units:
 
 
 def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
-    """The units of two results of the same prompts, which must have the same groups."""
+    """The units of two results of the same prompts, which must have the same groups.
+
+    Raises:
+        OptionError: They have other groups.
+    """
     if unit == "auto" and _groups_of(result) != _groups_of(other):
         raise OptionError(
             "the prompts have different groups in the two results; run both with the same prompts, "
@@ -278,10 +285,27 @@ def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Uni
 
 
 def _groups_of(result: Result) -> list[str] | None:
+    """The group of each prompt, where prompts have groups."""
     sequences = result["sequences"]
     if "group" not in sequences:
         return None
-    return sequences.group.values.tolist()
+    return [str(group) for group in sequences.group.values]
+
+
+def alike_words(result: Result) -> str:
+    """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups
+    take account of it.
+    """
+    prompts_by_sentence = result.provenance["prompts"].get("alike", {})
+    if not prompts_by_sentence:
+        return ""
+    prompts = result["sequences"].sizes["prompt"]
+    of_what = ""
+    if max(prompts_by_sentence.values()) > prompts:
+        of_what = "In the whole run, "
+    elif min(prompts_by_sentence.values()) < prompts:
+        of_what = "In parts of it, "
+    return f"{of_what}{'; '.join(prompts_by_sentence)}."
 
 
 def head_name(layer: int, head: int) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from mechattn.errors import OutputError
+from mechattn.errors import OutputError, say
 
 FLUSHES_AT_ONCE = 16  # each may wait for the disk
 
@@ -31,18 +30,16 @@ OLD = "old"
 _ADDRESS = re.compile(r"\w\w+:/")  # a Path makes "s3:/bucket" of "s3://bucket"
 
 
-def say(sentence: str) -> None:
-    """Print a message to standard error."""
-    print(f"mechattn: {sentence}", file=sys.stderr, flush=True)
-
-
 def check_writable(path: str | Path) -> None:
-    """Check in advance that a file or folder can be written at this place of the machine."""
+    """Check in advance that a file, or the folder of a result, can be written on this machine.
+
+    Raises:
+        OutputError: It cannot; the message says why.
+    """
     if _ADDRESS.match(str(path)):
         raise OutputError(
             f"{path} is an address: this is written to a folder of this machine; give a path such"
-            " as"
-            ' "out/page.html"'
+            ' as "out/page.html"'
         )
     try:
         path = Path(os.path.realpath(path))
@@ -53,6 +50,7 @@ def check_writable(path: str | Path) -> None:
                     " place"
                 )
 
+        # A result is the one thing that is a folder, and may replace one.
         if path.suffix != ".zarr" and path.is_dir():
             raise OutputError(f"{path} is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,11 +65,19 @@ def check_writable(path: str | Path) -> None:
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file or a folder under a temporary name, and rename it when complete; links are
-    followed."""
+    followed.
+
+    Args:
+        path: The file or folder.
+        write: Writes its content to the temporary path that it gets.
+
+    Raises:
+        OutputError: It could not be written; what was there before is kept.
+    """
     path = Path(os.path.realpath(path))
     try:
         with _temporary_folder(path) as folder:
-            new = _new(folder, path)
+            new = _new_path(folder, path)
             write(new)
             flush([folder, new, *new.rglob("*")])
 
@@ -96,7 +102,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Wait until files, and the names in folders, are on the disk."""
+    """Wait until files, and the names in folders, are on the disk.
+
+    Raises:
+        OSError: A file cannot be flushed.
+    """
 
     def flush_path(path: Path) -> None:
         try:
@@ -119,14 +129,15 @@ def recover(path: Path) -> None:
     if os.path.lexists(path):
         return
     for folder in _temporary_folders(path):
-        new = _new(folder, path)
-        old = folder / OLD
-        if not old.exists():
+        complete = folder / OLD
+        if not complete.exists():
             continue
-        complete = new if new.exists() else old  # the new one was complete before the old one went
+        new = _new_path(folder, path)
+        if new.exists():  # it was complete before the old one was moved away
+            complete = new
         try:
-            with _locked(folder, seconds=10) as is_ours:
-                if is_ours and not os.path.lexists(path):
+            with _locked(folder, seconds=10) as has_lock:
+                if has_lock and not os.path.lexists(path):
                     os.replace(complete, path)
                     flush([path.parent])
                     say(
@@ -146,8 +157,8 @@ def sweep(path: Path) -> None:
     exists."""
     path = Path(os.path.realpath(path))
     for folder in _temporary_folders(path):
-        with suppress(OSError), _locked(folder, seconds=0) as is_ours:
-            if is_ours:
+        with suppress(OSError), _locked(folder, seconds=0) as has_lock:
+            if has_lock:
                 _remove(folder, path)
 
 
@@ -165,12 +176,12 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _prefix(path: Path) -> str:
-    """How the names of its temporary folders begin."""
+    """How the names of the temporary folders of a file or folder begin."""
     return f".{path.name}.mechattn-"
 
 
-def _new(folder: Path, path: Path) -> Path:
-    """Where the new file or folder is until it gets its name."""
+def _new_path(folder: Path, path: Path) -> Path:
+    """Where a new file or folder is until it gets its name."""
     return folder / f"new{path.suffix}"
 
 
@@ -178,7 +189,7 @@ def _temporary_folders(path: Path) -> list[Path]:
     """The temporary folders of this file or folder, recognised by their names and what is in
     them."""
     name = re.compile(re.escape(_prefix(path)) + "[a-z0-9_]{8}")
-    ours = {MARKER, LOCK, OLD, _new(path.parent, path).name}
+    ours = {MARKER, LOCK, OLD, _new_path(path.parent, path).name}
     folders = []
     with suppress(OSError):
         for folder in path.parent.iterdir():
@@ -211,7 +222,7 @@ def _remove(folder: Path, path: Path) -> None:
     if old.exists() and not os.path.lexists(path):
         return
     # The old one first: as long as it is here, recover takes a new one beside it for complete.
-    for entry in (old, _new(folder, path)):
+    for entry in (old, _new_path(folder, path)):
         if entry.is_dir():
             shutil.rmtree(entry)
         else:

@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,14 @@ from fsspec.implementations.local import LocalFileSystem
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from mechattn.errors import OutputError
+from mechattn.errors import MechattnError, OutputError
 
 SCHEMA = 7
 ROOT = "zarr.json"
 READS_AT_ONCE = 16
 
-# What file managers leave in folders that somebody looks into; they are no files of anybody.
-LEFT_BY_DESKTOPS = {".DS_Store", "Thumbs.db", "desktop.ini"}
-
+# What file managers leave in a folder when somebody opens it there.
+LEFT_BY_FILE_MANAGERS = {".DS_Store", "Thumbs.db", "desktop.ini"}
 
 # What Zarr writes: the metadata of groups and arrays, and objects such as "sequences/place/c/0".
 _OBJECT_NAME = re.compile(r"(.+/)?(zarr\.json|c(/\d+)*)")
@@ -46,37 +46,49 @@ class DamagedResult(OutputError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where objects are: in a folder of this machine, or at an address, where nothing can be
+    """Where a result is stored: a folder of this machine, or an address, where nothing can be
     renamed.
 
     Args:
-        folder: The absolute path of the folder; None for an address.
-        address: The fsspec address; None for a folder.
+        name: The absolute path of the folder, or the fsspec address.
     """
 
-    folder: Path | None = None
-    address: str | None = None
+    name: str
 
     def __str__(self) -> str:
-        return str(self.folder or self.address)
+        return self.name
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None for an address."""
+        if "://" in self.name:
+            return None
+        return Path(self.name)
 
     @property
     def files(self) -> Any:
         """The file system."""
         if self.folder:
             return LocalFileSystem(auto_mkdir=True)
-        return fsspec.url_to_fs(self.address)[0]
+        return fsspec.url_to_fs(self.name)[0]
 
     @property
-    def true_name(self) -> tuple[str, str]:
-        """The same for every spelling of an address, such as "memory://r.zarr" and
-        "memory:///r.zarr"."""
-        return type(self.files).__name__, self.full_name("")
+    def root(self) -> str:
+        """The name of the result in the file system."""
+        return str(self.files._strip_protocol(self.name)).rstrip("/")
 
     def full_name(self, name: str) -> str:
         """The name of an object in the file system."""
-        root = str(self.files._strip_protocol(str(self))).rstrip("/")
-        return f"{root}/{name}"
+        return f"{self.root}/{name}"
+
+    def exists(self) -> bool:
+        """Whether anything is there."""
+        return bool(self.files.exists(self.root))
+
+    def is_same(self, other: Place) -> bool:
+        """Whether both are one place, however it is written: "memory://r.zarr" is
+        "memory:///r.zarr"."""
+        return type(self.files) is type(other.files) and self.root == other.root
 
     def read(self, name: str) -> bytes | None:
         """The content of an object; None if there is none."""
@@ -90,21 +102,21 @@ class Place:
         self.files.pipe_file(self.full_name(name), content)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each object in bytes; links, pipes and devices are refused, as reading them
-        may have effects.
+        """The size of each object in bytes; what a file manager left behind is no object.
 
-        What a file manager left behind is no object.
+        Raises:
+            OutputError: There is a link, a pipe or a device; reading one may have effects.
         """
-        root = self.full_name("")
+        folder = self.full_name("")
         self.files.invalidate_cache()
         sizes = {}
-        for path, details in self.files.find(root, detail=True).items():
+        for path, details in self.files.find(folder, detail=True).items():
             if details["type"] != "file":
                 raise OutputError(
                     f"{path} is not a plain file, but a stored result contains only plain files"
                 )
-            name = path.removeprefix(root)
-            if name.rpartition("/")[2] not in LEFT_BY_DESKTOPS:
+            name = path.removeprefix(folder)
+            if name.rpartition("/")[2] not in LEFT_BY_FILE_MANAGERS:
                 sizes[name] = int(details["size"])
 
         return sizes
@@ -136,13 +148,13 @@ class Place:
     def check_ours(self) -> None:
         """Refuse to replace or delete anything but a result that has nothing of others in it."""
         attributes = self.attributes()
-        objects = attributes.get("objects", {})  # an unfinished result has none yet
+        objects = attributes.get("objects", {})  # an unfinished result has no listing yet
         if "mechattn_schema" not in attributes or not isinstance(objects, dict):
             raise OutputError(
                 f"{self} exists and is not a stored result; choose another name, or move it away"
             )
         strangers = set(self.sizes()) - {ROOT, *objects}
-        if "writing" in attributes:  # a result that was not finished has no listing yet
+        if "writing" in attributes:
             strangers = {name for name in strangers if not _OBJECT_NAME.fullmatch(name)}
         if strangers:
             raise OutputError(
@@ -152,10 +164,10 @@ class Place:
 
 
 def place_of(path: str | Path) -> Place:
-    """The folder or address that a path names; links are followed.
+    """The folder or address of a result; links are followed.
 
     Raises:
-        OutputError: It names neither.
+        OutputError: The path names neither.
     """
     if not isinstance(path, (str, Path)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
@@ -170,16 +182,18 @@ def place_of(path: str | Path) -> Place:
             ' "s3://bucket/llama.zarr"'
         )
     if protocol_end:
-        return Place(address=text.rstrip("/"))
+        return Place(text.rstrip("/"))
     try:
-        return Place(folder=Path(os.path.realpath(text)))
+        return Place(os.path.realpath(text))
     except ValueError as error:
         raise OutputError(f"{text!r} cannot be the name of a file: {error}") from None
 
 
 class Listing(MemoryStore):
-    """The listed objects of a result as a store of Zarr's, whose dictionary has checksums in place
-    of contents.
+    """The listed objects of a result as a store of Zarr's.
+
+    A MemoryStore has a dictionary of contents, from which Zarr learns what there is. Here it has
+    checksums in place of contents, and the root, which is not in the listing.
 
     Args:
         place: Where the objects are.
@@ -190,18 +204,8 @@ class Listing(MemoryStore):
     def __init__(self, place: Place, checksums: Mapping[str, str], *, read_only: bool) -> None:
         self.place = place
         self.checksums = dict(checksums)
-        self.names = {ROOT: "", **self.checksums}
+        self.names = ChainMap(self.checksums, {ROOT: ""})
         super().__init__(self.names, read_only=read_only)  # type: ignore[arg-type]
-
-    @classmethod
-    def to_write(cls, place: Place) -> Listing:
-        """The listing of a new result, of which nothing is there."""
-        return cls(place, {}, read_only=False)
-
-    @classmethod
-    def to_read(cls, place: Place, checksums: Mapping[str, str]) -> Listing:
-        """The listing of a stored result."""
-        return cls(place, checksums, read_only=True)
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: Any = None
@@ -215,7 +219,7 @@ class Listing(MemoryStore):
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: Any = None
     ) -> Buffer | None:
         """As :meth:`get`, which newer versions of Zarr may call instead."""
-        if byte_range is not None:  # of objects in shards, which are not written here
+        if byte_range is not None:  # as Zarr reads objects in shards, which are not written here
             raise NotImplementedError("an object of a result is read whole")
         if key not in self.names:
             return None
@@ -224,13 +228,11 @@ class Listing(MemoryStore):
         return buffers.buffer.from_bytes(content)
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
-        """Write an object for Zarr."""
-        if byte_range is not None:
-            raise NotImplementedError("an object of a result is written whole")
+        """Write an object for Zarr, which writes none in ranges."""
         await asyncio.to_thread(self.set_sync, key, value)
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Write an object that is not listed yet."""
+        """Write an object for Zarr, unless it is listed."""
         if key not in self.names:
             await self.set(key, value)
 
@@ -242,19 +244,15 @@ class Listing(MemoryStore):
         content = value.to_bytes()
         self.place.write(key, content)
         self.checksums[key] = checksum(content)
-        self.names[key] = self.checksums[key]
 
-    def _refuse_deletion(self, *_: Any, **__: Any) -> Any:
-        """Refuse to delete; a stored result is replaced as a whole."""
-        raise NotImplementedError("Zarr deletes no object of a result")
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Refuse to delete single objects, or to write to what was opened to be read."""
+        raise NotImplementedError("a stored result is replaced as a whole")
 
-    delete = _refuse_deletion
-    delete_sync = _refuse_deletion
-    clear = _refuse_deletion
-
-    def with_read_only(self, read_only: bool = False) -> Listing:
-        """Refuse to change what a listing is for."""
-        raise NotImplementedError("a listing is made to read or to write, and stays so")
+    delete = _refuse
+    delete_sync = _refuse
+    clear = _refuse
+    with_read_only = _refuse
 
     def read(self, name: str) -> bytes:
         """The content of a listed object, compared with its checksum."""
@@ -276,6 +274,24 @@ class Listing(MemoryStore):
             list(pool.map(lambda name: bool(self.read(name)), self.checksums))
 
 
+@contextmanager
+def errors_of_files(what: str, advice: str) -> Iterator[None]:
+    """Say any error of files, codecs or the network within a ``with`` block as one of ours: each
+    kind of address has its own.
+
+    Raises:
+        OutputError: There was an error: what it prevents, the error, and what to do.
+    """
+    try:
+        yield
+    except MechattnError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        # Without its cause, as an address in it may contain a password.
+        raise OutputError(f"{what} ({reason}); {advice}") from None
+
+
 def checksum(content: bytes) -> str:
     """The CRC-32C of some bytes."""
     return f"{google_crc32c.value(content):08x}"
@@ -290,13 +306,12 @@ def damage(place: Place, name: str, reason: str) -> DamagedResult:
 
 
 def digest_of(provenance: str, checksums: Mapping[str, str]) -> str:
-    """A hash of the provenance and of the listing, and so of everything in a result."""
+    """A hash of the provenance and of the listing, and so of everything in a stored result."""
     content = json.dumps([provenance, sorted(checksums.items())])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def root_content(attributes: dict[str, Any]) -> bytes:
-    """The root of a result, a group with attributes as Zarr writes it; what it is written to is a
-    result from then on."""
+    """The root of a result: a group with attributes, as Zarr writes it."""
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     return json.dumps(group, indent=1).encode()

@@ -8,8 +8,8 @@ Nothing is compressed and every object is there, so a result takes no more memor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from mechattn.errors import MechattnError, OutputError, memory_bytes, plain
-from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
+from mechattn.errors import OutputError, memory_bytes, plain
+from mechattn.results.arrays import SOURCES, lazy_bytes, lazy_variables, plain_attributes
 from mechattn.results.consistency import problem_of
 from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import recover
@@ -31,12 +31,13 @@ from mechattn.store.objects import (
     Place,
     damage,
     digest_of,
+    errors_of_files,
     place_of,
 )
 
-SHARE = 8  # of the memory: a result that takes at most this fraction is read at once
-SMALL = 2**16  # bytes of an array that is read when a result is opened
-TEXT = "string"
+PARTS_OF_MEMORY = 8  # a result that takes at most one of them is read at once
+SMALL_ARRAY = 2**16  # bytes of an array that is read when a result is opened
+TEXT_TYPE = "string"
 TEXT_LENGTH = 4  # bytes of the number of texts, and of the length of each
 NUMBERS = (
     "bool",
@@ -52,7 +53,7 @@ NUMBERS = (
     "float32",
     "float64",
 )
-CODECS = {TEXT: "vlen-utf8", **dict.fromkeys(NUMBERS, "bytes")}
+CODECS = {TEXT_TYPE: "vlen-utf8", **dict.fromkeys(NUMBERS, "bytes")}
 
 
 def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
@@ -70,15 +71,13 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     Raises:
         OutputError: There is no stored result here, one of an unknown schema, or a damaged one.
     """
-    share = memory_bytes(memory) // SHARE
+    part_of_memory = memory_bytes(memory) // PARTS_OF_MEMORY
     result = open_result(path)
-
-    is_small = lazy_bytes(result) <= share
-    with _in_words(path):
-        for dataset in result.datasets.values():
-            for variable in dataset.variables.values():
-                if is_small or "prompt" not in variable.dims:
-                    variable.load()
+    is_small = lazy_bytes(result) <= part_of_memory
+    with _reading(path):
+        for variable in lazy_variables(result):
+            if is_small or "prompt" not in variable.dims:
+                variable.load()
 
     return replace(result, memory=memory)
 
@@ -86,67 +85,64 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
 def open_checked_result(path: str | Path) -> Result:
     """Open a result as :func:`open_result` does, after every object has been read once and compared
     with its checksum."""
-    place = _recovered(path)
-    with _in_words(path):
-        listing, _ = open_listing(place)
+    with _reading(path):
+        listing, provenance = open_listing(place_of(path))
         listing.check()
-    return open_result(path)
+        return _result_of(listing, provenance)
 
 
 def open_result(path: str | Path) -> Result:
     """Open a result, of which all but small arrays are read on demand."""
-    place = _recovered(path)
-    with _in_words(path):
-        listing, provenance = open_listing(place)
-        tree = xr.open_datatree(
-            listing,  # type: ignore[arg-type]
-            engine="zarr",
-            zarr_format=3,
-            consolidated=False,
-            chunks=None,
-            cache=False,
-            mask_and_scale=False,
-            decode_times=False,  # "seconds" is a unit here, not a time
-            decode_timedelta=False,
-        )
+    with _reading(path):
+        listing, provenance = open_listing(place_of(path))
+        return _result_of(listing, provenance)
 
-        # Groups were written in the order of the run, each group's arrays at the same time.
-        group_names = dict.fromkeys(name.partition("/")[0] for name in listing.checksums)
-        datasets = {name: _dataset(tree[name].to_dataset(), place) for name in group_names}
 
-    if problem := problem_of(datasets, provenance):
-        raise DamagedResult(f"the result at {path} is damaged: {problem}")
+def _reading(path: str | Path) -> AbstractContextManager[None]:
+    return errors_of_files(
+        f"the result at {path} cannot be read", "run it again, or restore a copy"
+    )
+
+
+def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
+    """The result that Zarr reads from a listing.
+
+    Raises:
+        DamagedResult: Something is missing without which a result cannot be used.
+    """
+    tree = xr.open_datatree(
+        listing,  # type: ignore[arg-type]
+        engine="zarr",
+        zarr_format=3,
+        consolidated=False,
+        chunks=None,
+        cache=False,
+        mask_and_scale=False,
+        decode_times=False,  # "seconds" is a unit here, not a time
+        decode_timedelta=False,
+    )
+
+    # Groups were written in the order of the run, each group's arrays at the same time.
+    group_names = dict.fromkeys(name.partition("/")[0] for name in listing.checksums)
+    datasets = {name: _dataset(tree[name].to_dataset(), listing.place) for name in group_names}
+    problem = problem_of(datasets, provenance)
+    if problem is not None:
+        raise DamagedResult(f"the result at {listing.place} is damaged: {problem}")
     return Result(datasets, provenance)
 
 
-def _recovered(path: str | Path) -> Place:
-    """The place of a result; a folder is put back if a process was killed while it replaced it."""
-    place = place_of(path)
+def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
+    """The objects of a result, all of which are there in their sizes, and its provenance.
+
+    A folder is put back first, if a process was killed while it replaced it.
+
+    Raises:
+        OutputError: There is no stored result here, or it is of an unknown schema, incomplete,
+            damaged, or not ours alone.
+    """
     if place.folder:
         recover(place.folder)
-    return place
-
-
-@contextmanager
-def _in_words(path: str | Path) -> Iterator[None]:
-    """Say errors of files, codecs and the network as one of ours."""
-    try:
-        yield
-    except MechattnError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise OutputError(
-            f"the result at {path} cannot be read ({reason}); run it again, or restore a copy"
-        ) from None  # the address may contain a password
-
-
-def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
-    """The objects of a result, all of which are there in their sizes, and its provenance."""
-    if place.folder and not (place.folder / ROOT).is_file():
-        results = ", ".join(sorted(path.name for path in place.folder.glob("*.zarr"))[:4])
-        hint = f"; there is {results} in it" if results else ""
-        raise OutputError(f"there is no stored result at {place}{hint}")
+        _check_has_root(place.folder)
 
     sizes = place.sizes()
     if ROOT not in sizes:
@@ -163,19 +159,32 @@ def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
     if "writing" in attributes:  # at an address, where the root is written last
         raise OutputError(f"the result at {place} is incomplete; write it again")
 
-    provenance, checksums = attributes["provenance"], attributes["objects"]
+    provenance = attributes["provenance"]
+    checksums = attributes["objects"]
     if digest_of(provenance, checksums) != attributes["digest"]:
         raise damage(place, ROOT, "its provenance or its listing was changed")
 
-    if strangers := set(sizes) - {ROOT, *checksums}:
+    strangers = set(sizes) - {ROOT, *checksums}
+    if strangers:
         raise OutputError(
             f"the result at {place} holds {min(strangers)} too, which mechattn did not write; "
             "move that out of it"
         )
 
-    listing = Listing.to_read(place, checksums)
+    listing = Listing(place, checksums, read_only=True)
     _check_objects(listing, sizes)
     return listing, json.loads(provenance)
+
+
+def _check_has_root(folder: Path) -> None:
+    """Refuse a folder that is no result; those in it may be what is meant."""
+    if (folder / ROOT).is_file():
+        return
+    hint = ""
+    results = sorted(path.name for path in folder.glob("*.zarr"))
+    if results:
+        hint = f"; there is {', '.join(results[:4])} in it"
+    raise OutputError(f"there is no stored result at {folder}{hint}")
 
 
 def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
@@ -208,6 +217,7 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
         ) from None
 
     array_name = metadata_name.removesuffix(f"/{ROOT}")
+    # Rounded up, exactly even for the largest number that somebody declares.
     grid = [-(-size // step) for size, step in zip(shape, object_shape, strict=True)]
     if prod(grid) > len(sizes):  # as many as somebody declares may not be named in any time
         raise damage(listing.place, array_name, f"not all of {prod(grid):,} objects are there")
@@ -218,7 +228,7 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
         if name not in listing.checksums or name not in sizes:
             raise damage(listing.place, name, "it is missing")
         size = sizes[name]
-        if data_type == TEXT:
+        if data_type == TEXT_TYPE:
             declared = int.from_bytes(listing.read(name)[:TEXT_LENGTH], "little")
             fits = declared == count and size >= TEXT_LENGTH * (1 + count)
         else:
@@ -238,7 +248,8 @@ def _declared(metadata: Any) -> tuple[list[int], list[int], str]:
     """The shape of an array, that of its objects, and its type.
 
     Raises:
-        ValueError: It is not what mechattn writes; as other errors, if what is needed is not there.
+        ValueError: It is not what mechattn writes; where an entry is missing or of another type,
+            the error that Python raises.
     """
     grid = metadata["chunk_grid"]
     keys = metadata["chunk_key_encoding"]
@@ -265,12 +276,13 @@ def _declared(metadata: Any) -> tuple[list[int], list[int], str]:
 
 
 def _dataset(stored: xr.Dataset, place: Place) -> xr.Dataset:
-    """A dataset as a run makes it, its quantities by their names; small arrays are read."""
+    """A dataset as a run makes it, its quantities in the order of their names; small arrays are
+    read."""
     dataset = stored.drop_encoding()
     dataset.attrs = plain_attributes(dataset.attrs)
     for variable in dataset.variables.values():
         variable.attrs = plain_attributes(variable.attrs)
-        if variable.nbytes <= SMALL or variable.ndim < 2:
+        if variable.nbytes <= SMALL_ARRAY or variable.ndim < 2:
             variable.load()
         else:
             variable.encoding[SOURCES] = {str(place)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,23 @@ import numpy as np
 import xarray as xr
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.results.arrays import TEXT, lazy_sources
+from mechattn.results.arrays import lazy_sources, with_texts_as
+from mechattn.results.consistency import problem_of
 from mechattn.results.merge import is_part, merge_results
-from mechattn.results.result import Result
+from mechattn.results.result import CHUNK, Result
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
-from mechattn.store.objects import ROOT, SCHEMA, Listing, Place, digest_of, place_of, root_content
+from mechattn.store.objects import (
+    ROOT,
+    SCHEMA,
+    Listing,
+    Place,
+    digest_of,
+    errors_of_files,
+    place_of,
+    root_content,
+)
 from mechattn.store.reading import load_result, open_checked_result, open_result
 
-CHUNK = 64  # prompts in an object, of a result that no job made
 LARGEST_OBJECT = 2**20  # bytes
 CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
 
@@ -39,23 +48,22 @@ def check_result_place(path: str | Path) -> None:
             written there.
     """
     place = _checked_place(path)
-    try:
+    with errors_of_files(f"nothing can be written to {place}", "choose another place"):
         if place.folder:
             check_writable(place.folder)
         else:
-            probe = f"{place.full_name('')[:-1]}.mechattn-{os.urandom(8).hex()}"
+            probe = f"{place.root}.mechattn-{os.urandom(8).hex()}"
             place.files.pipe_file(probe, b"")
             place.files.rm_file(probe)
-    except OutputError:
-        raise
-    except Exception as error:
-        raise _unwritable(place, error) from None
 
 
 def check_result_or_place(path: str | Path) -> None:
-    """Check in advance that a result of ours is here, or that one can be stored here."""
-    place = _checked_place(path)
-    if not place.files.exists(str(place)):
+    """Check in advance that a result of ours is here, or that one can be stored here.
+
+    Raises:
+        OutputError: Neither is so.
+    """
+    if not _checked_place(path).exists():
         check_result_place(path)
 
 
@@ -70,39 +78,44 @@ def _checked_place(path: str | Path) -> Place:
 
     if place.folder:
         recover(place.folder)
-    try:
-        if place.files.exists(str(place)):
+    with errors_of_files(f"nothing can be written to {place}", "choose another place"):
+        if place.exists():
             place.check_ours()
-    except OutputError:
-        raise
-    except Exception as error:
-        raise _unwritable(place, error) from None
     return place
-
-
-def _unwritable(place: Place, error: Exception) -> OutputError:
-    """What is said of any error of a file system: each kind of address has its own."""
-    return OutputError(
-        f"nothing can be written to {place} ({type(error).__name__}: {error}); choose another place"
-    )
 
 
 def save_result(result: Result, path: str | Path) -> None:
     """Save completely or not at all: under a temporary name first; at an address, the root is
-    written last."""
+    written last.
+
+    Raises:
+        OutputError: It lacks what every stored result has, cannot be stored here, or what is stored
+            here is still needed.
+    """
     check_result_place(path)
+    problem = problem_of(result.datasets, json.loads(json.dumps(dict(result.provenance))))
+    if problem is not None:
+        raise OutputError(
+            f"this result cannot be stored: {problem}. Store one with all its conditions, layers and"
+            " segments, and select from what you load"
+        )
+
     place = place_of(path)
-    if place.folder:
-
-        def write(new: Path) -> None:
-            write_result(result, Place(folder=new))
-            if place.files.exists(str(place)):  # somebody may have put a file there meanwhile
-                place.check_ours()
-
-        write_whole(place.folder, write)
+    if place.folder is None:
+        _save_at_address(result, place)
         return
 
-    if place.true_name in {place_of(source).true_name for source in lazy_sources(result)}:
+    def write(new: Path) -> None:
+        write_result(result, Place(str(new)))
+        if place.exists():  # somebody may have put a file there meanwhile
+            place.check_ours()
+
+    write_whole(place.folder, write)
+
+
+def _save_at_address(result: Result, place: Place) -> None:
+    """Replace what is at an address, which is incomplete until the root is written."""
+    if any(place.is_same(place_of(source)) for source in lazy_sources(result)):
         raise OutputError(
             f"this result is still read from {place}, and saving there would delete what it has "
             "not read yet: save it to another address, or load it with more memory=…, so that it "
@@ -125,17 +138,17 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
     Raises:
         OptionError: The results don't belong together, or the target has something that would be
             lost.
+        OutputError: One of them cannot be read, or nothing can be stored at the target.
     """
     check_result_place(target)
     results = [open_result(path) for path in paths]
     target_place = place_of(target)
-    if target_place.true_name in {place_of(path).true_name for path in paths}:
+    if any(target_place.is_same(place_of(path)) for path in paths):
         raise OptionError(
             f"{target} is both a result to merge and the target; name a new target first"
         )
 
     merged = merge_results(results)
-
     attributes = target_place.attributes()
     is_finished = attributes and "writing" not in attributes
     if is_finished and not is_part(open_result(target), merged):
@@ -150,9 +163,9 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
 
 
 def write_result(result: Result, place: Place, mark: str | None = None) -> None:
-    """Write all objects, then the root, and read everything back; ``mark`` is of an address that
-    was begun."""
-    listing = Listing.to_write(place)
+    """Write all objects, then the root, and read everything back; ``mark`` is that of an address
+    that is being written."""
+    listing = Listing(place, {}, read_only=False)
     for name, dataset in result.datasets.items():
         _write_dataset(name, dataset, result.provenance.get("chunk", CHUNK), listing)
     if mark is not None:
@@ -167,7 +180,7 @@ def write_result(result: Result, place: Place, mark: str | None = None) -> None:
     }
     place.write(ROOT, root_content(attributes))
 
-    try:  # because a file system may accept what it cannot return
+    try:  # a file system may accept what it cannot return
         open_checked_result(str(place))
     except OutputError as error:
         raise OutputError(f"what was just written cannot be read back: {error}") from error
@@ -176,39 +189,27 @@ def write_result(result: Result, place: Place, mark: str | None = None) -> None:
 def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing) -> None:
     """Write a group; of a result that is larger than memory, a chunk of prompts is read at a
     time."""
-    dataset = _with_one_text_type(dataset.drop_encoding())
-    chunk = min(chunk, dataset.sizes.get("prompt", chunk))
-
+    # Texts of variable length, as Zarr has no specified type for others.
+    dataset = with_texts_as(np.dtypes.StringDType(), dataset.drop_encoding())
     options: dict[str, Any] = {"group": name, "consolidated": False}
-    encoding = {
-        label: {
+    encoding = {}
+    without_prompts = []
+    for label, variable in dataset.variables.items():
+        encoding[label] = {
             "chunks": _object_shape(variable, chunk),
             "compressors": None,
             "_FillValue": None,
             "write_empty_chunks": True,
         }
-        for label, variable in dataset.variables.items()
-    }
+        if "prompt" not in variable.dims:
+            without_prompts.append(label)
 
-    if "prompt" not in dataset.dims:
-        dataset.to_zarr(listing, mode="w-", zarr_format=3, encoding=encoding, **options)
-        return
-    first = dataset.isel(prompt=slice(chunk))
+    first = dataset.isel(prompt=slice(chunk), missing_dims="ignore")
     first.to_zarr(listing, mode="w-", zarr_format=3, encoding=encoding, **options)
 
-    without_prompts = [label for label, v in dataset.variables.items() if "prompt" not in v.dims]
-    for start in range(chunk, dataset.sizes["prompt"], chunk):
+    for start in range(chunk, dataset.sizes.get("prompt", 0), chunk):
         block = dataset.isel(prompt=slice(start, start + chunk)).drop_vars(without_prompts)
         block.to_zarr(listing, append_dim="prompt", **options)
-
-
-def _with_one_text_type(dataset: xr.Dataset) -> xr.Dataset:
-    """A dataset whose texts are of variable length, as Zarr has no specified type for others."""
-    texts = {}
-    for label, variable in dataset.variables.items():
-        if variable.dtype.kind in TEXT:
-            texts[label] = variable.astype(np.dtypes.StringDType())
-    return dataset.drop_indexes(set(texts) & set(dataset.indexes)).assign(texts)
 
 
 def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:
@@ -216,10 +217,10 @@ def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:
     shape = {str(dim): max(1, size) for dim, size in variable.sizes.items()}
     if "prompt" not in shape:
         return tuple(shape.values())
-    shape["prompt"] = chunk
+    shape["prompt"] = min(chunk, shape["prompt"])
     for dim in CUT_DIMENSIONS:
         size = variable.dtype.itemsize * prod(shape.values())
         if dim in shape and size > LARGEST_OBJECT:
-            pieces = -(-size // LARGEST_OBJECT)  # equal ones, as the last is padded
-            shape[dim] = -(-shape[dim] // pieces)
+            pieces = ceil(size / LARGEST_OBJECT)  # of equal length, as the last is padded
+            shape[dim] = ceil(shape[dim] / pieces)
     return tuple(shape.values())

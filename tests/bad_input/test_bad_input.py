@@ -324,6 +324,11 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
         ({"modl": "toy:llama"}, "modl: there is no such key"),
         ({"output": {}}, r"output\.result: is missing"),
         (
+            {"figures": [{"kind": "received_attention", "layer": "x"}]},
+            r"figures\[0\]\.layer: Input should be a valid integer, not 'x'; figures\[0\]\.layer: Input",
+        ),
+        ({"model": 3}, r"model: Input should be a valid string, not '3'; model: Input"),
+        (
             {"conditions": {"x": {"cuont": 5}}},
             r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
         ),

@@ -19,8 +19,8 @@ from tests.conftest import run_part
 def read_on_demand():
     """However small a result is, its per-prompt values are read when they are needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.store.reading.SHARE", 2**60)
-        patch.setattr("mechattn.store.reading.SMALL", 0)
+        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+        patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
         yield
 
 

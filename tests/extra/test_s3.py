@@ -52,8 +52,8 @@ def small(job, tmp_path_factory):
 
 def test_a_large_run_at_an_address(bucket, job, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mechattn.store.reading.SHARE", 2**60)
-    monkeypatch.setattr("mechattn.store.reading.SMALL", 0)
+    monkeypatch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+    monkeypatch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
     result = ma.run_job(job, f"{bucket}/r.zarr")
     assert lazy_bytes(result)
     assert result.digest() == small.digest()
@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_goes_on(bucket, job, small, tmp_path, monkeypatch
     write, left = Place.write, [40]
 
     def dying(self, name, content):
-        left[0] -= self.address is not None
+        left[0] -= self.folder is None
         if left[0] < 0:
             raise Killed
         write(self, name, content)

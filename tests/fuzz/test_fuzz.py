@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 import mechattn as ma
 from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, build_conditions
-from mechattn.commands.run_config import FIGURES, read_config
+from mechattn.commands.run_config import DRAW_FUNCTIONS, read_config
 from mechattn.errors import MechattnError
 from mechattn.results.arrays import datasets_digest
 from mechattn.toml_sections import Config
 
 fuzz = settings(settings.get_profile("fuzz"))
 TEXT = st.text(max_size=12)
-KINDS = [*CONDITIONS, *ANALYSES, *FIGURES, *INTERVENTIONS]
+KINDS = [*CONDITIONS, *ANALYSES, *DRAW_FUNCTIONS, *INTERVENTIONS]
 KEYS = [
     *Config.model_fields, "source", "limit", "template", "result", "page", "heads", "kind", "count", "place", "masked",
     "intervention", "slash", "condition", "quantity", "segment", "p1", "layers", "value", "queries", "samples",

@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import mechattn as ma
-from mechattn.commands.pages import report
+from mechattn.commands.stored_results import report
 from mechattn.contrast.means import at_positions, dilution_at_positions
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import (

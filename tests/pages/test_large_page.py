@@ -8,27 +8,41 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from xarray.backends import BackendArray
+from xarray.core import indexing
 from xarray.core.indexing import LazilyIndexedArray
 
 import mechattn as ma
-from mechattn.commands.pages import heads_table, report
+from mechattn.commands.stored_results import heads_table, report
 from mechattn.contrast import quantities
 from mechattn.errors import MemoryOptionError
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import model_data
-from mechattn.results.arrays import LazyArray, lazy_bytes
+from mechattn.results.arrays import lazy_bytes
 from mechattn.store.objects import Listing
 from tests.pages.read import unpacked
 
 SMALL = "320KiB"  # a layer or two at a time
 
 
+class LazyArray(BackendArray):
+    """An array whose blocks are read by a function."""
+
+    def __init__(self, shape, dtype, read):
+        self.shape, self.dtype, self.read = shape, dtype, read
+
+    def __getitem__(self, key):
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.BASIC, self.read
+        )
+
+
 @pytest.fixture(scope="module", autouse=True)
 def read_on_demand():
     """However small a result is, its per-prompt values are read when they are needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.store.reading.SHARE", 2**60)
-        patch.setattr("mechattn.store.reading.SMALL", 0)
+        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+        patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
         yield
 
 

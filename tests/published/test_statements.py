@@ -33,10 +33,10 @@ def test_a_caption_is_said_to_be_one():
         (
             'quantities = ["received_by_segment"]',
             'quantities = ["recieved_by_segment"]',
-            r"attention_falls: there is no quantity 'recieved_by_segment' \(did you mean 'received_by_segment'\?\)",
+            r"attention_falls.quantities = 'recieved_by_segment': choose one of .* \(did you mean 'received_by_segment'\?\)",
         ),
 
-        ('run = "first"', 'run = "frist"', "there is no run 'frist'"),
+        ('run = "first"', 'run = "frist"', r"\.run = 'frist': choose one of first, "),
 
 
         ('direction = "below"', 'direction = "under"', "direction.*'above' or 'below'"),

@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.commands.pages import figures_of
+from mechattn.commands.stored_results import figures_of
 from mechattn.errors import OptionError
 from mechattn.render import figure_declaration
 

@@ -9,7 +9,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import mechattn as ma
-from mechattn.commands.run_config import FIGURES as OF_RESULTS
+from mechattn.commands.run_config import DRAW_FUNCTIONS as OF_RESULTS
 from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
 from mechattn.render.figure_declaration import FIGURES
 from tests.known_answers.known_circuits import known_circuits

@@ -8,7 +8,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import mechattn as ma
-from mechattn.commands.run_config import FIGURES
+from mechattn.commands.run_config import DRAW_FUNCTIONS
 from mechattn.contrast.contrast import Verdict
 from mechattn.render.words import change_words, heads_words, mean_words, percent, sentence_of
 from mechattn.results.provenance import matched_control
@@ -24,9 +24,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(FIGURES))
+@pytest.mark.parametrize("name", sorted(DRAW_FUNCTIONS))
 def test_every_figure_says_its_number_with_an_interval(measured, name):
-    words = sentence_of(FIGURES[name](measured, **OPTIONS.get(name, {})))
+    words = sentence_of(DRAW_FUNCTIONS[name](measured, **OPTIONS.get(name, {})))
     assert re.search(r"\d[^ ]* ?%? \[[+−-]?\d[^\]]*, [+−-]?\d[^\]]*\]", words), words
     assert "nan" not in words
 

@@ -15,7 +15,8 @@ def small_results():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mechattn.results.provenance.versions", cache(versions))
         patch.setattr("mechattn.store.atomic_writes.FLUSHES_AT_ONCE", 1)
-        patch.setattr("mechattn.store.reading.problem_of", lambda *given: None)
+        for module in ("reading", "writing"):
+            patch.setattr(f"mechattn.store.{module}.problem_of", lambda *given: None)
         yield [small_result(place) for place in range(3)]
 
 
@@ -30,6 +31,6 @@ def small_job(prompts):
 def read_on_demand():
     """However small a result is, its per-prompt values are read when they are needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.store.reading.SHARE", 2**60)
-        patch.setattr("mechattn.store.reading.SMALL", 0)
+        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+        patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
         yield

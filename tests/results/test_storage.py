@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from zarr.core.buffer import default_buffer_prototype
 
 import mechattn as ma
-from mechattn.commands.pages import summary
+from mechattn.commands.stored_results import summary
 from mechattn.errors import OptionError, OutputError
 from mechattn.model import weights
 from mechattn.results.arrays import datasets_digest
@@ -202,6 +202,18 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
     ):
         with pytest.raises(OptionError, match=message):
             slash_result.sel(**labels)
+
+
+def test_a_selection_that_lacks_a_whole_axis_is_refused_before_it_is_written(
+    slash_result, tmp_path
+):
+    for labels, problem in (
+        ({"layer": 1}, "received_attention has other layers"),
+        ({"condition": "slash"}, "its first condition is not the baseline"),
+    ):
+        with pytest.raises(OutputError, match=f"this result cannot be stored: {problem}"):
+            slash_result.sel(**labels).save(tmp_path / "part.zarr")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_zarr_cannot_change_a_stored_result(stored):

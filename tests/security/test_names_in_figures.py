@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
-from mechattn.commands.pages import figures_of
+from mechattn.commands.stored_results import figures_of
 from mechattn.render.figure_declaration import with_plain_names
 
 LINK = '<a href="https://example.org/">here</a> <b>bold</b> <img src=x onerror=alert(1)>'

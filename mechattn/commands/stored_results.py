@@ -1,10 +1,12 @@
-"""The commands ``report``, ``show`` and ``export``: results as pages, text and tables."""
+"""What is done with stored results: the commands ``report``, ``show``, ``export`` and
+``export-netcdf``."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from mechattn.pages.page import flat, sections_of, write_results
 from mechattn.pages.sections import HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
-from mechattn.results.arrays import TEXT
+from mechattn.results.arrays import names_of_means, with_texts_as
 from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
@@ -102,24 +104,25 @@ def report(
 
 
 def figures_of(result: Result, layer: int | None = None) -> Figures:
-    """The figures of a result that do not lead its page, in the order of the analyses."""
+    """The figures of a result that do not lead its page, in the order of the analyses; those of a
+    layer show the first that was measured by default."""
     if layer is None:
         layer = int(result.provenance["measured_layers"][0])
     analysis_names = [analysis_class().name for analysis_class in ANALYSES]
 
     figures = []
-    for figure in FIGURES.values():
-        if figure.draw.__name__ in LEADING:
+    for kind, figure in FIGURES.items():
+        if kind in LEADING:
             continue
         for dataset, options in figure.shown(result, layer):
             rank = len(analysis_names)  # an analysis of the user's own comes last
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)
-            figures.append((rank, figure.compares, figure.draw, options))
+            # By analysis, and within it levels before changes.
+            figures.append(((rank, figure.compares), (figure.draw, options)))
 
-    # By analysis, and within it levels before changes.
-    figures.sort(key=lambda figure: figure[:2])
-    return [(draw, options) for _, _, draw, options in figures]
+    figures.sort(key=itemgetter(0))
+    return [drawing for _, drawing in figures]
 
 
 def summary(result: Result) -> str:
@@ -130,11 +133,9 @@ def summary(result: Result) -> str:
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
 
-        names = set(map(str, dataset))
-        # Variances and counts are stored over prompts in addition to each mean.
-        means = {label for label in names if {f"{label}_n", f"{label}_variance"} <= names}
-        moments = {f"{label}{ending}" for label in means for ending in ("_n", "_variance")}
-        for quantity in sorted(names - moments):
+        means = names_of_means(dataset)
+        beside_means = {f"{mean}{ending}" for mean in means for ending in ("_n", "_variance")}
+        for quantity in sorted(set(map(str, dataset)) - beside_means):
             lines.append(f"  {quantity}{_details(dataset[quantity])}")
 
     lines += ["", f"digest of the numbers: {result.digest()}"]
@@ -186,28 +187,28 @@ def export_csv(
         model_name = result.provenance["model"]["name"]
         tables.append(table.assign(result=str(place), model=model_name))
 
-        prefix = f"{place}: " if len(places) > 1 else ""
-        missing += [f"{prefix}{words}" for words in without_rows]
+        if len(places) > 1:
+            without_rows = [f"{place}: {words}" for words in without_rows]
+        missing += without_rows
 
-    if all(table.empty for table in tables):
+    tables = [table for table in tables if not table.empty]
+    if not tables:
         raise OptionError(f"there is nothing to export: {missing[0]}")
-    table = pd.concat([table for table in tables if not table.empty])
-    write_whole(out, lambda new: table.to_csv(new, index=False))
+    write_whole(out, lambda new: pd.concat(tables).to_csv(new, index=False))
     return out, missing
 
 
 def _is_export(path: Path) -> bool:
-    """Whether a file begins as our tables do; a pipe or device is not opened."""
-    if not path.is_file():
+    """Whether a file begins as our tables do."""
+    if not path.is_file():  # to open a pipe or a device may have effects
         return False
-
-    header = ",".join(COLUMNS)
     with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().strip() == header
+        return file.readline().strip() == ",".join(COLUMNS)
 
 
 def export_netcdf(place: str | Path, out: Path) -> Path:
-    """Write all arrays and the provenance of a result to one NetCDF file, a group an analysis.
+    """Write all arrays and the provenance of a result to one NetCDF file, with a group for each
+    analysis.
 
     Args:
         place: The stored result.
@@ -233,11 +234,7 @@ def export_netcdf(place: str | Path, out: Path) -> Path:
     result = load_result(place)
     datasets = {}
     for name, dataset in result.datasets.items():
-        texts = {}
-        for label, variable in dataset.variables.items():
-            if variable.dtype.kind in TEXT:
-                texts[label] = variable.astype(object)  # the only kind that HDF5 takes
-        datasets[f"/{name}"] = dataset.assign(texts)
+        datasets[f"/{name}"] = with_texts_as(object, dataset)  # the only type that HDF5 takes
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
@@ -267,8 +264,8 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
                 tables.append(rows.assign(segment=segment, units=units))
 
     if not tables:
-        no_rows = missing or ["the run measured no numbers per head"]
-        return pd.DataFrame(columns=list(COLUMNS)), no_rows
+        missing = missing or ["the run measured no numbers per head"]
+        return pd.DataFrame(columns=list(COLUMNS)), missing
     table = pd.concat(tables, ignore_index=True)
     return table.reindex(columns=list(COLUMNS)), missing
 
@@ -276,15 +273,14 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
 def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
     """A quantity's rows in one condition: each head's value, and its change from the baseline."""
     keys = ["layer", "head"]
-    table = result.heads(quantity, None, condition=condition)
-    table = table.sort_values(keys)
-
+    heads = result.heads(quantity, None, condition=condition)
     names = {quantity: "value", "low": "value_low", "high": "value_high"}
-    table = table.rename(columns=names).assign(
+    table = heads.sort_values(keys).rename(columns=names)
+    table = table.assign(
         quantity=quantity,
         condition=condition,
-        n_of=table.attrs["unit"],
-        level=table.attrs["level"],
+        n_of=heads.attrs["unit"],
+        level=heads.attrs["level"],
     )
     if condition == BASELINE:
         return table
@@ -293,8 +289,7 @@ def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
         changes = result.compare(condition, quantity=quantity, columns="all")
 
+    changes = changes.rename(columns={"reference": "baseline"})
     present = {"segment", *table.columns} - set(keys)
     columns = [name for name in COLUMNS if name in changes and name not in present]
-    changes = changes.rename(columns={"reference": "baseline"})
-    changes = changes[["baseline", *columns]]
-    return table.merge(changes, on=keys, how="left")
+    return table.merge(changes[columns], on=keys, how="left")
