@@ -105,8 +105,8 @@ def patch(
             ``load_prompts(…, with_answer=True)`` gives them.
         condition: The condition to compare with the baseline.
         at: Heads to patch, as (layer, head) from 0 or "L0H2"; "all", each head exactly; a part of
-            all of them: "z", "v", "pattern" or "resid_post"; or :class:`Sites`, which names a part,
-            heads or layers, and segments.
+            all heads or layers, such as "z", "pattern" or "resid_post"; or :class:`Sites`, which
+            names a part, heads or layers, and segments or positions.
         together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are
             only right as a sum, may have no effect alone but one together.
         metric: "logprob" of the reference answer, in nats; "logit_diff", its logit minus that of
@@ -122,9 +122,10 @@ def patch(
             heads to check.
 
     Raises:
-        MechattnError: A prompt has no answer, a head or layer doesn't exist, a condition hides
-            tokens or acts inside the model, or gradients are needed for quantised weights or for
-            "kl" with "noising", where all are 0; raised before the first forward pass.
+        MechattnError: A prompt has no answer, or the model cannot read it; a head or layer doesn't
+            exist; a condition hides tokens or acts inside the model; or gradients are needed for
+            quantised weights or for "kl" with "noising", where all are 0. Raised before the first
+            forward pass.
 
     Source:
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
