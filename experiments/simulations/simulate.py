@@ -154,7 +154,12 @@ def patching(tables: int) -> Iterator[Row]:
             }
             data = xr.Dataset(values | {"whole": ("prompt", generator.normal(2, 1, 24))})
             data = data.assign_coords(prompt=np.arange(24), layer=[0], head=np.arange(heads))
-            about = {"metric": "log-probability", "direction": "denoising", "method": "patched"}
+            about = {
+                "metric": "log-probability",
+                "metric_name": "logprob",
+                "direction": "denoising",
+                "method": "patched",
+            }
             table = Patching(data, Units(24), about).table(top=8)
             printed.append(bool((table.q_effect < 0.05).any()))
             shown = data.effect.values[:, 0, table["head"].to_numpy()]

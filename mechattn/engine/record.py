@@ -33,13 +33,13 @@ from mechattn.engine.request_checks import (
     with_baseline,
 )
 from mechattn.errors import ModelError, OptionError, check_choice
-from mechattn.interventions.ablation import HeadMeans, Z
+from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.recorded import Affine, KeysValues, RecordedAffine
 from mechattn.model import hooks
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import HookedModel, alone, device_of, limit_of
 from mechattn.model.load import load_model
-from mechattn.model.patch.keys_values_z import Part, changing_z
+from mechattn.model.patch.keys_values_z import Part, Z, changing_z
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Batch, pad_right

@@ -120,7 +120,7 @@ def _check_sequences(
                 " ma.edges leave such tokens out"
             )
 
-        _check_size(prompt, name, sequence, model)
+        check_size(prompt, name, sequence, model)
 
         for analysis in analyses:
             problem = analysis.problem(sequence)
@@ -137,7 +137,7 @@ def check_is_unchanged(baseline: TokenSequence) -> None:
         )
 
 
-def _check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: HookedModel) -> None:
+def check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: HookedModel) -> None:
     """Refuse a sequence that is too long or too short, or has ids that the model doesn't know."""
     limit = model.cfg.n_ctx
     if len(sequence) > limit:

@@ -20,16 +20,20 @@ from mechattn.interventions.intervention import (
     on,
     tensors_digest,
 )
-from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
+from mechattn.model.patch.keys_values_z import Z, changing_z, check_layers, heads_of
 from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 
-Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
+_ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
 
 
 @dataclass(frozen=True, eq=False)
 class HeadMeans:
     """Each head's mean output before W_O over the tokens of some prompts; see
     :func:`mechattn.head_means`.
+
+    Args:
+        by_layer: The means of the heads of each layer.
+        prompts: The number of prompts that they are over.
     """
 
     # A config can name HeadAblation, without means.
@@ -53,6 +57,9 @@ class HeadAblation:
         heads: (layer, head) pairs, from 0.
         means: Means that replace the output; 0 by default, which is further from the model's usual
             activations.
+
+    Raises:
+        OptionError: The heads are not pairs.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -82,26 +89,23 @@ class HeadAblation:
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
         """Replace the output of these heads."""
+        heads_by_layer: dict[int, list[int]] = {}
+        for layer, head in self.heads:
+            heads_by_layer.setdefault(layer, []).append(head)
 
         def ablate(layer: int, z: Z) -> Z:
             z = z.clone()
             rows = target().rows.to(z.device)
-            for layer_of_head, head in self.heads:
-                if layer_of_head != layer:
-                    continue
+            for head in heads_by_layer[layer]:
                 if self.means is None:
                     z[rows, :, head] = 0.0
                 else:
                     z[rows, :, head] = self.means.by_layer[layer][head].to(z)
             return z
 
-        layers = sorted({layer for layer, _ in self.heads})
-        return changing_z(model, {layer: partial(ablate, layer) for layer in layers})
+        return changing_z(model, {layer: partial(ablate, layer) for layer in heads_by_layer})
 
     on = on  # with ablation.on(model): … sets it outside a run
-
-
-_ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,9 @@ class AttentionKnockout:
             default.
         keys: The segment or segments to hide.
         layers: The layers, from 0; all by default.
+
+    Raises:
+        OptionError: There is no such segment.
     """
 
     queries: str | tuple[str, ...] = _ORIGINAL
@@ -151,9 +158,7 @@ class AttentionKnockout:
                 " here"
             )
 
-        layers = None
-        if self.layers is not None:
-            layers = as_tuple(self.layers)
+        layers = None if self.layers is None else as_tuple(self.layers)
         # Generated tokens belong to the answer.
         later = "answer" in as_tuple(self.queries)
         return replace(sequence, cut_edges=CutEdges(queries, keys, layers, later))

@@ -17,14 +17,16 @@ from mechattn.model.hooked import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
 Activations = Float[Tensor, "row pos d_mlp"]
-_WIDTH_OF_QWEN_7B = 3584
+_WIDTH_OF_QWEN_7B = 3584  # d_model of Qwen2.5-Math-7B; the 1.5B model has 1,536
 _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
 
 @dataclass(frozen=True)
 class ARM:
-    """``act(gate) → act(gate) + strength · (arm(act(gate)) −
-    act(gate))``; see ``functional.activations.redistribute``.
+    """Move near-zero activations of an MLP away from zero, or change them as much in another way.
+
+    ``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``; see
+    ``functional.activations.redistribute``.
 
     With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its
     original position, the layer and the channel, so a run gives the same numbers with any batching.
@@ -47,6 +49,9 @@ class ARM:
         control: A control in place of the change, of the same size at each token:
             "random_direction", "random_channels" or "shuffled_signs".
         seed: The seed of the random numbers.
+
+    Raises:
+        OptionError: A number or a name is not allowed.
     """
 
     c: float = 0.13
@@ -108,7 +113,7 @@ class ARM:
             published = {"form": "released_qwen2", "c": 0.13, "p1": 99.5}
             if config.hidden_size >= _WIDTH_OF_QWEN_7B:
                 published |= {"c": 0.1, "p1": 95.0}
-        return cls(**{**published, **options})
+        return cls(**(published | options))
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -131,10 +136,10 @@ class ARM:
             positions = tokens.positions.to(post.device)
             activations = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
 
+            # Statistics of the whole tensor need all rows at once.
+            rows_at_once = max(1, len(rows))
             if self.scope == "token":
                 rows_at_once = max(1, _ENTRIES // activations[0].numel())
-            else:
-                rows_at_once = max(1, len(rows))
             for start in range(0, len(rows), rows_at_once):
                 block = slice(start, start + rows_at_once)
                 activations[rows[block]] = self._moved(

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.model.hooked import attribute_set, holding
+from mechattn.model.hooked import attribute_set, holding, original_of
 from mechattn.prompts.token_sequences import TokenSequence
 
 
@@ -106,11 +106,12 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
 
     Raises:
         ModelError: The intervention cannot act on this model.
+        OptionError: It cannot act on these prompts, or the model reads another number of rows.
     """
     with holding(model):
         intervention.check(model, tuple(prompts))
         current_positions: Tensor | None = None
-        inner = getattr(model, "original_model", None) or model
+        inner = original_of(model) or model
         forward = inner.forward
 
         # Replaces forward itself and is no hook, because some callers call forward directly. It has
@@ -132,7 +133,7 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
                     f"{len(prompts)} prompt ids were given, but the model reads {rows} rows: "
                     "give one for each row"
                 )
-            ids = tuple(prompts) or ("",) * rows
+            ids = tuple(prompts) or ("",) * rows  # one for all
             row_numbers = torch.arange(rows, device=current_positions.device)
             return Target(row_numbers, ids, current_positions)
 

@@ -31,6 +31,7 @@ from mechattn.interventions.intervention import (
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
+    Z,
     changing_keys_values,
     changing_z,
     check_layers,
@@ -39,9 +40,9 @@ from mechattn.model.patch.keys_values_z import (
 from mechattn.prompts.token_sequences import TokenSequence
 
 Parts = Literal["both", "scale", "shift"]
-Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
-OfTokens = Float[Tensor, "pos head d_head"]  # the same of one sequence
 Positions = Int[Tensor, " pos"]
+# λ and Σσ at some tokens, which broadcast to [pos head d_head], and which of the tokens change.
+TokenMap = tuple[Tensor, Tensor, Bool[Tensor, " pos"]]
 
 
 class Affine(NamedTuple):
@@ -52,12 +53,12 @@ class Affine(NamedTuple):
 
 
 class _AffineMap:
-    """Scales and shifts the output of each head; a subclass says by how much, and of which tokens
-    (``_applied``)."""
+    """Scales and shifts the output of each head; a subclass says by how much, and at which tokens
+    (``_map``, from a layer, a prompt and positions)."""
 
     layers: int | tuple[int, ...]
     parts: Parts
-    _applied: Callable[..., OfTokens]
+    _map: Callable[[int, str, Positions], TokenMap]
 
     def __post_init__(self) -> None:
         check_choice(Parts, parts=self.parts)
@@ -79,15 +80,20 @@ class _AffineMap:
             tokens = target()
             positions = tokens.positions.to(z.device)
             for index, row in enumerate(tokens.rows.tolist()):
-                z[row] = self._applied(
-                    in_working_dtype(z[row]), layer, tokens.prompts[index], positions[index]
-                )
+                scale, shift, is_changed = self._map(layer, tokens.prompts[index], positions[index])
+                own = in_working_dtype(z[row])
+                changed = own
+                if self.parts != "shift":
+                    changed = scale.to(own) * changed
+                if self.parts != "scale":
+                    changed = changed + shift.to(own)
+                z[row] = torch.where(is_changed[:, None, None], changed, own)
             return z
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.layer_numbers})
 
-    def _words(self, source: str, tensors: Any) -> str:
-        """The intervention in a result, with a digest of its tensors."""
+    def _described(self, source: str, tensors: Any) -> str:
+        """How a result names the intervention, with a digest of its tensors."""
         return (
             f"{type(self).__name__}({source}, layers={self.layer_numbers}, parts={self.parts!r}, "
             f"digest={tensors_digest(tensors)})"
@@ -114,22 +120,26 @@ class AffineAttention(_AffineMap):
     parts: Parts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse layers and heads that don't exist."""
+        """Refuse layers that don't exist, and a scale or shift of other axes."""
         check_layers(model, self.layer_numbers)
         heads = heads_of(model)
-        for name, tensor in (("scale", self.scale), ("shift", self.shift)):
-            if isinstance(tensor, Tensor) and tensor.shape[:1] != (heads,):
+        for name, value, axes in (
+            ("scale", self.scale, ("head",)),
+            ("shift", self.shift, ("head", "d_head")),
+        ):
+            shape = torch.as_tensor(value).shape
+            if shape and (len(shape) != len(axes) or shape[0] != heads):
                 raise OptionError(
-                    f"{name} has the shape {tuple(tensor.shape)}; give it for each of {heads} heads"
+                    f"{name} has the shape {tuple(shape)}; give a number, or [{' '.join(axes)}] of"
+                    f" {heads} heads"
                 )
 
-    def _applied(self, z: OfTokens, layer: int, prompt: str, positions: Positions) -> OfTokens:
-        scale = torch.as_tensor(self.scale).to(z)[..., None]
-        shift = torch.as_tensor(self.shift).to(z)
-        return apply_affine(z, scale, shift, self.parts, positions >= 0)
+    def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
+        scale = torch.as_tensor(self.scale)[..., None]
+        return scale, torch.as_tensor(self.shift), positions >= 0
 
     def __repr__(self) -> str:
-        return self._words("chosen", list(map(torch.as_tensor, (self.scale, self.shift))))
+        return self._described("chosen", [torch.as_tensor(self.scale), torch.as_tensor(self.shift)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +169,7 @@ class RecordedAffine(_AffineMap):
         missing = [prompt for prompt in prompts if prompt not in self.recorded]
         _refuse_unrecorded(missing, prompts, "RecordedAffine", "record_affine")
 
-    def _applied(self, z: OfTokens, layer: int, prompt: str, positions: Positions) -> OfTokens:
+    def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         recorded = self.recorded[prompt][layer]
         length = recorded.scale.shape[1]
 
@@ -173,33 +183,13 @@ class RecordedAffine(_AffineMap):
 
         # Tokens that were not recorded, such as generated ones, do not change.
         is_recorded = (positions >= 0) & (positions < length)
-        places = positions.clamp(0, length - 1)
-        scale = rearrange(recorded.scale.to(z)[:, places], "head pos -> pos head 1")
-        shift = rearrange(recorded.shift.to(z)[:, places], "head pos d_head -> pos head d_head")
-        return apply_affine(z, scale, shift, self.parts, is_recorded)
+        columns = positions.clamp(0, length - 1).to(recorded.scale.device)
+        scale = rearrange(recorded.scale[:, columns], "head pos -> pos head 1")
+        shift = rearrange(recorded.shift[:, columns], "head pos d_head -> pos head d_head")
+        return scale, shift, is_recorded
 
     def __repr__(self) -> str:
-        return self._words(self.source, self.recorded)
-
-
-def apply_affine(
-    z: OfTokens, scale: Tensor, shift: Tensor, parts: Parts, is_changed: Bool[Tensor, " pos"]
-) -> OfTokens:
-    """``λ · z + Σσ`` at the tokens that are changed, or only one part of it.
-
-    Args:
-        z: The heads' outputs of one sequence.
-        scale: λ, which broadcasts to the shape of z, as Σσ does.
-        shift: Σσ.
-        parts: "scale", "shift" or "both".
-        is_changed: Which tokens are changed.
-    """
-    changed = z
-    if parts != "shift":
-        changed = scale * changed
-    if parts != "scale":
-        changed = changed + shift
-    return torch.where(is_changed[:, None, None], changed, z)
+        return self._described(self.source, self.recorded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,14 +197,14 @@ class KeysValues:
     """Recorded keys and values of one segment's tokens; see :func:`mechattn.record_keys_values`.
 
     Args:
-        of: By prompt, layer and "k" or "v": all heads concatenated, before RoPE and norms [pos
-            width].
+        by_prompt: By prompt, layer and "k" or "v": all heads concatenated, before RoPE and norms
+            [pos width].
         segment: The recorded segment.
         description: Where they come from, in words.
         sources: For each prompt, the prompt whose keys and values it gets; itself by default.
     """
 
-    of: Mapping[str, Mapping[int, Mapping[Part, Float[Tensor, "pos width"]]]]
+    by_prompt: Mapping[str, Mapping[int, Mapping[Part, Float[Tensor, "pos width"]]]]
     segment: str
     description: str
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -226,12 +216,12 @@ class KeysValues:
         Raises:
             OptionError: Only one prompt was recorded.
         """
-        if len(self.of) < 2:
+        if len(self.by_prompt) < 2:
             raise OptionError(
                 "only one prompt was recorded, so there is no other prompt to take keys and values "
                 "from"
             )
-        order = random.Random(f"sources {seed}").sample(sorted(self.of), len(self.of))
+        order = random.Random(f"sources {seed}").sample(sorted(self.by_prompt), len(self.by_prompt))
         # A ring, so no prompt gets its own.
         following = [*order[1:], order[0]]
         return replace(
@@ -247,10 +237,10 @@ class KeysValues:
     @property
     def layers(self) -> tuple[int, ...]:
         """The recorded layers."""
-        return tuple(next(iter(self.of.values())))
+        return tuple(next(iter(self.by_prompt.values())))
 
     def __repr__(self) -> str:
-        digest = tensors_digest(self.of)
+        digest = tensors_digest(self.by_prompt)
         return f"KeysValues({self.segment!r}, {self.description}, digest={digest})"
 
 
@@ -311,15 +301,15 @@ class KVPatch:
                     f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
                     "whatever their keys and values are"
                 )
-        sources = {prompt: self.from_.source_of(prompt) for prompt in prompts}
-        missing = [prompt for prompt, source in sources.items() if source not in self.from_.of]
+        recorded = self.from_.by_prompt
+        missing = [prompt for prompt in prompts if self.from_.source_of(prompt) not in recorded]
         _refuse_unrecorded(missing, prompts, "KVPatch", "record_keys_values")
 
     def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
         count = int(sequence.of_segment(self.segment).sum())
         source = self.from_.source_of(prompt)
-        recorded_count = len(self.from_.of[source][self.layer_numbers[0]]["k"])
+        recorded_count = len(self.from_.by_prompt[source][self.layer_numbers[0]]["k"])
         if recorded_count != count:
             raise OptionError(
                 f"prompt {prompt} has {count} {self.segment} tokens, but {recorded_count} were "
@@ -345,7 +335,7 @@ class KVPatch:
                 return own
             # masked_scatter fills row by row, so the prompts must be in the order of the rows.
             sources = [self.from_.source_of(prompt) for prompt in tokens.prompts]
-            recorded = torch.cat([self.from_.of[source][layer][part] for source in sources])
+            recorded = torch.cat([self.from_.by_prompt[source][layer][part] for source in sources])
             return own.masked_scatter(mask[..., None], recorded.to(own))
 
         def keep(layer: int, z: Z) -> Tensor:

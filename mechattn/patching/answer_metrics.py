@@ -18,20 +18,19 @@ from mechattn.prompts.tokenization import tokenize
 Logits = Float[Tensor, "row answer d_vocab"]  # before each token of the answer
 Answer = Int[Tensor, " answer"]  # its tokens
 Values = Float[Tensor, " row"]  # of a metric
-Named = Literal["logprob", "logit_diff", "logit_margin", "kl"]
-Metric = Named | Callable[[Logits, Answer], Values]
-# Logits before each token of the answer, the answer, and the baseline's logits there; returns one
-# number per row.
-Measured = Callable[[Logits, Answer, Logits], Values]
+MetricName = Literal["logprob", "logit_diff", "logit_margin", "kl"]
+Metric = MetricName | Callable[[Logits, Answer], Values]
+# From a run's logits, the answer and the baseline's logits to one number per row.
+Measure = Callable[[Logits, Answer, Logits], Values]
 
 WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
-    "logit_margin": (
-        "logit of the reference answer's token above the best other, mean over its tokens"
-    ),
     "logit_diff": (
         "logit of the answer minus that of the other answer, at the first token in which they"
         " differ"
+    ),
+    "logit_margin": (
+        "logit of the reference answer's token above the best other, mean over its tokens"
     ),
     "kl": (
         "KL divergence from the baseline's next-token distribution, mean over the answer, in nats"
@@ -40,24 +39,26 @@ WORDS: Mapping[str, str] = {
 
 
 def answer_logprob(logits: Logits, answer: Answer, baseline: Logits) -> Values:
-    """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
-    token_ids = answer.expand(len(logits), -1)[..., None]
+    """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats.
+
+    ``baseline``, the baseline's logits, is not used here: all metrics take the same arguments.
+    """
     logprobs = logits.log_softmax(-1)
-    answer_values = logprobs.gather(-1, token_ids)[..., 0]
-    return answer_values.sum(-1)
+    return logprobs[:, torch.arange(len(answer)), answer].sum(-1)
 
 
 def answer_margin(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in
     logits.
 
-    Above 0 if greedy decoding would give the answer.
+    Above 0 if greedy decoding would give the answer; with several tokens their mean may be above 0
+    without. ``baseline`` is not used.
     """
-    token_ids = answer.expand(len(logits), -1)[..., None]
-    without_answer = logits.scatter(-1, token_ids, -torch.inf)
-    runner_up = without_answer.amax(-1)
-    answer_values = logits.gather(-1, token_ids)[..., 0]
-    return (answer_values - runner_up).mean(-1)
+    index = torch.arange(len(answer))
+    without_answer = logits.clone()
+    without_answer[:, index, answer] = -torch.inf
+    margins = logits[:, index, answer] - without_answer.amax(-1)
+    return margins.mean(-1)
 
 
 def answer_difference(
@@ -67,13 +68,13 @@ def answer_difference(
     other_tokens: Int[Tensor, " other"],
 ) -> Values:
     """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
-    they differ.
+    they differ, in logits.
 
     Args:
         logits: Logits before each token of the answer.
         answer: The tokens of the reference answer.
         baseline: The baseline's logits, which are not used.
-        other_tokens: The tokens of the other answer.
+        other_tokens: The tokens of the other answer, at least one of which differs.
     """
     shorter = min(len(answer), len(other_tokens))
     differs = answer[:shorter] != other_tokens[:shorter].to(answer.device)
@@ -91,60 +92,63 @@ def divergence(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     return token_divergence.mean(-1)
 
 
-_NAMED: Mapping[str, Callable[..., Tensor]] = {
+# All but "logit_diff", which needs the other answer too.
+_MEASURES: Mapping[str, Measure] = {
     "logprob": answer_logprob,
-    "logit_diff": answer_difference,
     "logit_margin": answer_margin,
     "kl": divergence,
 }
 
 
 def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
-    """The metric; by default "logit_diff" where every prompt has another answer."""
-    if metric is not None:
-        return metric
-    if all(prompt.other_answer for prompt in prompts):
-        return "logit_diff"
-    return "logprob"
-
-
-def metric_words(metric: Metric) -> str:
-    """What a metric measures.
+    """The metric; by default "logit_diff" where every prompt has another answer, else "logprob".
 
     Raises:
         OptionError: There is no such metric.
     """
-    if callable(metric):
-        return getattr(metric, "__name__", "a function")
-    if metric not in WORDS:
-        choices = ", ".join(map(repr, _NAMED))
+    if metric is None:
+        if all(prompt.other_answer for prompt in prompts):
+            return "logit_diff"
+        return "logprob"
+
+    if not callable(metric) and metric not in WORDS:
+        choices = ", ".join(map(repr, WORDS))
         raise OptionError(
             f"metric={metric!r}: choose one of {choices}, or give a function of logits and answer"
         )
+    return metric
+
+
+def metric_words(metric: Metric) -> str:
+    """What a metric measures; of a function its name."""
+    if callable(metric):
+        return getattr(metric, "__name__", "a function")
     return WORDS[metric]
 
 
-def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measured]:
-    """The function of a metric for each prompt.
+def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measure]:
+    """The function that measures each prompt.
 
     Raises:
         PromptError: "logit_diff" is asked of a prompt that cannot have it.
     """
     if callable(metric):
-        own_metric = metric
-        return [lambda logits, answer, baseline: own_metric(logits, answer)] * len(prompts)
+        return [lambda logits, answer, baseline: metric(logits, answer)] * len(prompts)
     if metric != "logit_diff":
-        return [_NAMED[metric]] * len(prompts)
-    return [
-        partial(answer_difference, other_tokens=other_answer(prompt, model)) for prompt in prompts
-    ]
+        return [_MEASURES[metric]] * len(prompts)
+
+    measures: list[Measure] = []
+    for prompt in prompts:
+        other_tokens = other_answer_tokens(prompt, model)
+        measures.append(partial(answer_difference, other_tokens=other_tokens))
+    return measures
 
 
-def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
-    """The tokens of a prompt's other answer, where the model would read them.
+def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
+    """The tokens of a prompt's other answer, as the model would read it.
 
     Raises:
-        PromptError: It has none, or one that no logits distinguish from the reference answer.
+        PromptError: It has no other answer, or no logits distinguish it from the reference answer.
     """
     if not prompt.other_answer:
         raise PromptError(
@@ -171,6 +175,6 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
 
 
 def _answer_tokens(prompt: Prompt, model: Any) -> Answer:
-    """The tokens of a prompt's answer, where the model reads them."""
+    """The tokens of a prompt's answer, as the model reads it."""
     sequence = tokenize(prompt, model)
     return sequence.tokens[sequence.of_segment("answer")]

@@ -17,11 +17,16 @@ from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice, check_counts, warn
 from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.carried import Ablation, Carried, CircuitEffects, first_edges
-from mechattn.patching.edges import edges
+from mechattn.patching.circuit_effects import (
+    Ablation,
+    CircuitEffects,
+    CircuitMeasurement,
+    first_edges,
+)
+from mechattn.patching.edges import attributed_edges
 from mechattn.patching.effects import DIRECTIONS, Patching
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
-from mechattn.patching.pairs import PatchingRequest, request_of
+from mechattn.patching.pairs import request_of
 from mechattn.patching.plan import check_edges_fit
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
@@ -29,7 +34,7 @@ from mechattn.results.result import MEMORY, head_named
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 
-# Of all edges: those of arXiv:2504.13151.
+# The sizes by default, as shares of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
@@ -53,11 +58,11 @@ class Circuit:
     graph: Graph
     curve: pd.DataFrame
     about: Mapping[str, Any]
-    _carried: Carried = field(repr=False)
+    _measurement: CircuitMeasurement = field(repr=False)
 
     def beside(self, name: str, scores: Patching) -> Circuit:
-        """The same with one more column in the curve: what the first edges of another ranking carry
-        on the same half.
+        """The same circuit with one more column in the curve: what the first edges of another
+        ranking carry on the same half.
 
         Args:
             name: The column, such as "other pairs".
@@ -77,10 +82,8 @@ class Circuit:
             raise OptionError(f"the curve has a column {name!r} already; give another name")
 
         order = _ranked(scores, self.graph.exists)
-        effects = self._carried.effects([order])
-        shares = _shares(effects)
-        curve = self.curve.assign(**{name: shares[0]})
-        return replace(self, curve=curve)
+        [faithfulness] = _faithfulness(self._measurement.effects([order]))
+        return replace(self, curve=self.curve.assign(**{name: faithfulness}))
 
     @property
     def areas(self) -> dict[str, float]:
@@ -96,11 +99,10 @@ class Circuit:
 
         areas = {}
         for ranking in rankings:
-            values = self.curve[ranking].values
-            distance = abs(1 - values)
+            faithfulness = self.curve[ranking].values
             suffix = "" if ranking == "faithfulness" else f"_{ranking}"
-            areas[f"CPR{suffix}"] = float(np.trapezoid(values, share))
-            areas[f"CMD{suffix}"] = float(np.trapezoid(distance, share))
+            areas[f"CPR{suffix}"] = float(np.trapezoid(faithfulness, share))
+            areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - faithfulness), share))
         return areas
 
     def stability(self, size: int | None = None) -> tuple[float, float]:
@@ -110,7 +112,7 @@ class Circuit:
         Args:
             size: As for ``kept``.
         """
-        count = self.size() if size is None else size
+        count = self._count(size)
         scores = self.edges.effects.effect.values[:, self.graph.exists]
         by_unit = self.edges.units.means(scores)
         unit_count, edge_count = by_unit.shape
@@ -118,8 +120,7 @@ class Circuit:
         first_half, second_half = halves_of(unit_count)
         first = largest(by_unit[first_half], count)
         second = largest(by_unit[second_half], count)
-        by_chance = jaccard_by_chance(count, count, edge_count)
-        return jaccard(first, second), by_chance
+        return jaccard(first, second), jaccard_by_chance(count, count, edge_count)
 
     def size(self, faithfulness: float = _ENOUGH) -> int:
         """The smallest size on the curve with at least this faithfulness.
@@ -141,18 +142,23 @@ class Circuit:
             q: Instead: all edges with an adjusted p-value below this.
         """
         if q is None:
-            count = self.size() if size is None else size
-            check_counts(size=count)
             order = _ranked(self.edges, self.graph.exists)
-            return _connected(self.graph, first_edges(self.graph, order, count))
+            return _connected(self.graph, first_edges(self.graph, order, self._count(size)))
 
         table = self.edges.table()
         tested = table.attrs["tested"]
-        kept_edges = np.zeros(self.graph.exists.shape, dtype=bool)
+        kept_edges = np.zeros_like(self.graph.exists)
         kept_edges[self.edges.measured] = table[f"q_{tested}"] < q
         if not kept_edges.any():
             warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
+
+    def _count(self, size: int | None) -> int:
+        """The number of edges that ``size`` asks for."""
+        if size is None:
+            return self.size()
+        check_counts(size=size)
+        return size
 
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
         """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first.
@@ -161,10 +167,9 @@ class Circuit:
             size: As for ``kept``.
             q: As for ``kept``.
         """
-        kept_edges = self.kept(size, q)[self.edges.measured]
+        is_kept = self.kept(size, q)[self.edges.measured]
         order = _ranked(self.edges, self.edges.measured)
-        kept_order = order[kept_edges[order]]
-        return self.edges.rows(kept_order)
+        return self.edges.rows(order[is_kept[order]])
 
     def save(self, path: str | Path, size: int | None = None, q: float | None = None) -> Path:
         """Write the circuit as JSON for EAP-IG's ``Graph.from_json``; shared keys and values are
@@ -182,35 +187,32 @@ class Circuit:
         scores = _mean_scores(self.edges)
         writers = [_eap_names(self.graph, name)[0] for name in self.graph.writers]
 
-        edges_by_name: dict[str, Any] = {}
+        edges: dict[str, Any] = {}
         for writer, reader in self.graph.edges:
-            score_and_choice = {
+            edge = {
                 "score": float(scores[writer, reader]),
                 "in_graph": bool(kept_edges[writer, reader]),
             }
             for reader_name in _eap_names(self.graph, self.graph.readers[reader]):
-                edges_by_name[f"{writers[writer]}->{reader_name}"] = score_and_choice
+                edges[f"{writers[writer]}->{reader_name}"] = edge
 
         nodes = {"logits": {"in_graph": True}}
-        for name, kept_of_writer in zip(writers, kept_edges, strict=True):
-            nodes[name] = {"in_graph": bool(kept_of_writer.any())}
+        for name, edges_of_writer in zip(writers, kept_edges, strict=True):
+            nodes[name] = {"in_graph": bool(edges_of_writer.any())}
 
-        content = {
-            "cfg": self.about["cfg"],
-            "nodes": nodes,
-            "edges": edges_by_name,
-        }
+        content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges}
         Path(path).write_text(json.dumps(content))
         return Path(path)
 
     def __str__(self) -> str:
-        about = self.about
-
         areas = []
         for name, value in self.areas.items():
-            words = name.replace("_", " of ")
-            areas.append(f"{words} {value:.3f}")
+            area, _, ranking = name.partition("_")
+            if ranking:
+                area = f"{area} of {ranking}"
+            areas.append(f"{area} {value:.3f}")
 
+        about = self.about
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
@@ -227,8 +229,9 @@ class Circuit:
                 f"stability: the first {self.size()} edges of two halves of the ranking prompts"
                 f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
             )
-        lines.append(self.edges.about.get("sharing", ""))
-        return "\n".join(lines).rstrip()
+        if "sharing" in about:
+            lines.append(about["sharing"])
+        return "\n".join(lines)
 
 
 @alone
@@ -275,38 +278,30 @@ def circuit(
         arXiv:2510.00845.
     """
     check_choice(Ablation, ablation=ablation)
+    check_counts(steps=steps)
     request = request_of(model, prompts, condition, metric, "noising", memory, seed)
-    ranking, reporting = _halves(request)
+    request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
+    ranking_half, reporting_half = request.units.halves()
+    ranking = request.of_prompts(ranking_half)
+    reporting = request.of_prompts(reporting_half)
+
     model = request.model
     graph = graph_of(model)
-    sizes = _checked_sizes(graph, sizes)
-    all_pairs = ranking.pairs + reporting.pairs
-    check_edges_fit(model, graph, all_pairs, request.memory)
-
-    scores = edges(
-        model,
-        ranking.prompts,
-        condition,
-        steps=steps,
-        metric=request.metric,
-        memory=memory,
-        seed=seed,
-    )
+    edge_count = int(graph.exists.sum())
+    sizes = _checked_sizes(sizes, edge_count)
+    check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
+    scores = attributed_edges(ranking, graph, steps)
 
     # The order of the scores, then random ones to compare it with.
     generator = np.random.default_rng(seed)
-    ranked = _ranked(scores, graph.exists)
-    edge_count = len(ranked)
-    orders = [ranked]
+    orders = [_ranked(scores, graph.exists)]
     for _ in range(_DRAWS):
         orders.append(generator.permutation(edge_count))
 
-    carried = Carried(ranking, reporting, graph, sizes, ablation, generator)
-    effects = carried.effects(orders)
-    curve = _curve(effects)
-    shares_of_edges = [size / edge_count for size in sizes]
-    curve.insert(0, "share", shares_of_edges)
+    measurement = CircuitMeasurement(ranking, reporting, graph, sizes, ablation, generator)
+    curve = _curve(measurement.effects(orders))
     curve.insert(0, "edges", sizes)
+    curve.insert(1, "share", [size / edge_count for size in sizes])
 
     cfg = model.cfg
     about = {
@@ -314,7 +309,6 @@ def circuit(
         "ablation": ablation,
         "ranked_on": scores.units.words,
         "reported_on": reporting.units.words,
-        "heads": cfg.n_heads,
         "cfg": {
             "n_layers": cfg.n_layers,
             "n_heads": cfg.n_heads,
@@ -322,59 +316,40 @@ def circuit(
             "parallel_attn_mlp": bool(getattr(cfg, "parallel_attn_mlp", False)),
         },
     }
-    return Circuit(scores, graph, curve, about, carried)
+    return Circuit(scores, graph, curve, about, measurement)
 
 
-def _halves(request: PatchingRequest) -> tuple[PatchingRequest, PatchingRequest]:
-    """The same of the half of the prompts that ranks, and of the half that reports."""
-    request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
-
-    halves = []
-    for half in request.units.halves():
-        prompts = [request.prompts[index] for index in half]
-        halves.append(replace(request, prompts=prompts))
-    ranking, reporting = halves
-    return ranking, reporting
-
-
-def _checked_sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
+def _checked_sizes(sizes: Sequence[int] | None, edge_count: int) -> list[int]:
     """The sizes to measure, from none to all."""
-    count = int(graph.exists.sum())
     if sizes is None:
-        sizes = [round(share * count) for share in _SHARES]
+        sizes = [round(share * edge_count) for share in _SHARES]
 
     for size in sizes:
-        if not isinstance(size, int) or not 0 <= size <= count:
-            raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {count}")
-
-    distinct_sizes = {0, *sizes, count}
-    return sorted(distinct_sizes)
+        if not isinstance(size, int) or not 0 <= size <= edge_count:
+            raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {edge_count}")
+    return sorted({0, *sizes, edge_count})
 
 
 def _curve(effects: CircuitEffects) -> pd.DataFrame:
-    """Faithfulness of each size, the order of the scores first, then random ones."""
+    """Faithfulness of each size, with that of random orders, which come after the first."""
+    faithfulness = _faithfulness(effects)
     ranked_effects = effects[:, 0]
     carried = ranked_effects - ranked_effects[:, :1]
     interval = ratio_interval(carried, carried[:, -1])
-
-    shares = _shares(effects)
-    random_shares = shares[1:]
     return pd.DataFrame(
         {
-            "faithfulness": shares[0],
+            "faithfulness": faithfulness[0],
             "low": interval.low,
             "high": interval.high,
-            "random": random_shares.mean(0),
+            "random": faithfulness[1:].mean(0),
         }
     )
 
 
-def _shares(effects: CircuitEffects) -> Float[np.ndarray, "order size"]:
+def _faithfulness(effects: CircuitEffects) -> Float[np.ndarray, "order size"]:
     """Faithfulness of means over units; the first size is none, the last is all."""
-    without_edges = effects[:, :, :1]
-    carried = (effects - without_edges).mean(0)
-    whole = carried[:, -1:]
-    return carried / whole
+    carried = (effects - effects[:, :, :1]).mean(0)
+    return carried / carried[:, -1:]
 
 
 def _ranked(scores: Patching, edge_set: EdgeSet) -> np.ndarray:
@@ -390,17 +365,19 @@ def _mean_scores(scores: Patching) -> np.ndarray:
 
 def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
-    into = np.array([np.isin(graph.writers, graph.read_by(name)) for name in graph.readers])
+    # [reader writer]
+    goes_on = np.array([np.isin(graph.writers, graph.read_by(name)) for name in graph.readers])
+    is_embedding = np.array(graph.writers) == "embedding"
     is_logits = np.array(graph.readers) == "logits"
 
     # An edge that goes may leave others without a way, so repeat until none goes.
     while True:
-        reached = np.array([kept_edges[:, readers].any() for readers in into.T])
-        reached[0] = True  # the embedding is where ways begin
-        writes = kept_edges.any(1)
-        goes_on = (into & writes).any(1) | is_logits
+        is_read = np.any(kept_edges, axis=0)
+        is_written = np.any(kept_edges, axis=1)
+        is_reached = (is_read @ goes_on) | is_embedding
+        leads_on = (goes_on @ is_written) | is_logits
 
-        fewer_edges = kept_edges & reached[:, None] & goes_on
+        fewer_edges = kept_edges & is_reached[:, None] & leads_on
         if (fewer_edges == kept_edges).all():
             return kept_edges
         kept_edges = fewer_edges
@@ -419,10 +396,8 @@ def _eap_names(graph: Graph, name: str) -> list[str]:
     for node in graph.read_by(name):
         layer_and_head = head_named(node)
         if layer_and_head is None:
-            mlp_layer = node.removeprefix("L").removesuffix("MLP")
-            names.append(f"m{mlp_layer}")
-            continue
-
-        layer, head = layer_and_head
-        names.append(f"a{layer}.h{head}{suffix}")
+            layer = node.removeprefix("L").removesuffix("MLP")
+            names.append(f"m{layer}")
+        else:
+            names.append("a{}.h{}".format(*layer_and_head) + suffix)
     return names

@@ -13,14 +13,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, check_counts
-from mechattn.model.hooked import HookedModel, alone, device_of
+from mechattn.model.hooked import HookedModel, alone, device_of, rounding_of
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import as_long
+from mechattn.patching.controls import with_length_of
 from mechattn.patching.effects import CHECKED, Patching, checked_sample
 from mechattn.patching.graph import (
     Graph,
     Place,
-    Replacing,
+    ReplacedEdges,
     Written,
     graph_of,
     read_edges,
@@ -30,12 +30,12 @@ from mechattn.patching.graph import (
 from mechattn.patching.pairs import (
     Direction,
     Pair,
+    PatchingRequest,
     PromptEffects,
     Unpatched,
-    check_gradients,
     request_of,
 )
-from mechattn.patching.patched_runs import places_of
+from mechattn.patching.patched_runs import positions_of
 from mechattn.patching.plan import (
     check_edges_fit,
     edges_fixed_bytes,
@@ -47,10 +47,10 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
 
-_TOKENS = 2**12  # in a batch, at most: more are no faster
-# What writers change must add up to two runs' difference, but for this fraction of it.
-_CLOSE = 1e-3
-_CLOSE_IN_HALF_PRECISION = 5e-2
+_MOST_TOKENS = 2**12  # in a batch: more are no faster
+# What writers change must add up to two runs' difference, but for this fraction of it: in float32,
+# and in half precision, whose sums over many writers are rounded.
+_MISSING = (1e-3, 5e-2)
 
 
 @alone
@@ -70,7 +70,7 @@ def edges(
 
     ``score(u → v) = Σ (z_u of the other run − z_u) · ∂metric/∂(input of v)``, summed over tokens
     that both versions have. Writers u are the embedding, heads and MLPs; readers v are the queries,
-    keys and values of heads, MLPs and the logits. Where a norm follows attention (Gemma 2 and 3),
+    keys and values of heads, MLPs and the logits. LayerHead a norm follows attention (Gemma 2 and 3),
     a head writes its share of what comes after the norm, in each run with that run's scale.
 
     With one step the gradient is that of the patched run (EAP). With more it is averaged over
@@ -105,9 +105,22 @@ def edges(
     """
     check_counts(steps=steps)
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
+    return attributed_edges(request, graph_of(request.model), steps)
+
+
+def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patching:
+    """What :func:`edges` returns.
+
+    Args:
+        request: What is asked.
+        graph: The graph of its model.
+        steps: The number of points along which gradients are averaged.
+
+    Raises:
+        MechattnError: As for :func:`edges`.
+    """
     model = request.model
-    graph = graph_of(model)
-    check_gradients(model, request.metric, direction)
+    request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
     about: dict[str, Any] = {"steps": steps}
@@ -121,14 +134,15 @@ def edges(
     def edge_pair(pair: Pair) -> EdgePair:
         return EdgePair(model, graph, pair, request.memory)
 
+    def effects_of(pairs: Sequence[Pair]) -> list[PromptEffects]:
+        return [edge_pair(pair).attributed(steps) for pair in pairs]
+
     with showing_edges(model):
-        patching = request.patched(
-            request.pairs, lambda pair: edge_pair(pair).attributed(steps), axes, method, **about
-        )
-        sample = checked_sample(patching, seed)
+        patching = request.patched(request.one_by_one, effects_of, axes, method, **about)
+        sample = checked_sample(patching, request.seed)
         sampled_edges = [graph.edges[index] for index in sample]
         exact = [edge_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED]]
-    return patching.compared(exact, sample)
+    return patching.with_exact(exact, sample)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,22 +174,18 @@ class EdgePair:
         device = device_of(self.model)
         base = read_edges(self.model, self.graph, pair.base)
         source = read_edges(self.model, self.graph, pair.source)
-        base_places = places_of(pair.base, pair.origins).to(device)
-        source_places = places_of(pair.source, pair.origins).to(device)
+        base_positions = positions_of(pair.base, pair.origins).to(device)
+        source_positions = positions_of(pair.source, pair.origins).to(device)
 
         # Tokens that only the base run has keep what they write.
         exchanged = base.written.clone()
-        exchanged[:, base_places] = source.written[:, source_places]
+        exchanged[:, base_positions] = source.written[:, source_positions]
 
         # The residual stream is a sum: what writers change must be all of its change.
-        change = source.stream[source_places] - base.stream[base_places]
-        explained = (exchanged - base.written)[:, base_places].sum(0)
+        change = source.stream[source_positions] - base.stream[base_positions]
+        explained = (exchanged - base.written)[:, base_positions].sum(0)
         missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
-
-        largest_missing = _CLOSE
-        if change.dtype not in (torch.float32, torch.float64):
-            largest_missing = _CLOSE_IN_HALF_PRECISION
-        if missing > largest_missing:
+        if missing > rounding_of(self.model, *_MISSING):
             raise ModelError(
                 f"what heads and MLPs of {self.model.cfg.model_name} write does not add up to the "
                 f"residual stream ({missing:.2g} of its change is missing), so edges have no "
@@ -204,7 +214,7 @@ class EdgePair:
         direction = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
         return {
             "effect": scores(step),
-            "random": scores(as_long(direction, step)),
+            "random": scores(with_length_of(direction, step)),
             "whole": runs.unpatched.whole,
         }
 
@@ -212,20 +222,20 @@ class EdgePair:
         """The gradient of the metric with respect to what each reader reads, averaged over the
         steps.
         """
-        zeros: dict[Place, Tensor] = {}  # added to each input, to get its gradient
+        # Added to what is read, for gradients by place: each reads the same stream.
+        zeros: dict[Place, Tensor] = {}
 
         def read_with_zeros(place: Place, x: Tensor) -> Tensor:
             zeros[place] = torch.zeros_like(x, requires_grad=True)
             return x + zeros[place]
 
-        # With one step at the patched run's own embeddings, with more at the middles of parts.
-        points = torch.zeros(1)
-        if steps > 1:
-            points = (torch.arange(steps) + 0.5) / steps
+        # The middles of equal parts of the way; with one step, where the patched run is.
+        points = (torch.arange(steps) + 0.5) / steps
+        if steps == 1:
+            points = torch.zeros(1)
 
-        _, length, width = runs.written.shape
-        readers = len(self.graph.readers)
-        total = runs.written.new_zeros(readers, length, width, dtype=torch.float64)
+        shape = (len(self.graph.readers), *runs.written.shape[1:])
+        total = runs.written.new_zeros(shape, dtype=torch.float64)
         embedding_step = runs.exchanged[0] - runs.written[0]
 
         row_bytes = gradients_row_bytes(self.model, self.graph, self.pair)
@@ -236,8 +246,8 @@ class EdgePair:
                 self.graph,
                 self.pair.base,
                 len(batch),
-                reading=read_with_zeros,
-                embedded=partial(torch.add, other=embedding_steps),
+                change_read=read_with_zeros,
+                change_embedding=partial(torch.add, other=embedding_steps),
                 gradients=True,
             )
             value = runs.unpatched.measure(logits).sum()
@@ -251,10 +261,10 @@ class EdgePair:
     def _rows(self, row_bytes: int) -> int:
         """How many rows go together."""
         fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
-        most = max(1, _TOKENS // len(self.pair.base))
+        most = max(1, _MOST_TOKENS // len(self.pair.base))
         return min(most, rows_within(self.memory - fixed, row_bytes))
 
-    def exact(self, patched_edges: Sequence[tuple[int, int]]) -> Float[np.ndarray, " edge"]:
+    def exact(self, patched_edges: Sequence[Sequence[int]]) -> Float[np.ndarray, " edge"]:
         """The effect of single edges, each patched exactly.
 
         Args:
@@ -272,7 +282,7 @@ class EdgePair:
         replacement: Written,
         unpatched: Unpatched,
     ) -> Float[np.ndarray, " row"]:
-        """The effect of keeping only some edges: all others carry what ``replacement`` has.
+        """The effect of keeping only some edges, with all others replaced.
 
         Args:
             kept_edges: The edges that each row keeps.
@@ -282,14 +292,14 @@ class EdgePair:
         effects = []
         row_bytes = edges_row_bytes(self.model, self.graph, self.pair)
         for batch in kept_edges.split(self._rows(row_bytes)):
-            replacing = Replacing(batch, self.graph, replacement)
+            replaced = ReplacedEdges(batch, self.graph, replacement)
             logits = run_edges(
                 self.model,
                 self.graph,
                 self.pair.base,
                 len(batch),
-                reading=replacing.read,
-                writing=replacing.write,
+                change_read=replaced.change_read,
+                see_written=replaced.see_written,
             )
             effects.append(unpatched.effects(logits))
         return np.concatenate(effects)

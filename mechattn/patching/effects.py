@@ -1,5 +1,5 @@
-"""Results of patching as one table: effect, interval, q, share of the whole effect, and
-controls."""
+"""Effects of patching by prompt, and their table: effect, interval, q, share of the whole effect,
+and controls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import xarray as xr
+from jaxtyping import Float
 
 from mechattn.errors import check_choice, check_counts
-from mechattn.patching.answer_metrics import WORDS
 from mechattn.results.result import by_head
-from mechattn.stats.intervals import FEWEST, Interval, ratio_interval, t_interval
+from mechattn.stats.intervals import FEWEST, Interval, Moments, ratio_interval, t_interval
 from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.units import Resolution, Units, halves_of, resolution
 
@@ -23,16 +23,19 @@ Columns = dict[str, np.ndarray]  # of a table, by name
 
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
-# What a positive effect means: denoising takes from the baseline, noising from the other version.
+# What the sign of an effect means: denoising takes from the baseline, noising from the other
+# version.
 DIRECTIONS = {
     "denoising": "denoising (+: the baseline's output raises it)",
     "noising": "noising (−: the other version's output lowers it)",
+    "ablation": "mean ablation (+: copying needs the head)",
 }
 CHECKED = 4  # prompts on which attribution is compared with patching
+_COMPARED = 8  # cells on which it is compared there, half of them the largest
 _SHOWN = 8  # heads that are printed
-_AGREES = 0.8  # below this correlation of ranks, attribution does not order heads
-_LARGEST_ERROR = 0.5  # of attributed effects, in the exact ones' root mean square
-_COMPARED = 8  # cells on which attribution is compared with patching, half of them the largest
+# Of attributed and exact effects, from which on the print warns: by choice, not by a test.
+_LEAST_RANK_CORRELATION = 0.8
+_LARGEST_ERROR = 0.5  # in the exact effects' root mean square
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +50,9 @@ class Patching:
             "other_prompt" for a prompt that is longer than all others. "whole" [prompt]: the metric
             of the other run minus that of the unpatched run.
         units: The units of replication.
-        about: The model, the prompts, the condition, the metric, the direction, the method.
-        checked: If all heads are attributed: exact and attributed effects of some of them, by
-            prompt.
+        about: The model, the prompts, the condition, the metric (in words, and by its name), the
+            direction, the method.
+        checked: If effects are attributed: exact and attributed effects of some cells, by prompt.
     """
 
     effects: xr.Dataset
@@ -64,7 +67,7 @@ class Patching:
 
     @property
     def labels(self) -> list[str]:
-        """What a row of the table is: "layer" and "head", "layer", or "set"; and "segment"."""
+        """The columns that name a row of the table, such as "layer" and "head"."""
         return [str(dim) for dim in self.effects.effect.dims[1:]]
 
     def table(self, top: int | None = None, select: Literal["half"] | None = None) -> pd.DataFrame:
@@ -101,62 +104,65 @@ class Patching:
         if select == "half":
             self.units.refuse_below(2 * FEWEST, instead="")
             ranking_units, reported_units = halves_of(self.units.n)
-            ranking_effects = self._values("effect")[ranking_units]
-            mean = ranking_effects.mean(0)
+            mean = self._values("effect", ranking_units).mean(0)
             order = np.argsort(-abs(mean), kind="stable")
-            return self.rows(order[:top], reported_units)
+            cells = order[:top]
+            tests = _tests_of(self._tested_values(reported_units, cells))
+            family = f"{self._family(len(cells))}, ranked on the other half"
+            return self._table(cells, reported_units, tests, np.arange(len(cells)), family)
 
         self.units.refuse_below(FEWEST, instead="")
         if top is None:
             return self.rows(np.arange(len(self._cells)))
         return self.rows(self._order[:top])
 
-    def rows(self, rows: np.ndarray, reported_units: np.ndarray | None = None) -> pd.DataFrame:
-        """These rows of the table, by number; on units that didn't choose them, they alone are
-        tested.
+    def rows(self, cells: np.ndarray) -> pd.DataFrame:
+        """These rows of the table; q is over all rows.
 
         Args:
-            rows: Numbers of rows, in the order in which the table has them.
-            reported_units: The numbers of the units to report; by default all, and then q is over
-                all rows.
+            cells: Numbers of rows, in the order in which the table has them.
         """
-        if reported_units is None:
-            units: Any = slice(None)
-            tests = self._tests
-            tested_rows = rows
-            family = self._family(len(self._cells))
-        else:
-            units = reported_units
-            tests = _tests_of(self._compared(units, rows))
-            tested_rows = np.arange(len(rows))
-            family = self._family(len(rows)) + ", ranked on the other half"
+        family = self._family(len(self._cells))
+        return self._table(cells, slice(None), self._tests, cells, family)
 
-        compared = self._compared(units, rows)
-        effect = compared["effect"]
-        whole = self.units.means(self.effects.whole.values)[units]
-        unit_count = len(effect)
+    def _table(
+        self,
+        cells: np.ndarray,
+        units: Any,
+        tests: Mapping[str, PairedTests],
+        tested_cells: np.ndarray,
+        family: str,
+    ) -> pd.DataFrame:
+        """Some rows of the table.
 
+        Args:
+            cells: The numbers of the rows.
+            units: The numbers of the units that are reported, or a slice of them.
+            tests: The tests of all rows of the family.
+            tested_cells: The number of each row in its family.
+            family: What is tested together, in words.
+        """
         columns: dict[str, Any] = {}
-        for index, label in enumerate(self.labels):
-            columns[label] = [self._cells[row][index] for row in rows]
+        for label in self.labels:
+            columns[label] = self._cells[label].to_numpy()[cells]
 
-        effect_interval = t_interval(effect)
-        columns |= _with_ends("effect", effect_interval)
-        for name in compared:
-            columns[f"q_{name}"] = tests[name].q[tested_rows]
+        tested_values = self._tested_values(units, cells)
+        effect = tested_values["effect"]
+        columns |= _with_ends("effect", t_interval(effect))
+        for name in tested_values:
+            columns[f"q_{name}"] = tests[name].q[tested_cells]
 
-        share_interval = ratio_interval(effect, whole)
-        columns |= _with_ends("share", share_interval)
+        whole = self.units.means(self.effects.whole.values)[units]
+        columns |= _with_ends("share", ratio_interval(effect, whole))
 
         for control in self.controls:
-            control_effect = self._values(control)[units][:, rows]
             # A prompt that is longer than all others has no other prompt's output.
-            columns[control] = np.nanmean(control_effect, 0)
+            columns[control] = np.nanmean(self._values(control, units, cells), 0)
         for control in self.controls:
             name = f"beyond_{control}"
-            beyond_interval = _interval(compared[name])
-            columns |= _with_ends(name, beyond_interval)
-        columns["n"] = unit_count
+            # Without ends where fewer than three units have this control.
+            columns |= _with_ends(name, Moments.of(tested_values[name]).interval())
+        columns["n"] = len(effect)
 
         tested = "effect"
         if self._only_rises:
@@ -169,28 +175,26 @@ class Patching:
             "tested": tested,
             "family": family,
             "skewed": tests[tested].skewed,
-            "resolution": resolution(unit_count, test_count, unit=self.units.kind),
+            "resolution": resolution(len(effect), test_count, unit=self.units.kind),
         }
         return by_head(table)
 
-    def _compared(self, units: Any, rows: Any) -> Columns:
-        """The values to test [unit row]: effects, and what is beyond each control, without the
-        units that lack it.
+    def _tested_values(self, units: Any = slice(None), cells: Any = slice(None)) -> Columns:
+        """What is tested [unit cell]: effects, and what is beyond each control, without the units
+        that lack it.
         """
-        effect = self._values("effect")[units][:, rows]
-        compared = {"effect": effect}
+        effect = self._values("effect", units, cells)
+        tested_values = {"effect": effect}
         for control in self.controls:
-            control_effect = self._values(control)[units][:, rows]
-            beyond = effect - control_effect
+            beyond = effect - self._values(control, units, cells)
             lacks_control = np.isnan(beyond).any(1)
-            compared[f"beyond_{control}"] = beyond[~lacks_control]
-        return compared
+            tested_values[f"beyond_{control}"] = beyond[~lacks_control]
+        return tested_values
 
     @cached_property
     def _tests(self) -> dict[str, PairedTests]:
         """The tests of all rows."""
-        compared = self._compared(units=slice(None), rows=slice(None))
-        return _tests_of(compared)
+        return _tests_of(self._tested_values())
 
     @property
     def controls(self) -> list[str]:
@@ -199,12 +203,12 @@ class Patching:
 
     @property
     def resolution(self) -> Resolution:
-        """What a number of units can find among this number of rows."""
+        """What tests over these units can find among these rows."""
         return resolution(self.units.n, len(self._cells), unit=self.units.kind)
 
     @property
-    def _by_interval(self) -> bool:
-        """Whether there are too few units for any row to be found by itself."""
+    def _has_few_units(self) -> bool:
+        """Whether there are too few units for a test to find any row by itself."""
         fewest = self.resolution.fewest
         return fewest is None or self.units.n < fewest
 
@@ -213,7 +217,7 @@ class Patching:
         """The rows, the largest effect first, or that whose interval is furthest from 0."""
         mean, low, high = t_interval(self._values("effect"))
         size = abs(mean)
-        if self._by_interval:
+        if self._has_few_units:
             # How far the nearer end is from 0; below 0 where the interval holds 0.
             size = np.maximum(low, -high)
         return np.argsort(-size, kind="stable")
@@ -221,36 +225,34 @@ class Patching:
     @property
     def _only_rises(self) -> bool:
         """Whether the metric cannot fall, whatever is patched."""
-        return self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"
+        return self.about["metric_name"] == "kl" and self.about["direction"] == "noising"
 
     def _family(self, count: int) -> str:
         """The tests of a table in words, such as "32 heads patched"."""
-        method = self.about["method"]
-        noun = self.labels[-1].replace("reader", "edge")
+        *first_labels, noun = self.labels
+        if noun == "reader":
+            noun = "edge"
 
+        nouns = f"{noun}s"
         if noun in ("segment", "position"):
-            nouns = f"pairs of {self.labels[-2]} and {noun}"
+            nouns = f"pairs of {first_labels[-1]} and {noun}"
         elif count == 1:
             nouns = noun
-        else:
-            nouns = f"{noun}s"
-        return f"{count} {nouns} {method}"
+        return f"{count} {nouns} {self.about['method']}"
 
-    def _values(self, name: str) -> np.ndarray:
-        """The requested values [unit cell]."""
+    def _values(
+        self, name: str, units: Any = slice(None), cells: Any = slice(None)
+    ) -> Float[np.ndarray, "unit cell"]:
+        """The values of a variable of ``effects``, where effects were measured."""
         by_prompt = self.effects[name].values[:, self.measured]
-        return self.units.means(by_prompt)
+        return self.units.means(by_prompt)[units][:, cells]
 
     @cached_property
-    def _cells(self) -> list[tuple[Any, ...]]:
+    def _cells(self) -> pd.DataFrame:
         """The labels of each cell."""
-        indices = np.nonzero(self.measured)
-
-        columns = []
-        for dim, index in zip(self.labels, indices, strict=True):
-            labels = self.effects[dim].values
-            columns.append(labels[index].tolist())
-        return list(zip(*columns, strict=True))
+        labels = [self.effects[dim].values for dim in self.labels]
+        index = pd.MultiIndex.from_product(labels, names=self.labels)
+        return index[self.measured.ravel()].to_frame(index=False)
 
     @cached_property
     def measured(self) -> np.ndarray:
@@ -288,7 +290,7 @@ class Patching:
         correlation = means.attributed.corr(means.exact, method="spearman")
         return float(correlation)
 
-    def compared(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
+    def with_exact(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts.
 
         Args:
@@ -296,26 +298,22 @@ class Patching:
             sample: The numbers of these cells, as ``checked_sample`` draws them.
         """
         attributed = self.effects.effect.values[:, self.measured][:, sample]
-        sampled_cells = [self._cells[cell] for cell in sample]
-        cells = pd.DataFrame(sampled_cells, columns=self.labels)
+        cells = self._cells.iloc[sample]
 
         tables = []
         for index, values in enumerate(exact):
-            prompt_id = str(self.effects.prompt.values[index])
             table = cells.assign(exact=values, attributed=attributed[index])
-            table.insert(0, "prompt", prompt_id)
+            table.insert(0, "prompt", str(self.effects.prompt.values[index]))
             tables.append(table)
-
-        checked = pd.concat(tables, ignore_index=True)
-        return replace(self, checked=checked)
+        return replace(self, checked=pd.concat(tables, ignore_index=True))
 
     def __str__(self) -> str:
         about = self.about
-        direction = DIRECTIONS.get(about["direction"], about["direction"])
+        direction = DIRECTIONS[about["direction"]]
         lines = [f"{about['metric']}; {direction}; {about['method']}, {self.units.words}"]
         if self.units.n < FEWEST:
             lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
-            means = self.effects.effect.mean("prompt").to_dataframe().dropna().reset_index()
+            means = self._cells.assign(effect=self._values("effect").mean(0))
             largest = means.sort_values("effect", key=abs, ascending=False)[:_SHOWN]
             lines.append(_printed(largest))
             return "\n".join(lines)
@@ -327,7 +325,7 @@ class Patching:
         tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
         if len(table) < len(self._cells):
             chosen = "the largest"
-            if self._by_interval:
+            if self._has_few_units:
                 chosen = "those whose interval is furthest from 0"
             tested += f"; {len(table)} of {len(self._cells)} shown, {chosen}"
 
@@ -343,17 +341,17 @@ class Patching:
         # Intervals of shares and differences are in the table; a line would be too long with them.
         columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
         lines.append(_printed(table[columns]))
-        return "\n".join(filter(None, lines))
+        return "\n".join(line for line in lines if line)
 
     def _cautions(self) -> list[str]:
         """What the whole effect's interval warns of."""
         _, low, high = self.whole
-        cautions = []
+        is_wrong_way = high < 0
+        if self.about["direction"] == "noising":
+            is_wrong_way = low > 0
 
-        # Above 0 if the whole interval is on the side where no effect is expected.
-        nearest_ends = {"noising": low, "denoising": -high}
-        wrong_way = nearest_ends.get(self.about["direction"], 0)
-        if wrong_way > 0 and self.about["metric"] == WORDS["logit_diff"]:
+        cautions = []
+        if is_wrong_way and self.about["metric_name"] == "logit_diff":
             cautions.append(
                 "Careful: the other version favours the answer; are the two the wrong way round?"
             )
@@ -379,7 +377,7 @@ class Patching:
         if "head" not in self.labels:
             return sentence
 
-        if self.rank_agreement < _AGREES:
+        if self.rank_agreement < _LEAST_RANK_CORRELATION:
             return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
         if error > _LARGEST_ERROR:
             return f'{sentence}; their sizes are wrong: at="all" patches each exactly'
@@ -391,28 +389,16 @@ def _printed(table: pd.DataFrame) -> str:
     return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
 
 
-def _tests_of(compared: Columns) -> dict[str, PairedTests]:
-    """The tests of each column [unit row]; NaN with fewer units than a test needs."""
+def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
+    """The tests of each variable [unit cell]; NaN with fewer units than a test needs."""
     tests = {}
-    for name, values in compared.items():
-        unit_count, row_count = values.shape
-        if unit_count < FEWEST:
-            nan = np.full(row_count, np.nan)
-            tests[name] = PairedTests(nan, nan, "")
-        else:
+    for name, values in tested_values.items():
+        if len(values) >= FEWEST:
             tests[name] = paired_tests(values)
+        else:
+            nan = np.full(values.shape[1], np.nan)
+            tests[name] = PairedTests(nan, nan, "")
     return tests
-
-
-def _interval(values: np.ndarray) -> Interval:
-    """The t interval of each column; without ends where there are too few units."""
-    unit_count, row_count = values.shape
-    if unit_count >= FEWEST:
-        return t_interval(values)
-
-    nan = np.full(row_count, np.nan)
-    mean = values.mean(0) if unit_count else nan
-    return Interval(mean, nan, nan)
 
 
 def _with_ends(name: str, interval: Interval) -> Columns:
@@ -437,8 +423,7 @@ def checked_sample(patching: Patching, seed: int) -> list[int]:
     """
     mean = patching._values("effect").mean(0)
     half = _COMPARED // 2
-    order = np.argsort(-abs(mean), kind="stable")
-    largest = order[:half]
+    largest = np.argsort(-abs(mean), kind="stable")[:half]
 
     generator = np.random.default_rng(seed)
     remaining = np.delete(np.arange(len(mean)), largest)

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.errors import ModelError
-from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.patching.answer_metrics import Logits
-from mechattn.patching.patched_runs import ActivationChange, logits_of
+from mechattn.patching.patched_runs import ActivationChange, Part, head_count, logits_of, on_output
 from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results.result import head_named
 
@@ -34,9 +33,19 @@ Written = Float[Tensor, "writer pos d_model"]
 # Where readers read, such as ("q", 3): a part and a layer.
 Place = tuple[str, int]
 # From a reading place and what the readers there read to what they read instead.
-Reading = Callable[[Place, Float[Tensor, "row pos reader d_model"]], Tensor]
+ChangeRead = Callable[[Place, Float[Tensor, "row pos reader d_model"]], Tensor]
 # Receives what some writers write.
-Writing = Callable[[slice, Float[Tensor, "row pos writer d_model"]], None]
+SeeWritten = Callable[[slice, Float[Tensor, "row pos writer d_model"]], None]
+# The name of a hook, and a function of its activation that may return another in its place.
+Hook = tuple[str, Callable[[Tensor], Any]]
+_HEAD_PARTS: tuple[Part, ...] = ("q", "k", "v")  # in the order of readers
+_HOOKS = {
+    "q": "blocks.{}.attn.hook_q_input",
+    "k": "blocks.{}.attn.hook_k_input",
+    "v": "blocks.{}.attn.hook_v_input",
+    "mlp": "blocks.{}.hook_mlp_in",
+    "logits": "blocks.{}.hook_resid_post",
+}
 # What showing edges needs; TransformerLens refuses the first beside the third.
 _SWITCHES = {
     "use_attn_in": False,
@@ -62,11 +71,6 @@ class Graph:
     # Norms between attention and the residual stream, by layer (Gemma 2 and 3, OLMo 2).
     norms: Mapping[int, FrozenNorm] = field(default_factory=dict)
 
-    def before(self, place: Place) -> int:
-        """How many writers come before a reading place."""
-        first_reader = self.places[place].start
-        return int(self.exists[:, first_reader].sum())
-
     def read_by(self, reader: str) -> list[str]:
         """The writers that go on from a reader: its head or MLP, or all heads that share these keys
         or values.
@@ -77,19 +81,16 @@ class Graph:
             return [node]
 
         layer, key_head = layer_and_head
-        counts = {}
-        for name in ("q", part):
-            place = self.places[name, layer]
-            counts[name] = place.stop - place.start
-
-        sharing = counts["q"] // counts[part]
+        heads = self.readers[self.places["q", layer]]
+        key_heads = self.readers[self.places[part, layer]]
+        sharing = len(heads) // len(key_heads)
         first_head = key_head * sharing
         return [f"L{layer}H{first_head + index}" for index in range(sharing)]
 
     @property
-    def edges(self) -> list[tuple[int, int]]:
-        """All edges as pairs of numbers."""
-        return [(writer, reader) for writer, reader in np.argwhere(self.exists).tolist()]
+    def edges(self) -> list[list[int]]:
+        """All edges as pairs of a writer's and a reader's number."""
+        return np.argwhere(self.exists).tolist()
 
 
 def graph_of(model: HookedModel) -> Graph:
@@ -104,37 +105,34 @@ def graph_of(model: HookedModel) -> Graph:
     if lacks_attention or not hasattr(model, "set_use_split_qkv_input"):
         raise _no_inputs(model)
 
-    key_heads = kv_heads_of(model)
-    counts = {"q": cfg.n_heads, "k": key_heads, "v": key_heads}
     parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
     writers = ["embedding"]
     readers: list[str] = []
-    before: list[int] = []
+    writers_before: list[int] = []  # of each reader, how many
     places: dict[Place, slice] = {}
 
-    def reads(part: str, layer: int, names: list[str], writers_before: int) -> None:
-        places[part, layer] = slice(len(readers), len(readers) + len(names))
+    def add_readers(place: Place, names: list[str], before: int) -> None:
+        places[place] = slice(len(readers), len(readers) + len(names))
         readers.extend(names)
-        before.extend([writers_before] * len(names))
+        writers_before.extend([before] * len(names))
 
     for layer in layers:
-        start = len(writers)
-        for part, count in counts.items():
-            names = [f"L{layer}H{head}.{part}" for head in range(count)]
-            reads(part, layer, names, start)
-        writers.extend(f"L{layer}H{head}" for head in range(counts["q"]))
+        before_attention = len(writers)
+        for part in _HEAD_PARTS:
+            names = [f"L{layer}H{head}.{part}" for head in range(head_count(model, part))]
+            add_readers((part, layer), names, before_attention)
+        writers.extend(f"L{layer}H{head}" for head in range(cfg.n_heads))
 
-        if has_mlp(model, layer):
+        hooks_of_mlp = {f"blocks.{layer}.hook_mlp_in", f"blocks.{layer}.hook_mlp_out"}
+        if hooks_of_mlp <= model.hook_dict.keys():
             # Beside attention, an MLP does not read what this layer's heads write.
-            writers_before = start if parallel else len(writers)
-            reads("mlp", layer, [f"L{layer}MLP"], writers_before)
+            before_mlp = before_attention if parallel else len(writers)
+            add_readers(("mlp", layer), [f"L{layer}MLP"], before_mlp)
             writers.append(f"L{layer}MLP")
-    reads("logits", layers[-1], ["logits"], len(writers))
+    add_readers(("logits", layers[-1]), ["logits"], len(writers))
 
-    writer_numbers = np.arange(len(writers))
-    exists = writer_numbers[:, None] < np.array(before)
-    norms = norms_after(model, layers)
-    return Graph(tuple(writers), tuple(readers), exists, places, norms)
+    exists = np.arange(len(writers))[:, None] < np.array(writers_before)
+    return Graph(tuple(writers), tuple(readers), exists, places, norms_after(model, layers))
 
 
 def _no_inputs(model: HookedModel) -> ModelError:
@@ -142,14 +140,6 @@ def _no_inputs(model: HookedModel) -> ModelError:
     return ModelError(
         f"TransformerLens gives no inputs of single heads of {model.cfg.model_name}, so it has no "
         "edges here: patch nodes with ma.patch, or paths between heads with ma.paths"
-    )
-
-
-def has_mlp(model: HookedModel, layer: int) -> bool:
-    """Whether a layer has an MLP that TransformerLens shows."""
-    return (
-        f"blocks.{layer}.hook_mlp_in" in model.hook_dict
-        and f"blocks.{layer}.hook_mlp_out" in model.hook_dict
     )
 
 
@@ -177,9 +167,9 @@ def run_edges(
     sequence: TokenSequence,
     rows: int,
     *,
-    reading: Reading | None = None,
-    writing: Writing | None = None,
-    embedded: ActivationChange | None = None,
+    change_read: ChangeRead | None = None,
+    see_written: SeeWritten | None = None,
+    change_embedding: ActivationChange | None = None,
     gradients: bool = False,
 ) -> Logits:
     """Logits before the answer, in a pass that may change what is read.
@@ -192,76 +182,68 @@ def run_edges(
         graph: Its graph.
         sequence: A sequence that ends in the reference answer.
         rows: The number of copies of it.
-        reading: Gives what the readers at a place read in place of what they would.
-        writing: Receives what each writer writes.
-        embedded: From the embeddings [row pos d_model] to what replaces them.
+        change_read: Gives what the readers at a place read in place of what they would.
+        see_written: Receives what each writer writes.
+        change_embedding: From the embeddings [row pos d_model] to what replaces them.
         gradients: Whether the pass keeps what gradients of activations need.
     """
-    results: dict[int, Tensor] = {}  # of heads, until the norm after them is at work
-
-    def embeds(module: Any, inputs: Any, x: Tensor) -> Tensor:
-        if embedded is not None:
-            x = embedded(x)
-        writes(slice(0, 1), module, inputs, x)
-        return x
-
-    def writes(writers: slice, module: Any, inputs: Any, x: Tensor) -> None:
-        if writing is not None:
-            writing(writers, _with_readers(x))
-
-    def keep_result(layer: int, module: Any, inputs: Any, x: Tensor) -> None:
-        results[layer] = x
-
-    def writes_after_norm(layer: int, writers: slice, module: Any, inputs: Any, x: Tensor) -> None:
-        norm = graph.norms[layer]
-        sigma = norm.scale(x)[..., None, None]
-        share = norm.of_part(results.pop(layer)) / sigma
-        writes(writers, module, inputs, share.to(x))
-
-    def reads(place: Place, module: Any, inputs: Any, x: Tensor) -> Tensor:
-        assert reading is not None
-        return reading(place, _with_readers(x)).reshape(x.shape)
-
-    hooks: dict[str, Callable[..., Any]] = {"blocks.0.hook_resid_pre": embeds}
-    for layer in range(model.cfg.n_layers):
-        block = f"blocks.{layer}"
-        first = graph.writers.index(f"L{layer}H0")
-        heads = slice(first, first + model.cfg.n_heads)
-
-        if layer in graph.norms:
-            hooks[f"{block}.attn.hook_result"] = partial(keep_result, layer)
-            hooks[f"{block}.{POST}"] = partial(writes_after_norm, layer, heads)
-        else:
-            hooks[f"{block}.attn.hook_result"] = partial(writes, heads)
-
-        if ("mlp", layer) in graph.places:
-            mlp = slice(heads.stop, heads.stop + 1)
-            hooks[f"{block}.hook_mlp_out"] = partial(writes, mlp)
-
-    if reading is not None:
+    hooks: list[Hook] = []
+    embedding = "blocks.0.hook_resid_pre"
+    if change_embedding is not None:
+        hooks.append((embedding, change_embedding))
+    if see_written is not None:
+        hooks.append((embedding, lambda x: see_written(slice(0, 1), _by_node(x))))
+        for layer in range(model.cfg.n_layers):
+            hooks += _hooks_of_writers(model, graph, layer, see_written)
+    if change_read is not None:
         for place in graph.places:
             kind, layer = place
-            hook_name = _HOOKS[kind].format(layer)
-            hooks[hook_name] = partial(reads, place)
+            hooks.append((_HOOKS[kind].format(layer), partial(_changed, change_read, place)))
 
     with ExitStack() as stack:
-        for hook_name, function in hooks.items():
-            hook = model.hook_dict[hook_name]
-            stack.enter_context(hook.register_forward_hook(function))
+        for name, function in hooks:
+            hook = model.hook_dict[name].register_forward_hook(partial(on_output, function))
+            stack.enter_context(hook)
         return logits_of(model, [sequence] * rows, gradients)
 
 
-_HOOKS = {
-    "q": "blocks.{}.attn.hook_q_input",
-    "k": "blocks.{}.attn.hook_k_input",
-    "v": "blocks.{}.attn.hook_v_input",
-    "mlp": "blocks.{}.hook_mlp_in",
-    "logits": "blocks.{}.hook_resid_post",
-}
+def _hooks_of_writers(
+    model: HookedModel, graph: Graph, layer: int, see_written: SeeWritten
+) -> list[Hook]:
+    """Hooks that see what the heads and the MLP of a layer write."""
+    first = graph.writers.index(f"L{layer}H0")
+    heads = slice(first, first + model.cfg.n_heads)
+    hook_result = f"blocks.{layer}.attn.hook_result"
+    hooks: list[Hook] = []
+
+    if layer in graph.norms:
+        norm = graph.norms[layer]
+        results: list[Tensor] = []  # of the heads, until the norm after them is at work
+
+        def see_share(x: Tensor) -> None:
+            sigma = norm.scale(x)[..., None, None]
+            share = norm.of_part(results.pop()) / sigma
+            see_written(heads, share.to(x))
+
+        hooks.append((hook_result, results.append))
+        hooks.append((f"blocks.{layer}.{POST}", see_share))
+    else:
+        hooks.append((hook_result, partial(see_written, heads)))
+
+    if ("mlp", layer) in graph.places:
+        mlp = slice(heads.stop, heads.stop + 1)
+        hook_mlp_out = f"blocks.{layer}.hook_mlp_out"
+        hooks.append((hook_mlp_out, lambda x: see_written(mlp, _by_node(x))))
+    return hooks
 
 
-def _with_readers(x: Tensor) -> Tensor:
-    """An activation [row pos reader d_model], also where it has no axis of heads."""
+def _changed(change_read: ChangeRead, place: Place, x: Tensor) -> Tensor:
+    """What the readers at a place read after a change, in the shape of the activation."""
+    return change_read(place, _by_node(x)).reshape(x.shape)
+
+
+def _by_node(x: Tensor) -> Tensor:
+    """An activation [row pos node d_model], also where it has no axis of heads."""
     if x.ndim == 4:
         return x
     return x[:, :, None]
@@ -307,14 +289,15 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Edg
             streams.append(x[0, :, 0])
         return x
 
-    logits = run_edges(model, graph, sequence, 1, reading=read, writing=record)
+    logits = run_edges(model, graph, sequence, 1, change_read=read, see_written=record)
     if written is None or writer_count < len(graph.writers):
         raise _no_inputs(model)
     return EdgeRun(logits, written, streams[0])
 
 
-class Replacing:
-    """Edges that a row does not keep carry ``replacement`` in place of what was written.
+class ReplacedEdges:
+    """What readers read where the edges that a row does not keep carry ``replacement``, in place of
+    what was written.
 
     ``input of v = Σ_u written_u + Σ_{u not kept} (replacement_u − written_u)``, exact because the
     residual stream is a sum. The steps ``replacement_u − written_u`` of all writers are in one
@@ -334,31 +317,29 @@ class Replacing:
         replacement: Written,
     ) -> None:
         cut = ~kept_edges & torch.as_tensor(graph.exists)
-        cut_by_reader = rearrange(cut, "row writer reader -> row reader writer")
-        rows = len(kept_edges)
-
         self._graph = graph
         self._replacement = replacement
-        self._cut = cut_by_reader.to(replacement)
-        self._steps = replacement.new_empty(rows, *replacement.shape)
+        self._cut = rearrange(cut, "row writer reader -> row reader writer").to(replacement)
+        self._steps = replacement.new_empty(len(kept_edges), *replacement.shape)
 
-    def write(self, writers: slice, x: Float[Tensor, "row pos some d_model"]) -> None:
+    def see_written(self, writers: slice, x: Float[Tensor, "row pos writer d_model"]) -> None:
         """Keep the steps of some writers."""
-        written = rearrange(x.to(self._replacement), "row pos some d_model -> row some pos d_model")
+        written = rearrange(
+            x.to(self._replacement), "row pos writer d_model -> row writer pos d_model"
+        )
         torch.sub(self._replacement[writers], written, out=self._steps[:, writers])
 
-    def read(
+    def change_read(
         self, place: Place, x: Float[Tensor, "row pos reader d_model"]
     ) -> Float[Tensor, "row pos reader d_model"]:
         """What the readers at a place read, with the steps of the edges that are cut."""
-        before = self._graph.before(place)
         readers = self._graph.places[place]
+        before = int(self._graph.exists[:, readers.start].sum())  # how many writers there are
         cut = self._cut[:, readers, :before]
         if not cut.any():
             return x
 
         steps = self._steps[:, :before].flatten(2)  # a view: the last two axes are contiguous
-        change = torch.bmm(cut, steps)
-        change = change.unflatten(2, self._steps.shape[2:])
+        change = torch.bmm(cut, steps).unflatten(2, self._steps.shape[2:])
         change = rearrange(change, "row reader pos d_model -> row pos reader d_model")
         return x + change.to(x)

@@ -9,26 +9,24 @@ from typing import Any, Literal
 import pandas as pd
 import torch
 import xarray as xr
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.axes import BASELINE
 from mechattn.engine.run import run
-from mechattn.errors import memory_bytes
+from mechattn.errors import check_counts, memory_bytes
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Logits, answer_logprob
+from mechattn.patching.answer_metrics import Answer, Logits, Values, answer_logprob
 from mechattn.patching.effects import Patching
-from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, check_gradients
-from mechattn.patching.patched_runs import Where, recorded_runs
+from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
+from mechattn.patching.patched_runs import HeadOutput, LayerHead, recorded_runs
 from mechattn.patching.plan import PatchingPlan
 from mechattn.patching.sites import PatchTarget, target_in
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import repeated_random
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
-from mechattn.stats.intervals import t_interval
+from mechattn.stats.intervals import FEWEST, t_interval
 
 _MEAN_OVER = 32  # further spans, over which heads' outputs are averaged
 _SHOWN = 8  # heads that are printed
@@ -65,14 +63,13 @@ class InductionHeads:
         layer = xr.DataArray(table["layer"].to_numpy(), dims="row")
         head = xr.DataArray(table["head"].to_numpy(), dims="row")
         score = t_interval(self.scores.sel(layer=layer, head=head).values)
-        columns = {
-            "score": score.estimate,
-            "score_low": score.low,
-            "score_high": score.high,
-            "attributed": self.attributed.sel(layer=layer, head=head).mean("prompt").values,
-        }
-        for index, (name, values) in enumerate(columns.items()):
-            table.insert(2 + index, name, values)
+        attributed = self.attributed.sel(layer=layer, head=head).mean("prompt")
+
+        # After the columns of layer and head.
+        table.insert(2, "score", score.estimate)
+        table.insert(3, "score_low", score.low)
+        table.insert(4, "score_high", score.high)
+        table.insert(5, "attributed", attributed.values)
         return table
 
     @property
@@ -81,11 +78,11 @@ class InductionHeads:
         with few prompts, noise in the small effects lowers both.
         """
         effect = self.needed.effects.effect.mean("prompt").to_series()
-        measures = {"score": self.scores, "attributed": self.attributed}
-        return {
-            name: float(effect.corr(values.mean("prompt").to_series(), method="spearman"))
-            for name, values in measures.items()
-        }
+        ranks = {}
+        for name, values in (("score", self.scores), ("attributed", self.attributed)):
+            mean = values.mean("prompt").to_series()
+            ranks[name] = float(effect.corr(mean, method="spearman"))
+        return ranks
 
     def __str__(self) -> str:
         mean, low, high = self.needed.whole
@@ -136,23 +133,28 @@ def induction_heads(
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
-        limit: The number of spans; with few, no head can be significant (the print says so).
+        limit: The number of spans, at least 3; with few, no head can be significant (the print says
+            so).
         span: The length of a span, in tokens.
         memory: The memory that the copies of a prompt may take; as many go together as fit.
         seed: The seed of the spans.
 
     Raises:
-        MechattnError: A span is longer than the model or the vocabulary allows, the weights have no
-            gradients, or attention can't be read; raised before the passes over heads.
+        MechattnError: There are too few spans for an interval, a span is longer than the model or
+            the vocabulary allows, the weights have no gradients, or attention can't be read; raised
+            before the passes over heads.
 
     Source:
         Olsson et al. 2022, "In-context Learning and Induction Heads": prefix matching on repeated
         random tokens. Ablation by the mean: arXiv:2211.00593.
     """
+    check_counts(FEWEST, limit=limit)
     budget = memory_bytes(memory)
     model = load_model(model)
-    check_gradients(model, "loss", "noising")
     prompts = repeated_random(model, limit, span=(span, span), seed=seed)
+    request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
+    request.check_gradients()
+
     focus = run(model, prompts, {}, [AttentionFocus()], memory=memory)["attention_focus"]
     scores = focus.induction_mass.sel(condition=BASELINE, segment="question", drop=True)
     scores = scores.transpose("prompt", "layer", "head")
@@ -160,9 +162,8 @@ def induction_heads(
     target = target_in(model, "all", False)
     other_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
     means = _mean_outputs(model, target, other_prompts)
-    request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
-    cells = target.cells([None])
-    plan = PatchingPlan(request, target, cells, lambda runs: {"effect": means})
+    cells = target.cells
+    plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
     estimate = replace(plan, target=replace(target, attributed=True))
 
     def effects_of(batch: Sequence[Pair]) -> list[PromptEffects]:
@@ -171,15 +172,16 @@ def induction_heads(
             effects.append(ablated | {"attributed": attributed["effect"]})
         return effects
 
-    needed = request.patched_in_batches(
+    needed = request.patched(
         plan.batches([_pair(model, prompt, span) for prompt in prompts]),
         effects_of,
         {"cell": range(len(cells))},
         "ablated",
         metric="loss of the second copy, in nats a token",
-        direction="mean ablation (+: copying needs the head)",
+        metric_name="loss",
+        direction="ablation",
     )
-    effects = target.by_dimension(needed.effects, [None])
+    effects = target.by_dimension(needed.effects)
     needed = replace(needed, effects=effects[["effect", "whole"]])
     return InductionHeads(needed, scores, effects.attributed, effects.before)
 
@@ -196,23 +198,24 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     once = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
     base = Baseline().apply(twice, model)
     source = Baseline().apply(once, model)
-    return Pair(prompt.id, base, source, torch.arange(len(base)), _loss, denoising=False)
+    # All tokens are ablated, and nothing is taken from the other run, which is shorter.
+    every_position = torch.arange(len(base))
+    return Pair(prompt.id, base, source, every_position, _loss, denoising=False)
 
 
 def _mean_outputs(
     model: HookedModel, target: PatchTarget, prompts: Sequence[Prompt]
-) -> dict[Where, Float[Tensor, "pos d_head"]]:
+) -> dict[LayerHead, HeadOutput]:
     """Each head's output at each position, averaged over prompts that are equally long."""
-    totals: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
+    means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        [run_of_prompt] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
-        for layer, z in run_of_prompt.activations.items():
-            totals[layer] = totals[layer] + z / len(prompts)
-    return {(layer, head): totals[layer][:, head] for layer, head in target.heads}
+        [recorded] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
+        for layer, z in recorded.activations.items():
+            means[layer] = means[layer] + z / len(prompts)
+    return {(layer, head): means[layer][:, head] for layer, head in target.heads}
 
 
-def _loss(
-    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
-) -> Float[Tensor, " row"]:
+def _loss(logits: Logits, answer: Answer, baseline: Logits) -> Values:
+    """The mean of −log p over the answer's tokens, in nats."""
     return -answer_logprob(logits, answer, baseline) / len(answer)

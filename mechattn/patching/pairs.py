@@ -3,8 +3,8 @@ and what cannot be patched, told before the first forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any, Literal
@@ -16,25 +16,23 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mechattn.axes import BASELINE
-from mechattn.engine.request_checks import check_side, check_variants, made_sequences, with_baseline
-from mechattn.errors import (
-    ModelError,
-    OptionError,
-    PromptError,
-    PromptTooLong,
-    check_choice,
-    memory_bytes,
-    warn,
+from mechattn.engine.request_checks import (
+    check_side,
+    check_size,
+    check_variants,
+    made_sequences,
+    with_baseline,
 )
+from mechattn.errors import ModelError, OptionError, PromptError, check_choice, memory_bytes, warn
 from mechattn.functional.attention import in_working_dtype
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import (
     Logits,
-    Measured,
+    Measure,
     Metric,
     chosen_metric,
-    measured_by,
+    measures_of,
     metric_words,
 )
 from mechattn.patching.effects import Patching
@@ -45,13 +43,11 @@ from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results import provenance
 from mechattn.stats.units import Units
 
-# The effects of a prompt [*axes], those of each control, and the whole effect.
-PromptEffects = dict[str, np.ndarray | float]
-_SHORTER = (
-    "fewer prompts take less, and so do ma.patch(…, controls=()) and, without at=…, attribution"
-)
-
 Direction = Literal["denoising", "noising"]
+# By the names of variables of ``Patching.effects``: the effects of a prompt [*axes], those of each
+# control, and the whole effect.
+PromptEffects = dict[str, np.ndarray | float]
+_OTHER = "other version"  # the name of the condition, beside the baseline
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +58,7 @@ class Pair:
     base: TokenSequence
     source: TokenSequence
     origins: SharedTokens
-    measure: Measured
+    measure: Measure
     denoising: bool
     seed: int = 0  # of its random steps
 
@@ -97,7 +93,7 @@ class Unpatched:
         values = pair.measure(
             in_working_dtype(logits), pair.answer.to(logits.device), in_working_dtype(baseline)
         )
-        check_metric(values, len(logits), logits.requires_grad)
+        _check_metric(values, len(logits), logits.requires_grad)
         return values
 
     @cached_property
@@ -134,47 +130,64 @@ class PatchingRequest:
         Raises:
             MechattnError: They cannot be patched.
         """
-        named = with_baseline({"condition": self.condition})
+        named = with_baseline({_OTHER: self.condition})
         sequences = made_sequences(named, self.prompts, self.model, self.seed)
-        check_sequences(self.model, self.prompts, sequences)
-        measures = measured_by(self.metric, self.prompts, self.model)
+        _check_sequences(self.model, self.prompts, sequences)
+        measures = measures_of(self.metric, self.prompts, self.model)
 
         pairs = []
         denoising = self.direction == "denoising"
         for index, (prompt, by_condition) in enumerate(zip(self.prompts, sequences, strict=True)):
-            changed = by_condition["condition"]
+            other_version = by_condition[_OTHER]
             base = by_condition[BASELINE]
-            source = changed
+            source = other_version
             if denoising:
                 base, source = source, base
-            shared = changed.origin[changed.origin >= 0].sort().values
+            shared = other_version.origin[other_version.origin >= 0].sort().values
             seed = self.seed + index
             pairs.append(Pair(prompt.id, base, source, shared, measures[index], denoising, seed))
         warn_of_junctions(self.model, self.prompts, [pair.baseline for pair in pairs])
         return pairs
 
     @property
+    def shortest(self) -> TokenSequence:
+        """The shortest of the sequences that are patched."""
+        return min((pair.base for pair in self.pairs), key=len)
+
+    @property
+    def one_by_one(self) -> list[list[Pair]]:
+        """Batches of a single pair each."""
+        return [[pair] for pair in self.pairs]
+
+    @property
     def units(self) -> Units:
-        """The units of replication; a prompt without a group is its own."""
-        return Units.grouped([prompt.group or f"\0{prompt.id}" for prompt in self.prompts])
+        """The units of replication: groups of prompts, or prompts if none has a group."""
+        # Either all have a group, or none (``as_prompts``).
+        groups = [prompt.group for prompt in self.prompts if prompt.group]
+        if not groups:
+            return Units(len(self.prompts))
+        return Units.grouped(groups)
+
+    def of_prompts(self, indices: Iterable[int]) -> PatchingRequest:
+        """The same of some of the prompts, by their numbers."""
+        return replace(self, prompts=[self.prompts[index] for index in indices])
+
+    def check_gradients(self) -> None:
+        """Refuse to attribute where there are no gradients, or where all are 0."""
+        if getattr(original_of(self.model), "is_quantized", False):
+            raise ModelError(
+                f"the weights of {self.model.cfg.model_name} are quantised and have no gradients:"
+                " load it dequantised, or name heads (ma.patch(…, at=…)), which are patched without"
+                " any"
+            )
+        if self.metric == "kl" and self.direction == "noising":
+            raise OptionError(
+                'metric="kl" is smallest in the baseline, which direction="noising" patches, so'
+                " every gradient is 0: name heads, which are patched without gradients, or choose"
+                ' direction="denoising" or another metric'
+            )
 
     def patched(
-        self,
-        pairs: Sequence[Pair],
-        effects_of: Callable[[Pair], PromptEffects],
-        axes: Mapping[str, Sequence[Any]],
-        method: str,
-        **about: Any,
-    ) -> Patching:
-        """The effects of each pair, patched one by one."""
-        batches = [[pair] for pair in pairs]
-
-        def effects_of_batch(batch: Sequence[Pair]) -> list[PromptEffects]:
-            return [effects_of(pair) for pair in batch]
-
-        return self.patched_in_batches(batches, effects_of_batch, axes, method, **about)
-
-    def patched_in_batches(
         self,
         batches: Sequence[Sequence[Pair]],
         effects_of: Callable[[Sequence[Pair]], Sequence[PromptEffects]],
@@ -183,7 +196,15 @@ class PatchingRequest:
         **about: Any,
     ) -> Patching:
         """The effects of each pair [*axes] and its whole effect, by prompt, with what was patched
-        as data."""
+        as data.
+
+        Args:
+            batches: The pair of each prompt, those together whose effects are asked for at once.
+            effects_of: From pairs to the effects of each.
+            axes: The labels of each axis after the prompts.
+            method: How effects are measured, in words.
+            about: What else is said of the effects, or said in place of what this request says.
+        """
         total = len(self.prompts)
         by_id: dict[str, PromptEffects] = {}
         start = perf_counter()
@@ -196,19 +217,26 @@ class PatchingRequest:
 
                 minutes = (perf_counter() - start) / 60 * total / len(by_id)
                 if is_first and minutes > 1:
-                    warn(f"about {minutes:.0f} min for {total} prompts; {_SHORTER}")
+                    warn(
+                        f"about {minutes:.0f} min for {total} prompts; fewer prompts take less, and"
+                        " so do ma.patch(…, controls=()) and, without at=…, attribution"
+                    )
 
         ids = [prompt.id for prompt in self.prompts]
         coords = {"prompt": ids, **axes}
+        dims = tuple(coords)
         variables = {}
         for name in by_id[ids[0]]:
             values = np.stack([by_id[id][name] for id in ids])
-            variables[name] = (tuple(coords)[: values.ndim], values)
+            variables[name] = (dims[: values.ndim], values)
+
+        metric_name = "own function" if callable(self.metric) else self.metric
         record = {
             "model": provenance.name_of(str(self.model.cfg.model_name)),
             "prompts": provenance.digest(self.prompts),
             "condition": provenance.identity(self.condition),
             "metric": metric_words(self.metric),
+            "metric_name": metric_name,
             "direction": self.direction,
             "seed": self.seed,
             "versions": provenance.versions(),
@@ -226,63 +254,46 @@ def request_of(
     memory: str,
     seed: int,
 ) -> PatchingRequest:
-    """The request with its model loaded, and with "logit_diff" as the metric where every prompt has
-    another answer."""
+    """The request of a public function's arguments, with its model loaded and its metric chosen.
+
+    Raises:
+        MechattnError: An option is not allowed, or the model cannot be loaded.
+    """
     budget = memory_bytes(memory)
     check_choice(Direction, direction=direction)
     prompts = as_prompts(prompts)
     metric = chosen_metric(metric, prompts)
-    metric_words(metric)  # refuses what is no metric
     return PatchingRequest(load_model(model), prompts, condition, metric, direction, budget, seed)
 
 
-def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
-    """Refuse to attribute where there are no gradients, or where all are 0."""
-    if getattr(original_of(model), "is_quantized", False):
-        raise ModelError(
-            f"the weights of {model.cfg.model_name} are quantised and have no gradients: load"
-            " it dequantised, or name heads (ma.patch(…, at=…)), which are patched without any"
-        )
-    if metric == "kl" and direction == "noising":
-        raise OptionError(
-            'metric="kl" is smallest in the baseline, which direction="noising" patches, so every'
-            " gradient is 0: name heads, which are patched without gradients, or choose"
-            ' direction="denoising" or another metric'
-        )
-
-
-def check_sequences(
+def _check_sequences(
     model: HookedModel, prompts: Sequence[Prompt], sequences: list[dict[str, TokenSequence]]
 ) -> None:
-    """Refuse prompts without an answer, conditions that change more than tokens, and sequences too
-    long for the model.
+    """Refuse prompts without an answer, conditions that change more than tokens, and sequences that
+    the model cannot read; warn of answers that an inserted token predicts.
     """
-    longest = model.cfg.n_ctx
     predicted_by_inserted = 0  # prompts in which an inserted token predicts the answer's first
     for prompt, by_condition in zip(prompts, sequences, strict=True):
-        changed = by_condition["condition"]
-        if not changed.inserted.any() and not changed.counterpart:
+        other_version = by_condition[_OTHER]
+        if not other_version.inserted.any() and not other_version.counterpart:
             raise OptionError(
                 f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same"
             )
-        if changed.cut_edges is not None or changed.interventions:
+        if other_version.cut_edges is not None or other_version.interventions:
             raise OptionError(
                 "the condition hides tokens or acts inside the model; patching compares two runs"
                 " that differ only in their tokens"
             )
-        answer_places = changed.of_segment("answer").nonzero()
-        if not len(answer_places):
+        answer_positions = other_version.of_segment("answer").nonzero()
+        if not len(answer_positions):
             raise PromptError(
                 f"{prompt.where} has no reference answer for the model to read: use load_prompts(…,"
                 " with_answer=True), or Prompt(…, answer=…)"
             )
-        if len(changed) > longest:
-            raise PromptTooLong(
-                f"{prompt.where} has {len(changed):,} tokens with the condition;"
-                f" {model.cfg.model_name} takes {longest:,}"
-            )
+        for name, sequence in by_condition.items():
+            check_size(prompt, name, sequence, model)
         check_side(prompt, by_condition, model)
-        predicted_by_inserted += int(changed.inserted[answer_places[0] - 1])
+        predicted_by_inserted += int(other_version.inserted[answer_positions[0] - 1])
     check_variants(model, sequences)
 
     if predicted_by_inserted:
@@ -321,6 +332,7 @@ def warn_of_junctions(
 
 
 def _is_odd_junction(prompt: Prompt) -> bool:
+    """Whether question and answer meet as no text would have it."""
     if not prompt.answer or not prompt.question:
         return False
     goes_on = prompt.question[-1].isalpha() and prompt.answer[0].isalpha()
@@ -331,15 +343,16 @@ def _is_odd_junction(prompt: Prompt) -> bool:
     return prompt.template == "plain" and is_broken
 
 
-def check_metric(values: Any, rows: int, gradients: bool) -> None:
+def _check_metric(values: Any, rows: int, gradients: bool) -> None:
     """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
     that is needed.
     """
-    if not isinstance(values, Tensor) or tuple(values.shape) != (rows,):
-        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    is_tensor = isinstance(values, Tensor)
+    if not is_tensor or tuple(values.shape) != (rows,):
+        description = list(values.shape) if is_tensor else type(values).__name__
         raise OptionError(
-            f"the metric gives {shape} for {rows} rows; give one number per row: a function of"
-            " logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
+            f"the metric gives {description} for {rows} rows; give one number per row: a function"
+            " of logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
         )
     if not bool(values.isfinite().all()):
         raise OptionError("the metric gives NaN or infinity, so no effect can be computed")

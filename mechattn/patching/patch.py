@@ -28,7 +28,7 @@ have. Each effect comes with two controls, what another prompt's activation and 
 equal length do at the same place.
 
 *Attribution* replaces the patch by its first-order estimate, the gradient of the metric times the
-difference of activations: one backward pass for all heads. Where attention is saturated the
+difference of activations: one backward pass for all heads. LayerHead attention is saturated the
 gradient is nearly 0 and the effect is not, so eight heads are also patched.
 
 ``paths.py`` patches what one head passes to another, ``edges.py`` attributes every such edge of a
@@ -37,9 +37,8 @@ model, and ``circuit.py`` asks how much of the effect a set of edges carries by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,10 +55,10 @@ from mechattn.patching.controls import (
     shuffled_patterns,
 )
 from mechattn.patching.effects import CHECKED, CONTROLS, Control, Patching, checked_sample
-from mechattn.patching.pairs import Direction, Pair, PatchingRequest, check_gradients, request_of
-from mechattn.patching.patched_runs import Part, Where, Z, possible_starts
-from mechattn.patching.plan import PairRuns, PatchingPlan
-from mechattn.patching.sites import CellTokens, PatchTarget, Sites, target_in
+from mechattn.patching.pairs import Direction, Pair, request_of
+from mechattn.patching.patched_runs import LayerHead, Part, possible_starts
+from mechattn.patching.plan import PairRuns, PatchingPlan, Replacements
+from mechattn.patching.sites import Sites, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
@@ -71,7 +70,7 @@ def patch(
     prompts: Prompt | str | Sequence[Prompt | str],
     condition: Condition,
     *,
-    at: Sites | Part | Sequence[Where | str] = "z",
+    at: Sites | Part | Sequence[LayerHead | str] = "z",
     together: bool = False,
     metric: Metric | None = None,
     direction: Direction = "noising",
@@ -106,8 +105,8 @@ def patch(
             ``load_prompts(…, with_answer=True)`` gives them.
         condition: The condition to compare with the baseline.
         at: Heads to patch, as (layer, head) from 0 or "L0H2"; "all", each head exactly; a part of
-            all of them: "z", "v", "pattern" or "resid_post"; or :class:`Sites`, which names a part,
-            heads or layers, and segments.
+            all heads or layers, such as "z", "pattern" or "resid_post"; or :class:`Sites`, which
+            names a part, heads or layers, and segments or positions.
         together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are
             only right as a sum, may have no effect alone but one together.
         metric: "logprob" of the reference answer, in nats; "logit_diff", its logit minus that of
@@ -123,9 +122,10 @@ def patch(
             heads to check.
 
     Raises:
-        MechattnError: A prompt has no answer, a head or layer doesn't exist, a condition hides
-            tokens or acts inside the model, or gradients are needed for quantised weights or for
-            "kl" with "noising", where all are 0; raised before the first forward pass.
+        MechattnError: A prompt has no answer, or the model cannot read it; a head or layer doesn't
+            exist; a condition hides tokens or acts inside the model; or gradients are needed for
+            quantised weights or for "kl" with "noising", where all are 0. Raised before the first
+            forward pass.
 
     Source:
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
@@ -145,43 +145,35 @@ def patch(
         )
     target = target_in(request.model, at, together)
     if target.attributed:
-        check_gradients(request.model, request.metric, direction)
+        request.check_gradients()
 
     pairs = request.pairs
-    tokens = _tokens(target, pairs)
-    cells = target.cells(tokens)
+    if target.by == "segment":
+        target = replace(target, labels=_common_segments(pairs))
+    elif target.by == "position":
+        target = replace(target, labels=_changed_positions(pairs))
 
-    partners: Mapping[str, Pair] = {}
+    cells = target.cells
+    plan = PatchingPlan(request, target, cells, _replacements, controls=controls)
     if "other_prompt" in controls:
-        partners = partners_of(pairs, seed)
+        plan = replace(plan, partners=partners_of(pairs, seed))
 
     method = "attributed (first order)"
-    starts: Sequence[int] = ()
     if not target.attributed:
         method = "patched"
-        shortest = min((pair.base for pair in pairs), key=len)
         layers = [cell.first_layer for cell in cells]
-        starts = possible_starts(request.model, shortest, layers)
+        starts = possible_starts(request.model, request.shortest, layers)
+        plan = replace(plan, starts=starts)
 
-    plan = PatchingPlan(
-        request,
-        target,
-        cells,
-        partial(_replacements, request, target, controls),
-        starts=starts,
-        partners=partners,
-        controls=controls,
-    )
-    axes = {"cell": range(len(cells))}
-    patching = request.patched_in_batches(
+    patching = request.patched(
         plan.batches(pairs),
         plan.effects,
-        axes,
+        {"cell": range(len(cells))},
         method,
         part=target.part,
         heads=list(target.heads),
     )
-    effects = target.by_dimension(patching.effects.drop_vars("before"), tokens)
+    effects = target.by_dimension(patching.effects.drop_vars("before"))
     patching = replace(patching, effects=effects)
     if target.attributed:
         return _beside_exact(patching, plan)
@@ -190,46 +182,47 @@ def patch(
 
 def _beside_exact(patching: Patching, plan: PatchingPlan) -> Patching:
     """Attributed effects with those of a sample of cells, patched exactly in a few prompts."""
-    request = plan.request
-    sample = checked_sample(patching, request.seed)
+    sample = checked_sample(patching, plan.request.seed)
     exact_plan = replace(
         plan,
         target=replace(plan.target, attributed=False),
         cells=[plan.cells[index] for index in sample],
-        replacements=partial(_replacements, request, plan.target, ()),
         partners={},
         controls=(),
     )
     exact = []
-    for pair in request.pairs[:CHECKED]:
+    for pair in plan.request.pairs[:CHECKED]:
         [effects_of_pair] = exact_plan.effects([pair])
         exact.append(np.asarray(effects_of_pair["effect"]))
-    return patching.compared(exact, sample)
+    return patching.with_exact(exact, sample)
 
 
-def _tokens(target: PatchTarget, pairs: Sequence[Pair]) -> Sequence[CellTokens]:
-    """The segments that every prompt has, or the positions at which some prompt's versions may
-    differ; None for all original tokens at once."""
-    if target.by is None:
-        return [None]
-    baselines = [pair.baseline for pair in pairs]
-    if target.by == "segment":
-        in_all: list[CellTokens] = []
-        for segment in SEGMENTS:
-            if all(baseline.of_segment(segment).any() for baseline in baselines):
-                in_all.append(segment)
-        return in_all
+def _common_segments(pairs: Sequence[Pair]) -> list[str]:
+    """The segments that every prompt has."""
+    in_all = []
+    for segment in SEGMENTS:
+        if all(pair.baseline.of_segment(segment).any() for pair in pairs):
+            in_all.append(segment)
+    return in_all
 
-    lengths = [len(baseline) for baseline in baselines]
-    if len(set(lengths)) > 1:
-        longest = pairs[lengths.index(max(lengths))]
+
+def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
+    """The positions at which some prompt's versions may differ.
+
+    Up to the first token that differs both runs compute the same, so that an effect there is 0 by
+    construction: nothing to measure or to test.
+
+    Raises:
+        OptionError: Prompts have different lengths.
+    """
+    longest = max(pairs, key=lambda pair: len(pair.baseline))
+    lengths = [len(pair.baseline) for pair in pairs]
+    if min(lengths) < max(lengths):
         raise OptionError(
             f"prompts have {min(lengths)} to {max(lengths)} tokens (prompt {longest.id} the most), "
             "so a position means another token in each: give prompts of equal length, or "
             'by="segment"'
         )
-    # Up to the first token that differs, both runs compute the same, so that an effect there is 0
-    # by construction: nothing to measure or to test.
     first_differences = [_first_difference(pair) for pair in pairs]
     return list(range(min(first_differences), lengths[0]))
 
@@ -244,24 +237,23 @@ def _first_difference(pair: Pair) -> int:
     return int(differs.nonzero()[0])
 
 
-def _replacements(
-    request: PatchingRequest, target: PatchTarget, controls: Sequence[str], runs: PairRuns
-) -> dict[str, dict[Where, Z]]:
+def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
     """What is put in place of each head's output, for the effect and each control."""
-    is_of_patterns = target.part == "pattern"
-    aligned = aligned_pattern if is_of_patterns else aligned_output
-    values = {where: aligned(runs.base, runs.source, where) for where in target.heads}
+    heads = plan.target.heads
+    is_pattern = plan.target.part == "pattern"
+    aligned = aligned_pattern if is_pattern else aligned_output
+    values = {where: aligned(runs.base, runs.source, where) for where in heads}
     replacements = {"effect": values}
     if runs.partner is not None:
-        replacements["other_prompt"] = {
-            where: aligned(runs.base, runs.partner, where) for where in target.heads
-        }
+        of_partner = {where: aligned(runs.base, runs.partner, where) for where in heads}
+        replacements["other_prompt"] = of_partner
+    if "random" not in plan.controls:
+        return replacements
 
-    seed = request.seed
-    if "random" in controls and is_of_patterns:
-        replacements["random"] = shuffled_patterns(
-            request.model, seed, runs.pair.id, runs.base, values
-        )
-    elif "random" in controls:
-        replacements["random"] = random_steps(seed, runs.pair.id, runs.base, values)
-    return replacements
+    model = plan.request.model
+    seed = plan.request.seed
+    if is_pattern:
+        drawn = shuffled_patterns(model, seed, runs.pair.id, runs.base, values)
+    else:
+        drawn = random_steps(seed, runs.pair.id, runs.base, values)
+    return replacements | {"random": drawn}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.head_parts import kv_heads_of
+from mechattn.model.head_parts import is_latent, kv_heads_of
 from mechattn.model.hooked import HookedModel, attribute_set, device_of
 from mechattn.model.hooks import blocks_of, keeping_nothing, split_heads
-from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
+from mechattn.model.patch.keys_values_z import changing_z
 from mechattn.patching.answer_metrics import Logits
 from mechattn.prompts.token_sequences import TokenSequence
 
@@ -25,17 +25,24 @@ from mechattn.prompts.token_sequences import TokenSequence
 # their own); its pattern [pos head key]; the residual stream after a layer, and what attention or
 # the MLP adds to it, as one head.
 Part = Literal["z", "q", "k", "v", "pattern", "resid_post", "attn_out", "mlp_out"]
-OF_LAYER = ("resid_post", "attn_out", "mlp_out")  # parts without heads
-Z = Float[Tensor, "pos head d_head"]
-Where = tuple[int, int]  # layer, head
+LAYER_PARTS = ("resid_post", "attn_out", "mlp_out")  # parts without heads
+Activation = Float[Tensor, "pos head d_head"]  # a part of a layer, in one run
+LayerHead = tuple[int, int]  # a layer and a head; (layer, 0) for a part without heads
 # A number for each original token that both runs have, such as its position.
 SharedTokens = Int[Tensor, " shared"]
+HeadOutput = Float[Tensor, "shared d_head"]  # a part of one head, at these tokens
 # A sequence's length, and the positions of its answer.
 Shape = tuple[int, ...]
 # From a part of a layer [batch pos head d_head] to what replaces it.
 ActivationChange = Callable[[Tensor], Tensor]
-# A head, positions, and what to put there.
-Change = tuple[Where, Int[Tensor, " place"], Float[Tensor, "place d_head"]]
+
+
+class HeadChange(NamedTuple):
+    """What is put in place of a head's part at some positions."""
+
+    where: LayerHead
+    positions: Int[Tensor, " change"]
+    value: Float[Tensor, "change d_head"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +55,18 @@ class RecordedRun:
     """
 
     sequence: TokenSequence
-    activations: Mapping[int, Z]
+    activations: Mapping[int, Activation]
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: SharedTokens
     inputs_of: Mapping[int, Any] = field(default_factory=dict)
 
     @property
-    def places(self) -> SharedTokens:
+    def positions(self) -> SharedTokens:
         """The position of each original token that both versions have, in baseline order."""
-        return places_of(self.sequence, self.origins)
+        return positions_of(self.sequence, self.origins)
 
 
-def places_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens:
+def positions_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens:
     """The positions of tokens with these origins.
 
     Args:
@@ -69,14 +76,17 @@ def places_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens:
     Returns:
         Positions in the sequence, in the order of ``origins``.
     """
-    origin_count = int(origins.max()) + 1
-    place_of_origin = torch.full((origin_count,), -1)
+    order = sequence.origin.argsort()
+    return order[torch.searchsorted(sequence.origin[order], origins)]
 
-    # Inserted tokens have no origin.
-    wanted = (sequence.origin >= 0) & (sequence.origin < origin_count)
-    wanted_places = wanted.nonzero()[:, 0]
-    place_of_origin[sequence.origin[wanted]] = wanted_places
-    return place_of_origin[origins]
+
+def head_count(model: HookedModel, part: Part) -> int:
+    """How many heads a part of a layer has; 1 for a part without heads."""
+    if part in LAYER_PARTS:
+        return 1
+    if part in ("k", "v"):
+        return kv_heads_of(model)
+    return model.cfg.n_heads
 
 
 @contextmanager
@@ -91,45 +101,47 @@ def changing(
         part: What is replaced.
         layers: For each layer to change, the function; a part without heads comes as one head.
     """
-    with ExitStack() as stack:
-        if part == "z":
-            stack.enter_context(changing_z(model, layers))
-        elif part in ("k", "v"):
-            heads = kv_heads_of(model)
-            changes = {}
-            for layer, change in layers.items():
-                changes[layer] = partial(_only, part, change, heads)
-            stack.enter_context(changing_keys_values(model, changes))
-        else:
-            heads = model.cfg.n_heads if part == "q" else 1
-            change_part: Any = partial(_change_heads, heads=heads)
-            if part == "pattern":
-                change_part = _change_queries
+    if part == "z":
+        with changing_z(model, layers):
+            yield
+        return
 
-            for layer, change in layers.items():
-                hook = hook_of(model, part, layer)
-                function = partial(change_part, change)
-                stack.enter_context(hook.register_forward_hook(function))
+    heads = head_count(model, part)
+    with ExitStack() as stack:
+        for layer, change in layers.items():
+            changed = partial(_with_heads_changed, change, heads)
+            if part == "pattern":
+                changed = partial(_with_queries_changed, change)
+            hook = hook_of(model, part, layer)
+            stack.enter_context(hook.register_forward_hook(partial(on_output, changed)))
         yield
 
 
+def on_output(function: Callable[[Tensor], Any], module: Any, inputs: Any, out: Tensor) -> Any:
+    """A forward hook that calls a function of a module's output, and replaces it by what the
+    function returns, if anything.
+    """
+    return function(out)
+
+
 def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
-    """The hook of a part of a layer other than z, keys and values.
+    """The hook of a part of a layer other than z.
 
     Raises:
-        ModelError: The layer has none.
+        ModelError: The layer has none, or keeps latents (MLA) in place of keys and values.
     """
     block: Any = model.blocks[layer]
-    name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
+    name = f"hook_{part}" if part in LAYER_PARTS else f"attn.hook_{part}"
     if part in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
         # Such a block fires these hooks only for functions that TransformerLens has added. Before
         # the factor, both runs lack the same one.
-        is_attention = part == "attn_out"
-        module = block.scaled_attn_submodule if is_attention else block.scaled_mlp_submodule
+        module = block.scaled_mlp_submodule
+        if part == "attn_out":
+            module = block.scaled_attn_submodule
         name = f"{module}.hook_out"
 
     hook = model.hook_dict.get(f"blocks.{layer}.{name}")
-    if hook is None:
+    if hook is None or (part in ("k", "v") and is_latent(model, layer)):
         raise ModelError(
             f"layer {layer} of {model.cfg.model_name} has no hook of {part}, so it cannot be "
             "patched there"
@@ -137,28 +149,15 @@ def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
     return hook
 
 
-def _only(part: Part, change: ActivationChange, heads: int, kind: str, x: Tensor) -> Tensor:
-    """Keys and values come to the same function; only one of the two is changed."""
-    if kind != part:
-        return x
-    return _with_heads_changed(change, x, heads)
-
-
-def _change_heads(
-    change: ActivationChange, module: Any, inputs: Any, x: Tensor, heads: int
-) -> Tensor:
-    """A forward hook that changes an activation [batch pos head d_head], whatever its shape."""
-    return _with_heads_changed(change, x, heads)
-
-
-def _with_heads_changed(change: ActivationChange, x: Tensor, heads: int) -> Tensor:
-    """An activation after a change of its heads, in its own shape."""
+def _with_heads_changed(change: ActivationChange, heads: int, x: Tensor) -> Tensor:
+    """An activation after a change of its heads [batch pos head d_head], in its own shape."""
     changed = change(split_heads(x, heads))
     return changed.reshape(x.shape)
 
 
-def _change_queries(change: ActivationChange, module: Any, inputs: Any, pattern: Tensor) -> Tensor:
-    """A forward hook that changes a pattern with its queries first, as other parts have theirs."""
+def _with_queries_changed(change: ActivationChange, pattern: Tensor) -> Tensor:
+    """A pattern after a change of its queries [batch query head key], as other parts have
+    positions first."""
     by_query = rearrange(pattern, "batch head query key -> batch query head key")
     changed = change(by_query)
     return rearrange(changed, "batch query head key -> batch head query key")
@@ -182,19 +181,18 @@ def recorded_runs(
         starts: The layers at which patched passes may start.
     """
     batch_activations: dict[int, Tensor] = {}
-    block_outputs: dict[int, Any] = {}
+    batch_inputs_of: dict[int, Any] = {}
 
-    def record(layer: int, z: Tensor) -> Tensor:
-        batch_activations[layer] = z.detach()
-        return z
+    def record(layer: int, activation: Tensor) -> Tensor:
+        batch_activations[layer] = activation.detach()
+        return activation
 
     def record_block(layer: int, module: Any, inputs: Any, out: Any) -> None:
-        block_outputs[layer] = out
+        batch_inputs_of[layer] = out
 
     indices_by_shape: dict[Shape, list[int]] = {}
     for index, (sequence, _) in enumerate(sequences):
-        indices = indices_by_shape.setdefault(shape_of(sequence), [])
-        indices.append(index)
+        indices_by_shape.setdefault(shape_of(sequence), []).append(index)
 
     blocks = blocks_of(model)
     records = {layer: partial(record, layer) for layer in layers}
@@ -211,7 +209,7 @@ def recorded_runs(
             for row, index in enumerate(indices):
                 sequence, origins = sequences[index]
                 activations = {layer: rows[row] for layer, rows in batch_activations.items()}
-                inputs_of = {layer: _row(out, row) for layer, out in block_outputs.items()}
+                inputs_of = {layer: _row(out, row) for layer, out in batch_inputs_of.items()}
                 runs[index] = RecordedRun(sequence, activations, logits[[row]], origins, inputs_of)
     return [runs[index] for index in range(len(sequences))]
 
@@ -220,11 +218,10 @@ def shape_of(sequence: TokenSequence) -> Shape:
     """What sequences have in common that can be rows of one pass: their length, and the positions
     of the answer.
     """
-    places = answer_places(sequence)
-    return (len(sequence), *places.tolist())
+    return (len(sequence), *answer_positions(sequence).tolist())
 
 
-def answer_places(sequence: TokenSequence) -> Int[Tensor, " answer"]:
+def answer_positions(sequence: TokenSequence) -> Int[Tensor, " answer"]:
     """The positions of the answer."""
     is_answer = sequence.of_segment("answer")
     return is_answer.nonzero()[:, 0]
@@ -236,7 +233,8 @@ def possible_starts(
     """These layers, if passes that start there give the same bits as whole ones; none where later
     layers use more than blocks return.
 
-    It is tried on two copies of one sequence, as it depends on how the blocks are connected alone.
+    It is tried on two copies of one sequence: it depends on how the blocks are connected alone, and
+    a single row would not show whether rows can be cut apart and joined.
 
     Args:
         model: The hooked model.
@@ -251,15 +249,15 @@ def possible_starts(
     with_origins = [(copy, copy.origin) for copy in copies]
     runs = recorded_runs(model, with_origins, (), "z", starts)
     unpatched = torch.cat([run.logits for run in runs])
-    try:
-        for layer in starts:
+    for layer in starts:
+        try:
             with _starting_at(model, layer, runs):
                 logits = logits_of(model, copies)
-            if not torch.equal(logits, unpatched):
-                return []
-    except (LookupError, AttributeError, TypeError, NameError):
-        # A block misses what an earlier one leaves it, such as shared keys: start at the first.
-        return []
+        except (LookupError, AttributeError, TypeError, NameError):
+            # A block misses what an earlier one leaves it, such as shared keys.
+            return []
+        if not torch.equal(logits, unpatched):
+            return []
     return starts
 
 
@@ -316,17 +314,15 @@ def logits_of(
     options: dict[str, Any] = dict(keeping_nothing(model))
 
     # Positions are given only where they are not simply counted from 0.
-    usual_positions = torch.arange(tokens.shape[1])
-    if (position_ids != usual_positions).any():
+    if (position_ids != torch.arange(tokens.shape[1])).any():
         options["position_ids"] = position_ids.to(device)
         options["attention_mask"] = torch.ones_like(tokens)
 
-    places_before = answer_places(sequences[0]).to(device) - 1
+    positions_before = answer_positions(sequences[0]).to(device) - 1
 
     def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream, *other_inputs = inputs
-        before_answer = stream[:, places_before.to(stream.device)]
-        return (before_answer, *other_inputs)
+        return (stream[:, positions_before.to(stream.device)], *other_inputs)
 
     with ExitStack() as stack:
         # Logits of all tokens would take the memory of many rows.
@@ -338,7 +334,7 @@ def logits_of(
         logits = model(tokens, return_type="logits", **options)
 
     if logits.shape[1] == tokens.shape[1]:  # not every custom model calls the hook
-        logits = logits[:, places_before]
+        logits = logits[:, positions_before]
     return logits
 
 
@@ -358,7 +354,7 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 def patched_logits(
     model: HookedModel,
     runs: Sequence[RecordedRun],
-    changes_by_row: Sequence[Sequence[Change]],
+    changes_by_row: Sequence[Sequence[HeadChange]],
     part: Part = "z",
 ) -> Logits:
     """Logits of runs of one shape, each with its changes to a part.
@@ -371,30 +367,26 @@ def patched_logits(
         changes_by_row: For each row, the heads to change, where, and to what.
         part: What is changed.
     """
-    by_layer: dict[int, list[tuple[int, Change]]] = {}
+    by_layer: dict[int, list[tuple[int, HeadChange]]] = {}
     for row, changes in enumerate(changes_by_row):
         for change in changes:
-            where, _, _ = change
-            layer, _ = where
-            changes_of_layer = by_layer.setdefault(layer, [])
-            changes_of_layer.append((row, change))
+            layer, _ = change.where
+            by_layer.setdefault(layer, []).append((row, change))
 
-    def replace_values(changes: list[tuple[int, Change]], z: Tensor) -> Tensor:
-        z = z.clone()
-        for row, (where, places, value) in changes:
-            _, head = where
-            z[row, places.to(z.device), head] = value.to(z)
-        return z
+    def replace_values(changes: list[tuple[int, HeadChange]], activation: Tensor) -> Tensor:
+        activation = activation.clone()
+        for row, change in changes:
+            _, head = change.where
+            positions = change.positions.to(activation.device)
+            activation[row, positions, head] = change.value.to(activation)
+        return activation
 
     first_layer = min(by_layer, default=0)
     if first_layer not in runs[0].inputs_of:
         first_layer = 0
 
     replacements = {layer: partial(replace_values, changes) for layer, changes in by_layer.items()}
-    with (
-        changing(model, part, replacements),
-        _starting_at(model, first_layer, runs),
-    ):
+    with changing(model, part, replacements), _starting_at(model, first_layer, runs):
         return logits_of(model, [run.sequence for run in runs])
 
 
@@ -403,7 +395,7 @@ def gradients_of(
     sequence: TokenSequence,
     layers: Sequence[int],
     metric: Callable[[Tensor], Float[Tensor, " row"]],
-) -> dict[int, Z]:
+) -> dict[int, Activation]:
     """The gradient of a metric of the logits with respect to every head's output at every token.
 
     Args:

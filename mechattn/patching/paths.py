@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import as_long
+from mechattn.patching.controls import with_length_of
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import (
     Direction,
@@ -29,21 +27,28 @@ from mechattn.patching.pairs import (
     request_of,
 )
 from mechattn.patching.patched_runs import (
+    HeadChange,
+    HeadOutput,
+    LayerHead,
     RecordedRun,
-    Where,
     changing,
     logits_of,
     patched_logits,
     possible_starts,
     recorded_runs,
 )
-from mechattn.patching.plan import paths_row_bytes, rows_within
+from mechattn.patching.plan import row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY, head_named
 
-Output = Float[Tensor, "shared d_head"]  # of a head, at the original tokens that both runs have
+
+class Receiver(NamedTuple):
+    """The queries, keys or values of a head."""
+
+    part: Literal["q", "k", "v"]
+    where: LayerHead
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,14 @@ class Path:
     """From a head to a part of another head, or to the logits.
 
     Args:
-        sender: The head that writes.
-        receiver: The head that reads, by its own keys and values; None for the logits.
-        part: What of the receiver reads; None for the logits.
         name: Such as "L0H1 → L1H0.k".
+        sender: The head that writes.
+        receiver: What reads: a part of a head (k and v by key-value heads); None for the logits.
     """
 
-    sender: Where
-    receiver: Where | None
-    part: Literal["q", "k", "v"] | None
     name: str
+    sender: LayerHead
+    receiver: Receiver | None
 
 
 @alone
@@ -107,34 +110,37 @@ def paths(
     """
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
     named = _paths_in(request.model, between)
+    receiving_layers = [path.receiver.where[0] for path in named if path.receiver]
+    starts = possible_starts(request.model, request.shortest, receiving_layers)
     axes = {"path": [path.name for path in named]}
-    effects_of = partial(_effects, request, named)
-    return request.patched(request.pairs, effects_of, axes, "patched")
+    return request.patched(
+        request.one_by_one, partial(_effects, request, named, starts), axes, "patched"
+    )
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[Path]:
     """The named paths, each checked.
 
     Raises:
-        OptionError: A head doesn't exist, or a receiver comes too early.
+        OptionError: A name is not that of a path, a head doesn't exist, or a receiver comes too
+            early.
     """
     if not isinstance(between, (list, tuple)) or not between:
         raise OptionError(
             f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]'
         )
-    key_heads = kv_heads_of(model)
-    counts = {"q": model.cfg.n_heads, "k": key_heads, "v": key_heads}
-
     named = []
     for ends in between:
         path = _path_of(ends)
-        check_head(model, path.sender, counts["q"])
+        check_head(model, path.sender, "z")
         if path.receiver is not None:
-            check_head(model, path.receiver, counts[str(path.part)])
-            if path.receiver[0] <= path.sender[0]:
+            check_head(model, path.receiver.where, path.receiver.part)
+            layer, _ = path.receiver.where
+            sender_layer, _ = path.sender
+            if layer <= sender_layer:
                 raise OptionError(
-                    f"{ends!r}: nothing passes from layer {path.sender[0]} to layer "
-                    f"{path.receiver[0]}; name a later layer"
+                    f"{ends!r}: nothing passes from layer {sender_layer} to layer {layer}; name a"
+                    " later layer"
                 )
         named.append(path)
     return named
@@ -146,49 +152,54 @@ def _path_of(ends: Any) -> Path:
         case (str(start), str(end)) if sender := head_named(start):
             name = f"{start} → {end}"
             if end == "logits":
-                return Path(sender, None, None, name)
+                return Path(name, sender, None)
 
             node, _, part = end.partition(".")
-            receiver = head_named(node)
-            if receiver is not None and part in ("q", "k", "v"):
-                return Path(sender, receiver, part, name)  # type: ignore[arg-type]
+            head = head_named(node)
+            if head is not None and part in ("q", "k", "v"):
+                return Path(name, sender, Receiver(part, head))  # type: ignore[arg-type]
     raise OptionError(
         f'{ends!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
     )
 
 
-def _effects(request: PatchingRequest, named: Sequence[Path], pair: Pair) -> PromptEffects:
-    """The effect of each path, that of a random step of its sender, and the whole effect."""
+def _effects(
+    request: PatchingRequest, named: Sequence[Path], starts: Sequence[int], pairs: Sequence[Pair]
+) -> list[PromptEffects]:
+    """The effect of each path in a pair, that of a random step of its sender, and the whole
+    effect.
+    """
+    [pair] = pairs
     model = request.model
-    receiving_layers = [path.receiver[0] for path in named if path.receiver]
-    starts = possible_starts(model, pair.base, receiving_layers)
-
     layers = attention_layers(model)
     [base_run] = recorded_runs(model, [(pair.base, pair.origins)], layers, "z", starts)
     [source_run] = recorded_runs(model, [(pair.source, pair.origins)], layers, "z")
     unpatched = Unpatched(pair, base_run.logits, source_run.logits)
 
-    # What each sender puts out, in the order of the paths, as the random steps are drawn in it.
+    # Random steps are drawn in the order in which paths first name their senders.
     generator = torch.Generator().manual_seed(pair.seed)
-    outputs: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
-    senders = dict.fromkeys(path.sender for path in named)
-    for layer, head in senders:
-        z = base_run.activations[layer][base_run.places, head]
-        source_z = source_run.activations[layer][source_run.places, head]
+    source_outputs = {}
+    random_outputs = {}
+    for where in dict.fromkeys(path.sender for path in named):
+        layer, head = where
+        z = base_run.activations[layer][base_run.positions, head]
+        source_z = source_run.activations[layer][source_run.positions, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
-        outputs["effect"][layer, head] = source_z
-        outputs["random"][layer, head] = z + as_long(direction, source_z - z)
+        source_outputs[where] = source_z
+        random_outputs[where] = z + with_length_of(direction, source_z - z)
 
-    rows = rows_within(request.memory, paths_row_bytes(model, pair))
+    # What all layers' receivers get is kept beside a pass.
+    cfg = model.cfg
+    of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
+    rows = rows_within(request.memory, row_bytes(model, pair, of_receivers))
     effects: PromptEffects = {"whole": unpatched.whole}
-    for name, outputs_of_senders in outputs.items():
+    for name, outputs in (("effect", source_outputs), ("random", random_outputs)):
         batches = []
         for start in range(0, len(named), rows):
             batch = named[start : start + rows]
-            patched = _patched(model, batch, base_run, unpatched, outputs_of_senders)
-            batches.append(patched)
+            batches.append(_patched(model, batch, base_run, unpatched, outputs))
         effects[name] = np.concatenate(batches)
-    return effects
+    return [effects]
 
 
 def _patched(
@@ -196,7 +207,7 @@ def _patched(
     named: Sequence[Path],
     base_run: RecordedRun,
     unpatched: Unpatched,
-    outputs: Mapping[Where, Output],
+    outputs: Mapping[LayerHead, HeadOutput],
 ) -> np.ndarray:
     """The effect of each path: one row of two passes for each.
 
@@ -207,11 +218,10 @@ def _patched(
         unpatched: What effects are counted from.
         outputs: What replaces each sender's output.
     """
-    receivers_by_part: dict[Any, dict[int, Where]] = {}  # the receiver in each row
+    rows_by_part: dict[Any, dict[int, LayerHead]] = {}  # the receiving head of each row
     for row, path in enumerate(named):
         if path.receiver is not None:
-            receivers = receivers_by_part.setdefault(path.part, {})
-            receivers[row] = path.receiver
+            rows_by_part.setdefault(path.receiver.part, {})[row] = path.receiver.where
 
     # The first pass: all heads are held except each row's sender, and receivers' parts are
     # recorded.
@@ -219,11 +229,11 @@ def _patched(
 
     def hold(layer: int, z: Tensor) -> Tensor:
         z = base_run.activations[layer].expand_as(z).clone()
-        places = base_run.places.to(z.device)
+        positions = base_run.positions.to(z.device)
         for row, path in enumerate(named):
             sender_layer, head = path.sender
             if sender_layer == layer:
-                z[row, places, head] = outputs[path.sender].to(z)
+                z[row, positions, head] = outputs[path.sender].to(z)
         return z
 
     def record(part: str, layer: int, x: Tensor) -> Tensor:
@@ -233,7 +243,7 @@ def _patched(
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.activations}
         stack.enter_context(changing(model, "z", holds))
-        for part, receivers in receivers_by_part.items():
+        for part, receivers in rows_by_part.items():
             layers = {layer for layer, _ in receivers.values()}
             records = {layer: partial(record, part, layer) for layer in layers}
             stack.enter_context(changing(model, part, records))
@@ -243,14 +253,14 @@ def _patched(
     effects = unpatched.effects(logits)
 
     # The second: only the receivers' parts are changed.
-    all_places = torch.arange(len(base_run.sequence))
-    for part, receivers in receivers_by_part.items():
+    all_positions = torch.arange(len(base_run.sequence))
+    for part, receivers in rows_by_part.items():
         changes = []
-        for row, (layer, head) in receivers.items():
+        for row, where in receivers.items():
+            layer, head = where
             value = recorded[part, layer][row, :, head]
-            changes.append([((layer, head), all_places, value)])
+            changes.append([HeadChange(where, all_positions, value)])
 
         logits = patched_logits(model, [base_run] * len(changes), changes, part)
-        rows = list(receivers)
-        effects[rows] = unpatched.effects(logits)
+        effects[list(receivers)] = unpatched.effects(logits)
     return effects

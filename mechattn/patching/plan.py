@@ -3,12 +3,13 @@ memory lets, from the first layer that they change; and how much memory a row of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
@@ -17,11 +18,12 @@ from mechattn.model.hooked import HookedModel, device_of
 from mechattn.patching.graph import Graph
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched
 from mechattn.patching.patched_runs import (
-    Change,
+    Activation,
+    HeadChange,
+    HeadOutput,
+    LayerHead,
     RecordedRun,
     Shape,
-    Where,
-    Z,
     gradients_of,
     patched_logits,
     recorded_runs,
@@ -46,6 +48,7 @@ class PairRuns:
         pair: The pair.
         base: The run that is patched.
         source: The run from which activations are taken.
+        unpatched: What effects are counted from.
         partner: Another prompt's source run, if it is a control.
         gradients: Of the metric with respect to each head's output in the base run, by layer, if
             effects are attributed.
@@ -54,24 +57,9 @@ class PairRuns:
     pair: Pair
     base: RecordedRun
     source: RecordedRun
-    partner: RecordedRun | None = None
-    gradients: Mapping[int, Z] = field(default_factory=dict)
-
-    @cached_property
-    def unpatched(self) -> Unpatched:
-        """What effects are counted from."""
-        return Unpatched(self.pair, self.base.logits, self.source.logits)
-
-    def patched_tokens(self, cell: PatchCell) -> Bool[Tensor, " shared"]:
-        """Which of the tokens that both runs have are those of a cell."""
-        segments = self.base.sequence.segment[self.base.places]
-        tokens = cell.tokens
-
-        if tokens is None:
-            return segments >= 0
-        if isinstance(tokens, str):
-            return segments == SEGMENTS.index(tokens)
-        return self.pair.origins == tokens
+    unpatched: Unpatched
+    partner: RecordedRun | None
+    gradients: Mapping[int, Activation]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,29 +68,35 @@ class PatchedCopy:
 
     Args:
         runs: The runs of its pair.
-        cell: The heads and tokens that are patched.
+        name: Of what it measures: "effect", or a control.
+        index: The number of the cell.
+        cell: The heads that are patched.
+        tokens: Which of the tokens that both runs have are patched.
         values: What replaces each head's output, at the tokens that both runs have.
     """
 
     runs: PairRuns
+    name: str
+    index: int
     cell: PatchCell
-    values: Mapping[Where, Z]
+    tokens: Bool[Tensor, " shared"]
+    values: Mapping[LayerHead, HeadOutput]
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[HeadChange]:
         """What is put at which positions of the base run."""
-        tokens = self.runs.patched_tokens(self.cell)
-        places = self.runs.base.places[tokens]
+        positions = self.runs.base.positions[self.tokens]
 
         changes = []
         for where in self.cell.heads:
-            value = self.values[where][tokens]
-            changes.append((where, places, value))
+            value = self.values[where][self.tokens]
+            changes.append(HeadChange(where, positions, value))
         return changes
 
 
-# From a pair's runs to what replaces each head's output, for the effect and for each control.
-Replacements = Callable[[PairRuns], Mapping[str, Mapping[Where, Z]]]
+CopyEffect = tuple[PatchedCopy, float]
+# What replaces each head's output in a pair's base run, for the effect and for each control.
+Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class PatchingPlan:
         request: What is asked.
         target: The heads or layers, and the part of them that is patched.
         cells: The patches of each prompt.
-        replacements: From a pair's runs to what is put in place of each head's output.
+        replacements: From this plan and a pair's runs to what replaces each head's output.
         starts: The layers at which a pass may start.
         partners: Other prompts' pairs by id, for the control "other_prompt".
         controls: The controls to measure.
@@ -122,7 +116,7 @@ class PatchingPlan:
     request: PatchingRequest
     target: PatchTarget
     cells: Sequence[PatchCell]
-    replacements: Replacements
+    replacements: Callable[[PatchingPlan, PairRuns], Replacements]
     starts: Sequence[int] = ()
     partners: Mapping[str, Pair] = field(default_factory=dict)
     controls: Sequence[str] = ()
@@ -131,21 +125,17 @@ class PatchingPlan:
         """Pairs whose base runs have one shape, as many together as memory lets."""
         by_shape: dict[Shape, list[Pair]] = {}
         for pair in pairs:
-            alike = by_shape.setdefault(shape_of(pair.base), [])
-            alike.append(pair)
+            by_shape.setdefault(shape_of(pair.base), []).append(pair)
 
-        batches = []
-        for alike in by_shape.values():
-            longest = max(alike, key=lambda pair: pair.length)
-            size = min(_MOST_PAIRS, rows_within(self.request.memory, self._bytes(longest)))
-            for start in range(0, len(alike), size):
-                batches.append(alike[start : start + size])
-        return batches
-
-    def _bytes(self, pair: Pair) -> int:
-        """What a pair takes with one of its copies."""
         model = self.request.model
-        return prompt_bytes(model, self.target, pair) + row_bytes(model, pair)
+        batches = []
+        for same_shape in by_shape.values():
+            longest = max(same_shape, key=lambda pair: pair.length)
+            with_one_copy = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
+            size = min(_MOST_PAIRS, rows_within(self.request.memory, with_one_copy))
+            for start in range(0, len(same_shape), size):
+                batches.append(same_shape[start : start + size])
+        return batches
 
     def effects(self, pairs: Sequence[Pair]) -> list[PromptEffects]:
         """The effect of each cell and its controls [cell]; the whole effect, and the metric of the
@@ -161,37 +151,29 @@ class PatchingPlan:
             For each pair "effect" and the controls [cell], "whole" and "before", in the units of
             the metric.
         """
-        all_runs = self._read(pairs)
-        # Before anything is patched, as they refuse metrics that give no numbers.
-        of_runs = [(runs.unpatched.whole, runs.unpatched.before) for runs in all_runs]
-
+        effects_by_id: dict[str, dict[str, Any]] = {}
         copies = []
-        destinations = []  # of each copy: the number of its pair, the name, the number of its cell
-        for pair_index, runs in enumerate(all_runs):
-            # A segment may have no token in this prompt.
-            patchable = [
-                index for index, cell in enumerate(self.cells) if runs.patched_tokens(cell).any()
-            ]
+        for runs in self._read(pairs):
+            # First of all, as they refuse a metric that gives no numbers.
+            effects: dict[str, Any] = {}
+            effects["whole"] = runs.unpatched.whole
+            effects["before"] = runs.unpatched.before
+            for name in ("effect", *self.controls):
+                effects[name] = np.full(len(self.cells), np.nan)
+            effects_by_id[runs.pair.id] = effects
+
+            tokens_of_cells = [self._tokens_of(cell, runs) for cell in self.cells]
             # Nothing replaces for "other_prompt" where no other prompt is long enough.
-            for name, values in self.replacements(runs).items():
-                for index in patchable:
-                    copies.append(PatchedCopy(runs, self.cells[index], values))
-                    destinations.append((pair_index, name, index))
+            for name, values in self.replacements(self, runs).items():
+                for index, tokens in enumerate(tokens_of_cells):
+                    if tokens.any():  # a segment may have no token in this prompt
+                        cell = self.cells[index]
+                        copies.append(PatchedCopy(runs, name, index, cell, tokens, values))
 
-        if self.target.attributed:
-            measured = _first_order(copies)
-        else:
-            measured = self._exact(pairs, copies)
-
-        names = ("effect", *self.controls)
-        effects = [{name: np.full(len(self.cells), np.nan) for name in names} for _ in pairs]
-        for (pair_index, name, index), effect in zip(destinations, measured, strict=True):
-            effects[pair_index][name][index] = effect
-
-        return [
-            {"whole": whole, "before": before, **of_pair}
-            for (whole, before), of_pair in zip(of_runs, effects, strict=True)
-        ]
+        measured = _first_order(copies) if self.target.attributed else self._exact(pairs, copies)
+        for copy, effect in measured:
+            effects_by_id[copy.runs.pair.id][copy.name][copy.index] = effect
+        return [effects_by_id[pair.id] for pair in pairs]
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
         """The unpatched runs of each pair, those of one shape in one pass."""
@@ -203,72 +185,79 @@ class PatchingPlan:
         bases = recorded_runs(model, base_sequences, layers, part, self.starts)
         sources = recorded_runs(model, source_sequences, layers, part)
 
-        partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
-        partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
+        with_partner = [pair.id for pair in pairs if pair.id in self.partners]
+        partners = [self.partners[pair_id] for pair_id in with_partner]
+        partner_sequences = [(partner.source, partner.origins) for partner in partners]
         partner_runs = recorded_runs(model, partner_sequences, layers, part)
-        partner_run_of = dict(zip(partners, partner_runs, strict=True))
+        partner_run_of = dict(zip(with_partner, partner_runs, strict=True))
 
         all_runs = []
         for pair, base, source in zip(pairs, bases, sources, strict=True):
-            runs = PairRuns(pair, base, source, partner_run_of.get(pair.id))
+            unpatched = Unpatched(pair, base.logits, source.logits)
+            gradients = {}
             if self.target.attributed:
-                gradients = gradients_of(model, pair.base, layers, runs.unpatched.measure)
-                runs = replace(runs, gradients=gradients)
-            all_runs.append(runs)
+                gradients = gradients_of(model, pair.base, layers, unpatched.measure)
+            partner_run = partner_run_of.get(pair.id)
+            all_runs.append(PairRuns(pair, base, source, unpatched, partner_run, gradients))
         return all_runs
 
-    def _exact(
-        self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]
-    ) -> Float[np.ndarray, " copy"]:
+    def _tokens_of(self, cell: PatchCell, runs: PairRuns) -> Bool[Tensor, " shared"]:
+        """Which of the tokens that both runs have are those of a cell."""
+        origins = runs.pair.origins
+        if self.target.by == "position":
+            return origins.eq(int(cell.label))
+        if self.target.by == "segment":
+            segments = runs.base.sequence.segment[runs.base.positions]
+            return segments.eq(SEGMENTS.index(cell.label))
+        return torch.ones_like(origins, dtype=torch.bool)
+
+    def _exact(self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
         """The metric of each copy, minus that of its base run."""
         model = self.request.model
         prompts_memory = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
         memory = self.request.memory - prompts_memory
         rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pairs[0])))
 
-        effects = np.empty(len(copies))
-        for indices in self._passes(copies, rows):
-            runs = [copies[index].runs for index in indices]
-            base_runs = [runs_of_row.base for runs_of_row in runs]
-            changes = [copies[index].changes for index in indices]
+        for batch in self._passes(copies, rows):
+            base_runs = [copy.runs.base for copy in batch]
+            changes = [copy.changes for copy in batch]
             logits = patched_logits(model, base_runs, changes, self.target.part)
+            for row, copy in enumerate(batch):
+                [effect] = copy.runs.unpatched.effects(logits[[row]])
+                yield copy, effect
 
-            for row, index in enumerate(indices):
-                [effect] = runs[row].unpatched.effects(logits[[row]])
-                effects[index] = effect
-        return effects
+    def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[PatchedCopy]]:
+        """The copies of each pass, in the order of the first layers that they change, as a pass
+        starts at the first of all."""
+        enough = most
+        if device_of(self.request.model).type == "cpu":
+            enough = _ENOUGH_ROWS_ON_CPU
 
-    def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[int]]:
-        """The numbers of the copies of each pass, in the order of the first layers that they
-        change, as a pass starts at the first of all."""
-        is_on_cpu = device_of(self.request.model).type == "cpu"
-        enough = _ENOUGH_ROWS_ON_CPU if is_on_cpu else most
-        first_layers = [copy.cell.first_layer for copy in copies]
+        passes: list[list[PatchedCopy]] = []
+        for copy in sorted(copies, key=lambda copy: copy.cell.first_layer):
+            if not passes:
+                passes.append([copy])
+                continue
 
-        passes: list[list[int]] = []
-        for index in np.argsort(first_layers, kind="stable").tolist():
-            current = passes[-1] if passes else []
-            is_full = len(current) == most
-            is_later = bool(current) and first_layers[index] > first_layers[current[0]]
-            if not current or is_full or (is_later and len(current) >= enough):
-                passes.append([index])
+            last = passes[-1]
+            starts_later = copy.cell.first_layer > last[0].cell.first_layer
+            if len(last) == most or (starts_later and len(last) >= enough):
+                passes.append([copy])
             else:
-                current.append(index)
+                last.append(copy)
         return passes
 
 
-def _first_order(copies: Sequence[PatchedCopy]) -> Float[np.ndarray, " copy"]:
+def _first_order(copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
     """The first-order effect of changing single heads: ``Σ gradient · (value − z)``."""
-    effects = []
     for copy in copies:
-        [((layer, head), places, value)] = copy.changes
+        [change] = copy.changes
+        layer, head = change.where
         z = copy.runs.base.activations[layer]
-        places = places.to(z.device)
-        step = value.double() - z[places, head].double()
-        gradient = copy.runs.gradients[layer][places, head].double()
-        effect = (gradient * step).sum()
-        effects.append(float(effect))
-    return np.array(effects)
+        positions = change.positions.to(z.device)
+        step = change.value.double() - z[positions, head].double()
+        gradient = copy.runs.gradients[layer][positions, head].double()
+        yield copy, float((gradient * step).sum())
 
 
 def rows_within(budget: int, row: int) -> int:
@@ -296,8 +285,7 @@ def row_bytes(model: HookedModel, pair: Pair, beside: int = 0) -> int:
     numbers_of_token = 8 * cfg.d_model + attention + _of_mlp(model) + beside
     logits = 4 * len(pair.answer) * cfg.d_vocab
 
-    numbers = length * numbers_of_token + logits
-    return _BYTES * int(numbers)
+    return _BYTES * int(length * numbers_of_token + logits)
 
 
 def _of_mlp(model: HookedModel) -> int:
@@ -320,19 +308,9 @@ def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
         Bytes.
     """
     cfg = model.cfg
-    length = pair.length
-    layer_count = len(target.layers)
-
-    width_of_head = length if target.part == "pattern" else cfg.d_head
+    width_of_head = pair.length if target.part == "pattern" else cfg.d_head
     width = max(cfg.d_model, cfg.n_heads * width_of_head)
-    return _BYTES * int(7 * length * layer_count * width)
-
-
-def paths_row_bytes(model: HookedModel, pair: Pair) -> int:
-    """What a row of a path's passes takes: what all layers' receivers get, and a pass."""
-    cfg = model.cfg
-    of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
-    return row_bytes(model, pair, of_receivers)
+    return _BYTES * int(7 * pair.length * len(target.layers) * width)
 
 
 def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
@@ -340,9 +318,8 @@ def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     layer's heads.
     """
     cfg = model.cfg
-    steps = len(graph.writers)
-    inputs = 4 * cfg.n_heads
-    return row_bytes(model, pair, cfg.d_model * (steps + inputs))
+    steps_and_inputs = len(graph.writers) + 4 * cfg.n_heads
+    return row_bytes(model, pair, cfg.d_model * steps_and_inputs)
 
 
 def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
@@ -366,10 +343,7 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: list[Pair], budget:
     """Refuse a graph if one row of the longest pair's passes does not fit."""
     longest = max(pairs, key=lambda pair: pair.length)
 
-    row_with_gradients = gradients_row_bytes(model, graph, longest)
-    row_with_replaced_edges = edges_row_bytes(model, graph, longest)
-    row = max(row_with_gradients, row_with_replaced_edges)
-
+    row = max(gradients_row_bytes(model, graph, longest), edges_row_bytes(model, graph, longest))
     needed = edges_fixed_bytes(model, graph, longest) + row
     if needed > budget:
         raise OptionError(

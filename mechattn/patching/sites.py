@@ -14,11 +14,19 @@ import xarray as xr
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError, check_choice
-from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, device_of
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
-from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing, hook_of
+from mechattn.patching.patched_runs import (
+    LAYER_PARTS,
+    LayerHead,
+    Part,
+    changing,
+    head_count,
+    hook_of,
+)
 from mechattn.results.result import head_named
+
+_NAMED_IN_SET = 8  # heads; the name of a set is a column of the table
 
 
 @dataclass(frozen=True)
@@ -38,20 +46,21 @@ class Sites:
     """
 
     part: Part = "z"
-    where: Sequence[Where | str] | Sequence[int] | Literal["all"] | None = None
+    where: Sequence[LayerHead | str] | Sequence[int] | Literal["all"] | None = None
     by: Literal["segment", "position"] | None = None
 
 
-# A segment's, the one at a position, or all original ones (None).
-CellTokens = str | int | None
+ALL_TOKENS = "all"
+# A segment's name, or a position; ALL_TOKENS where all original tokens are patched together.
+TokenLabel = str | int
 
 
 @dataclass(frozen=True)
 class PatchCell:
     """One patch of a prompt: which heads (or layers, as head 0), and which of their tokens."""
 
-    heads: tuple[Where, ...]
-    tokens: CellTokens
+    heads: tuple[LayerHead, ...]
+    label: TokenLabel
 
     @property
     def first_layer(self) -> int:
@@ -69,66 +78,63 @@ class PatchTarget:
         by: What distinguishes tokens that are patched by themselves; None for all at once.
         together: Whether all heads are patched as one set.
         attributed: Whether effects are estimated to first order.
+        labels: The segments, or the positions, that are patched one by one.
     """
 
     part: Part
-    heads: tuple[Where, ...]
+    heads: tuple[LayerHead, ...]
     by: Literal["segment", "position"] | None
     together: bool
     attributed: bool
+    labels: Sequence[TokenLabel] = (ALL_TOKENS,)
 
     @property
     def layers(self) -> list[int]:
         """The layers that are changed."""
         return sorted({layer for layer, _ in self.heads})
 
-    def cells(self, tokens: Sequence[CellTokens]) -> list[PatchCell]:
-        """A cell for each head, or for all of them together, at each of these sets of tokens."""
-        units = [self.heads] if self.together else [(where,) for where in self.heads]
+    @property
+    def cells(self) -> list[PatchCell]:
+        """A cell for each head, or for all of them together, at each of the labelled tokens."""
+        sets = [self.heads] if self.together else [(where,) for where in self.heads]
+        return [PatchCell(heads, label) for heads in sets for label in self.labels]
 
-        cells = []
-        for heads in units:
-            for token_set in tokens:
-                cells.append(PatchCell(heads, token_set))
-        return cells
-
-    def by_dimension(self, effects: xr.Dataset, tokens: Sequence[CellTokens]) -> xr.Dataset:
+    def by_dimension(self, effects: xr.Dataset) -> xr.Dataset:
         """Effects [prompt cell] by layer and head, layer, or set, and by segment or position; NaN
         for heads that were not named.
 
         Args:
-            effects: Effects by cell, in the order of ``cells(tokens)``.
-            tokens: The sets of tokens that cells were made for.
+            effects: Effects by cell, in the order of ``cells``.
         """
+        cells = self.cells
+        labels: dict[str, list[Any]] = {}
         if self.together:
-            dims = ["set"]
-        elif self.part in OF_LAYER:
-            dims = ["layer"]
+            labels["set"] = [self._set_name] * len(cells)
         else:
-            dims = ["layer", "head"]
+            labels["layer"] = [cell.heads[0][0] for cell in cells]
+            if self.part not in LAYER_PARTS:
+                labels["head"] = [cell.heads[0][1] for cell in cells]
+        if self.by is not None:
+            labels[self.by] = [cell.label for cell in cells]
 
-        labels = []
-        for cell in self.cells(tokens):
-            unit = (self._set_name,) if self.together else cell.heads[0][: len(dims)]
-            labels.append((*unit, cell.tokens) if self.by else unit)
-
-        names = [*dims, self.by] if self.by else dims
-        index = pd.MultiIndex.from_tuples(labels, names=names)
+        index = pd.MultiIndex.from_arrays(list(labels.values()), names=list(labels))
         coords = xr.Coordinates.from_pandas_multiindex(index, "cell")
         effects = effects.drop_vars("cell").assign_coords(coords).unstack("cell")
-        if self.by:  # the order of the text, not of the alphabet
-            effects = effects.reindex({self.by: tokens})
+        if self.by is not None:  # the order of the text, not of the alphabet
+            effects = effects.reindex({self.by: self.labels})
         return effects
 
     @property
     def _set_name(self) -> str:
-        """The set in words, such as "L0H1 + L1H4", or "12 heads" of many."""
-        has_no_heads = self.part in OF_LAYER
-        if len(self.heads) > 8:
-            noun = "layers" if has_no_heads else "heads"
-            return f"{len(self.heads)} {noun}"
+        """The set in words, such as "L0H1 + L1H4", or "12 heads" where names would be too long."""
+        noun = "heads"
+        name = "L{}H{}"
+        if self.part in LAYER_PARTS:
+            noun = "layers"
+            name = "L{}"
 
-        name = "L{}" if has_no_heads else "L{}H{}"
+        if len(self.heads) > _NAMED_IN_SET:
+            return f"{len(self.heads)} {noun}"
         return " + ".join(name.format(*where) for where in self.heads)
 
 
@@ -159,13 +165,12 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
     where: Any = sites.where
     if isinstance(where, str) and where == "all":
         where = None
-    if sites.part in OF_LAYER:
+    if sites.part in LAYER_PARTS:
         heads = [(layer, 0) for layer in chosen_layers(model, where)]
     else:
-        count = kv_heads_of(model) if sites.part in ("k", "v") else model.cfg.n_heads
-        heads = _heads(model, where, count)
+        heads = _heads(model, where, sites.part)
 
-    if sites.part not in ("z", "k", "v"):
+    if sites.part != "z":
         for layer, _ in heads:
             hook_of(model, sites.part, layer)
     if sites.part == "pattern" and not _patterns_act(model):
@@ -178,29 +183,30 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
     return PatchTarget(sites.part, tuple(heads), sites.by, together, attributed)
 
 
-def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
-    """The named heads, each once; by default all, ``count`` per layer."""
+def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
+    """The named heads, each once; by default all."""
     if heads is None:
-        layers = attention_layers(model)
-        return [(layer, head) for layer in layers for head in range(count)]
+        count = head_count(model, part)
+        return [(layer, head) for layer in attention_layers(model) for head in range(count)]
 
     named = []
     if isinstance(heads, (tuple, list)):
-        named = [head_named(head) or head for head in heads]
+        named = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
     if not named or not all(map(_is_pair_of_numbers, named)):
         parts = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
             f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}'
         )
     for head in named:
-        check_head(model, head, count)
+        check_head(model, head, part)
     return list(dict.fromkeys((int(layer), int(head)) for layer, head in named))
 
 
-def check_head(model: HookedModel, where: Where, count: int) -> None:
-    """Refuse a head that a model doesn't have."""
+def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
+    """Refuse a head that a model doesn't have; keys and values may have fewer than queries."""
     layer, head = where
     layers = attention_layers(model)
+    count = head_count(model, part)
     if layer not in layers or not 0 <= head < count:
         raise OptionError(
             f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "

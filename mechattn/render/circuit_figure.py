@@ -43,7 +43,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         random direction.
     """
     table = circuit.table(size, q)
-    heads = int(circuit.about["heads"])
+    heads = int(circuit.about["cfg"]["n_heads"])
 
     # An edge to keys or values that heads share is drawn to each of these heads that writes.
     drawn = {*table.writer, "logits"}

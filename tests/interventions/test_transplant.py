@@ -192,7 +192,7 @@ def test_sources_are_a_ring(toy):
     prompts = short_problems(5, with_answer=False)
     recorded = ma.record_keys_values(toy, prompts, ma.MeaninglessTokens("/", 3), layers=[0, 2])
     assert recorded.layers == (0, 2)
-    assert recorded.of["0"][2]["v"].shape == (3, 4 * 16)
+    assert recorded.by_prompt["0"][2]["v"].shape == (3, 4 * 16)
     ring = recorded.from_other_prompts(seed=1)
     assert sorted(ring.sources.values()) == sorted(ring.sources)
     assert all(a != b for a, b in ring.sources.items())

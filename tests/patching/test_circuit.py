@@ -21,7 +21,7 @@ from mechattn.errors import OptionError
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching.circuit import _connected
 from mechattn.patching.edges import EdgePair
-from mechattn.patching.graph import graph_of, showing_edges
+from mechattn.patching.graph import graph_of, read_edges, showing_edges
 from mechattn.patching.pairs import request_of
 from mechattn.render.words import sentence_of
 from mechattn.stats.units import halves_of
@@ -117,6 +117,37 @@ def test_other_ablations_put_other_outputs(model, found, by_ablation):
         assert abs(curve.faithfulness[2] - found.curve.faithfulness[2]) > 1e-3
     with pytest.raises(OptionError, match="ablation='zero': choose one of"):
         ma.circuit(model, MANY, Counterpart(), ablation="zero")
+
+
+def test_a_mean_over_prompts_of_other_lengths_is_over_all_tokens(model):
+    """Also where the prompts that rank are all as long."""
+    ranking, reporting = halves_of(8)
+    longer = replace(
+        MANY[0], tokens=(1, 30, 31, 40, 41, 42, 9), counterpart=(1, 50, 31, 42, 41, 42, 9), id="x"
+    )
+    prompts = [*MANY]
+    prompts[reporting[0]] = longer
+    found = ma.circuit(model, prompts, Counterpart(), steps=1, sizes=[5], ablation="mean")
+    effects = found._measurement.effects([np.arange(found.graph.exists.sum())])
+
+    with showing_edges(model):
+        written = [
+            read_edges(model, found.graph, pair.base).written
+            for pair in pairs_of(model, [prompts[index] for index in ranking])
+        ]
+        mean = torch.cat(written, 1).mean(1, keepdim=True)
+        [pair] = pairs_of(model, [longer])
+        edge_pair = EdgePair(model, found.graph, pair, 2**31)
+        runs = edge_pair.runs()
+        no_edge = torch.zeros(1, *found.graph.exists.shape, dtype=torch.bool)
+        expected = edge_pair.with_edges(no_edge, mean.expand_as(runs.written), runs.unpatched)
+    assert effects[0, 0, 0] == pytest.approx(expected[0], abs=1e-9)
+    assert abs(expected[0]) > 1e-3
+
+
+def test_areas_are_printed_with_the_names_of_rankings(found):
+    made = replace(found, curve=found.curve.assign(other_pairs=found.curve.faithfulness))
+    assert f"CPR of other_pairs {made.areas['CPR_other_pairs']:.3f}" in str(made)
 
 
 def test_areas_by_hand(found):

@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError, PromptError
+from mechattn.conditions import Counterpart
+from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.model.hooks import attention_window
 from mechattn.patching import controls, pairs, plan
 from mechattn.patching import patch as patching
@@ -254,7 +255,7 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
 
     def small_step(base, source, where):
         layer, head = where
-        own = base.activations[layer][base.places, head]
+        own = base.activations[layer][base.positions, head]
         return own + 1e-2 * (aligned_output(base, source, where) - own)
 
     monkeypatch.setattr(patching, "aligned_output", small_step)
@@ -336,7 +337,7 @@ def test_the_random_control_is_a_step_of_equal_norm(toy):
     base, source = runs_of(toy, short_problems(1)[0], "z")
     where = (1, 2)
     value = controls.aligned_output(base, source, where)
-    own = base.activations[1][base.places, 2]
+    own = base.activations[1][base.positions, 2]
 
     def drawn_for(name):
         return controls.random_steps(7, name, base, {where: value})[where]
@@ -355,10 +356,10 @@ def test_the_random_pattern_stays_inside_the_window():
     [longer] = ma.load_prompts("word-problems", limit=1, with_answer=True)
     base, source = runs_of(model, longer, "pattern")
     window = attention_window(model, 0)
-    assert window < len(base.places)
+    assert window < len(base.positions)
     value = controls.aligned_pattern(base, source, (0, 1))
     drawn = controls.shuffled_patterns(model, 7, "a", base, {(0, 1): value})[0, 1]
-    distance = base.places[:, None] - torch.arange(len(base.sequence))
+    distance = base.positions[:, None] - torch.arange(len(base.sequence))
     assert (drawn[(distance < 0) | (distance >= window)] == 0).all()
     torch.testing.assert_close(drawn.sort(-1).values, value.sort(-1).values, rtol=0, atol=0)
     assert not torch.equal(drawn, value)
@@ -473,6 +474,7 @@ def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
     about = {
         "model": "toy",
         "metric": WORDS[metric],
+        "metric_name": metric,
         "direction": direction,
         "method": "attributed",
     }
@@ -628,6 +630,17 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
         few.table()
 
 
+def test_where_groups_are_too_few_their_means_are_printed():
+    made = drawn(8, np.random.default_rng(3), n=4)
+    uneven = replace(made, units=Units.grouped(["a", "a", "a", "b"]))
+    effects = made.effects.effect.values.reshape(4, 8)
+    means = (effects[:3].mean(0) + effects[3]) / 2
+    *_, header, first_row = str(uneven).splitlines()[:4]
+    assert header.split() == ["layer", "head", "effect"]
+    assert float(first_row.split()[-1]) == pytest.approx(means[abs(means).argmax()], rel=1e-2)
+    assert abs(means).max() != pytest.approx(abs(effects.mean(0)).max(), rel=1e-2)
+
+
 def test_the_map_shows_the_means_and_leaves_the_others_empty(patched_heads):
     heat, marks, faded, _ = ma.render.patching_map(patched_heads).data
     expected = patched_heads.effects.effect.mean("prompt").values
@@ -666,10 +679,18 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
 NO_ANSWER = {"prompts": ma.load_prompts("word-problems", limit=2)}
 
 
+def of_tokens(*tokens):
+    """Options for a prompt with another version."""
+    prompt = ma.Prompt(tokens=tokens, counterpart=(1, 20, 31), answer_tokens=(60,))
+    return {"prompts": [prompt], "condition": Counterpart()}
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
         (NO_ANSWER, PromptError, "no reference answer for the model to read"),
+        (of_tokens(1, 20, 9999), PromptError, "a token id outside the vocabulary"),
+        (of_tokens(*[1] * 1030), PromptTooLong, r'1,031 tokens with the condition "baseline"'),
         ({"condition": SLASH.masked()}, OptionError, "hides tokens or acts inside the model"),
         ({"condition": ma.Baseline()}, OptionError, "inserts nothing into prompt 0"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),

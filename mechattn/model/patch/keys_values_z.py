@@ -28,7 +28,8 @@ PARTS: tuple[Part, Part] = ("k", "v")
 
 # Takes the keys or values of all heads, concatenated; what it returns replaces them.
 Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
-ChangeZ = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos head d_head"]]
+Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
+ChangeZ = Callable[[Z], Z]
 
 
 def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextManager[None]:

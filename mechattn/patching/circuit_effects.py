@@ -1,0 +1,128 @@
+"""Effects of circuits: what the metric is if all other edges carry the output of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from tqdm.auto import tqdm
+
+from mechattn.model.hooked import holding
+from mechattn.patching.edges import EdgePair, EdgeRuns
+from mechattn.patching.graph import EdgeSet, Graph, Written, read_edges, showing_edges
+from mechattn.patching.pairs import Pair, PatchingRequest
+
+Ablation = Literal["counterpart", "mean", "resample"]
+# Effects of circuits, by the order that ranks edges and by the number of edges that are kept.
+CircuitEffects = Float[np.ndarray, "unit order size"]
+
+
+@dataclass(frozen=True)
+class CircuitMeasurement:
+    """Measures what the first edges of an order carry by themselves, on the half that reports.
+
+    Args:
+        ranking: The half whose runs give the replacement of ablated edges.
+        reporting: The half on which circuits are run.
+        graph: The graph of the model.
+        sizes: Numbers of edges, from none to all.
+        ablation: What the other edges carry, as for ``circuit``.
+        generator: Draws the prompts of "resample".
+    """
+
+    ranking: PatchingRequest
+    reporting: PatchingRequest
+    graph: Graph
+    sizes: Sequence[int]
+    ablation: Ablation
+    generator: np.random.Generator
+
+    def effects(self, orders: Sequence[np.ndarray]) -> CircuitEffects:
+        """The metric with the first edges of each order alone, less that of the whole model.
+
+        Args:
+            orders: Numbers of the graph's edges, the first to keep first.
+
+        Returns:
+            In the units of the metric, means over each unit's prompts.
+        """
+        circuits = [first_edges(self.graph, order, size) for order in orders for size in self.sizes]
+        kept_edges = torch.from_numpy(np.stack(circuits))
+
+        request = self.reporting
+        effects = []
+        with holding(request.model), showing_edges(request.model):
+            replacement_of = self._replacement()
+            for pair in tqdm(request.pairs, desc="circuits", delay=2):
+                edge_pair = EdgePair(request.model, self.graph, pair, request.memory)
+                runs = edge_pair.runs()
+                replacement = replacement_of(runs)
+                effects.append(edge_pair.with_edges(kept_edges, replacement, runs.unpatched))
+
+        by_order = np.reshape(effects, (len(effects), len(orders), len(self.sizes)))
+        return request.units.means(by_order)
+
+    def _replacement(self) -> Callable[[EdgeRuns], Written]:
+        """What edges outside a circuit carry in a pair's run."""
+        if self.ablation == "counterpart":
+            return lambda runs: runs.exchanged
+        if self.ablation == "mean":
+            mean = self._mean_written()
+            return lambda runs: mean.expand_as(runs.written)
+
+        draws = deepcopy(self.generator)  # so that every ranking gets the same prompts
+
+        def resampled(runs: EdgeRuns) -> Written:
+            drawn = int(draws.integers(len(self.ranking.pairs)))
+            return _from_the_end(runs.written, self._written(self.ranking.pairs[drawn]))
+
+        return resampled
+
+    def _mean_written(self) -> Written:
+        """The mean of what each writer writes in clean runs: by position if all prompts are as
+        long, else over all tokens.
+        """
+        lengths = {len(pair.base) for pair in (*self.ranking.pairs, *self.reporting.pairs)}
+        total: Any = 0.0
+        count = 0
+        for pair in self.ranking.pairs:
+            written = self._written(pair)
+            if len(lengths) == 1:
+                count += 1
+                total = total + written
+            else:
+                count += len(pair.base)
+                total = total + written.sum(1, keepdim=True)
+        return total / count
+
+    def _written(self, pair: Pair) -> Written:
+        """What each writer writes in a pair's clean run."""
+        return read_edges(self.ranking.model, self.graph, pair.base).written
+
+
+def _from_the_end(written: Written, source: Written) -> Written:
+    """What is written in another run, aligned at the last tokens; a longer run keeps its own at the
+    tokens before.
+    """
+    shared = min(source.shape[1], written.shape[1])
+    aligned = written.clone()
+    aligned[:, -shared:] = source[:, -shared:]
+    return aligned
+
+
+def first_edges(graph: Graph, order: np.ndarray, size: int) -> EdgeSet:
+    """The set of the first ``size`` edges of an order.
+
+    Args:
+        graph: The graph.
+        order: Numbers of its edges.
+        size: How many are in the set.
+    """
+    kept_edges = np.zeros_like(graph.exists)
+    kept_edges.flat[np.flatnonzero(graph.exists)[order[:size]]] = True
+    return kept_edges
