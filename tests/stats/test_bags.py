@@ -8,7 +8,7 @@ from scipy import stats
 
 from mechattn.stats import units
 from mechattn.stats.paired import paired
-from mechattn.stats.units import ALONE, Bags, resampled
+from mechattn.stats.units import MOST_SINGLE, Bags, resampled_count
 
 N = 2400  # 800 bags of 3
 
@@ -20,10 +20,10 @@ def test_every_unit_is_in_one_bag_and_bags_are_alike(n):
     assert np.array_equal(np.sort(bags.order), np.arange(n))
     assert sizes.max() - sizes.min() <= 1
     assert (sizes > sizes.min()).sum() < n / bags.n  # fewer than there are units in one
-    assert 600 < bags.n == resampled(n) <= 1000
+    assert 600 < bags.n == resampled_count(n) <= 1000
     assert not np.array_equal(bags.order, Bags.drawn(n, 1).order)
-    assert Bags.drawn(ALONE, 0) is None, "few units are resampled one by one"
-    assert resampled(ALONE) == ALONE
+    assert Bags.drawn(MOST_SINGLE, 0) is None, "few units are resampled one by one"
+    assert resampled_count(MOST_SINGLE) == MOST_SINGLE
 
 
 def test_means_are_those_of_a_loop():
@@ -54,7 +54,7 @@ def test_what_needs_no_resampling_is_of_the_units():
 def rates(n_units, with_bags, monkeypatch):
     """Coverage of the bootstrap-t and simultaneous intervals, and the share of p < 0.05, of skewed cells of mean 0."""
     monkeypatch.setattr(units, "_MOST_BAGS", 150)
-    monkeypatch.setattr(units, "ALONE", 300 if with_bags else 10**9)
+    monkeypatch.setattr(units, "MOST_SINGLE", 300 if with_bags else 10**9)
     generator = np.random.default_rng(3)
     pointwise = []
     together = []
