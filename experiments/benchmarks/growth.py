@@ -15,7 +15,7 @@ from typing import Any
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.engine.nulls import BLIND, with_nulls
-from mechattn.stats.units import resampled
+from mechattn.stats.units import resampled_count
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
 PEAK, SHARE = (
@@ -148,14 +148,14 @@ def moment_rows(
     row(
         "draws of a comparison",
         [
-            resampled(prompts) * (2 * 9999 + max(9999, 20 * m.layers * m.heads) / 8) / 2**30
+            resampled_count(prompts) * (2 * 9999 + max(9999, 20 * m.layers * m.heads) / 8) / 2**30
             for m in MODELS
         ],
         "{:.2g} GiB",
     )
     row(
         "what is resampled",
-        [8 * 6 * resampled(prompts) * m.layers * m.heads / 2**30 for m in MODELS],
+        [8 * 6 * resampled_count(prompts) * m.layers * m.heads / 2**30 for m in MODELS],
         "{:.2g} GiB",
     )
     row(

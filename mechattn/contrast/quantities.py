@@ -13,7 +13,7 @@ import xarray as xr
 from mechattn.axes import BASELINE
 from mechattn.errors import MemoryOptionError, OptionError, memory_bytes
 from mechattn.results.result import Result
-from mechattn.stats.units import enough, resampled
+from mechattn.stats.units import patterns_needed, resampled_count
 
 Scale = Literal["log-ratio", "difference"]
 Null = Literal["dilution", "uniform", "blind"]
@@ -394,8 +394,8 @@ def layer_blocks(
     # What is kept of all layers: counts of both kinds of resamples, signs as bits, and values.
     bytes_of_resamples = 0
     if resamples:
-        bytes_of_patterns = enough(resamples, cells) // 8
+        bytes_of_patterns = patterns_needed(resamples, cells) // 8
         bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _KEPT * cells
-        bytes_of_resamples = resampled(prompts) * bytes_of_a_unit
+        bytes_of_resamples = resampled_count(prompts) * bytes_of_a_unit
     words = f"{quantity!r} of {prompts:,} prompts"
     return slices(layers, bytes_of_a_layer, result.memory, words, bytes_of_resamples)

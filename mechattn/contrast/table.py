@@ -31,7 +31,7 @@ from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.results.result import Result, alike_words, by_head, shared_units
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import Paired, PairedStream
-from mechattn.stats.units import EXACT, Bags, Units, enough, halves_of, resolution
+from mechattn.stats.units import MOST_EXACT, Bags, Units, halves_of, patterns_needed, resolution
 
 # The fewest units of one half. With 6, the two most extreme of 2⁶ sign patterns give p = 0.03, so
 # that q < 0.05 can be reached at all. So few are lenient: where measured values were centred, so
@@ -353,8 +353,8 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         tested = "difference"
 
     patterns = None  # all were tried
-    if n > EXACT:
-        patterns = enough(contrast.resamples, tests)
+    if n > MOST_EXACT:
+        patterns = patterns_needed(contrast.resamples, tests)
 
     about: dict[str, Any] = {
         "condition": contrast.condition,

@@ -18,17 +18,11 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.store.atomic_writes import check_writable, write_whole
 
 Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
-# A server may come back at another address; problems, conditions and samples may be added.
-_MAY_DIFFER = (
-    "versions",
-    "server",
-    "probe",
-    "prompts",
-    "conditions",
-    "groups",
-    "samples",
-    "rope_factors",
-)
+# Of a later run's provenance: problems, conditions and samples may be added.
+_OF_THE_LATER_RUN = ("prompts", "rope_factors")
+_OF_BOTH_RUNS = ("conditions", "groups")
+# A server may come back at another address.
+_MAY_DIFFER = ("versions", "server", "probe", "samples", *_OF_THE_LATER_RUN, *_OF_BOTH_RUNS)
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class GradedAnswer:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptAnswers:
     """The answers so far, and where they come from; also in a file if one is given.
 
     Args:
@@ -82,7 +76,7 @@ class Kept:
     about: dict[str, Any]
 
     def note(self, name: str, value: Any) -> None:
-        """Record one more fact about where the answers come from."""
+        """Record one more fact about where the answers come from, and write the file anew."""
         self.about[name] = value
         if self.path is not None:
             write_answers(self.path, self.about, self.answers.values())
@@ -93,7 +87,11 @@ class Kept:
             self.answers.pop(key, None)
 
     def add(self, answer: GradedAnswer) -> None:
-        """Add an answer; if the disk is full, earlier answers are kept."""
+        """Add an answer, also at the end of the file.
+
+        Raises:
+            OutputError: It cannot be written, as on a full disk; earlier answers are kept.
+        """
         self.answers[answer.key] = answer
         if self.path is None:
             return
@@ -108,7 +106,7 @@ class Kept:
 
 
 class _Provenance(BaseModel):
-    """What is needed of a file's provenance."""
+    """What has to be of one form in a file's provenance, whatever else it says."""
 
     conditions: dict[str, Any] = {}
     groups: dict[str, Any] = {}
@@ -121,7 +119,7 @@ class _FirstLine(BaseModel):
 
 
 @contextmanager
-def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
+def kept_answers(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[KeptAnswers]:
     """The answers already in a run's file, locked for this process; nothing without a file.
 
     Args:
@@ -133,7 +131,7 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
         OutputError: Another process has the lock, or the file cannot be read or written.
     """
     if path is None:
-        yield Kept({}, None, dict(about))
+        yield KeptAnswers({}, None, dict(about))
         return
 
     # Through links, so that two names of one file have one lock.
@@ -159,39 +157,40 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
         lock.release()
 
 
-def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
+def _continued(path: Path, about: Mapping[str, Any]) -> KeptAnswers:
     """The answers already in the file, if this run may extend it; a new file gets its first
     line."""
     if not path.exists() or not path.stat().st_size:
         write_answers(path, about, ())
-        return Kept({}, path, dict(about))
+        return KeptAnswers({}, path, dict(about))
 
     stored, answers = read_answers(path)
     about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
     _check_same_run(path, stored, about_as_stored)
 
     extended = dict(stored)
-    for name in ("conditions", "groups"):
-        if name in stored or name in about:
-            extended[name] = {**stored.get(name, {}), **about.get(name, {})}
-
-    for name in ("prompts", "rope_factors"):
+    for name in _OF_THE_LATER_RUN:
         if name in about:
             extended[name] = about[name]
-    if "samples" in stored and "samples" in about:
-        extended["samples"] = max(stored["samples"], about["samples"])
+    for name in _OF_BOTH_RUNS:
+        if name in about:
+            extended[name] = stored.get(name, {}) | about[name]
+    if "samples" in about:
+        extended["samples"] = max(stored.get("samples", 0), about["samples"])
 
     # Written at once, also without a last line that was cut off.
     write_answers(path, extended, answers.values())
-    return Kept(answers, path, extended)
+    return KeptAnswers(answers, path, extended)
 
 
 def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Refuse another model, other options, or a known condition with another content."""
+    # A fact of which the file says nothing differs too: only a server's answers have a served
+    # model, and only those of the model here the hash of its weights.
     differing = [
         name
         for name, value in about.items()
-        if name not in _MAY_DIFFER and stored.get(name) != value
+        if name not in _MAY_DIFFER and (name not in stored or stored[name] != value)
     ]
 
     conditions = stored.get("conditions", {})
@@ -209,13 +208,18 @@ def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, A
 def write_answers(
     path: Path, provenance: Mapping[str, Any], answers: Iterable[GradedAnswer]
 ) -> None:
-    """Write provenance and answers, completely or not at all; only an evaluation is replaced."""
+    """Write provenance and answers, completely or not at all; only an evaluation is replaced.
+
+    Raises:
+        OutputError: The path cannot be written to, or holds anything but an evaluation.
+    """
     check_writable(path)
     if not _is_replaceable(path):
         raise OutputError(
             f"{path} exists and is not an evaluation; give another name, or move the file"
         )
-    lines = [_line({"provenance": provenance}), *(_line(asdict(answer)) for answer in answers)]
+    lines = [_line({"provenance": provenance})]
+    lines += [_line(asdict(answer)) for answer in answers]
     write_whole(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))
 
 
@@ -273,7 +277,7 @@ def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
 
 
 def _mistake(error: ValidationError) -> str:
-    """What is wrong with a line."""
+    """The first thing that is wrong with a line, in words."""
     mistake = error.errors()[0]
     fields = [name for name in mistake["loc"] if isinstance(name, str)]
     if not fields:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -20,15 +19,21 @@ from mechattn.axes import BASELINE
 from mechattn.engine import request_checks
 from mechattn.errors import Interrupted, OptionError, PromptError, check_counts
 from mechattn.evaluation import grader as graders
-from mechattn.evaluation.answer_file import GradedAnswer, Kept, kept
+from mechattn.evaluation.answer_file import GradedAnswer, KeptAnswers, kept_answers
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.generate import Answer, checked_sampling, local_answers, native_of
+from mechattn.evaluation.generate import (
+    Answer,
+    checked_sampling,
+    dtype_of,
+    local_answers,
+    native_of,
+)
 from mechattn.evaluation.generating_rows import Request
 from mechattn.evaluation.grader import Grader
 from mechattn.evaluation.served_answers import check_room, check_servable, served_answers
 from mechattn.evaluation.server import Server
 from mechattn.model.architectures import PARTICULARS, Particulars
-from mechattn.model.hooked import HookedModel, alone
+from mechattn.model.hooked import HookedModel, alone, config_of
 from mechattn.model.load import as_hooked, load_model, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
@@ -111,7 +116,9 @@ def evaluate(
 
     rope_factors: dict[str, str] = {}
     if server is None:
-        rope_factors = _checked_rope_factors(reader, prompts, sequences, new_tokens)
+        _check_generates(reader, prompts, sequences, new_tokens)
+        sides = request_checks.sides_of(reader, sequences)  # none but of a LongRoPE model
+        rope_factors = {prompt.id: side for prompt, side in zip(prompts, sides, strict=False)}
     else:
         check_servable(reader, prompts, sequences, new_tokens)
     check_room(requests, new_tokens, reader.cfg.n_ctx, str(reader.cfg.model_name))
@@ -122,7 +129,7 @@ def evaluate(
     if rope_factors:
         about["rope_factors"] = dict(Counter(rope_factors.values()))
 
-    with kept(out, about) as file, _interruption_told(file, requests):
+    with kept_answers(out, about) as file, _saying_what_is_kept(file, requests):
         _check_kept(file, requests)
         todo = [request for request in requests if request.key not in file.answers]
         if server is None:
@@ -184,14 +191,21 @@ def baseline_noise(
         a different text.
 
     Raises:
-        OptionError: The second run has the batch size of the first.
+        OptionError: The second run has the batches of the first: the same size, or one batch of all
+            answers.
+        MechattnError: As for ``evaluate``.
     """
-    if batch == other_batch:
-        raise OptionError(f"batch={batch} in both runs shows no noise; choose another value")
+    check_counts(batch=batch, other_batch=other_batch, samples=samples)
+    prompts = as_prompts(prompts)
+    answer_count = len(prompts) * samples
+    if min(batch, answer_count) == min(other_batch, answer_count):
+        raise OptionError(
+            f"batch={batch} and other_batch={other_batch}: {answer_count} answers in the same"
+            " batches in both runs shows no noise; choose another value"
+        )
 
     model = load_model(as_hooked(model))
-    prompts = as_prompts(prompts)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_of(model)
     other_dtype = "float32"
     if dtype == "float32":
         other_dtype = "bfloat16"
@@ -228,14 +242,13 @@ def _beside(name: str, repetition: Evaluation, first: Evaluation) -> dict[str, A
     figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
 
     right = repetition.right(BASELINE)
-    pairs = zip(repetition.answers, first.answers, strict=True)
-    changed_texts = [answer.text != first_answer.text for answer, first_answer in pairs]
+    is_other_text = repetition.to_dataframe().text != first.to_dataframe().text
     return {
         "repetition": name,
         "accuracy": float(right.mean()),
         **figures,
         "flipped": float((right != first.right(BASELINE)).mean()),
-        "texts": float(np.mean(changed_texts)),
+        "texts": float(is_other_text.mean()),
     }
 
 
@@ -252,7 +265,7 @@ def _requests(
     return requests
 
 
-def _check_kept(file: Kept, requests: Sequence[Request]) -> None:
+def _check_kept(file: KeptAnswers, requests: Sequence[Request]) -> None:
     """Refuse kept answers to other token ids, or with another reference, than those of this
     call."""
     for request in requests:
@@ -260,16 +273,16 @@ def _check_kept(file: Kept, requests: Sequence[Request]) -> None:
         if answer is None:
             continue
 
-        different = None
+        differing = []
         if answer.read != _read_digest(request):
-            different = "the tokens"
-        elif answer.solution != request.solution:
-            different = "the solution"
-
-        if different is not None:
+            differing.append("tokens")
+        if answer.solution != request.solution:
+            differing.append("solution")
+        if differing:
             raise OptionError(
-                f"{file.path} holds answers of another run ({different} of prompt {request.prompt}"
-                f" under {request.condition!r} differ); choose another file, or move this one"
+                f"{file.path} holds answers of another run (the {differing[0]} of prompt"
+                f" {request.prompt} under {request.condition!r} differ); choose another file, or"
+                " move this one"
             )
 
 
@@ -279,7 +292,7 @@ def _read_digest(request: Request) -> str:
 
 
 @contextmanager
-def _interruption_told(file: Kept, requests: Sequence[Request]) -> Iterator[None]:
+def _saying_what_is_kept(file: KeptAnswers, requests: Sequence[Request]) -> Iterator[None]:
     """On Ctrl-C, say how many answers are kept and how to go on."""
     try:
         yield
@@ -342,16 +355,13 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
 
 
 @alone
-def _checked_rope_factors(
+def _check_generates(
     model: HookedModel,
     prompts: Sequence[Prompt],
     sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
-) -> dict[str, str]:
-    """The rope factors with which a LongRoPE model reads each prompt: the "short" or "long" ones.
-
-    All prompts are checked, before a token is generated.
-    """
+) -> None:
+    """Refuse what the model here cannot generate answers to, before a token is generated."""
     native = native_of(model)
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         request_checks.check_side(prompt, by_condition, model, new_tokens)
@@ -361,8 +371,6 @@ def _checked_rope_factors(
     ids = [prompt.id for prompt in prompts]
     request_checks.check_variants(model, sequences)
     request_checks.check_interventions(model, ids, sequences)
-    factors = request_checks.sides_of(model, sequences)
-    return dict(zip(ids, factors, strict=False))  # a model without LongRoPE has none
 
 
 def _check_cut_edges(native: Any, sequence: TokenSequence, name: str) -> None:
@@ -375,27 +383,27 @@ def _check_cut_edges(native: Any, sequence: TokenSequence, name: str) -> None:
             f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"
         )
 
-    config = getattr(native.config, "text_config", native.config)
-    kind = getattr(config, "model_type", "")
-    if not PARTICULARS.get(kind, Particulars()).masks_edges:
-        reason = "has ALiBi"
-    elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        reason = "has layers with windows, whose cache is cut short"
-    else:
+    config = config_of(native)
+    masks_edges = PARTICULARS.get(config.model_type, Particulars()).masks_edges
+    layer_types = getattr(config, "layer_types", None) or ()
+    if masks_edges and "sliding_attention" not in layer_types:
         return
 
+    reason = "has layers with windows, whose cache is cut short"
+    if not masks_edges:
+        reason = "has ALiBi"
     raise OptionError(
-        f"{name!r} cuts edges, and a {kind} model {reason}: generation with cut edges is not "
+        f"{name!r} cuts edges, and a {config.model_type} model {reason}: generation with cut edges is not "
         "supported here. Omit the condition"
     )
 
 
 def _about(model: Any, server: Server | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What answers and prompts come from."""
+    """The provenance of answers, but for how they are sampled and graded."""
     about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
     if server is None:
         about["weights_hash"] = weights_hash(model)
-        about["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+        about["dtype"] = dtype_of(model)
     else:
         about["server"] = server.address
         about["served_model"] = None

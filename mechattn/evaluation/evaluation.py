@@ -1,11 +1,12 @@
-"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and whose answers others
-follow."""
+"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and after a transplant whose
+answers are given."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from mechattn.evaluation.answer_file import GradedAnswer, read_answers, write_an
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.provenance import digest
 from mechattn.stats.accuracy import (
-    deviation,
     paired_accuracy,
     pass_at_k,
+    share_deviation,
     share_difference,
     share_interval,
 )
@@ -57,8 +58,8 @@ class Evaluation:
         """The conditions in the order of the run, the baseline first."""
         answered = dict.fromkeys(answer.condition for answer in self.answers)
         recorded = self.provenance.get("conditions", ())
-        in_order = [name for name in recorded if name in answered]
-        return list(dict.fromkeys([*in_order, *answered]))
+        in_order = dict.fromkeys([*recorded, *answered])
+        return [name for name in in_order if name in answered]
 
     @property
     def cautions(self) -> list[str]:
@@ -67,45 +68,44 @@ class Evaluation:
         They name the conditions where answers are missing, or more than a tenth of them were cut
         off or cannot be read, and a baseline that cannot fall or cannot rise.
         """
-        problem_count = len(self._problems())
+        expected = len(self._problems()) * self.samples
         missing = []
         cut_off = []
         unread = []
         for name in self.conditions:
             answers = self._under(name)
-            missing_count = problem_count * self.samples - len(answers)
-            if missing_count:
-                missing.append(f"{missing_count} of {problem_count * self.samples} under {name!r}")
+            count = len(answers)
             finished = [answer for answer in answers if answer.finished]
-            cut_off_count = len(answers) - len(finished)
             unread_count = sum(answer.answer is None for answer in finished)
-            if cut_off_count > _MANY * len(answers):
-                cut_off.append(f"{cut_off_count} of {len(answers)} under {name!r}")
-            if unread_count > _MANY * len(answers):
-                unread.append(f"{unread_count} of {len(answers)} under {name!r}")
+            if count < expected:
+                missing.append(f"{expected - count} of {expected} under {name!r}")
+            if count - len(finished) > _MANY * count:
+                cut_off.append(f"{count - len(finished)} of {count} under {name!r}")
+            if unread_count > _MANY * count:
+                unread.append(f"{unread_count} of {count} under {name!r}")
 
-        sentences = []
+        cautions = []
         if missing:
-            sentences.append(
-                f"Careful: answers are missing ({', '.join(missing)}), as after an interrupted run."
+            cautions.append(
+                f"answers are missing ({', '.join(missing)}), as after an interrupted run."
             )
         if cut_off:
-            sentences.append(
-                f"Careful: many answers were cut off and count as wrong ({', '.join(cut_off)}). "
-                "Allow more new_tokens before you compare."
+            cautions.append(
+                f"many answers were cut off and count as wrong ({', '.join(cut_off)}). Allow more"
+                " new_tokens before you compare."
             )
         if unread:
-            sentences.append(
-                f"Careful: many answers end without a final answer ({', '.join(unread)}). Does the "
-                "prompt ask for a mark, such as \\boxed{…}?"
+            cautions.append(
+                f"many answers end without a final answer ({', '.join(unread)}). Does the prompt"
+                " ask for a mark, such as \\boxed{…}?"
             )
 
         right = [answer.right for answer in self._under(BASELINE)]
         if len(right) > 1 and all(right):
-            sentences.append("Careful: every answer of the baseline is right; it can only fall.")
+            cautions.append("every answer of the baseline is right; it can only fall.")
         if len(right) > 1 and not any(right):
-            sentences.append("Careful: no answer of the baseline is right; it can only rise.")
-        return sentences
+            cautions.append("no answer of the baseline is right; it can only rise.")
+        return [f"Careful: {caution}" for caution in cautions]
 
     @property
     def samples(self) -> int:
@@ -121,17 +121,17 @@ class Evaluation:
         """
         self._check_condition(condition)
         right = {(answer.prompt, answer.sample): answer.right for answer in self._under(condition)}
-        keys = [(prompt, sample) for prompt in self._problems() for sample in range(self.samples)]
-        missing = [key for key in keys if key not in right]
+        keys = product(self._problems(), range(self.samples))
+        in_order = [right.get(key) for key in keys]
+        missing = in_order.count(None)
         if missing:
             raise OptionError(
-                f"{len(missing)} answers of {condition!r} are missing, as after an interrupted run,"
+                f"{missing} answers of {condition!r} are missing, as after an interrupted run,"
                 " or one of fewer problems: call evaluate with out=… and all its problems and"
                 " conditions"
             )
 
-        in_order = np.array([right[key] for key in keys])
-        return in_order.reshape(-1, self.samples)
+        return np.array(in_order, dtype=bool).reshape(-1, self.samples)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval; for several samples, a score interval
@@ -156,18 +156,24 @@ class Evaluation:
             OptionError: Some answers are missing, or there are too few groups.
         """
         units = self._units(unit)
-        names = self.conditions
-        shares = [({"condition": name}, self.right(name).mean(1)) for name in names]
-        table = _intervals(shares, units, level)
-        table = table.rename(columns={"estimate": "accuracy"})
-
-        table["n"] = units.n
-        for row, name in enumerate(names):
+        rows = []
+        for name in self.conditions:
             answers = self._under(name)
-            table.loc[row, "unread"] = sum(answer.answer is None for answer in answers)
-            table.loc[row, "unfinished"] = sum(not answer.finished for answer in answers)
-            table.loc[row, "tokens"] = np.mean([len(answer.tokens) for answer in answers])
-        table = table.astype({"unread": int, "unfinished": int})
+            interval = share_interval(units.means(self.right(name).mean(1)), level)
+            rows.append(
+                {
+                    "condition": name,
+                    "accuracy": interval.estimate,
+                    "low": interval.low,
+                    "high": interval.high,
+                    "n": units.n,
+                    "unread": sum(answer.answer is None for answer in answers),
+                    "unfinished": sum(not answer.finished for answer in answers),
+                    "tokens": np.mean([len(answer.tokens) for answer in answers]),
+                }
+            )
+
+        table = pd.DataFrame(rows)
         table.attrs = {"unit": units.unit, "cautions": self.cautions}
         return table
 
@@ -203,7 +209,8 @@ class Evaluation:
             OptionError: There is no such condition, the problems differ, or there are too few
                 groups.
         """
-        other = other or self
+        if other is None:
+            other = self
         if self._problems() != other._problems():
             raise OptionError(
                 "the two evaluations have different problems, but a comparison is by problem"
@@ -214,26 +221,23 @@ class Evaluation:
         second = other._restricted_to(list(self._problems())).right(to)
 
         units = self._units(unit)
-        is_single_answer = first.shape[1] == second.shape[1] == 1
-        if units.of is None and is_single_answer:
-            return asdict(paired_accuracy(first[:, 0], second[:, 0]))
+        figures: dict[str, float] = {}
+        if first.shape[1] == second.shape[1] == 1:
+            figures = asdict(paired_accuracy(first[:, 0], second[:, 0]))
+            if units.of is None:
+                return figures
 
+        # Over units that hold several answers each, in place of what assumes single ones.
         differences = units.means(first.mean(1) - second.mean(1))
-        test = paired(differences, bootstrap_ends=False)
         interval = share_difference(differences)
-        figures: dict[str, float] = {
-            "difference": float(test.difference),
-            "low": float(interval.low),
-            "high": float(interval.high),
-            "p": float(test.p_flip),
+        return figures | {
+            "difference": interval.estimate,
+            "low": interval.low,
+            "high": interval.high,
+            "p": float(paired(differences, bootstrap_ends=False).p_flip),
+            "n": units.n,
+            "detectable": share_deviation(differences) * detectable_size(units.n),
         }
-        if is_single_answer:
-            figures["only_first"] = int((first & ~second).sum())
-            figures["only_second"] = int((~first & second).sum())
-
-        figures["n"] = test.n
-        figures["detectable"] = deviation(differences) * detectable_size(len(differences))
-        return figures
 
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
         """Compare every other condition with one, as one family of tests: the rows of
@@ -290,7 +294,12 @@ class Evaluation:
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
         group_of = self._groups()
-        problems = sorted(group_of, key=lambda prompt: _hash(group_of[prompt]))
+
+        def arbitrary(problem: str) -> bytes:
+            """A key that sorts groups in an arbitrary order, the same on every machine."""
+            return hashlib.sha256(group_of[problem].encode("utf-8", "replace")).digest()
+
+        problems = sorted(group_of, key=arbitrary)
         units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
             raise OptionError(
@@ -329,20 +338,22 @@ class Evaluation:
         Raises:
             OptionError: k is larger than the number of samples, or there is none.
         """
-        counts: list[Any] = [k] if np.ndim(k) == 0 else list(k)  # type: ignore[arg-type]
+        counts = np.atleast_1d(k).tolist()
         if not counts:
             raise OptionError(f"k={k!r}: give at least one number of answers")
         for count in counts:
             check_counts(k=count)
 
-        shares = []
+        units = self._units(unit)
+        rows = []
         for name in self.conditions:
             right_counts = self.right(name).sum(1)
             for count in counts:
-                values = pass_at_k(right_counts, self.samples, count)
-                shares.append(({"condition": name, "k": count}, values))
+                of_problems = pass_at_k(right_counts, self.samples, count)
+                interval = share_interval(units.means(of_problems), level)
+                rows.append({"condition": name, "k": count, **interval._asdict()})
 
-        return _intervals(shares, self._units(unit), level)
+        return pd.DataFrame(rows)
 
     def follows(
         self,
@@ -383,16 +394,15 @@ class Evaluation:
 
         own_answers = self._final_answers(without)
         answers = self._final_answers(condition)
-        for prompt in own_answers:
-            if sources.get(prompt, prompt) not in own_answers:
+        distinct = []  # the prompts whose own answer and whose source's can be told apart
+        for prompt, own_answer in own_answers.items():
+            source = sources.get(prompt, prompt)
+            if source not in own_answers:
                 raise OptionError(
                     f"the source of prompt {prompt} is not among the answered problems; give"
                     " KeysValues.from_other_prompts().sources of the same prompts"
                 )
-
-        distinct = []  # the prompts whose own answer and whose source's can be told apart
-        for prompt, own_answer in own_answers.items():
-            source_answer = own_answers[sources.get(prompt, prompt)]
+            source_answer = own_answers[source]
             if None not in (own_answer, source_answer) and own_answer != source_answer:
                 distinct.append(prompt)
         if not distinct:
@@ -401,29 +411,30 @@ class Evaluation:
                 " distinguished"
             )
 
-        followed = [answers[prompt] == own_answers[sources[prompt]] for prompt in distinct]
-        kept = [answers[prompt] == own_answers[prompt] for prompt in distinct]
-        by_chance = []  # the share of the other problems' answers that this one equals
+        readable = pd.Series(own_answers).dropna()
+        rows = []
         for prompt in distinct:
-            unrelated: list[str | None] = [
-                answer
-                for problem, answer in own_answers.items()
-                if problem not in (prompt, sources[prompt]) and answer is not None
-            ]
-            equal_count = unrelated.count(answers[prompt])
-            by_chance.append(equal_count / len(unrelated) if unrelated else np.nan)
+            answer = answers[prompt]
+            unrelated = readable.drop([prompt, sources[prompt]])
+            rows.append(
+                {
+                    "followed": answer == own_answers[sources[prompt]],
+                    "kept": answer == own_answers[prompt],
+                    "by_chance": (unrelated == answer).mean(),  # NaN without any
+                }
+            )
 
         units = self._restricted_to(distinct)._units(unit)
-        followed_share = share_interval(units.means(np.array(followed, float)), level)
-        kept_share = share_interval(units.means(np.array(kept, float)), level)
-        chance_share = share_interval(units.means(np.array(by_chance)), level)
+        of_prompts = pd.DataFrame(rows).astype(float)
+        of_units = pd.DataFrame(units.means(of_prompts.to_numpy()), columns=of_prompts.columns)
+        followed = share_interval(of_units.followed.to_numpy(), level)
         return {
             "condition": condition,
-            "followed": float(followed_share.estimate),
-            "low": float(followed_share.low),
-            "high": float(followed_share.high),
-            "kept": float(kept_share.estimate),
-            "by_chance": float(chance_share.estimate),
+            "followed": followed.estimate,
+            "low": followed.low,
+            "high": followed.high,
+            "kept": float(of_units.kept.mean()),
+            "by_chance": float(of_units.by_chance.mean()),
             "n": units.n,
             "alike": len(own_answers) - len(distinct),
         }
@@ -431,7 +442,7 @@ class Evaluation:
     def answered(
         self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0
     ) -> list[Prompt]:
-        """The prompts with the token ids of their generated answers in the segment "answer", for
+        """The prompts with their generated answers, as token ids in the segment "answer", for an
         analysis in one pass.
 
         All conditions of such a run read the same answer, so differences are due to attention and
@@ -452,17 +463,11 @@ class Evaluation:
                 " counted from 0"
             )
         answers = self._answers_by_problem(condition, sample)
-        missing = [
-            prompt.id
-            for prompt in prompts
-            if prompt.id not in answers or not answers[prompt.id].tokens
-        ]
-        if missing:
-            raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; omit it")
-
         answered = []
         for prompt in prompts:
-            answer = answers[prompt.id]
+            answer = answers.get(prompt.id)
+            if answer is None or not answer.tokens:
+                raise OptionError(f"prompt {prompt.id} has no answer under {condition!r}; omit it")
             answered.append(replace(prompt, answer=answer.text, answer_tokens=answer.tokens))
 
         return answered
@@ -501,6 +506,11 @@ class Evaluation:
         """The problems, or their groups, in the order of ``right``."""
         check_choice(Unit, unit=unit)
         group_of = self._groups()
+        if not group_of:
+            raise OptionError(
+                "the evaluation has no answers, as after an interrupted run: call evaluate with"
+                " out=… again"
+            )
         units = Units.grouped(list(group_of.values()))
         if unit == "prompt" or units.inflation <= _NEGLIGIBLE:
             return Units(len(group_of))
@@ -536,21 +546,3 @@ def load_evaluation(path: str | Path) -> Evaluation:
     """
     provenance, answers = read_answers(Path(path))
     return Evaluation(tuple(answers.values()), provenance)
-
-
-def _intervals(
-    shares: Iterable[tuple[dict[str, Any], np.ndarray]], units: Units, level: float
-) -> pd.DataFrame:
-    """A row for each array of shares over problems: its labels, and an interval within 0 and 1."""
-    rows = []
-    for labels, values in shares:
-        interval = share_interval(units.means(values), level)
-        ends = {name: float(value) for name, value in interval._asdict().items()}
-        rows.append({**labels, **ends})
-
-    return pd.DataFrame(rows)
-
-
-def _hash(name: str) -> bytes:
-    """A key that sorts names in an arbitrary order, the same on every machine."""
-    return hashlib.sha256(name.encode("utf-8", "replace")).digest()

@@ -7,7 +7,6 @@ place, so that no row waits for the longest answer (continuous batching).
 from __future__ import annotations
 
 import inspect
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,17 +25,30 @@ from mechattn.evaluation.generating_rows import (
     Request,
     acting_on_answers,
     acting_on_prompts,
-    last_logits_only,
 )
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.checkpoint import end_tokens
-from mechattn.model.hooked import HookedModel, device_of, facts_of, holding, measuring
+from mechattn.model.hooked import (
+    HookedModel,
+    config_of,
+    facts_of,
+    holding,
+    measuring,
+)
+from mechattn.model.hooks import keeping_one
 from mechattn.prompts.prompt import MOST
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled: how long and how many they are, their temperature and seed."""
+    """How answers are sampled.
+
+    Args:
+        new_tokens: The longest answer, in tokens.
+        samples: The number of answers to each question.
+        temperature: 0 takes the likeliest token.
+        seed: The seed of the draws.
+    """
 
     new_tokens: int
     samples: int
@@ -120,6 +132,11 @@ def native_of(model: HookedModel) -> Any:
     return facts.native
 
 
+def dtype_of(model: Any) -> str:
+    """The dtype of a model's parameters, such as "float32"."""
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
 def local_answers(
     model: HookedModel,
     requests: Sequence[Request],
@@ -143,9 +160,9 @@ def local_answers(
 
     # LongRoPE has other factors beyond a length, and chooses them for a whole batch.
     shortest_first = sorted(requests, key=lambda request: len(request.sequence))
-    with_same_factors: dict[str, list[Request]] = {}
+    with_same_factors: dict[str | None, list[Request]] = {}
     for request in shortest_first:
-        factors = rope_factors.get(request.prompt, "")
+        factors = rope_factors.get(request.prompt)
         with_same_factors.setdefault(factors, []).append(request)
 
     with AnswerBar(len(requests), kept_count) as bar:
@@ -163,11 +180,11 @@ def local_answers(
             while generation.is_open:
                 for number, answer in generation.advance().items():
                     text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-                    bar.add_answer()
+                    bar.update()
                     yield group[number], answer, text
 
 
-class AnswerBar:
+class AnswerBar(tqdm):
     """Counts answers and tokens; it is drawn from the first token on, not from the first answer.
 
     Args:
@@ -177,7 +194,7 @@ class AnswerBar:
 
     def __init__(self, answer_count: int, kept_count: int) -> None:
         # miniters=0: also drawn where tokens have come and no answer has ended.
-        self._bar = tqdm(
+        super().__init__(
             desc="answers",
             initial=kept_count,
             total=kept_count + answer_count,
@@ -185,26 +202,15 @@ class AnswerBar:
             miniters=0,
             mininterval=1.0,
         )
-        self._start = time.monotonic()
-        self._tokens = 0
+        self.token_count = 0
 
     def add_tokens(self, count: int) -> None:
         """Count new tokens."""
-        self._tokens += count
-        seconds = max(time.monotonic() - self._start, 1e-3)
-        text = f"{self._tokens:,} tokens, {self._tokens / seconds:,.0f} tokens/s"
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(0)
-
-    def add_answer(self) -> None:
-        """Count an answer that has ended."""
-        self._bar.update()
-
-    def __enter__(self) -> AnswerBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self.token_count += count
+        seconds = max(self.format_dict["elapsed"], 1e-3)
+        text = f"{self.token_count:,} tokens, {self.token_count / seconds:,.0f} tokens/s"
+        self.set_postfix_str(text, refresh=False)
+        self.update(0)
 
 
 def answers(
@@ -262,7 +268,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.requests)))
-        self.rows = GeneratingRows(self.model, device_of(self.model))
+        self.rows = GeneratingRows(self.model)
 
     @property
     def is_open(self) -> bool:
@@ -278,7 +284,7 @@ class Generation:
 
             with acting_on_answers(self.rows):
                 while not ended:
-                    logits = self.rows.read_last_tokens(last_logits_only(self.model))
+                    logits = self.rows.read_last_tokens()
                     ended = self.write(self.rows.rows, logits)
             return ended
 
@@ -286,10 +292,10 @@ class Generation:
         """Put the next prompts in the place of the rows that have ended, and write their first
         tokens; the answers that end with it, by number."""
         self.rows.drop_ended()
-        if self.rows.count and not self.rows.can_change:
+        if self.rows.rows and not self.rows.are_exchangeable:
             return {}  # the rest of the batch has to end first
 
-        free = self.rows_at_once - self.rows.count
+        free = self.rows_at_once - len(self.rows.rows)
         count = min(free, len(self.waiting))
         numbers = [self.waiting.popleft() for _ in range(count)]
         if not numbers:
@@ -303,7 +309,7 @@ class Generation:
                 **prompts.inputs,
                 past_key_values=cache,
                 use_cache=True,
-                **last_logits_only(self.model),
+                **keeping_one(config_of(self.model)),
             )
 
         new_rows = [GeneratingRow(number, self.requests[number]) for number in numbers]
@@ -327,8 +333,7 @@ class Generation:
             written += 1
             if token in self.end or len(row.tokens) == self.new_tokens:
                 row.is_ended = True
-                row_logprobs = torch.tensor(row.logprobs, dtype=torch.float64)
-                ended[row.number] = until_end(row.tokens, row_logprobs, self.end)
+                ended[row.number] = until_end(row.tokens, row.logprobs, self.end)
 
         if self.count_tokens is not None:
             self.count_tokens(written)
@@ -355,7 +360,7 @@ class Generation:
         return torch.searchsorted(cumulative, point).clamp(max=last_token)[:, 0]
 
 
-def until_end(tokens: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
+def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> Answer:
     """The answer up to the first end token, whose log-probability counts too.
 
     Args:
@@ -365,5 +370,10 @@ def until_end(tokens: list[int], logprobs: Float[Tensor, " token"], end: frozens
     """
     for place, token in enumerate(tokens):
         if token in end:
-            return Answer(tuple(tokens[:place]), True, float(logprobs[: place + 1].mean()))
-    return Answer(tuple(tokens), False, float(logprobs[: len(tokens)].mean()))
+            return Answer(tuple(tokens[:place]), True, mean_logprob(logprobs[: place + 1]))
+    return Answer(tuple(tokens), False, mean_logprob(logprobs[: len(tokens)]))
+
+
+def mean_logprob(logprobs: list[float]) -> float:
+    """The mean log-probability of tokens, in nats; NaN of none."""
+    return float(torch.tensor(logprobs, dtype=torch.float64).mean())

@@ -18,6 +18,7 @@ from mechattn.axes import BASELINE
 from mechattn.evaluation.answer_file import Key
 from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, any_reads_first
+from mechattn.model.hooked import config_of, device_of
 from mechattn.model.hooks import keeping_one
 from mechattn.prompts.token_sequences import PADDING, TokenSequence, edges_to_cut
 
@@ -80,20 +81,20 @@ class PaddedPrompts:
         origins = [_origin(sequence) for sequence in sequences]
         self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
 
-        # Edges that are cut, and the keys that no generated token sees either.
+        # Edges that are cut; what the tokens after the prompt do not see either.
         masks = [edges_to_cut(sequence) for sequence in sequences]
         self.edge_mask = EdgeMask(
             queries=padded([mask.queries for mask in masks], False),
             keys=padded([mask.keys for mask in masks], False),
         )
-        self.has_cut_edges = any(sequence.cut_edges for sequence in sequences)
-        hidden = [mask.keys & mask.later for mask in masks]
-        self.hidden_from_answers: Bool[Tensor, "row pos"] = padded(hidden, False)
+        self.has_cut_edges = any(sequence.cut_edges is not None for sequence in sequences)
+        visible = [~(mask.keys & mask.later) for mask in masks]
+        self.visible_to_answers: Bool[Tensor, "row pos"] = padded(visible, False)
 
         # Position ids with gaps need a mask: without one, transformers takes them for several
         # sequences that are packed into one row.
         keeps_positions = any(sequence.keeps_positions for sequence in sequences)
-        self.needs_mask = keeps_positions or not self.real.all()
+        self.needs_mask = keeps_positions or not self.visible_to_answers.all()
 
     @property
     def mask(self) -> Tensor | None:
@@ -109,10 +110,10 @@ class PaddedPrompts:
         is_self = positions[:, None] == positions
         is_causal = positions[:, None] >= positions
         is_cut = self.edge_mask.unseen(positions.expand_as(self.real), slice(None))
-        visible = is_causal & self.real[:, None] & ~is_cut
+        is_visible = is_causal & self.real[:, None] & ~is_cut
 
         # A query without any key would have NaN as its attention: each sees itself.
-        return (visible | is_self)[:, None]
+        return (is_visible | is_self)[:, None]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -133,7 +134,15 @@ def _origin(sequence: TokenSequence) -> Int[Tensor, " pos"]:
 
 @dataclass
 class GeneratingRow:
-    """An answer that is being generated."""
+    """An answer that is being generated.
+
+    Args:
+        number: The index of its request.
+        request: What is asked for.
+        tokens: The tokens so far.
+        logprobs: The log-probability of each, in nats.
+        is_ended: Whether the last of them ends it.
+    """
 
     number: int
     request: Request
@@ -159,23 +168,16 @@ class GeneratingRows:
 
     Args:
         model: The model without hooks.
-        device: Where its inputs are.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.device = device
+        self.device = device_of(model)
         self.rows: list[GeneratingRow] = []
-        self.cache: Any = None
-        self.real: Bool[Tensor, "row pos"] = torch.zeros((0, 0), dtype=torch.bool, device=device)
-        self.hidden: Bool[Tensor, "row pos"] = self.real  # keys that no generated token sees
-        self.hides_keys = False
-        self.needs_mask = False
-
-    @property
-    def count(self) -> int:
-        """The number of rows."""
-        return len(self.rows)
+        # The first rows bring these.
+        self.cache: Any
+        self.visible: Bool[Tensor, "row pos"]  # to the next tokens: no padding, no key that is cut
+        self.needs_mask: bool
 
     @property
     def open_count(self) -> int:
@@ -183,7 +185,7 @@ class GeneratingRows:
         return sum(not row.is_ended for row in self.rows)
 
     @property
-    def can_change(self) -> bool:
+    def are_exchangeable(self) -> bool:
         """Whether rows can be exchanged: all layers cache keys and values, and nothing else."""
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -195,8 +197,7 @@ class GeneratingRows:
     def origin(self) -> Int[Tensor, "row 1"]:
         """The index of each row's last token, counted on from those of the baseline sequence."""
         indices = [row.last_origin + len(row.tokens) for row in self.rows]
-        origin = torch.tensor(indices, device=self.device)
-        return origin[:, None]
+        return torch.tensor(indices, device=self.device)[:, None]
 
     def new_cache(self) -> Any:
         """An empty cache."""
@@ -215,24 +216,21 @@ class GeneratingRows:
         if not self.rows:
             self.rows = list(rows)
             self.cache = cache
-            self.real = prompts.real
-            self.hidden = prompts.hidden_from_answers
-            self.hides_keys = bool(self.hidden.any())
+            self.visible = prompts.visible_to_answers
             self.needs_mask = prompts.needs_mask
             return
 
         # The shorter ones get padding in front of them.
-        length = max(self.real.shape[1], prompts.longest)
+        length = max(self.visible.shape[1], prompts.longest)
+        _fit_cache(self.cache, length)
+        _fit_cache(cache, length)
         for layer, new_layer in zip(self.cache.layers, cache.layers, strict=True):
             if layer.is_initialized:
-                kept_length = _kept_length(layer, length)
-                _count_tokens(layer, length)
-                layer.keys = _joined(layer.keys, new_layer.keys, kept_length)
-                layer.values = _joined(layer.values, new_layer.values, kept_length)
+                layer.keys = torch.cat([layer.keys, new_layer.keys])
+                layer.values = torch.cat([layer.values, new_layer.values])
 
-        self.real = _joined(self.real, prompts.real, length)
-        self.hidden = _joined(self.hidden, prompts.hidden_from_answers, length)
-        self.hides_keys = bool(self.hidden.any())
+        new_visible = _fitted(prompts.visible_to_answers, length)
+        self.visible = torch.cat([_fitted(self.visible, length), new_visible])
         self.rows += rows
         self.needs_mask = True
 
@@ -242,41 +240,28 @@ class GeneratingRows:
         if not open_places:
             self.rows = []
             return
-        if len(open_places) == len(self.rows) or not self.can_change:
+        if len(open_places) == len(self.rows) or not self.are_exchangeable:
             return
 
         self.rows = [self.rows[place] for place in open_places]
         length = max(row.length for row in self.rows)
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                kept_length = _kept_length(layer, length)
-                _count_tokens(layer, length)
-                layer.keys = _fitted(layer.keys, kept_length)[open_places]
-                layer.values = _fitted(layer.values, kept_length)[open_places]
+        self.cache.batch_select_indices(open_places)
+        _fit_cache(self.cache, length)
+        self.visible = _fitted(self.visible[open_places], length)
 
-        self.real = _fitted(self.real[open_places], length)
-        self.hidden = _fitted(self.hidden[open_places], length)
-
-    def read_last_tokens(self, options: dict[str, Any]) -> Float[Tensor, "row token"]:
+    def read_last_tokens(self) -> Float[Tensor, "row token"]:
         """Read the token that each row has written last; the logits of the next.
 
         A row that has ended and could not be taken out reads its last token again.
-
-        Args:
-            options: Further arguments of the model.
         """
         last_tokens = [row.tokens[-1] for row in self.rows]
         position_ids = [row.last_position_id + len(row.tokens) for row in self.rows]
 
         # The token itself is seen by all later ones.
-        self.real = pad(self.real, (0, 1), value=True)
-        self.hidden = pad(self.hidden, (0, 1), value=False)
-
+        self.visible = pad(self.visible, (0, 1), value=True)
         mask = None
-        if self.hides_keys:
-            mask = (self.real & ~self.hidden)[:, None, None]
-        elif self.needs_mask:
-            mask = self.real.long()
+        if self.needs_mask:
+            mask = self.visible.long()
 
         output = self.model(
             input_ids=torch.tensor(last_tokens, device=self.device)[:, None],
@@ -284,24 +269,24 @@ class GeneratingRows:
             position_ids=torch.tensor(position_ids, device=self.device)[:, None],
             past_key_values=self.cache,
             use_cache=True,
-            **options,
+            **keeping_one(config_of(self.model)),
         )
-        logits: Float[Tensor, "row token"] = output.logits[:, -1].float()
-        return logits
+        return output.logits[:, -1].float()
 
 
-def _kept_length(layer: Any, length: int) -> int:
-    """The number of tokens that a layer's cache holds of ``length`` tokens."""
-    if not layer.is_sliding:
-        return length
-    # A window holds the keys of its width less one: the next token brings its own.
-    return min(length, layer.sliding_window - 1)
+def _fit_cache(cache: Any, length: int) -> None:
+    """Let a cache go on after ``length`` tokens in each row, by cutting or padding its front."""
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            continue
 
-
-def _count_tokens(layer: Any, length: int) -> None:
-    """Let a layer's cache go on after ``length`` tokens; without a window it counts its keys."""
-    if layer.is_sliding:
-        layer.cumulative_length = length
+        kept_length = length
+        if layer.is_sliding:
+            # A window holds the keys of its width less one, as the next token brings its own.
+            kept_length = min(length, layer.sliding_window - 1)
+            layer.cumulative_length = length  # other layers count their keys
+        layer.keys = _fitted(layer.keys, kept_length)
+        layer.values = _fitted(layer.values, kept_length)
 
 
 def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:
@@ -314,13 +299,6 @@ def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:
 
     added = length - values.shape[2]
     return pad(values, (0, 0, added, 0))
-
-
-def _joined(
-    rows: Shaped[Tensor, ...], new_rows: Shaped[Tensor, ...], length: int
-) -> Shaped[Tensor, ...]:
-    """Rows and new rows, all of this length."""
-    return torch.cat([_fitted(rows, length), _fitted(new_rows, length)])
 
 
 @contextmanager
@@ -337,7 +315,7 @@ def acting_on_prompts(
             intervention for request in requests for intervention in request.sequence.interventions
         ]
         if any_reads_first(interventions):
-            model(**prompts.inputs, use_cache=False, **last_logits_only(model))
+            model(**prompts.inputs, use_cache=False, **keeping_one(config_of(model)))
         yield
 
 
@@ -378,8 +356,3 @@ def _acting(
             for intervention in requests[row_list[0]].sequence.interventions:
                 stack.enter_context(intervention.acting(model, partial(target, rows, ids)))
         yield
-
-
-def last_logits_only(model: Any) -> dict[str, Any]:
-    """The option that keeps the logits of the last position alone, where a model has it."""
-    return keeping_one(model.config.get_text_config(decoder=True))

@@ -20,6 +20,7 @@ Grader = Literal["auto", "number", "math"]
 # Where a model without an end token goes on with a problem of its own.
 _NEXT_PROBLEM = re.compile(r"\n\s*(?:\*\*|#+ )?(?:Question|Problem|Q)\b[\w ]{0,4}:", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _HASHES = re.compile(r"####(?!#)[ \t]*\**(?=[-+−$€£]?\s*[\d\\.])([^\n]*)")
 _PHRASE = re.compile(
     r"\banswer\b(?:(?:\s+to\s[^.\n]{0,60}?)?\s+is\b\s*:?|\s*[*_]*\s*:|\s*=|\s+(?=[-+−$€]?\d))",
@@ -39,7 +40,7 @@ _BARE_ROOT = re.compile(r"(\\sqrt\[\w+\])\s*(\w)")  # which math-verify does not
 _SPACES = re.compile(r"\\[!,;: ]|~|\\left|\\right|\\displaystyle")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
 _CURRENCY = re.compile(r"^(?:\\\$|[$€£¥])\s*")
-_UNIT = re.compile(r"(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
+_UNIT = re.compile(r"^(\s*)(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400})"
 _FRACTION = (
     r"\\[dt]?frac\s*(?:\{\s*(?P<top>-?\d{1,400})\s*\}|(?P<top_digit>\d))"
@@ -82,8 +83,8 @@ _GOES_ON = re.compile(
 # Before a number these make it a part of something else. A lone letter is a variable, except "a",
 # "A" and "I", which are words.
 _BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−<>=≤≥≠-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
-_LONGEST_POWER = 400  # the largest exponent
-_LONGEST = 4000  # digits of a power; Python neither reads nor writes integers of more than 4300
+_LARGEST_EXPONENT = 400
+_MOST_DIGITS = 4000  # of a power; Python neither reads nor writes integers of more than 4300
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def check_grader(grader: str) -> None:
 
 
 def grader_for(solution: str) -> Literal["number", "math"]:
-    """ "number" for a reference that is a plain number or ends in one, "math" for any other."""
+    """The grader of a reference: "number" if it is a plain number or ends in one, else "math"."""
     if _reference_number(solution) is None:
         return "math"
     return "number"
@@ -230,14 +231,10 @@ def _marked(text: str) -> bool:
 def _braced(text: str) -> str | None:
     """The text up to the brace that closes what was opened before it; None if there is none."""
     depth = 1
-    for place, character in enumerate(text):
-        is_escaped = text[place - 1 : place] == "\\"
-        if character == "{" and not is_escaped:
-            depth += 1
-        if character == "}" and not is_escaped:
-            depth -= 1
+    for brace in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}[brace[0]]
         if depth == 0:
-            return text[:place].strip()
+            return text[: brace.start()].strip()
     return None
 
 
@@ -265,9 +262,9 @@ def _without_dressing(answer: str) -> str:
 
 def _number_at(text: str) -> tuple[Fraction | None, str]:
     """The number with which a text starts, and the rest of the text."""
-    sign = re.match(r"[-+−]?", text)
-    assert sign is not None, "it matches an empty text, too"
-    rest = _CURRENCY.sub("", text[sign.end() :].lstrip())
+    is_negative = text.startswith(("-", "−"))
+    unsigned = re.sub("^[-+−]", "", text)
+    rest = _CURRENCY.sub("", unsigned.lstrip())
     match = _PLAIN.match(rest)
     if match is None or not match[0].strip():
         return None, text
@@ -279,26 +276,24 @@ def _number_at(text: str) -> tuple[Fraction | None, str]:
     if value is not None and power is not None:
         value = _with_power(value, power)
         rest = rest[power.end() :]
-
-    scale = _SCALE.match(rest)
-    if value is not None and scale is not None:
-        value *= _SCALES[scale[1].lower()]
-        rest = rest[scale.end() :]
-
-    if _UNIT.match(rest.lstrip()):
-        rest = _UNIT.sub("", rest, count=1)
     if value is None:
         return None, text
 
-    if sign[0] in ("-", "−"):
+    scale = _SCALE.match(rest)
+    if scale is not None:
+        value *= _SCALES[scale[1].lower()]
+        rest = rest[scale.end() :]
+
+    rest = _UNIT.sub(r"\1", rest)
+    if is_negative:
         value = -value
     return value, rest
 
 
 def _plain_value(match: re.Match[str]) -> Fraction | None:
     """The value of digits, decimals and a fraction after them; None for a division by zero."""
-    whole = Fraction((match["whole"] or "0").replace(",", ""))
-    value = whole + Fraction(f"0{match['decimals'] or '.0'}")
+    whole = (match["whole"] or "0").replace(",", "")
+    value = Fraction(whole + (match["decimals"] or ""))
     top = match["mixed_top"] or match["top"] or match["top_digit"]
     under = match["under"] or match["under_digit"] or "1"
     bottom = (match["mixed_bottom"] or match["bottom"] or under).replace(",", "")
@@ -313,12 +308,12 @@ def _plain_value(match: re.Match[str]) -> Fraction | None:
 def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
     """A number with "e3", "· 10^3" or "^3" after it."""
     exponent = int(power["plain"] or power["ten"] or power["own"])
-    if abs(exponent) > _LONGEST_POWER:
+    if abs(exponent) > _LARGEST_EXPONENT:
         return None
     if not power["own"]:
         return value * Fraction(10) ** exponent
 
-    if exponent * len(str(value)) > _LONGEST:
+    if exponent * len(str(value)) > _MOST_DIGITS:
         return None
     return value**exponent
 

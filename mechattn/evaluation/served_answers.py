@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
-import torch
-
 from mechattn.engine.request_checks import check_side
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError, warn
 from mechattn.evaluation import server_probe
-from mechattn.evaluation.answer_file import Kept
-from mechattn.evaluation.generate import Answer, AnswerBar, Sampling, until_end
+from mechattn.evaluation.answer_file import KeptAnswers
+from mechattn.evaluation.generate import Answer, AnswerBar, Sampling, mean_logprob, until_end
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import (
     Completion,
@@ -38,7 +36,7 @@ def served_answers(
     todo: Sequence[Request],
     sampling: Sampling,
     at_once: int,
-    file: Kept,
+    file: KeptAnswers,
 ) -> Generator[tuple[Request, Answer, str], None, None]:
     """Each answer with its text, in the order of arrival; meanwhile the server is probed again.
 
@@ -62,8 +60,8 @@ def served_answers(
     # Samples of a question read the same tokens.
     questions = {request.question: request.sequence for request in requests}
     longest = max(len(sequence) for sequence in questions.values())
-    tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
-    with connected(server, model, at_once, tokens) as connection:
+    most_tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
+    with connected(server, model, at_once, most_tokens) as connection:
         check_room(requests, sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
 
@@ -83,7 +81,7 @@ def served_answers(
                 for request, completion in connection.completions(asked):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
-                    bar.add_answer()
+                    bar.update()
                     yield request, answer, text
 
                 reason = probe.again()
@@ -116,14 +114,12 @@ def _sampled(
 def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
     """The answer of a completion, and its text."""
     is_stopped = completion.finish_reason == "stop"
-    reported = [logprob for logprob in completion.logprobs or () if logprob is not None]
-    logprobs = torch.tensor(reported or [torch.nan], dtype=torch.float64)
+    logprobs = [logprob for logprob in completion.logprobs or () if logprob is not None]
 
     # A server that reports no ids has left the end token out of its text.
     if completion.ids is None:
         tokens = model.tokenizer(completion.text, add_special_tokens=False)["input_ids"]
-        answer = Answer(tuple(tokens), is_stopped, float(logprobs.mean()))
-        return answer, completion.text
+        return Answer(tuple(tokens), is_stopped, mean_logprob(logprobs)), completion.text
 
     answer = until_end(completion.ids, logprobs, model.end)
     text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
@@ -159,7 +155,7 @@ def _sent(
     texts = {question: text_of(tokenizer, tokens) for question, tokens in ids.items()}
     refused = [question for question, text in texts.items() if text is None]
     if refused:
-        _tell_left_out(refused, len(texts))
+        _check_left_out(refused, len(texts))
 
     left_out = {prompt for prompt, _ in refused}
     return {
@@ -169,7 +165,7 @@ def _sent(
     }
 
 
-def _tell_left_out(refused: Sequence[Question], count: int) -> None:
+def _check_left_out(refused: Sequence[Question], count: int) -> None:
     """Warn of texts that would be read as other tokens; refuse a run with more than a few."""
     prompt, name = refused[0]
     message = (
@@ -200,7 +196,13 @@ def check_servable(
     new_tokens: int,
 ) -> None:
     """Refuse conditions that act inside the model, which a server does not allow, and prompts that
-    are not read alike under all conditions, where a loaded model tells it."""
+    are not read alike under all conditions, where a loaded model tells it.
+
+    Raises:
+        OptionError: A condition acts inside the model.
+        PromptError: A prompt and its answer cross a boundary of the RoPE frequencies, as for
+            ``run``.
+    """
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         for name, sequence in by_condition.items():
             is_masked = sequence.cut_edges is not None

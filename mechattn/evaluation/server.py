@@ -21,7 +21,7 @@ from pydantic import AliasPath, BaseModel, Field, FiniteFloat, HttpUrl, TypeAdap
 from mechattn.errors import OptionError, ServerError, check_choice
 from mechattn.model.checkpoint import UnloadedModel
 
-_SHORT = 8  # characters: a shorter key may stand in an answer by chance
+_SHORTEST_HIDDEN = 8  # characters: a shorter key may stand in an answer by chance
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections
 _FIRST_REPLY_SECONDS = 10.0
 _LONGEST_REASON = 300  # characters
@@ -29,8 +29,14 @@ _REPLY_BYTES = 2**16  # and for each token:
 _BYTES_A_TOKEN = 2**10  # vLLM writes about 180: text, id, log-probability, alternatives
 # vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option
 # is sent.
-_PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
-_BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+_OPTIONS = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
+# Of the servers that take token ids, and not of OpenAI's protocol.
+_FURTHER_OPTIONS = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "return_token_ids": True,
+}
 _SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
 Name = TypeVar("Name")
 # HttpUrl takes spaces around it, and "http:host".
@@ -104,7 +110,7 @@ class Server:
 
     def without_key(self, text: str) -> str:
         """What a server says, with the key removed in case it is repeated there."""
-        if len(self.secret) < _SHORT:
+        if len(self.secret) < _SHORTEST_HIDDEN:
             return text
         return text.replace(self.secret, "…")
 
@@ -115,10 +121,16 @@ class Server:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A requested completion of token ids, or of a text.
+    """A requested completion.
 
-    ``length`` is the number of tokens that the server must read; None if that is not known.
-    ``prompt_logprobs`` of 0 asks for the log-probabilities of the prompt, without alternatives.
+    Args:
+        prompt: Token ids, or a text.
+        length: The number of tokens that the server must read; None if that is not known.
+        new_tokens: The longest completion, in tokens.
+        temperature: 0 takes the likeliest token.
+        seed: The seed of the server's draws.
+        prompt_logprobs: 0 asks for the log-probabilities of the prompt, without alternatives; None
+            does not.
     """
 
     prompt: list[int] | str
@@ -135,6 +147,8 @@ def _reported(name: str, *place: str | int) -> Any:
 
 
 class _Token(BaseModel, strict=True):
+    """A token's log-probability, in nats."""
+
     logprob: FiniteFloat
     id: TokenId | None = None
 
@@ -142,8 +156,8 @@ class _Token(BaseModel, strict=True):
 class Completion(BaseModel, strict=True):
     """A server's completion; what a server does not report is None.
 
-    ``finish_reason`` is "stop" if the model ended it; ``prompt_tokens`` is the number of
-    tokens of the prompt.
+    ``finish_reason`` is "stop" if the model ended it, ``prompt_tokens`` the number of tokens of the
+    prompt, ``ids`` the completion's tokens and ``logprobs`` the log-probability of each, in nats.
     """
 
     text: str = Field(validation_alias=AliasPath("choices", 0, "text"))
@@ -164,11 +178,12 @@ class Completion(BaseModel, strict=True):
 
     def model_post_init(self, context: Any) -> None:
         """One form for what servers report in two."""
-        if self.content:
-            ids = [token.id for token in self.content if token.id is not None]
-            if ids:  # some servers report log-probabilities without them
-                self.ids = ids
-            self.logprobs = [token.logprob for token in self.content]
+        if not self.content:
+            return
+        self.logprobs = [token.logprob for token in self.content]
+        ids = [token.id for token in self.content if token.id is not None]
+        if ids:  # some servers report log-probabilities without them
+            self.ids = ids
 
     @property
     def prompt_logprobs(self) -> list[float]:
@@ -179,11 +194,15 @@ class Completion(BaseModel, strict=True):
 
 
 class _ListedModel(BaseModel):
+    """A model that a server offers, and the number of tokens that it takes."""
+
     id: str
     max_model_len: int | None = None
 
 
 class _ListedModels(BaseModel):
+    """A server's list of models."""
+
     data: list[_ListedModel]
 
 
@@ -205,7 +224,14 @@ class Connection:
         self, requests: Iterable[tuple[Name, CompletionRequest]]
     ) -> Iterator[tuple[Name, Completion]]:
         """Each completion in the order of arrival; if a request fails, its error after the others
-        in progress."""
+        in progress.
+
+        Args:
+            requests: What is asked for, each with a name that its completion has too.
+
+        Raises:
+            ServerError: A request fails; no further one is sent.
+        """
         failures: list[Exception] = []
 
         def completed(item: tuple[Name, CompletionRequest]) -> tuple[Name, Completion] | None:
@@ -228,11 +254,14 @@ class Connection:
             raise failures[0]
 
     def completion(self, request: CompletionRequest) -> Completion:
-        """One completion, read and checked."""
-        import httpx2
+        """One completion, read and checked.
 
+        Raises:
+            ServerError: The server cannot be reached, refuses, sends no completion, or has read
+                another prompt.
+        """
         body: dict[str, Any] = {
-            **_PLAIN,
+            **_OPTIONS,
             "model": self.model,
             "prompt": request.prompt,
             "max_tokens": request.new_tokens,
@@ -240,14 +269,11 @@ class Connection:
             "seed": request.seed,
         }
         if not isinstance(request.prompt, str):
-            body |= _BESIDE_OPENAI
+            body |= _FURTHER_OPTIONS
             body["stop_token_ids"] = sorted(self.reader.end)
             body["prompt_logprobs"] = request.prompt_logprobs
 
-        content = _replied(
-            self.server,
-            lambda: self.client.post("/completions", cast_to=httpx2.Response, body=body),
-        )
+        content = _replied(self.server, self.client.post, "/completions", body=body)
         try:
             completion = Completion.model_validate_json(content)
         except ValidationError:
@@ -257,26 +283,25 @@ class Connection:
                 ' "http://host:8000/v1"?'
             ) from None
 
-        self._check(completion, request)
+        self._check_what_was_read(completion, request)
         return completion
 
-    def _check(self, completion: Completion, request: CompletionRequest) -> None:
+    def _check_what_was_read(self, completion: Completion, request: CompletionRequest) -> None:
         """Refuse the completion of another prompt than was sent."""
-        if request.length is None:
+        count = completion.prompt_tokens
+        if request.length is None or count == request.length:
             return
-        if completion.prompt_tokens is None and self.server.verify:
+        if count is not None:
+            raise self.server.error(
+                f"has read {count} tokens of a prompt that has {request.length}: it adds a BOS"
+                " token or a template, cuts prompts short, or has another tokenizer, so its answers"
+                " are not to this prompt"
+            )
+        if self.server.verify:
             raise self.server.error(
                 "does not say how many tokens it has read (usage.prompt_tokens), so a prompt that"
                 " it changes or cuts short would not be noticed. With verify=False its answers are"
                 " accepted, and that nothing was counted is recorded with them"
-            )
-
-        if completion.prompt_tokens not in (None, request.length):
-            raise self.server.error(
-                f"has read {completion.prompt_tokens} tokens of a prompt that has"
-                f" {request.length}: it adds"
-                " a BOS token or a template, cuts prompts short, or has another tokenizer, so its"
-                " answers are not to this prompt"
             )
 
 
@@ -284,9 +309,13 @@ class Connection:
 def connected(
     server: Server, reader: UnloadedModel, at_once: int, tokens: int
 ) -> Iterator[Connection]:
-    """A connection inside a ``with`` block, whose replies hold at most this number of tokens."""
+    """A connection inside a ``with`` block, whose replies hold at most this number of tokens.
+
+    Raises:
+        ServerError: The server cannot be reached, or lists several models and none is named.
+    """
     with _client(server, _REPLY_BYTES + _BYTES_A_TOKEN * tokens) as client:
-        limits = _models(client, server)
+        limits = _listed_limits(client, server)
         if not server.model and len(limits) != 1:
             names = ", ".join(map(repr, limits))[:_LONGEST_REASON]
             raise server.error(f"lists {names or 'no models'}: give model=…")
@@ -337,12 +366,13 @@ def _client(server: Server, largest_reply: int) -> Any:
     )
 
 
-def _replied(server: Server, send: Callable[[], Any]) -> bytes:
-    """What a server replies; errors of the client in words."""
+def _replied(server: Server, send: Callable[..., Any], path: str, **options: Any) -> bytes:
+    """What a server replies at a path; errors of the client in words."""
+    import httpx2
     import openai
 
     try:
-        return bytes(send().content)
+        return bytes(send(path, cast_to=httpx2.Response, **options).content)
     except openai.APIStatusError as error:
         status = error.status_code
         reason = " ".join(error.response.text.split())[:_LONGEST_REASON]
@@ -362,14 +392,12 @@ def _replied(server: Server, send: Callable[[], Any]) -> bytes:
         ) from None
 
 
-def _models(client: Any, server: Server) -> dict[str, int | None]:
-    """The models that a server lists, and how many tokens each takes; empty from a server without a
-    list: `transformers serve` lists its cache, and fails if there is none."""
-    import httpx2
-
+def _listed_limits(client: Any, server: Server) -> dict[str, int | None]:
+    """How many tokens each model takes that a server lists; empty from a server without a list:
+    `transformers serve` lists its cache, and fails if there is none."""
     client = client.with_options(timeout=min(_FIRST_REPLY_SECONDS, server.timeout), max_retries=1)
     try:
-        content = _replied(server, lambda: client.get("/models", cast_to=httpx2.Response))
+        content = _replied(server, client.get, "/models")
         models = _ListedModels.model_validate_json(content).data
     except ServerError as error:
         is_missing = (error.status or 0) >= 400

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mechattn.errors import ModelError, warn
-from mechattn.evaluation.generate import Sampling, answers, native_of
+from mechattn.evaluation.generate import Sampling, answers, dtype_of, native_of
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import Completion, CompletionRequest, Connection
 from mechattn.model.checkpoint import UnloadedModel
@@ -26,8 +27,8 @@ from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 
-ANSWERS = 16
-TOKENS = 32
+ANSWERS = 16  # at most, of the run's questions
+TOKENS = 32  # of each answer, at most
 # The least share of answers that are the local model's: on the toys bfloat16 has 1, and noise of
 # 30 % of the weights' spread 0.75 at most.
 ALIKE = 0.9
@@ -64,9 +65,8 @@ def check_tokenizer(connection: Connection) -> None:
     if not connection.server.verify or None in counts:
         return
 
-    pairs = zip(counts, local_counts, strict=True)
-    added = [count - local_count for count, local_count in pairs if count is not None]  # for mypy
-    if min(added) < 0 or max(added) > _MOST_ADDED:
+    added = np.array(counts) - local_counts
+    if added.min() < 0 or added.max() > _MOST_ADDED:
         name = reader.cfg.model_name
         raise connection.server.error(
             f"has another tokenizer, so it is another model: it reads three texts as {counts}"
@@ -103,28 +103,23 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class References:
-    """The answers with which a server's are compared.
+class Probe:
+    """Questions to a server, and the answers with which its own are compared.
 
     Args:
-        source: Whose answers they are, in words.
-        answers: An answer to each question.
+        connection: The connection.
+        requests: The questions, as the server gets them.
+        references: An answer to each.
+        source: Whose answers these are, in words.
         least: The share of the server's answers that must be alike.
+        about: What is recorded.
     """
-
-    source: str
-    answers: Mapping[Question, Reference]
-    least: float
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Questions to a server, as it gets them; the answers with which its own are compared; and what
-    is recorded."""
 
     connection: Connection
     requests: Mapping[Question, CompletionRequest]
-    references: References
+    references: Mapping[Question, Reference]
+    source: str
+    least: float
     about: dict[str, Any]
 
     def again(self) -> str | None:
@@ -132,50 +127,41 @@ class Probe:
         return self.compare(dict(self.connection.completions(self.requests.items())))
 
     def compare(self, completions: Mapping[Question, Completion]) -> str | None:
-        """Record how far a server's answers are the references; why it is refused, if so."""
-        figures = self.figures(completions)
-        self.about["rounds"].append(figures)
-        return self.refusal(figures)
+        """Record how far a server's answers are the references; why it is refused, if so.
 
-    def figures(self, completions: Mapping[Question, Completion]) -> dict[str, float]:
-        """The share of answers that are alike, with its interval, and the mean difference of
-        log-probabilities in nats, if there are any to compare."""
-        alike = 0
+        Recorded are the share of answers that are alike, with its interval, and the mean difference
+        of log-probabilities in nats, if there are any to compare.
+        """
+        alike_count = 0
         differences = []
-        for question, reference in self.references.answers.items():
+        for question, reference in self.references.items():
             completion = completions[question]
-            alike += reference.agrees(completion.text)
+            alike_count += reference.agrees(completion.text)
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
             differences += [abs(own - theirs) for own, theirs in pairs]
 
-        low, high = wilson_interval(alike, len(completions))
-        figures = {"alike": alike / len(completions), "alike_low": low, "alike_high": high}
-        if differences:
-            figures["logprob_difference"] = sum(differences) / len(differences)
-        return figures
-
-    def refusal(self, figures: Mapping[str, float]) -> str | None:
-        """Why a server is refused, if so: fewer answers are alike, or log-probabilities are too far
-        apart."""
-        references = self.references
-        difference = figures.get("logprob_difference")
-        is_near = difference is None or difference <= LARGEST_LOGPROB_DIFFERENCE
-        is_alike = figures["alike"] >= references.least
-        if (is_near and is_alike) or not self.connection.server.verify:
-            return None
-
-        share, low, high = (100 * figures[name] for name in ("alike", "alike_low", "alike_high"))
+        count = len(self.references)
+        alike = alike_count / count
+        low, high = wilson_interval(alike_count, count)
+        figures = {"alike": alike, "alike_low": low, "alike_high": high}
+        is_model = alike >= self.least
         reason = (
-            f"against {references.source}: {share:.0f} % [{low:.0f}, {high:.0f}] of"
-            f" {len(references.answers)} greedy answers are alike (at least"
-            f" {100 * references.least:.0f} %)"
+            f"against {self.source}: {100 * alike:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of"
+            f" {count} greedy answers are alike (at least {100 * self.least:.0f} %)"
         )
-        if difference is None:
-            return reason
-        return (
-            f"{reason}, log-probabilities are {difference:.3f} nats apart (at most"
-            f" {LARGEST_LOGPROB_DIFFERENCE})"
-        )
+        if differences:
+            difference = sum(differences) / len(differences)
+            figures["logprob_difference"] = difference
+            is_model = is_model and difference <= LARGEST_LOGPROB_DIFFERENCE
+            reason += (
+                f", log-probabilities are {difference:.3f} nats apart (at most"
+                f" {LARGEST_LOGPROB_DIFFERENCE})"
+            )
+
+        self.about["rounds"].append(figures)
+        if is_model or not self.connection.server.verify:
+            return None
+        return reason
 
 
 def start_probe(
@@ -197,6 +183,7 @@ def start_probe(
     Raises:
         ServerError: It is not the model, or no longer that of the run that is resumed.
     """
+    # A run that is resumed has the questions of its first probe.
     first_answers = {
         (prompt, name): Reference(*answer)  # a text, and log-probabilities unless it is an old file
         for prompt, name, *answer in earlier.get("texts", ())
@@ -221,61 +208,80 @@ def start_probe(
             for question in questions
         }
 
-    references = _local_answers(connection.reader, sequences, questions, new_tokens)
-    # Without the weights here, the first answers of a run have nothing to be compared with.
-    has_references = references is not None or is_resumed
-    if references is None:
+    native = _native_of_loaded(connection.reader)
+    if native is None:
         _warn_of_other_weights(connection)
+        references = first_answers
         source = "its answers when this run began"
-        references = References(source, first_answers, LEAST_ALIKE_ITSELF)
+        least = LEAST_ALIKE_ITSELF
+    else:
+        asked = {question: sequences[question] for question in questions}
+        references = _local_answers(native, connection.reader, asked, new_tokens)
+        weights = weights_hash(connection.reader.loaded)
+        source = f"the model here ({dtype_of(native)}, weights {weights})"
+        least = ALIKE
 
-    sends_text = isinstance(requests[questions[0]].prompt, str)
-    about = {
-        "model": name_of(connection.model),
-        "sent": "text" if sends_text else "token ids",
-        "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
-        # What a run is resumed with: later probes have the same questions.
-        "texts": [
-            [*question, answer.text, answer.prompt_logprobs]
-            for question, answer in first_answers.items()
-        ],
-        "against": references.source,
-        "rounds": list(earlier.get("rounds", ())),
-    }
-    probe = Probe(connection, requests, references, about)
-    if has_references:
-        _check_is_model(probe, completions)
+    about = _about(connection, requests, completions, first_answers)
+    about["against"] = source
+    about["rounds"] = list(earlier.get("rounds", ()))
+    probe = Probe(connection, requests, references, source, least, about)
+    reason = None
+    # Without the weights here, the first answers of a run have nothing to be compared with.
+    if native is not None or is_resumed:
+        reason = probe.compare(completions)
+    if reason is not None:
+        raise connection.server.error(
+            f"is not the model, {reason}. Is it quantised, another revision, or does it change the"
+            " prompt? With verify=False its answers are accepted, and these figures are recorded"
+        )
     if sampling.temperature > 0:
         _check_samples(connection, requests, completions)
     return probe
 
 
-def _check_is_model(probe: Probe, completions: Mapping[Question, Completion]) -> None:
-    """Refuse a server whose first answers are not the model's."""
-    reason = probe.compare(completions)
-    if reason is not None:
-        raise probe.connection.server.error(
-            f"is not the model, {reason}. Is it quantised, another revision, or does it change the"
-            " prompt? With verify=False its answers are accepted, and these figures are recorded"
-        )
+def _about(
+    connection: Connection,
+    requests: Mapping[Question, CompletionRequest],
+    completions: Mapping[Question, Completion],
+    first_answers: Mapping[Question, Reference],
+) -> dict[str, Any]:
+    """What is recorded of a server, and with which answers a run is resumed."""
+    sent = "token ids"
+    first_request = next(iter(requests.values()))
+    if isinstance(first_request.prompt, str):
+        sent = "text"
+    return {
+        "model": name_of(connection.model),
+        "sent": sent,
+        "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
+        "texts": [
+            [*question, answer.text, answer.prompt_logprobs]
+            for question, answer in first_answers.items()
+        ],
+    }
 
 
-def _local_answers(
-    reader: UnloadedModel,
-    sequences: Mapping[Question, TokenSequence],
-    questions: Sequence[Question],
-    new_tokens: int,
-) -> References | None:
-    """The answers of the model here; None where its weights are not loaded or it cannot
+def _native_of_loaded(reader: UnloadedModel) -> Any:
+    """The model here without hooks; None where its weights are not loaded or it cannot
     generate."""
     if reader.loaded is None:
         return None
     try:
-        native = native_of(reader.loaded)
+        return native_of(reader.loaded)
     except ModelError:
         return None
 
-    requests = [Request(prompt, sequences[prompt, name], 0, name) for prompt, name in questions]
+
+def _local_answers(
+    native: Any,
+    reader: UnloadedModel,
+    sequences: Mapping[Question, TokenSequence],
+    new_tokens: int,
+) -> dict[Question, Reference]:
+    """The greedy answers of the model here to some questions."""
+    requests = [
+        Request(prompt, sequence, 0, name) for (prompt, name), sequence in sequences.items()
+    ]
     greedy = answers(native, requests, new_tokens, reader.end)
     references = {}
     for request, answer in zip(requests, greedy, strict=True):
@@ -283,10 +289,7 @@ def _local_answers(
         references[request.question] = reference_of(
             native, reader.tokenizer, prompt_ids, list(answer.tokens)
         )
-
-    dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
-    source = f"the model here ({dtype}, weights {weights_hash(reader.loaded)})"
-    return References(source, references, ALIKE)
+    return references
 
 
 def _warn_of_other_weights(connection: Connection) -> None:

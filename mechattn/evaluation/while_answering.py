@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
+from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Unit, Units
 
 _CALIPER = 0.15  # of the longer answer's tokens, but at least 2
-# The columns of a comparison, and the fields of Paired that they hold.
-_TESTED = {
+# The columns on pairs of answers, and the fields of Paired that they hold.
+_FIELDS_OF_PAIRS = {
     "difference": "difference",
     "null": "null",
     "beyond": "beyond",
@@ -91,20 +93,16 @@ class WhileAnswering:
             ``wrong_tokens`` the mean lengths of answers.
 
         Raises:
-            OptionError: There is no such segment.
+            OptionError: There is no such segment, or the level is not one.
         """
         rows = []
         for name in self.conditions:
             answers = self._answers(name, to).mean(("layer", "head"))
-            matched = self._matched(answers, level)
-            rows.append(
-                {
-                    "condition": name,
-                    **self._of_kind("right", answers, level),
-                    **self._of_kind("wrong", answers, level),
-                    **{column: values[0] for column, values in matched.items()},
-                }
-            )
+            row: dict[str, Any] = {"condition": name}
+            row |= self._means("right", answers, answers.right, level)
+            row |= self._means("wrong", answers, ~answers.right, level)
+            row |= self._matched(answers, level).to_dict("records")[0]
+            rows.append(row)
 
         table = pd.DataFrame(rows)
         table.attrs = {"unit": self.units.unit}
@@ -124,34 +122,36 @@ class WhileAnswering:
             and ``q_beyond``.
 
         Raises:
-            OptionError: There is no such condition or segment, or there are too few pairs.
+            OptionError: There is no such condition, segment or level, or there are too few pairs.
         """
         check_choice(self.conditions, condition=condition)
         answers = self._answers(condition, to).stack(cell=("layer", "head"))
         matched = self._matched(answers, level)
-        if np.isnan(matched["beyond"]).all():
+        if matched.beyond.isna().all():
             within = ""
             if self.units.of is not None:
                 within = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
-                f"{matched['pairs'][0]} pairs of a right and a wrong answer of about the same"
+                f"{matched.pairs[0]} pairs of a right and a wrong answer of about the same"
                 f" length under {condition!r}: at least {FEWEST} are needed{within}; evaluate more"
                 " problems"
             )
 
-        columns = {"layer": answers.layer.values, "head": answers["head"].values, **matched}
-        return pd.DataFrame(columns).sort_values("q_beyond", kind="stable", ignore_index=True)
+        matched.insert(0, "layer", answers.layer.values)
+        matched.insert(1, "head", answers["head"].values)
+        return matched.sort_values("q_beyond", kind="stable", ignore_index=True)
 
     def _answers(self, condition: str, to: str) -> xr.Dataset:
         """The answers under a condition, their attention being that to one segment."""
         check_choice(SEGMENTS, to=to)
         return self.data.sel(condition=condition, segment=to)
 
-    def _of_kind(self, kind: str, answers: xr.Dataset, level: float) -> dict[str, Any]:
-        """The mean attention of right or of wrong answers, its t interval, their number and
-        length; NaN where there are too few."""
-        is_of_kind = answers.right == (kind == "right")
-        places = np.flatnonzero(is_of_kind & answers.flow.notnull())
+    def _means(
+        self, prefix: str, answers: xr.Dataset, is_chosen: xr.DataArray, level: float
+    ) -> dict[str, Any]:
+        """The columns of right or of wrong answers: their mean attention, its t interval, their
+        number and length; NaN where there are too few."""
+        places = np.flatnonzero(is_chosen & answers.flow.notnull())
         chosen = answers.isel(prompt=places)
         # Of both the mean over units, as only then do attention and its null compare.
         units = self._units(places)
@@ -160,21 +160,21 @@ class WhileAnswering:
 
         low = high = np.nan
         if len(values) >= FEWEST:
-            interval = t_interval(values[:, None], level)
-            low = float(interval.low[0])
-            high = float(interval.high[0])
+            interval = t_interval(values, level)
+            low = float(interval.low)
+            high = float(interval.high)
 
         return {
-            kind: _mean(values),
-            f"{kind}_low": low,
-            f"{kind}_high": high,
-            f"{kind}_uniform": _mean(uniform),
-            f"{kind}_tokens": _mean(chosen.tokens.values),
-            f"{kind}_n": len(places),
+            prefix: _mean(values),
+            f"{prefix}_low": low,
+            f"{prefix}_high": high,
+            f"{prefix}_uniform": _mean(uniform),
+            f"{prefix}_tokens": _mean(chosen.tokens.values),
+            f"{prefix}_n": len(places),
         }
 
-    def _matched(self, answers: xr.Dataset, level: float) -> dict[str, np.ndarray]:
-        """Right minus wrong, over pairs of about the same length [cell]."""
+    def _matched(self, answers: xr.Dataset, level: float) -> pd.DataFrame:
+        """Right minus wrong, over pairs of about the same length: a row a cell."""
         count = answers.sizes["prompt"]
         flow = answers.flow.values.reshape(count, -1)
         uniform = answers.uniform.values.reshape(count, -1)
@@ -187,24 +187,23 @@ class WhileAnswering:
             ~right & is_measured,
             self.units.of,
         )
-        right_places = pairs[:, 0]
-        wrong_places = pairs[:, 1]
-        pair_counts = np.full(flow.shape[1], len(pairs))
+        right_places, wrong_places = pairs.T
+        columns: dict[str, Any] = dict.fromkeys(_FIELDS_OF_PAIRS, np.nan)
 
         # Both answers of a pair are from one group, so that the right one's is the pair's.
         units = self._units(right_places)
-        if units.n < FEWEST:
-            missing = np.full(flow.shape[1], np.nan)
-            return {**dict.fromkeys(_TESTED, missing), "pairs": pair_counts}
+        if units.n >= FEWEST:
+            test = paired(
+                units.means(flow[right_places] - flow[wrong_places]),
+                units.means(uniform[right_places] - uniform[wrong_places]),
+                level,
+                bootstrap_ends=False,
+            )
+            for column, field in _FIELDS_OF_PAIRS.items():
+                columns[column] = getattr(test, field)
 
-        test = paired(
-            units.means(flow[right_places] - flow[wrong_places]),
-            units.means(uniform[right_places] - uniform[wrong_places]),
-            level,
-            bootstrap_ends=False,
-        )
-        columns = {column: getattr(test, field) for column, field in _TESTED.items()}
-        return {**columns, "pairs": pair_counts}
+        columns["pairs"] = len(pairs)
+        return pd.DataFrame(columns, index=range(flow.shape[1]))
 
     def _units(self, places: np.ndarray) -> Units:
         """The units of some prompts, by their places."""
@@ -216,19 +215,10 @@ class WhileAnswering:
         title = (
             f"{self.about}: attention of {self.queries} to the question, mean over heads and layers"
         )
-        columns = [
-            "condition",
-            "right",
-            "right_n",
-            "wrong",
-            "wrong_n",
-            "pairs",
-            "difference",
-            "beyond",
-            "p_beyond",
-        ]
-        table = self.table()[columns]
-        rows = table.to_string(index=False, float_format=lambda value: f"{value:.3g}")
+        of_answers = ["condition", "right", "right_n", "wrong", "wrong_n"]
+        of_pairs = ["pairs", "difference", "beyond", "p_beyond"]
+        table = self.table()[[*of_answers, *of_pairs]]
+        rows = table.to_string(index=False, float_format="{:.3g}".format)
         return f"{title}\n{rows}"
 
 
@@ -317,8 +307,9 @@ def while_answering(
     ids = [prompt.id for prompt in prompts]
     units = evaluation._restricted_to(ids)._units(unit)  # refuses too few groups
 
+    measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
     measured = [
-        _measured(model, evaluation, prompts, name, condition, predicting, layers, seed)
+        _measured(measure, evaluation, prompts, name, condition)
         for name, condition in named.items()
     ]
     return WhileAnswering(
@@ -333,29 +324,23 @@ def _check_evaluated(
     evaluation: Evaluation, named: Mapping[str, Condition], prompts: Sequence[Prompt]
 ) -> None:
     """Refuse conditions and prompts that were not evaluated."""
-    lacking = [name for name in named if name not in evaluation.conditions]
-    if lacking:
-        have = ", ".join(map(repr, evaluation.conditions))
-        raise OptionError(
-            f"the condition {lacking[0]!r} was not evaluated; the evaluation has {have}"
-        )
+    for name in named:
+        evaluation._check_condition(name)
 
-    unknown = {prompt.id for prompt in prompts} - {answer.prompt for answer in evaluation.answers}
-    if unknown:
-        raise OptionError(
-            f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation"
-        )
+    evaluated = evaluation._problems()
+    for prompt in prompts:
+        if prompt.id not in evaluated:
+            raise OptionError(
+                f"prompt {prompt.id} was not evaluated; give the prompts of the evaluation"
+            )
 
 
 def _measured(
-    model: Any,
+    measure: Callable[..., Result],
     evaluation: Evaluation,
     prompts: Sequence[Prompt],
     name: str,
     condition: Condition,
-    predicting: bool,
-    layers: Sequence[int] | int | None,
-    seed: int,
 ) -> xr.Dataset:
     """The attention of the answers under a condition, NaN where one is empty, and what they are."""
     answers = evaluation._answers_by_problem(name)
@@ -363,14 +348,10 @@ def _measured(
     if not written:
         raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
 
-    result = run(
-        model,
-        evaluation.answered(written, name),
-        {} if name == BASELINE else {name: condition},  # every run has the baseline
-        SegmentFlow(predicting),
-        layers=layers,
-        seed=seed,
-    )
+    conditions = {}
+    if name != BASELINE:  # which every run has
+        conditions[name] = condition
+    result = measure(evaluation.answered(written, name), conditions)
     data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
 
     uniform = data.flow_uniform.broadcast_like(data.flow)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import optimize, stats
 
 from mechattn.errors import OptionError, check_counts
-from mechattn.stats.intervals import Interval, check_level, t_interval, t_quantile, wilson_interval
+from mechattn.stats.intervals import check_level, t_interval, t_quantile, wilson_interval
 
 # So many units away from the edge, or differing, give half of the weight to the measured variance,
-# the rest to the prior one: the numbers with which the intervals cover 95 % in simulations.
-_FEW = 5.0
-_FEW_PAIRS = 3.0
+# the rest to the prior one: the numbers with which the intervals cover 95 % in simulations
+# (experiments/simulations).
+_FEW_OFF_EDGE = 5.0
+_FEW_DIFFERING = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,27 @@ def paired_accuracy(
     Args:
         first: Whether the first condition's answer is right [problem].
         second: Whether the second condition's is, in the same order.
+
+    Raises:
+        OptionError: There is no problem, or the two have different numbers of problems.
+
+    Source: the interval of Newcombe, method 10, Statistics in Medicine 1998.
     """
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
     n = len(first)
+    if not n or len(second) != n:
+        raise OptionError(f"{n} and {len(second)} answers: give one of each to every problem")
 
-    only_first = int((first & ~second).sum())
-    only_second = int((~first & second).sum())
-    low, high = _newcombe(first, second)
+    first_right = int(first.sum())
+    second_right = int(second.sum())
+    both_right = int((first & second).sum())
+    only_first = first_right - both_right
+    only_second = second_right - both_right
+    low, high = _newcombe(first_right, second_right, both_right, n)
     disagreement = (only_first + only_second) / n
     return PairedAccuracy(
-        difference=float(first.mean() - second.mean()),
+        difference=(only_first - only_second) / n,
         low=low,
         high=high,
         p=mcnemar_mid_p(only_first, only_second),
@@ -95,22 +107,16 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
     return float(min(1.0, mid_p))
 
 
-def _newcombe(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+def _newcombe(first_right: int, second_right: int, both_right: int, n: int) -> tuple[float, float]:
     """Newcombe's method 10 (Statistics in Medicine 1998): Wilson's intervals, with the correlation
     of the answers.
     """
-    n = len(first)
-    first_right = int(first.sum())
-    second_right = int(second.sum())
-    both_right = int((first & second).sum())
-
     # φ, the correlation of the answers.
     covariance: float = n * both_right - first_right * second_right
     if covariance > 0:  # the method's continuity correction
         covariance = max(covariance - n / 2, 0)
-    first_wrong = n - first_right
-    second_wrong = n - second_right
-    margins = float(first_right) * first_wrong * second_right * second_wrong
+    # As floats: the product of four counts may have more than 64 bits.
+    margins = float(first_right) * (n - first_right) * second_right * (n - second_right)
     phi = 0.0
     if margins:
         phi = covariance / np.sqrt(margins)
@@ -199,7 +205,15 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
     return 1 - all_wrong
 
 
-def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
+class ShareInterval(NamedTuple):
+    """A share, or a difference of shares, and the ends of its interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def share_interval(values: np.ndarray, level: float = 0.95) -> ShareInterval:
     """The mean of units' shares, each between 0 and 1, with a score interval within 0 and 1; NaN is
     left out.
 
@@ -213,43 +227,43 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     Args:
         values: The share of each unit, such as of right answers to a problem [unit].
         level: The level of the interval.
+
+    Raises:
+        OptionError: The level is not a number from 0.5 to below 1.
     """
     check_level(level)
     shares = values[~np.isnan(values)]
     n = len(shares)
     if not n:
-        nan = np.array(np.nan)
-        return Interval(nan, nan, nan)
+        return ShareInterval(np.nan, np.nan, np.nan)
     mean = float(shares.mean())
     single_spread = mean * (1 - mean)  # the variance if each unit were 0 or 1
 
     trials: float = n
-    quantile = t_quantile(level, np.inf)
+    freedom = np.inf
     is_single_answer = np.isin(shares, (0, 1)).all()
     if n > 1 and not is_single_answer:
-        quantile = t_quantile(level, n - 1)
-        measured_ratio = float(shares.var(ddof=1)) / single_spread
-        measured_ratio = min(1.0, measured_ratio)
+        freedom = n - 1
+        measured_ratio = min(1.0, float(shares.var(ddof=1)) / single_spread)
         # Where few units differ from the edge, the measured variance says little: φ is drawn
         # towards 1.
-        nearer_edge = 0.0
-        if mean > 0.5:
-            nearer_edge = 1.0
+        nearer_edge = round(mean)
         off_edge = int((shares != nearer_edge).sum())
-        weight = off_edge / (off_edge + _FEW)
+        weight = off_edge / (off_edge + _FEW_OFF_EDGE)
         trials = n / (weight * measured_ratio + 1 - weight)
+    quantile = float(t_quantile(level, freedom))
 
     # Wilson's interval.
     shrink = 1 + quantile**2 / trials
     centre = (mean + quantile**2 / (2 * trials)) / shrink
     score_variance = single_spread / trials + quantile**2 / (4 * trials**2)
     half = quantile / shrink * np.sqrt(score_variance)
-    low = np.clip(centre - half, 0, mean)
-    high = np.clip(centre + half, mean, 1)
-    return Interval(np.array(mean), low, high)
+    low = float(np.clip(centre - half, 0, mean))
+    high = float(np.clip(centre + half, mean, 1))
+    return ShareInterval(mean, low, high)
 
 
-def share_difference(d: np.ndarray) -> Interval:
+def share_difference(d: np.ndarray) -> ShareInterval:
     """The mean of units' differences between two shares, with a 95 % t interval that few differing
     units don't shrink to 0.
 
@@ -259,20 +273,22 @@ def share_difference(d: np.ndarray) -> Interval:
 
     Args:
         d: The difference of each unit's shares, between −1 and 1 [unit].
+
+    Raises:
+        OptionError: There are fewer than three units.
     """
     n = len(d)
-    mean = t_interval(d).estimate
-    error = deviation(d) / np.sqrt(n)
+    mean = float(t_interval(d).estimate)
+    error = share_deviation(d) / np.sqrt(n)
     half = t_quantile(0.95, n - 1) * error
-    low = np.clip(mean - half, -1, 1)
-    high = np.clip(mean + half, -1, 1)
-    return Interval(mean, low, high)
+    low, high = np.clip([mean - half, mean + half], -1, 1)
+    return ShareInterval(mean, float(low), float(high))
 
 
-def deviation(d: np.ndarray) -> float:
+def share_deviation(d: np.ndarray) -> float:
     """The standard deviation of units' differences that :func:`share_difference` takes."""
     differing = int((d != 0).sum())
-    weight = differing / (differing + _FEW_PAIRS)
+    weight = differing / (differing + _FEW_DIFFERING)
     measured = float(d.var(ddof=1))
     prior = 2 / (len(d) + 2)  # the variance of one +1 and one −1 among n + 2
     drawn = weight * measured + (1 - weight) * prior

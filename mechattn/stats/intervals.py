@@ -11,8 +11,8 @@ from scipy import stats
 from mechattn.errors import OptionError
 from mechattn.stats.units import Units
 
-FEWEST = 3
-_ROWS = 64
+FEWEST = 3  # prompts or groups of an interval
+_ROWS = 64  # in a block, see row_blocks
 
 
 class Interval(NamedTuple):
@@ -48,19 +48,17 @@ class Moments:
         Args:
             values: Observations [observation, *cells].
         """
-        is_present = ~np.isnan(values)
-        n = is_present.sum(axis=0, dtype=np.float64)
+        n = (~np.isnan(values)).sum(axis=0, dtype=np.float64)
 
         # Two passes: sums of squares would lose the spread of large values.
         total = np.zeros(n.shape)
-        for rows in blocks_of(values):
-            present_values = np.where(is_present[rows], values[rows], 0)
-            total += present_values.sum(axis=0, dtype=np.float64)
+        for rows in row_blocks(values):
+            total += np.nansum(values[rows], axis=0, dtype=np.float64)
         mean = ratio(total, n, otherwise=0.0)
 
         m2 = np.zeros(n.shape)
-        for rows in blocks_of(values):
-            deviations = np.where(is_present[rows], values[rows] - mean, 0.0)
+        for rows in row_blocks(values):
+            deviations = np.where(np.isnan(values[rows]), 0.0, values[rows] - mean)
             m2 += np.square(deviations).sum(axis=0)
         return cls(n, mean, m2)
 
@@ -94,11 +92,8 @@ class Moments:
         """The moments with cells without observations at the end of the last axis."""
         widths = [(0, 0)] * self.n.ndim
         widths[-1] = (0, length - self.n.shape[-1])
-        return Moments(
-            n=np.pad(self.n, widths),
-            mean=np.pad(self.mean, widths),
-            m2=np.pad(self.m2, widths),
-        )
+        padded = [np.pad(moment, widths) for moment in (self.n, self.mean, self.m2)]
+        return Moments(*padded)
 
     @property
     def variance(self) -> np.ndarray:
@@ -112,10 +107,8 @@ class Moments:
 
     def interval(self, level: float = 0.95) -> Interval:
         """The t interval for the mean; its ends are NaN below 3 observations."""
-        squared_error = self.variance / np.maximum(self.n, 1)
-        error = np.sqrt(squared_error)
-        freedom = np.maximum(self.n - 1, 1)
-        half = t_quantile(level, freedom) * error
+        error = np.sqrt(ratio(self.variance, self.n))
+        half = t_quantile(level, self.n - 1) * error
         half = np.where(self.n >= FEWEST, half, np.nan)
         mean = self.known_mean
         return Interval(mean, mean - half, mean + half)
@@ -143,8 +136,12 @@ def t_quantile(level: float, freedom: np.ndarray | float) -> np.ndarray:
 
     Args:
         level: The level of the interval.
-        freedom: Degrees of freedom, 1 or more; infinite ones give the normal quantile.
+        freedom: Degrees of freedom; infinite ones give the normal quantile, and 0 or fewer NaN.
+
+    Raises:
+        OptionError: The level is not a number from 0.5 to below 1.
     """
+    check_level(level)
     upper_end = (1 + level) / 2
     quantile = stats.t.ppf(upper_end, freedom)
     return np.asarray(quantile)
@@ -173,7 +170,7 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
         The mean of each cell and the ends of its interval [*cells], in the unit of the values.
 
     Raises:
-        OptionError: There are fewer than three units.
+        OptionError: There are fewer than three units, or the level is not one.
     """
     if len(values) < FEWEST:
         raise OptionError(
@@ -184,7 +181,7 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     return moments.interval(level)
 
 
-def blocks_of(values: np.ndarray) -> list[slice]:
+def row_blocks(values: np.ndarray) -> list[slice]:
     """Blocks of rows, so that what is computed from each stays in a processor's cache: three times
     as fast.
     """
@@ -267,9 +264,7 @@ def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
     present_estimates = estimate[is_present]
     mean = present_estimates.mean()
     mean_noise = noise[is_present].mean()
-    spread = present_estimates.var(ddof=1) - mean_noise
-    spread = max(0.0, float(spread))
-
+    spread = max(0.0, float(present_estimates.var(ddof=1) - mean_noise))
     total = spread + noise
     weight = ratio(spread, total, otherwise=1.0)
     return mean + weight * (estimate - mean)
@@ -295,5 +290,4 @@ def relative_change(
     log_ratio = np.log(values / baseline)
     if units is not None:
         log_ratio = units.means(log_ratio)
-    mean, low, high = t_interval(log_ratio)
-    return Interval(np.expm1(mean), np.expm1(low), np.expm1(high))
+    return Interval(*np.expm1(t_interval(log_ratio)))

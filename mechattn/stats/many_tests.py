@@ -17,7 +17,7 @@ from mechattn.stats.paired import (
     summary,
 )
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.units import ALONE, EXACT, RESAMPLES, enough
+from mechattn.stats.units import MOST_EXACT, MOST_SINGLE, RESAMPLES, patterns_needed
 
 _SEED = 0  # of sign flips and resamples
 _MANY = 4000  # cells; fewer are tested by `paired`, in a second or two
@@ -53,7 +53,7 @@ def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
     """
     d = np.asarray(d, dtype=np.float64)
     units, cells = d.shape
-    if cells <= _MANY or units > ALONE:
+    if cells <= _MANY or units > MOST_SINGLE:
         statistics = paired(d, None, bootstrap_ends=False)
         return PairedTests(statistics.p, statistics.q, statistics.skewed)
 
@@ -80,11 +80,10 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]
     """
     units, cells = d.shape
     generator = np.random.default_rng(_SEED)
-    most = enough(RESAMPLES, cells)
+    most = patterns_needed(RESAMPLES, cells)
     patterns = _FIRST
     p = np.full(cells, np.nan)
-    is_complete = ~np.isnan(d).any(0)
-    columns = np.flatnonzero(is_complete)
+    columns = np.flatnonzero(~np.isnan(d).any(0))
 
     while True:
         # The same patterns for all columns, some of which are in memory at a time.
@@ -92,7 +91,7 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]
         for start in range(0, len(columns), _COLUMNS):
             block = columns[start : start + _COLUMNS]
             p[block] = flipped(d[:, block], signs)
-        if units <= EXACT or patterns == most:
+        if units <= MOST_EXACT or patterns == most:
             return p
 
         is_undecided = p < _ENOUGH_SEEN / patterns
@@ -111,17 +110,13 @@ def _p_of_resamples(
     counts = resampling.resample_sequentially(units, RESAMPLES, generator)
 
     # Cells without a finding stand for the rest of the family.
-    is_tested = ~np.isnan(d).any(0)
-    is_other = is_tested.copy()
-    is_other[possible] = False
-    shuffled = generator.permutation(np.flatnonzero(is_other))
-    others = shuffled[:_OTHERS]
-
-    resampled = np.concatenate([possible, others])
+    tested = np.flatnonzero(~np.isnan(d).any(0))
+    shuffled = generator.permutation(np.setdiff1d(tested, possible))
+    resampled = np.concatenate([possible, shuffled[:_OTHERS]])
     values = d[:, resampled]
     columns = summary(values)
     error = columns["deviation"] / np.sqrt(units)
     t = resampling.t_of(columns["mean"], error)
 
-    p = resampling.p_values(values, t, counts, family_size=int(is_tested.sum()))
+    p = resampling.p_values(values, t, counts, family_size=len(tested))
     return p[: len(possible)]

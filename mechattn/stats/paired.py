@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ import numpy as np
 from scipy import stats
 
 from mechattn.stats import resampling
-from mechattn.stats.intervals import Moments, blocks_of, ratio
+from mechattn.stats.intervals import Moments, ratio, row_blocks
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.units import RESAMPLES, Bags, detectable_size, enough
+from mechattn.stats.units import RESAMPLES, Bags, detectable_size, patterns_needed
 
 FEWEST_FOR_BOOTSTRAP = 20
 # Below, false findings among skewed differences are more than 5 % (docs/concepts/intervals.md).
@@ -166,11 +166,9 @@ def paired(
     stream.add(flat, expected, rounding)
     statistics = stream.statistics()
 
-    shaped = {}
-    for field in fields(statistics):
-        if field.name != "n":
-            shaped[field.name] = getattr(statistics, field.name).reshape(cells)
-    return Paired(n=len(flat), **shaped)
+    columns = dict(vars(statistics))
+    n = columns.pop("n")
+    return Paired(n, **{name: column.reshape(cells) for name, column in columns.items()})
 
 
 class PairedStream:
@@ -291,7 +289,7 @@ class PairedStream:
 
     def _draws(self, units: int, cells: int) -> Draws:
         """The random draws for all cells; kept for the next table where they are small."""
-        patterns = enough(self.resamples, cells)
+        patterns = patterns_needed(self.resamples, cells)
 
         # A byte for each count of both kinds of resamples, and a bit for each sign.
         bytes_of_a_unit = 2 * self.resamples + patterns // 8
@@ -325,16 +323,15 @@ class PairedStream:
             tests["p"] = np.maximum(p_flip, p_bootstrap)
             return tests
 
-        tails = resampling.tails(values, t, draws.sequential)
+        tails = resampling.tails(values, t, draws.sequential, self.level)
         tests["p"] = np.maximum(p_flip, tails.p)
         tests["p_family"] = np.maximum(tests["p"], tails.family)
-        largest, smallest = resampling.of_extremes(tails.largest, tails.smallest, self.level)
 
         # A simultaneous interval is at least as wide as the pointwise ones.
         pointwise_low = np.fmin(columns["low"], tests["low_bootstrap"])
         pointwise_high = np.fmax(columns["high"], tests["high_bootstrap"])
-        tests["low_simultaneous"] = np.minimum(mean - largest * error, pointwise_low)
-        tests["high_simultaneous"] = np.maximum(mean - smallest * error, pointwise_high)
+        tests["low_simultaneous"] = np.minimum(mean - tails.upper * error, pointwise_low)
+        tests["high_simultaneous"] = np.maximum(mean - tails.lower * error, pointwise_high)
         return tests
 
 
@@ -367,7 +364,7 @@ def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
     """
     n = len(d)
     third_moment = np.zeros(d.shape[1])
-    for rows in blocks_of(d):
+    for rows in row_blocks(d):
         deviations = d[rows] - columns["mean"]
         third_moment += (deviations**3).sum(0) / n
 

@@ -90,16 +90,16 @@ def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     freedom [source, 1].
     """
     units, conditions = d.shape[:2]
-    mean = d.mean((0, 1))
-    unit_effects = d.mean(1) - mean
-    condition_effects = d.mean(0) - mean
-    residuals = d - mean - unit_effects[:, None] - condition_effects[None]
-    unit_squares = conditions * (unit_effects**2).sum(0)
-    condition_squares = units * (condition_effects**2).sum(0)
-    rest = (residuals**2).sum((0, 1))
+    unit_means = d.mean(1)
+    condition_means = d.mean(0)
+    residuals = d - unit_means[:, None] - condition_means + d.mean((0, 1))
 
-    df = np.array([units - 1, conditions - 1, (units - 1) * (conditions - 1)])[:, None]
-    return np.stack([unit_squares, condition_squares, rest]) / df, df
+    rest_df = (units - 1) * (conditions - 1)
+    df = np.array([units - 1, conditions - 1, rest_df])[:, None]
+    unit_squares = conditions * unit_means.var(0, ddof=1)
+    condition_squares = units * condition_means.var(0, ddof=1)
+    rest = (residuals**2).sum((0, 1)) / rest_df
+    return np.stack([unit_squares, condition_squares, rest]), df
 
 
 def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:

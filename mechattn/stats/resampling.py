@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from mechattn.stats.intervals import ratio
-from mechattn.stats.units import EXACT
+from mechattn.stats.units import MOST_EXACT
 
 _PATTERNS = 2000  # random sign patterns in a block
 _SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own
@@ -62,7 +62,7 @@ def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
         is_as_large = flipped_means >= observed
         count[tried] += is_as_large.sum(0)
 
-    if len(d) <= EXACT:
+    if len(d) <= MOST_EXACT:
         return count / patterns
     return (1 + count) / (1 + patterns)
 
@@ -76,8 +76,7 @@ def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
     """
     squares = (d**2).sum(0)
     smallest = 2 * squares * np.log(2e15 * patterns)
-    is_far: np.ndarray = d.sum(0) ** 2 > smallest
-    return is_far & (squares > 0)
+    return (d.sum(0) ** 2 > smallest) & (squares > 0)
 
 
 def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
@@ -89,7 +88,7 @@ def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Itera
         resamples: The number of random patterns, from 13 prompts on.
         generator: Where they come from.
     """
-    if n <= EXACT:
+    if n <= MOST_EXACT:
         numbers = np.arange(2**n)[:, None]
         bits = (numbers >> np.arange(n)) & 1
         yield np.packbits(bits, axis=1)
@@ -172,7 +171,7 @@ def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
         deviation: Standard deviations [cell].
         d: The values that they are of [prompt, cell].
     """
-    largest = np.maximum(d.max(0, initial=0.0), -d.min(0, initial=0.0))
+    largest = abs(d).max(0, initial=0.0)
     return np.where(deviation <= _ROUNDING * largest, 0.0, deviation)
 
 
@@ -221,19 +220,20 @@ class Tails:
     spread, so that a cell with all of its spread in one prompt does not decide for others.
 
     Args:
-        largest: The largest t* of each resample over all cells, or 0 [resample].
-        smallest: The smallest, or 0 [resample].
+        upper: The upper quantile of the largest t* of each resample over all cells, or 0. The lower
+            end of simultaneous intervals is ``mean − upper · s / √n``.
+        lower: The lower quantile of the smallest t*, or 0, for the upper end.
         p: Two-sided p of each cell alone [cell].
         family: Two-sided p of each cell, adjusted for all of them [cell].
     """
 
-    largest: np.ndarray
-    smallest: np.ndarray
+    upper: float
+    lower: float
     p: np.ndarray
     family: np.ndarray
 
 
-def tails(d: np.ndarray, t: np.ndarray, counts: Counts) -> Tails:
+def tails(d: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
     """Compare the t of each column of d [prompt, cell] with resamples of all columns.
 
     A resample uses the same prompts in all cells, which preserves their correlation; each tail is
@@ -244,6 +244,7 @@ def tails(d: np.ndarray, t: np.ndarray, counts: Counts) -> Tails:
         d: Differences [prompt, cell].
         t: The t of each column [cell]; NaN for those that are not tested.
         counts: Resamples of these prompts.
+        level: The level of the simultaneous intervals.
 
     Returns:
         The tails, in the order of the columns; the p of a column that is not tested are NaN.
@@ -256,8 +257,14 @@ def tails(d: np.ndarray, t: np.ndarray, counts: Counts) -> Tails:
     spreads = [_smallest_for_p(len(d), len(order)), _SMALLEST_SPREAD]
     reached = _reached(d, t, order, counts, spreads)
     p = _p_of_each_cell(reached, len(order), len(order))
-    upper, lower = reached.furthest[:, for_family]
-    return Tails(upper, -lower, p, reached.p_family[for_family])
+    largest = reached.furthest[0, for_family]
+    smallest = -reached.furthest[1, for_family]
+    return Tails(
+        upper=float(np.quantile(largest, (1 + level) / 2)),
+        lower=float(np.quantile(smallest, (1 - level) / 2)),
+        p=p,
+        family=reached.p_family[for_family],
+    )
 
 
 def p_values(
@@ -374,21 +381,6 @@ def _t_star_by_columns(
         columns = order[start : start + _COLUMNS]
         t_star = _studentised(d[:, columns], counts, spreads)
         yield columns, t_star
-
-
-def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
-    """The t of the lower and the upper end of simultaneous intervals.
-
-    An end is ``mean − t · s / √n``, so the lower one comes from the largest t*.
-
-    Args:
-        largest: The largest t* over all cells [resample].
-        smallest: The smallest [resample].
-        level: The level of the intervals.
-    """
-    lower_end = np.quantile(largest, (1 + level) / 2)
-    upper_end = np.quantile(smallest, (1 - level) / 2)
-    return float(lower_end), float(upper_end)
 
 
 def _studentised(

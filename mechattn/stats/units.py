@@ -17,12 +17,12 @@ from scipy import optimize, sparse, stats
 from mechattn.errors import OptionError, check_counts
 
 RESAMPLES = 9999
-EXACT = 12  # prompts: all 4,096 sign patterns are tried
-SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
+MOST_EXACT = 12  # prompts: all 4,096 sign patterns are tried
+_SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
 _MOST_UNITS = 200  # that ``fewest`` considers
 _MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 takes
 Unit = Literal["auto", "prompt"]
-ALONE = 2000  # units: up to this number, each is resampled on its own
+MOST_SINGLE = 2000  # units: up to this number, each is resampled on its own
 _MOST_BAGS = 1000
 
 
@@ -64,10 +64,9 @@ class Resolution:
     random: str = ""
 
     def __str__(self) -> str:
-        """A sentence with these figures."""
-        if not self.random:
-            return self._sentence_about_units()
-        return f"{self._sentence_about_units()}; {self.random}"
+        """A sentence with these figures, and that about random weights, if any."""
+        sentences = [self._sentence_about_units(), self.random]
+        return "; ".join(filter(None, sentences))
 
     def _sentence_about_units(self) -> str:
         start = f"with {self.n} {self.unit} and {self.tests} tests"
@@ -117,7 +116,7 @@ def random_words(draws: int, tests: int, compared: int, level: float = 0.05) -> 
     return f"{sentence}; {fewest_draws} draws would do"
 
 
-def enough(resamples: int, cells: int) -> int:
+def patterns_needed(resamples: int, cells: int) -> int:
     """The number of sign patterns that the false discovery rate needs for this number of cells: at
     least 20 each.
     """
@@ -141,9 +140,9 @@ def resolution(
     """
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
-    patterns = enough(resamples, tests)
+    patterns = patterns_needed(resamples, tests)
     smallest_p = 1 / (1 + patterns)
-    if n <= EXACT:
+    if n <= MOST_EXACT:
         smallest_p = 2.0 ** (1 - n)
 
     # With so many tests at the smallest p, their q is below the level.
@@ -216,9 +215,9 @@ def _fewest(tests: int, level: float, patterns: int) -> int | None:
     """The smallest number of units with which one test alone passes almost surely; None if there is
     none."""
     fewest = _MOST_UNITS
-    if chance(fewest, tests, level, patterns) < SURE:
+    if chance(fewest, tests, level, patterns) < _SURE:
         return None
-    while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= SURE:
+    while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= _SURE:
         fewest -= 1
     return fewest
 
@@ -229,7 +228,7 @@ def chance(n: int, tests: int, level: float, patterns: int) -> float:
     """
     # The fraction of patterns with as large a mean: all signs kept, or all flipped.
     extreme = 2.0 ** (1 - n)
-    if n <= EXACT:
+    if n <= MOST_EXACT:
         return float(tests * extreme < level)
     # The most drawn patterns that may be as extreme: tests · (1 + hits) / (1 + patterns) < level.
     hits = ceil(level * (1 + patterns) / tests) - 2
@@ -245,7 +244,7 @@ def power_of(
     ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q <
     level asks of a test alone; times the probability that sign flips can be as small.
     """
-    reachable = chance(n, tests, level, enough(resamples, tests))
+    reachable = chance(n, tests, level, patterns_needed(resamples, tests))
     critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
     shift = effect * np.sqrt(n)
     right_sign = stats.nct.sf(critical_t, n - 1, shift)
@@ -261,7 +260,7 @@ def detectable_size(
     """The effect (d_z) that :func:`power_of` finds with a given probability; NaN with too few units
     for any.
     """
-    patterns = enough(resamples, tests)
+    patterns = patterns_needed(resamples, tests)
     if n < 3 or chance(n, tests, level, patterns) <= sure:
         return float("nan")
 
@@ -303,7 +302,9 @@ class Units:
     @property
     def kind(self) -> Literal["prompts", "groups"]:
         """The kind of unit."""
-        return "prompts" if self.of is None else "groups"
+        if self.of is None:
+            return "prompts"
+        return "groups"
 
     @property
     def unit(self) -> str:
@@ -348,11 +349,10 @@ class Units:
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
         """The prompts of one half of the units, and the others, so that no group is on both
         sides."""
+        if self.of is None:
+            return halves_of(self.n)
         units_of_half, _ = halves_of(self.n)
-        unit = self.of
-        if unit is None:
-            unit = np.arange(self.prompts)
-        in_half = np.isin(unit, units_of_half)
+        in_half = np.isin(self.of, units_of_half)
         return np.flatnonzero(in_half), np.flatnonzero(~in_half)
 
     def refuse_below(
@@ -396,9 +396,9 @@ class Bags:
     @classmethod
     def drawn(cls, n: int, seed: int) -> Bags | None:
         """Draw bags of n units; None if there are few enough to resample single units."""
-        if n <= ALONE:
+        if n <= MOST_SINGLE:
             return None
-        count = resampled(n)
+        count = resampled_count(n)
         sizes = np.full(count, n // count)
         sizes[: n - sizes.sum()] += 1
         ends = np.cumsum(sizes)
@@ -432,9 +432,9 @@ class Bags:
         return means.reshape(self.n, *cells)
 
 
-def resampled(n: int) -> int:
+def resampled_count(n: int) -> int:
     """The number of units, or bags of units, that are resampled when there are n units."""
-    if n <= ALONE:
+    if n <= MOST_SINGLE:
         return n
-    bag_size = -(-n // _MOST_BAGS)
+    bag_size = ceil(n / _MOST_BAGS)
     return n // bag_size

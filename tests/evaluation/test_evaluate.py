@@ -266,7 +266,7 @@ def exchanged(model, conditions, problems):
     lengths = set()
     while generation.is_open:
         together |= generation.advance()
-        lengths.add(generation.rows.real.shape[1])
+        lengths.add(generation.rows.visible.shape[1])
     assert len(lengths) > 2, "rows were exchanged"
     for number, request in enumerate(requests):
         (alone,) = answers(native, [request], 24, end)
@@ -300,9 +300,9 @@ def test_a_batch_stays_full_while_problems_wait(toy, problems):
     open_rows = []
     read_last_tokens = generation.rows.read_last_tokens
 
-    def counted(options):
+    def counted():
         open_rows.append((generation.rows.open_count, len(generation.waiting)))
-        return read_last_tokens(options)
+        return read_last_tokens()
 
     generation.rows.read_last_tokens = counted
     answered = {}
@@ -444,6 +444,8 @@ def test_the_noise_of_the_baseline(toy, problems):
     assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
     with pytest.raises(OptionError, match="in both runs shows no noise"):
         ma.baseline_noise(toy, problems, other_batch=32)
+    with pytest.raises(OptionError, match="8 answers in the same batches in both runs"):
+        ma.baseline_noise(toy, problems, batch=16, other_batch=8)
 
 
 def test_answers_are_paired_by_problem_whatever_the_order():

@@ -98,7 +98,11 @@ def test_an_evaluation_with_missing_answers_is_printed():
     answers = finals(["1", "2", "3"], ["1", "2", "3"]).answers
     unfinished = Evaluation(answers[:-1], {})
     assert "answers are missing (1 of 3 under 'other')" in repr(unfinished)
-    assert Evaluation((), {}).samples == 0
+    empty = Evaluation((), {})
+    assert empty.samples == 0
+    for call in (empty.accuracy, lambda: empty.pass_at_k(1)):
+        with pytest.raises(OptionError, match="the evaluation has no answers"):
+            call()
     with pytest.raises(OptionError, match="there is no condition 'slsh'"):
         unfinished.answered([], "slsh")
     with pytest.raises(OptionError, match="sample=5: the evaluation has 1 answers"):

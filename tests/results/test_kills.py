@@ -10,7 +10,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.evaluation.answer_file import kept
+from mechattn.evaluation.answer_file import kept_answers
 from mechattn.store.atomic_writes import sweep, write_whole
 from mechattn.store.objects import Place
 from mechattn.store.writing import write_result
@@ -120,7 +120,7 @@ def test_answers(tmp_path):
     about = {"conditions": {"baseline": ""}, "seed": 0}
 
     def work():
-        with kept(path, about) as file:
+        with kept_answers(path, about) as file:
             for answer in every:
                 if (answer.prompt, answer.condition, answer.sample) not in file.answers:
                     file.add(answer)

@@ -8,7 +8,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import Interrupted, OutputError, ServerError
-from mechattn.evaluation.answer_file import Kept
+from mechattn.evaluation.answer_file import KeptAnswers
 from tests.served.stand_in import StandIn, running, served
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -153,7 +153,7 @@ def test_nothing_more_is_asked_for_where_nothing_can_be_written(prompts, stuck, 
     def full(self, answer):
         raise OutputError("there is no room")
 
-    monkeypatch.setattr(Kept, "add", full)
+    monkeypatch.setattr(KeptAnswers, "add", full)
     with pytest.raises(OutputError, match="no room"):
         served(stuck, prompts, SLASH, batch=1)
     assert len(stuck.answers_asked(12)) <= 3

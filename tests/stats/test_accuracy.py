@@ -84,6 +84,12 @@ def test_detectable_where_answers_hardly_differ(disagreement):
     assert 0.72 < np.average(is_found, weights=times) < 0.95
 
 
+@pytest.mark.parametrize(("first", "second"), [([], []), ([True], [True, False, True])])
+def test_answers_that_are_not_paired_are_refused(first, second):
+    with pytest.raises(OptionError, match="give one of each to every problem"):
+        paired_accuracy(first, second)
+
+
 def test_many_problems_do_not_overflow():
     """The product of four counts is beyond 64 bits; the interval is then that of the normal distribution."""
     rng = np.random.default_rng(0)

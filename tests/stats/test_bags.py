@@ -6,7 +6,7 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 from mechattn.stats.paired import paired
-from mechattn.stats.units import ALONE, Bags, resampled
+from mechattn.stats.units import MOST_SINGLE, Bags, resampled_count
 
 N = 2400  # 800 bags of 3
 
@@ -18,10 +18,10 @@ def test_every_unit_is_in_one_bag_and_bags_are_alike(n):
     assert np.array_equal(np.sort(bags.order), np.arange(n))
     assert sizes.max() - sizes.min() <= 1
     assert (sizes > sizes.min()).sum() < n / bags.n  # fewer than there are units in one
-    assert 600 < bags.n == resampled(n) <= 1000
+    assert 600 < bags.n == resampled_count(n) <= 1000
     assert not np.array_equal(bags.order, Bags.drawn(n, 1).order)
-    assert Bags.drawn(ALONE, 0) is None, "few units are resampled one by one"
-    assert resampled(ALONE) == ALONE
+    assert Bags.drawn(MOST_SINGLE, 0) is None, "few units are resampled one by one"
+    assert resampled_count(MOST_SINGLE) == MOST_SINGLE
 
 
 def test_means_are_those_of_a_loop():

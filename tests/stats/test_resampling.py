@@ -7,7 +7,6 @@ from scipy import stats
 
 from mechattn.stats import resampling
 from mechattn.stats.resampling import (
-    of_extremes,
     p_values,
     resample,
     resample_sequentially,
@@ -38,8 +37,8 @@ def t_of(d):
 
 def simultaneous(d, counts, level):
     """The intervals that the extreme t* of all cells give."""
-    found = tails(d, np.zeros(d.shape[1]), counts)
-    return ends(d, of_extremes(found.largest, found.smallest, level))
+    extremes = tails(d, np.zeros(d.shape[1]), counts, level)
+    return ends(d, (extremes.upper, extremes.lower))
 
 
 def bootstrap_t(d, counts, level):
@@ -124,7 +123,7 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     counts = resample_sequentially(24, 150, np.random.default_rng(1))
     drawn = t_of_each_resample(d, counts)
     monkeypatch.setattr(resampling, "_COLUMNS", 4)
-    got = tails(d, t, counts)
+    got = tails(d, t, counts, 0.95)
     assert_array_equal(p_values(d, t, counts), got.p)
     assert_allclose(got.family, step_down(t, drawn))
 

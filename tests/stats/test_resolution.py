@@ -9,7 +9,7 @@ from mechattn.errors import OptionError
 from mechattn.stats.paired import paired
 from mechattn.stats.random_effects import against_draws
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.units import EXACT, enough, random_words, resolution
+from mechattn.stats.units import MOST_EXACT, patterns_needed, random_words, resolution
 from tests.stats.test_paired import p_of_all_patterns
 
 
@@ -23,7 +23,7 @@ def alone(n, tests):
 @pytest.mark.parametrize("tests", [1, 8, 32])
 def test_a_large_effect_is_found_with_the_fewest_prompts_and_never_with_one_less(tests):
     fewest = resolution(8, tests).fewest
-    assert fewest <= EXACT, "all patterns are tried"
+    assert fewest <= MOST_EXACT, "all patterns are tried"
     for n in (fewest - 1, fewest):
         made = resolution(n, tests)
         assert made.smallest_q == pytest.approx(alone(n, tests))
@@ -40,7 +40,7 @@ def test_the_smallest_p_is_that_of_all_patterns(n):
 def test_with_drawn_signs_the_chance_is_that_of_draws(n):
     """784 tests: a single drawn pattern that is that of the data is one too many."""
     made = resolution(n, 784)
-    patterns = enough(9999, 784)
+    patterns = patterns_needed(9999, 784)
     column = np.ones((n, 1))
     signs = (drawn_signs(n, patterns, np.random.default_rng(seed)) for seed in range(100))
     p = np.array([flipped(column, drawn)[0] for drawn in signs])
