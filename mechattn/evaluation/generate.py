@@ -31,7 +31,7 @@ from mechattn.evaluation.generating_rows import (
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.checkpoint import end_tokens
 from mechattn.model.hooked import HookedModel, device_of, facts_of, holding, measuring
-from mechattn.prompts.prompt import MOST
+from mechattn.prompts.prompt import LARGEST_COUNT
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def checked_sampling(
         OptionError: A number is not allowed, or several answers would be the same.
     """
     check_counts(new_tokens=new_tokens)
-    check_counts(most=MOST, samples=samples)
+    check_counts(most=LARGEST_COUNT, samples=samples)
     if temperature is None:
         temperature = 1.0
         if samples == 1:

@@ -10,9 +10,8 @@ import numpy as np
 import xarray as xr
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import BASELINE, PADDING, SEGMENTS
 
-PADDING = -2  # in a sequence, beyond the end of a prompt
 TOKEN_ARRAYS = ("tokens", "origin", "segment_index")
 
 Count = Annotated[int, Field(ge=0)]

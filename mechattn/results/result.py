@@ -246,16 +246,18 @@ def alike_words(result: Result) -> str:
     """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups
     take account of it.
     """
-    prompts_by_sentence = result.provenance["prompts"].get("alike", {})
-    if not prompts_by_sentence:
+    likenesses = result.provenance["prompts"].get("alike", [])
+    if not likenesses:
         return ""
     n = result["sequences"].sizes["prompt"]
+    counts = [likeness["prompts"] for likeness in likenesses]
     start = ""
-    if max(prompts_by_sentence.values()) > n:
+    if max(counts) > n:
         start = "In the whole run, "
-    elif min(prompts_by_sentence.values()) < n:
+    elif min(counts) < n:
         start = "In parts of it, "
-    return f"{start}{'; '.join(prompts_by_sentence)}."
+    words = "; ".join(likeness["words"] for likeness in likenesses)
+    return f"{start}{words}."
 
 
 def units_in(result: Result, values: xr.DataArray) -> Units:
