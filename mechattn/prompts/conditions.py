@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from mechattn.errors import ConditionError, OptionError, check_choice, check_counts, plain
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
-from mechattn.prompts.fillers import Place, check_insertion, position_behind, position_of
+from mechattn.prompts.fillers import Place, position_behind, position_of
 from mechattn.prompts.prompt import LARGEST_COUNT, Prompt
 from mechattn.prompts.token_sequences import CutEdges, TokenSequence, insert
 from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tokenize
@@ -128,8 +128,12 @@ class Insertion(ABC):
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        # A subclass without a count has checks of its own.
-        check_insertion(self.count, self.place, self.own_line)  # type: ignore[arg-type]
+        check_counts(most=LARGEST_COUNT, count=self.count)
+        if self.own_line and self.count == 1:
+            raise OptionError(
+                "count=1: a line of its own takes at least two tokens, one for its break"
+            )
+        check_choice(Place, place=self.place)
 
     @abstractmethod
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -251,6 +255,7 @@ class Text(Insertion):
     """
 
     text: str
+    # None, which the base class doesn't know, is "before_question" unless ``after`` is given.
     place: Place | None = None  # type: ignore[assignment]
     after: str | None = None
 

@@ -52,12 +52,13 @@ class Counterpart:
 
     def __post_init__(self) -> None:
         # A text is a sequence too, of letters, and token ids are one of numbers.
-        is_single = isinstance(self.versions, str)
-        if isinstance(self.versions, Sequence):
-            is_single = is_single or any(isinstance(version, int) for version in self.versions)
-        if is_single:
+        versions = self.versions
+        holds_ids = isinstance(versions, Sequence) and any(
+            isinstance(entry, int) for entry in versions
+        )
+        if isinstance(versions, str) or holds_ids:
             raise OptionError(
-                f"versions={self.versions!r}: give a list with a version of each prompt, or a"
+                f"versions={versions!r}: give a list with a version of each prompt, or a"
                 " mapping by the prompts' ids"
             )
 

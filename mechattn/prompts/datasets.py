@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -108,12 +108,17 @@ def load_prompts(
         if system is None:
             system = SYSTEM
 
+    answer_field = None
+    if with_answer or other_answer:
+        answer_field = answer or "answer"
+
     prompts = []
     for index, values in enumerate(rows):
         row = _Row(values, f"prompt {index} of {source}")
         prompt = Prompt(
             question=row.text("field", field),
             system=system or "",
+            answer=row.text("answer", answer_field),
             template=template,
             id=str(index),
             group=row.group(group),
@@ -121,8 +126,6 @@ def load_prompts(
             counterpart=row.text("counterpart", counterpart),
             other_answer=row.text("other_answer", other_answer),
         )
-        if with_answer or other_answer:
-            prompt = replace(prompt, answer=row.text("answer", answer or "answer"))
         prompts.append(prompt)
 
     return prompts
@@ -294,7 +297,7 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise PromptError(
-            f'no prompts at {name!r}: it is not "gsm8k" or "word-problems", not a file here, and'
+            f"no prompts at {name!r}: it does not come with the package, is not a file here, and"
             f" loading it from the hub failed ({type(error).__name__}: {reason})"
         ) from error
 

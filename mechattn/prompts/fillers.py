@@ -9,8 +9,8 @@ from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import Any, Literal
 
-from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
-from mechattn.prompts.prompt import LARGEST_COUNT, Prompt
+from mechattn.errors import ConditionError
+from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
 Place = Literal["before_question", "start", "middle", "after_question", "before_answer", "random"]
@@ -162,14 +162,6 @@ def _noun_phrase(draw: random.Random) -> list[str]:
     if determiner == "a" and words[0][0] in "aeiou":
         determiner = "an"
     return [determiner, *words]
-
-
-def check_insertion(count: int, place: str, own_line: bool) -> None:
-    """Refuse a number of tokens that cannot be inserted, or an unknown place."""
-    check_counts(most=LARGEST_COUNT, count=count)
-    if own_line and count == 1:
-        raise OptionError("count=1: a line of its own takes at least two tokens, one for its break")
-    check_choice(Place, place=place)
 
 
 def position_of(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -> int:

@@ -71,15 +71,11 @@ def repeated_random(
             " repetitions"
         )
 
-    bos = own_bos(model)
     prompts = []
     for index in range(limit):
         draw = random.Random(f"repeated {seed} {index}")
         tokens = _distinct(model, draw.randint(shortest, longest), draw) * times
-        if bos is not None:
-            tokens = [bos, *tokens]
-        prompts.append(Prompt(tokens=tuple(tokens), id=str(index)))
-
+        prompts.append(Prompt(tokens=(*_bos(model), *tokens), id=str(index)))
     return prompts
 
 
@@ -153,6 +149,14 @@ def pairs(
     return [replace(prompt, id=str(index)) for index, prompt in enumerate(drawn[:limit])]
 
 
+def _bos(model: TokenizedModel) -> list[int]:
+    """The BOS token before a prompt, if the model uses one."""
+    bos = own_bos(model)
+    if bos is None:
+        return []
+    return [bos]
+
+
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
     """This number of ordinary tokens, all different."""
     size = int(model.cfg.d_vocab)
@@ -199,7 +203,7 @@ def _drawn(tokenizer: Any, source: str, count: int, seed: int) -> list[Prompt]:
 
 def _indirect_object(draw: random.Random, template: str, names: list[str]) -> dict[str, Any]:
     """Who gets the thing: the name that is not repeated."""
-    receiver, giver = (name.strip() for name in draw.sample(names, 2))
+    receiver, giver = draw.sample(names, 2)
     place = draw.choice(_WORDING["places"])
     thing = draw.choice(_WORDING["things"])
     first, second = draw.sample([receiver, giver], 2)
@@ -228,11 +232,11 @@ def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dic
     }
 
 
-def _capital(draw: random.Random, template: str, words: list[str], word: str) -> dict[str, Any]:
+def _capital(
+    draw: random.Random, template: str, countries: list[str], country: str
+) -> dict[str, Any]:
     """The capital of a country; the other version asks for another."""
-    other_word = draw.choice([other for other in words if other != word])
-    country = word.strip()
-    other_country = other_word.strip()
+    other_country = draw.choice([other for other in countries if other != country])
     return {
         "question": template.format(country=country),
         "counterpart": template.format(country=other_country),
@@ -246,9 +250,7 @@ def _with_other_order(model: TokenizedModel, prompt: Prompt, seed: int) -> Promp
     order.
     """
     draw = random.Random(f"repeated-random {seed} {prompt.id}")
-    bos = []
-    if own_bos(model) is not None:
-        bos.append(prompt.tokens[0])
+    bos = _bos(model)
     repeated = list(prompt.tokens[len(bos) :])
     span = repeated[: len(repeated) // 2]
     cut = draw.randrange(1, len(span))
@@ -272,15 +274,14 @@ def _with_other_order(model: TokenizedModel, prompt: Prompt, seed: int) -> Promp
 
 
 def _of_usual_length(tokenizer: Any, words: Sequence[str]) -> list[str]:
-    """The words that are as many tokens as most others."""
-    sizes = {word: len(tokens_of(tokenizer, word)) for word in words}
+    """The words that are as many tokens as most others, without the space before them."""
+    sizes = {word.strip(): len(tokens_of(tokenizer, word)) for word in words}
     usual_size = Counter(sizes.values()).most_common(1)[0][0]
-    usual = [word for word in words if sizes[word] == usual_size]
+    usual = [word for word, size in sizes.items() if size == usual_size]
     if len(usual) < _FEWEST_WORDS:
-        unusual = [word for word in words if sizes[word] != usual_size]
-        rest = ", ".join(f"{word.strip()!r} ({sizes[word]})" for word in unusual)
+        unusual = [f"{word!r} ({size})" for word, size in sizes.items() if size != usual_size]
         raise PromptError(
             f"only {len(usual)} words are {usual_size} tokens with this tokenizer; other numbers of"
-            f" tokens: {rest}"
+            f" tokens: {', '.join(unusual)}"
         )
     return usual

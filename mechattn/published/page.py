@@ -130,8 +130,7 @@ def changing_heads(result: Result) -> list[int]:
     """The heads of layer 0 that change most on one half of the prompts; the first where there are
     too few prompts or groups."""
     count = min(HEADS, result["received_attention"].sizes["head"])
-    prompts = result["received_attention"].sizes["prompt"]
-    units = units_of(result, prompts)
+    units = units_of(result)
     if units.n < 2 * FEWEST:
         return list(range(count))
     chosen_on, _ = units.halves()

@@ -233,12 +233,12 @@ def in_half_the_space(result: Result) -> Result:
     return replace(result, datasets=datasets)
 
 
-def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
+def units_of(result: Result, unit: Unit = "auto") -> Units:
     """The units of all prompts of a result: its prompts, or their groups."""
     check_choice(Unit, unit=unit)
     sequences = result["sequences"]
     if unit == "prompt" or "group" not in sequences:
-        return Units(prompts)
+        return Units(sequences.sizes["prompt"])
     return Units.grouped([str(group) for group in sequences.group.values])
 
 
@@ -269,14 +269,14 @@ def units_in(result: Result, values: xr.DataArray) -> Units:
     return Units.grouped([str(group) for group in groups.values])
 
 
-def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
+def shared_units(result: Result, other: Result, unit: Unit) -> Units:
     """The units of two results of the same prompts, which must have the same groups."""
     if unit == "auto" and _groups_of(result) != _groups_of(other):
         raise OptionError(
             "the prompts have different groups in the two results; run both with the same prompts, "
             'or give unit="prompt" to use single prompts'
         )
-    return units_of(result, prompts, unit)
+    return units_of(result, unit)
 
 
 def _groups_of(result: Result) -> list[str] | None:
