@@ -41,8 +41,8 @@ from .prompts.conditions import Baseline as Baseline
 from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
 from .prompts.conditions import RandomSentence as RandomSentence
 from .prompts.datasets import load_prompts as load_prompts
-from .prompts.datasets import repeated_random as repeated_random
-from .prompts.pairs import pairs as pairs
+from .prompts.generated import pairs as pairs
+from .prompts.generated import repeated_random as repeated_random
 from .prompts.prompt import Prompt as Prompt
 from .prompts.sweeps import sweep as sweep
 from .published.paper import paper as paper

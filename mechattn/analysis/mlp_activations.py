@@ -37,8 +37,8 @@ from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
 from mechattn.prompts.token_sequences import Batch, TokenSequence
-from mechattn.prompts.tokenization import TOKEN_CLASSES, vocabulary_classes
 
 Rule = Literal["quantile", "mad", "absolute"]
 _UNDEFINED = -1.0  # stands for an undefined number, as sums must be finite

@@ -10,7 +10,7 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.means import mean_over_prompts, overall_mean
-from mechattn.contrast.quantities import check_layer
+from mechattn.contrast.quantities import check_layer, labels_where
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
@@ -117,11 +117,8 @@ def _of_payer(values: xr.DataArray, payer: str) -> xr.DataArray:
 
 def payers(result: Result) -> list[str]:
     """The segments that have tokens, in the order of a stack."""
-    attention = result[NAME].attention
-    rest = [dim for dim in attention.dims if dim != "segment"]
-    has_tokens = attention.notnull().any(rest)
-    present = attention.segment.values[has_tokens.values]
-    return [name for name in PAYERS if name in present]
+    with_tokens = labels_where(result[NAME].attention.notnull(), "segment")
+    return [name for name in PAYERS if name in with_tokens]
 
 
 def known_causes(result: Result, condition: str) -> list[str]:
@@ -129,9 +126,7 @@ def known_causes(result: Result, condition: str) -> list[str]:
     keys.
     """
     by_cause = result[NAME].by_cause.sel(condition=condition, segment="question")
-    rest = [dim for dim in by_cause.dims if dim != "cause"]
-    is_known = by_cause.notnull().any(rest)
-    known = by_cause.cause.values[is_known.values]
+    known = labels_where(by_cause.notnull(), "cause")
     return [cause for cause in CAUSES if cause in known]
 
 

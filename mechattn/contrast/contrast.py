@@ -15,9 +15,7 @@ from mechattn.contrast import stability, table
 from mechattn.contrast.differences import (
     aligned,
     check_cells,
-    differences,
     in_blocks,
-    labels_of,
     layers_of,
 )
 from mechattn.contrast.quantities import Null, check_measured, variable_of
@@ -56,12 +54,12 @@ class Verdict:
     above: np.ndarray
     rises: np.ndarray
     falls: np.ndarray
+    marked: np.ndarray
     n: int
-    unit: str = "prompts"
-    margin: float | None = None
-    same: np.ndarray | None = None
-    null_kind: Null = "uniform"
-    marked: np.ndarray | None = None
+    unit: str
+    margin: float | None
+    same: np.ndarray | None
+    null_kind: Null
 
     @property
     def findable(self) -> bool:
@@ -138,9 +136,9 @@ class Contrast(Question):
         units.refuse_below(FEWEST)
         condition_values = [numbers.values[:, present] for numbers in tested]
         effects = np.stack(condition_values, axis=1)  # [unit, condition, cell]
-        labels = {name: values[present] for name, values in tested[0].labels.items()}
         estimates = crossed(effects, self.level)
-        heads = pd.DataFrame(labels | estimates._asdict())
+        labels = tested[0].labels[present].reset_index(drop=True)
+        heads = labels.assign(**estimates._asdict())
         after_p = heads.columns.get_loc("p") + 1
         heads.insert(after_p, "q", false_discovery(estimates.p))
         heads = by_head(heads.assign(n=units.n, conditions=len(names)))
@@ -170,11 +168,8 @@ class Contrast(Question):
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
         self.check_alike()
-        other = self.other
-        if other is not None:
-            other = other.sel(head=head)
-        contrast = replace(self, result=self.result.sel(head=head), other=other)
-        head_differences = differences(contrast, labels_of([contrast]))
+        contrast = self.of_parts(lambda result: result.sel(head=head))
+        (head_differences,) = layers_of(contrast)
         if head_differences.ours.ndim > 3:
             raise OptionError(
                 f"{self.quantity!r} has more than one number for each head and prompt"
@@ -229,7 +224,7 @@ class Contrast(Question):
                 f"{quantity!r} is not positive in every prompt, so it has no relative change"
             )
 
-        units = units_of(self.result, variable.sizes["prompt"], self.unit)
+        units = units_of(self.result, self.unit)
         units.refuse_below(FEWEST)
         change = relative_change(means["ours"], means["theirs"], units)
         if "null" not in means or "their_null" not in means:
@@ -294,11 +289,12 @@ class Contrast(Question):
         check_choice(("half", None), select=select)
         cells = 0
         left_out: list[str] = []
-        for block in layers_of(self)():
+        for block in layers_of(self):
             cells += block.cells.size
             left_out += block.left_out
-        check_cells(self, block.scale, cells, left_out)
-        units = units_of(self.result, block.ours.sizes["prompt"], self.unit)
+            scale = block.scale  # the same in every block
+        check_cells(self, scale, cells, left_out)
+        units = units_of(self.result, self.unit)
         n = units.n
         if select is not None:
             n = (n + 1) // 2
@@ -331,8 +327,9 @@ def sampled_conditions(conditions: Sequence[str]) -> list[str]:
     Raises:
         OptionError: There are too few, or one is there twice.
     """
-    names = [] if isinstance(conditions, str) else list(conditions)
-    if len(set(names)) < max(FEWEST_CONDITIONS, len(names)):
+    names = list(conditions)
+    has_repeats = len(set(names)) < len(names)
+    if isinstance(conditions, str) or has_repeats or len(names) < FEWEST_CONDITIONS:
         raise OptionError(
             f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
             " are the sample, and from fewer nothing can be said about others; ma.sweep makes"
@@ -355,9 +352,9 @@ def _means(contrast: Contrast) -> dict[str, np.ndarray]:
                 f"{contrast.quantity!r} has more than one number per head, so a mean over heads has"
                 " no meaning"
             )
-        cell_dims = sides.ours.dims[1:]
         for name, values in sides._asdict().items():
             if values is not None:
+                cell_dims = [dim for dim in values.dims if dim != "prompt"]
                 sums[name] = sums.get(name, 0.0) + values.sum(cell_dims).values
                 counts[name] = counts.get(name, 0) + values.count(cell_dims).values
     return {name: ratio(total, counts[name]) for name, total in sums.items()}

@@ -4,7 +4,7 @@ expects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,15 +12,16 @@ import numpy as np
 import xarray as xr
 
 from mechattn.contrast.quantities import (
-    FURTHER,
+    FURTHER_DIMS,
     NULLS,
     Scale,
     Side,
     check_condition,
     check_measured,
     check_present,
-    chosen,
+    labels_where,
     layer_blocks,
+    values_in,
     values_of,
     variable_of,
 )
@@ -78,11 +79,10 @@ class Differences:
         return ROUNDING * sizes[unit_indices].mean(0)
 
 
-Blocks = Callable[[], Iterator[Differences]]
-
-
 class Aligned(NamedTuple):
-    """The values of both conditions and of their nulls, with the same coordinates."""
+    """The values of both conditions and of their nulls, with the same coordinates; a null lacks the
+    dimensions along which it is the same.
+    """
 
     ours: xr.DataArray
     theirs: xr.DataArray
@@ -101,13 +101,16 @@ def differences(contrast: Question, labels: Labels) -> Differences:
         variable = variable_of(contrast.result, contrast.quantity)
         if variable.attrs.get("compared") == "difference":
             scale = "difference"  # as the baseline may be 0
-    difference = ours.copy(data=_between(ours.values, theirs.values, scale))
+    difference = _between(ours, theirs, scale)
 
     expected = None
     null_words = NO_NULL
     predicts_no_change = False
     if null is not None and their_null is not None:
-        expected = _expected(null.values, their_null.values, scale)
+        # A view: one number for all heads is not copied for each.
+        expected = (
+            _between(null, their_null, scale).broadcast_like(ours).transpose(*ours.dims).values
+        )
         null_words = NULLS[contrast.null_used]
     elif _inserts_alike(contrast):
         expected = np.zeros(ours.shape)
@@ -115,25 +118,26 @@ def differences(contrast: Question, labels: Labels) -> Differences:
         predicts_no_change = True
 
     # A cell counts if every prompt has its values in both conditions and under both nulls.
-    cells = np.ones(ours.shape[1:], dtype=bool)
+    cells = xr.ones_like(ours[0], dtype=bool)
     for side_values in values:
         if side_values is None:
             continue
         # NaN if a prompt has none; a value that is 0 or negative has no ratio.
-        least = side_values.values.min(0)
+        least = side_values.min("prompt", skipna=False)
         if scale == "log-ratio":
             cells &= least > 0
         else:
-            cells &= ~np.isnan(least)
+            cells &= least.notnull()
     return Differences(
-        ours, theirs, difference, expected, null_words, cells, scale, predicts_no_change
+        ours, theirs, difference, expected, null_words, cells.values, scale, predicts_no_change
     )
 
 
-def layers_of(contrast: Question, resamples: int = 0) -> Blocks:
-    """A function that yields the differences of a comparison, some layers at a time."""
+def layers_of(contrast: Question, resamples: int = 0) -> Iterator[Differences]:
+    """Yield the differences of a comparison, some layers at a time."""
     contrasts, labels = in_blocks(contrast, resamples)
-    return lambda: (differences(block_contrast, labels) for block_contrast in contrasts)
+    for block_contrast in contrasts:
+        yield differences(block_contrast, labels)
 
 
 def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], Labels]:
@@ -141,7 +145,7 @@ def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], L
     of them.
     """
     blocks = layer_blocks(contrast.result, contrast.quantity, contrast.segment, resamples)
-    contrasts = [contrast.part("layer", block) for block in blocks]
+    contrasts = [contrast.of_layers(block) for block in blocks]
     return contrasts, labels_of(contrasts)
 
 
@@ -166,49 +170,37 @@ def labels_of(blocks: Iterable[Question]) -> Labels:
         none, or only segments of which the comparison names one.
     """
     order: dict[str, list[object]] = {}
-    present: dict[str, list[set[object]]] = {}  # by dimension, of both conditions
+    present: dict[tuple[str, int], set[object]] = {}  # by dimension and condition
     attended: set[object] = set()  # segments that get attention in any prompt
 
     for contrast in blocks:
-        variables = []
-        for result, condition in contrast.sides:
+        for side, (result, condition) in enumerate(contrast.sides):
             check_condition(result, condition)
-            variables.append(variable_of(result, contrast.quantity))
-        dims = [dim for dim in FURTHER if dim in variables[0].dims]
-        if contrast.segment is not None and "segment" in dims:
-            dims.remove("segment")  # one is named
-        if not dims:
-            break  # and nothing is read
+            variable = variable_of(result, contrast.quantity)
+            dims = [dim for dim in FURTHER_DIMS if dim in variable.dims]
+            if contrast.segment is not None and "segment" in dims:
+                dims.remove("segment")  # one is named
+            if not dims:
+                continue  # and nothing is read
 
-        sides = []
-        for variable, (_, condition) in zip(variables, contrast.sides, strict=True):
-            sides.append(chosen(variable, condition, contrast.segment))
-        for dim in dims:
-            order[dim] = sides[0][dim].values.tolist()
-            label_sets = present.setdefault(dim, [set(), set()])
-            for label_set, values in zip(label_sets, sides, strict=True):
+            values = values_in(variable, condition, contrast.segment)
+            for dim in dims:
+                order.setdefault(dim, values[dim].values.tolist())
                 has_value = values.notnull()
                 if dim == "band":  # short prompts don't reach as far back
                     has_value = has_value.all("prompt")
-                label_set |= _labels_where(has_value, dim)
+                present.setdefault((dim, side), set()).update(labels_where(has_value, dim))
                 if dim == "to_segment":
-                    attended |= _labels_where(values.fillna(0) != 0, dim)
+                    attended |= labels_where(values.fillna(0) != 0, dim)
 
     labels = {}
-    for dim, (ours, theirs) in present.items():
-        comparable = ours & theirs
+    for dim, dim_labels in order.items():
+        comparable = present[dim, 0] & present[dim, 1]
         if dim == "to_segment":
             # Attention to what comes later is 0 in every prompt and condition.
             comparable &= attended
-        labels[dim] = [label for label in order[dim] if label in comparable]
+        labels[dim] = [label for label in dim_labels if label in comparable]
     return labels
-
-
-def _labels_where(mask: xr.DataArray, dim: str) -> set[object]:
-    """The labels of a dimension at which any value of a mask is true."""
-    over = [name for name in mask.dims if name != dim]
-    has_any = mask.any(over).values
-    return set(mask[dim].values[has_any].tolist())
 
 
 def aligned(contrast: Question, labels: Labels) -> Aligned:
@@ -230,13 +222,12 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
             )
 
     # How the quantity was measured, such as with which threshold.
-    options = []
-    for result, _ in contrast.sides:
-        variable = variable_of(result, quantity)
-        options.append(variable.attrs.get("options"))
-    if options[0] != options[1]:
+    options, their_options = [
+        variable_of(result, quantity).attrs.get("options") for result, _ in contrast.sides
+    ]
+    if options != their_options:
         raise OptionError(
-            f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other"
+            f"{quantity!r} was measured with {options} in one result, {their_options} in the other"
         )
     return Aligned(ours, theirs, null, their_null)
 
@@ -260,17 +251,14 @@ def _of_side(
     if null is None:
         return values, None
 
-    # The null at the same labels, spread over every dimension of the values without copying it.
     differing = {}
     for null_dim in null.dims:
         if not np.array_equal(null[null_dim].values, values[null_dim].values):
             differing[null_dim] = values[null_dim]
-    null = null.sel(differing)
-    null = null.broadcast_like(values)
-    return values, null.transpose(*values.dims)
+    return values, null.sel(differing)
 
 
-def no_cells(contrast: Question, scale: Scale) -> OptionError:
+def no_cells_error(contrast: Question, scale: Scale) -> OptionError:
     """The error for a comparison without a cell to compare."""
     for side in contrast.sides:
         check_measured(side, contrast.quantity, contrast.segment)
@@ -284,43 +272,26 @@ def no_cells(contrast: Question, scale: Scale) -> OptionError:
 def check_cells(contrast: Question, scale: Scale, cells: int, left_out: Sequence[str]) -> None:
     """Refuse a comparison without cells; warn of missing ones."""
     if len(left_out) == cells:
-        raise no_cells(contrast, scale)
+        raise no_cells_error(contrast, scale)
     if left_out:
         names = ", ".join(left_out[:4])
         if len(left_out) > 4:
             names += " …"
         warn(
             f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} is not"
-            " there, or it is 0 or negative in some prompt and has no ratio, which"
-            ' scale="difference"'
+            ' there, or it is 0 or negative in some prompt and has no ratio, which scale="difference"'
             " does not need"
         )
 
 
-def _between(ours: np.ndarray, theirs: np.ndarray, scale: Scale) -> np.ndarray:
-    """The difference of two values on a scale."""
+def _between(ours: xr.DataArray, theirs: xr.DataArray, scale: Scale) -> xr.DataArray:
+    """The difference of values on a scale."""
     if scale == "difference":
         return ours - theirs
     with np.errstate(divide="ignore", invalid="ignore"):  # in omitted cells
         ratio = ours / theirs
-        return np.log(ratio, out=ratio)
-
-
-def _expected(null: np.ndarray, their_null: np.ndarray, scale: Scale) -> np.ndarray:
-    """The difference of the nulls, computed once where all heads share a number.
-
-    A null that was broadcast to the heads has a stride of 0 there: all read the same memory.
-    """
-    indices = []
-    for stride, their_stride in zip(null.strides, their_null.strides, strict=True):
-        is_shared = stride == their_stride == 0
-        if is_shared:
-            indices.append(slice(1))
-        else:
-            indices.append(slice(None))
-    without_copies = tuple(indices)
-    difference = _between(null[without_copies], their_null[without_copies], scale)
-    return np.broadcast_to(difference, null.shape)
+        np.log(ratio.values, out=ratio.values)  # in place, as there may be many
+    return ratio
 
 
 def _inserts_alike(contrast: Question) -> bool:

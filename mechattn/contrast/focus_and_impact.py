@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.axes import SEGMENTS
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError, check_choice
@@ -21,8 +21,8 @@ from mechattn.stats.intervals import Interval
 # Bins of a query's attention to the first token; the last holds 1 too.
 BIN_EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 EARLY_LAYERS = 4  # where few heads look at the first token; a group of their own
-MOST = 0.5  # above this share the first token is the strongest target, whatever the rest is
-NEARLY_ALL = 0.99
+STRONGEST_ABOVE = 0.5  # with more, the first token is the strongest target, whatever the rest is
+NEARLY_ALL = 0.99  # the lower edge of the last bin
 # The quantity of each query that each analysis measures.
 _NEEDED = {
     "attention_focus": "first_mass_at_per_prompt",
@@ -31,7 +31,7 @@ _NEEDED = {
 
 
 def focus_and_impact(
-    result: Result, condition: str = "baseline", segment: str = "question"
+    result: Result, condition: str = BASELINE, segment: str = "question"
 ) -> pd.DataFrame:
     """Bin queries by their attention to the first token, and give the size of their heads' updates
     in each bin.
@@ -86,7 +86,7 @@ def impact_within(
     result: Result,
     above: float,
     up_to: float,
-    condition: str = "baseline",
+    condition: str = BASELINE,
     segment: str = "question",
 ) -> tuple[Interval, float]:
     """Mean impact of the queries that give the first token so much, in all but the early layers,

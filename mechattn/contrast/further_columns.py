@@ -13,6 +13,7 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
+from mechattn.axes import PADDING
 from mechattn.contrast.differences import layers_of
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError
@@ -22,9 +23,6 @@ from mechattn.stats.intervals import t_quantile
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
 from mechattn.stats.units import Units, random_words
-
-_PADDING = -2  # among stored tokens
-
 
 # Beside random weights.
 
@@ -149,7 +147,7 @@ def _mean_differences(
     """The mean difference of each cell over some units, and what counts as none [*cells]."""
     means = []
     rounding = []
-    for block in layers_of(contrast)():
+    for block in layers_of(contrast):
         unit_differences = units.means(block.difference.values)[unit_indices]
         mean = block.difference[0].copy(data=unit_differences.mean(0))
         means.append(mean)
@@ -185,7 +183,7 @@ def _tokens(result: Result, condition: str) -> list[list[int]]:
     conditions.
     """
     rows = result["sequences"].tokens.sel(condition=condition).values
-    return [row[row != _PADDING].tolist() for row in rows]
+    return [row[row != PADDING].tolist() for row in rows]
 
 
 # Within a margin.

@@ -13,7 +13,7 @@ from mechattn.contrast import quantities
 from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.results.result import Result, by_head, part_of, units_of
 from mechattn.stats.intervals import FEWEST, shrunken, t_interval
-from mechattn.stats.units import Unit, halves_of
+from mechattn.stats.units import Unit, Units, halves_of
 
 # What an analysis of sinks measured that their kinds depend on.
 _SINK_QUANTITIES = [
@@ -43,8 +43,7 @@ def ranked_heads(
     check_choice(("half", None), select=select)
     if quantity is None:
         quantity = _first_quantity(result)
-    prompts = result["sequences"].sizes["prompt"]
-    units = units_of(result, prompts, unit)
+    units = units_of(result, unit)
     ranked_on = "on the prompts that are shown"
     if select is None:
         units.refuse_below(FEWEST)
@@ -61,20 +60,32 @@ def ranked_heads(
         _check_one_number(values, quantity)
         quantities.check_present(values, quantity, segment, (result, condition))
 
-        unit_values = units.means(values.values.reshape(prompts, -1))
-        block = _statistics(values, unit_values[reported_units], quantity, level)
-        block["ranked_by"] = unit_values[ranking_units].mean(0)
+        unit_values = _of_units(values, units)
+        reported = unit_values[reported_units]
+        mean, low, high = t_interval(reported, level)
+        layer, head = np.indices(values.shape[1:]).reshape(2, -1)
+        columns = {
+            "layer": values.layer.values[layer],
+            "head": values["head"].values[head],
+            quantity: mean,
+            "low": low,
+            "high": high,
+            "uniform": np.nan,
+            "n": len(reported),
+            "error": reported.std(0, ddof=1) / np.sqrt(len(reported)),
+            "ranked_by": unit_values[ranking_units].mean(0),
+        }
         if null is not None:
-            null_values = null.broadcast_like(values).transpose(*values.dims)
-            null_of_units = units.means(null_values.values.reshape(prompts, -1))
-            block["uniform"] = null_of_units[reported_units].mean(0)
-        blocks.append(block)
+            null_of_units = _of_units(null.broadcast_like(values), units)
+            columns["uniform"] = null_of_units[reported_units].mean(0)
+        blocks.append(pd.DataFrame(columns))
     table = pd.concat(blocks, ignore_index=True)
     if table.ranked_by.isna().all():
-        raise quantities.absent(prompts, quantity, segment, (result, condition))
+        raise quantities.absent_error(units.prompts, quantity, segment, (result, condition))
     if select is None:  # the other half needs no shrinking
         nearer_mean = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
-        table.insert(3, "shrunken", nearer_mean)
+        after_mean = table.columns.get_loc(quantity) + 1
+        table.insert(after_mean, "shrunken", nearer_mean)
 
     if null is not None:
         ranked_on += f", beside {quantities.NULLS['uniform']}"
@@ -110,30 +121,10 @@ def _check_one_number(values: xr.DataArray, quantity: str) -> None:
         )
 
 
-def _statistics(
-    values: xr.DataArray, unit_values: np.ndarray, quantity: str, level: float
-) -> pd.DataFrame:
-    """A row for each head: its mean over units, with its interval and error.
-
-    Args:
-        values: The values of prompts [prompt, layer, head].
-        unit_values: Those of the units that are reported [unit, layer × head].
-        quantity: The name of the column of means.
-        level: The level of the intervals.
-    """
-    layer, head = np.indices(values.shape[1:]).reshape(2, -1)
-    mean, low, high = t_interval(unit_values, level)
-    columns = {
-        "layer": values.layer.values[layer],
-        "head": values["head"].values[head],
-        quantity: mean,
-        "low": low,
-        "high": high,
-        "uniform": np.nan,
-        "n": len(unit_values),
-        "error": unit_values.std(0, ddof=1) / np.sqrt(len(unit_values)),
-    }
-    return pd.DataFrame(columns)
+def _of_units(values: xr.DataArray, units: Units) -> np.ndarray:
+    """The values of units [unit, layer × head] from those of prompts."""
+    prompt_values = values.transpose("prompt", "layer", "head").values
+    return units.means(prompt_values.reshape(len(prompt_values), -1))
 
 
 def sink_kinds(

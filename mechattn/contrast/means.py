@@ -14,7 +14,7 @@ import xarray as xr
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.quantities import in_parts, values_of
 from mechattn.contrast.question import Question
-from mechattn.contrast.table import Ranking
+from mechattn.contrast.table import Ranking, largest
 from mechattn.contrast.tested import what_is_tested
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, part_of, units_in
@@ -102,7 +102,7 @@ class Positions(NamedTuple):
 
 
 def at_positions(
-    dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray
+    dataset: xr.Dataset, quantity: str, place: dict[str, object], prompts: np.ndarray
 ) -> Positions:
     """A quantity at each position of one head, without those that fewer than half of the prompts,
     or than 10, have.
@@ -110,10 +110,10 @@ def at_positions(
     Args:
         dataset: An analysis's dataset with the quantity, its count and its variance.
         quantity: The quantity, such as "received".
-        at: The condition, layer and head.
+        place: The condition, layer and head.
         prompts: The prompts that count; unless these are all, each prompt's values must be stored.
     """
-    head_dataset = dataset.sel(at)
+    head_dataset = dataset.sel(place)
     if len(prompts) < dataset.sizes["prompt"]:
         per_prompt = head_dataset[f"{quantity}_per_prompt"].isel(prompt=prompts)
         moments = Moments.of(per_prompt.values)
@@ -188,8 +188,8 @@ def choose_heads(
     else:
         tested = what_is_tested(Question(half, condition), layer, by=by)
         unit_values = tested.values
-        layers = tested.labels["layer"]
-        heads = tested.labels["head"]
+        layers = tested.labels["layer"].to_numpy()
+        heads = tested.labels["head"].to_numpy()
 
     if not 1 <= count <= len(heads) or len(prompts) < 3:
         raise OptionError(
@@ -197,9 +197,8 @@ def choose_heads(
             "name the heads, or run at least 6 prompts"
         )
 
-    sizes = abs(unit_values.mean(0))
-    largest = np.argsort(-sizes, kind="stable")[:count]
-    pairs = zip(layers[largest].tolist(), heads[largest].tolist(), strict=True)
+    is_chosen = largest(abs(unit_values.mean(0)), count)
+    pairs = zip(layers[is_chosen].tolist(), heads[is_chosen].tolist(), strict=True)
     return sorted(pairs)
 
 
@@ -217,7 +216,7 @@ def uniform_at_positions(
         place: The condition, layer and head.
         prompts: The prompts that count.
     """
-    name = quantity.replace("received", "received_uniform", 1)
+    name = quantity.replace("received", "received_uniform", 1)  # as it is stored
     return _mean_line(dataset, name, place, prompts)
 
 

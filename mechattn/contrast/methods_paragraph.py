@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.quantities import NULLS
+from mechattn.contrast.quantities import NULLS, inserted_words
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, alike_words, units_of
 from mechattn.stats.paired import FEWEST_FOR_ALL
@@ -54,12 +54,12 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
 
 
 # How each engine of the provenance measures attention.
-ENGINES = {
+_ENGINES = {
     "streaming": "in blocks of query rows, without storing the pattern",
     "fused": "by two calls of a fused kernel",
     "hooks": "through the model's hooks",
 }
-LIBRARIES = ("mechattn", "transformer-lens", "transformers", "torch")
+_LIBRARIES = ("mechattn", "transformer-lens", "transformers", "torch")
 
 
 def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -> str:
@@ -70,7 +70,7 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
         size += f", revision {model['revision']}"
 
     libraries = []
-    for name in LIBRARIES:
+    for name in _LIBRARIES:
         if name in versions:
             version = _several(versions[name])
             libraries.append(f"{name} {version}")
@@ -87,7 +87,7 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
             mended = _several(model["mended"])
             verified += f"; mended: {mended}"
 
-    how = ENGINES.get(engine, engine)
+    how = _ENGINES.get(engine, engine)
     return (
         f"The attention of {model['name']} ({size}) was measured {how}, with {_and(libraries)}."
         f" {verified}."
@@ -97,7 +97,7 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
 def _prompts(result: Result) -> str:
     """How many prompts there were, of which template, and what the unit was."""
     prompts = result.provenance["prompts"]
-    units = units_of(result, result["sequences"].sizes["prompt"])
+    units = units_of(result)
     unit = "group"
     if units.of is None:
         unit = "prompt"
@@ -120,18 +120,8 @@ def _conditions(result: Result) -> str:
         if name == BASELINE:
             continue
 
-        is_inserted = result["sequences"].origin.sel(condition=name) == -1
-        counts = is_inserted.sum("pos").values
-        low = counts.min()
-        high = counts.max()
-        tokens = f"{low} to {high} tokens"
-        if low == high:
-            tokens = f"{high} tokens"
-        if high == 0:
-            tokens = "no tokens"
-
         written = stored.get(name, {}).get("written", "unknown")
-        phrases.append(f"“{name}” ({written}; {tokens} inserted)")
+        phrases.append(f"“{name}” ({written}; {inserted_words(result, name)})")
 
     if not phrases:
         return "The prompts were read unchanged."

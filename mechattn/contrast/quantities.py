@@ -5,12 +5,13 @@ in its memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from math import ceil
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import xarray as xr
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, INSERTED
 from mechattn.errors import MemoryOptionError, OptionError, memory_bytes
 from mechattn.results.result import Result
 from mechattn.stats.units import patterns_needed, resampled_count
@@ -37,12 +38,12 @@ _NULL_NEEDS = {
 }
 
 # Dimensions that a quantity may have beside prompt, layer and head.
-FURTHER = ("segment", "to_segment", "band")
-_A_HEAD = {"prompt", "condition", "layer", "head"}
+FURTHER_DIMS = ("segment", "to_segment", "band")
+_HEAD_DIMS = {"prompt", "condition", "layer", "head"}
 
 # Arrays [prompt, cell] of float64 in memory at the same time in a comparison: measured 4 to 6.
-_COPIES = 8
-_KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
+_ARRAYS_AT_ONCE = 8
+_ARRAYS_KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
 
 
 # Which variable a quantity is.
@@ -84,8 +85,8 @@ def head_quantities(result: Result) -> list[str]:
     """The quantities with one number per head and prompt, named as in ``result.compare``;
     "received" comes first.
     """
-    allowed_dims = _A_HEAD | {"segment"}
-    names = _quantities(result, lambda dims: _A_HEAD <= dims <= allowed_dims)
+    allowed_dims = _HEAD_DIMS | {"segment"}
+    names = _quantities(result, lambda dims: _HEAD_DIMS <= dims <= allowed_dims)
     names = [name for name in names if not name.endswith("_per_prompt")]
     return sorted(names, key=lambda name: name != "received")
 
@@ -125,14 +126,14 @@ def values_of(
     """
     check_condition(result, condition)
     dataset, name = dataset_of(result, quantity)
-    values = chosen(dataset[name], condition, segment)
+    values = values_in(dataset[name], condition, segment)
 
     null_name = f"{name}_{kind}"
     is_known = null_name in dataset
     if kind == "dilution":
         is_known = has_dilution((result, condition), quantity, segment)
     if is_known:
-        return values, chosen(dataset[null_name], condition, segment)
+        return values, values_in(dataset[null_name], condition, segment)
     if kind == "uniform":
         return values, None
     raise OptionError(f"{quantity!r} has no null={kind!r} with {condition!r}: {_NULL_NEEDS[kind]}")
@@ -152,7 +153,7 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
 
     # Some prompts at a time, as a large result is not in memory.
     prompts = values.sizes["prompt"]
-    bytes_of_a_prompt = 8 * _COPIES * values.size // max(1, prompts)
+    bytes_of_a_prompt = 8 * _ARRAYS_AT_ONCE * values.size // max(1, prompts)
     for block in slices(prompts, bytes_of_a_prompt, result.memory, "a prompt"):
         has_value = values.isel(prompt=block).notnull()
         lacks_null = null.isel(prompt=block).isnull()
@@ -161,27 +162,20 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
     return True
 
 
-class ValuesBesideNull(NamedTuple):
-    """The values [prompt, condition, layer, …] of a quantity, unread, and those of its null, if
-    there is one.
-    """
-
-    values: xr.DataArray
-    null: xr.DataArray | None
-    null_kind: Null
-
-
-def by_layer(
+def values_beside_null(
     result: Result, quantity: str, segment: str, conditions: Sequence[str]
-) -> ValuesBesideNull:
-    """The values of a quantity with at most one number per head: beside dilution, else uniform
-    attention.
+) -> tuple[xr.DataArray, xr.DataArray | None, Null]:
+    """The values of a quantity with at most one number per head, beside dilution or else uniform
+    attention; unread [prompt, condition, layer, …].
 
     Args:
         result: A result with the quantity.
         quantity: The quantity, such as "received".
         segment: The segment, where the quantity has segments.
         conditions: The conditions that are shown: the null is dilution if all of them have it.
+
+    Returns:
+        The values, those of the null (None if there is none), and which null it is.
 
     Raises:
         OptionError: The quantity has more than one number for each head.
@@ -203,12 +197,11 @@ def by_layer(
 
     null_name = f"{name}_{null_kind}"
     if null_name not in dataset:
-        return ValuesBesideNull(values, None, null_kind)
-    null = in_segment(dataset[null_name], segment)
-    return ValuesBesideNull(values, null, null_kind)
+        return values, None, null_kind
+    return values, in_segment(dataset[null_name], segment), null_kind
 
 
-def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
+def values_in(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
     """A variable's float64 values in a condition and a segment."""
     values = in_segment(variable.sel(condition=condition), segment)
     values = values.astype(np.float64, copy=False)
@@ -241,6 +234,31 @@ def segment_of(variable: xr.DataArray, segment: str | None) -> str:
     return segment or "all"
 
 
+def labels_where(mask: xr.DataArray, dim: str) -> set[object]:
+    """The labels of a dimension at which any value of a mask is true."""
+    over = [name for name in mask.dims if name != dim]
+    has_any = mask.any(over).values
+    return set(mask[dim].values[has_any].tolist())
+
+
+def inserted_counts(result: Result, condition: str) -> np.ndarray:
+    """How many tokens a condition inserts into each prompt [prompt]."""
+    origin = result["sequences"].origin.sel(condition=condition)
+    return (origin == INSERTED).sum("pos").values
+
+
+def inserted_words(result: Result, condition: str) -> str:
+    """How many tokens a condition inserts, in words; the range over prompts."""
+    counts = inserted_counts(result, condition)
+    fewest = counts.min()
+    most = counts.max()
+    if most == 0:
+        return "no tokens inserted"
+    if fewest == most:
+        return f"{most} tokens inserted"
+    return f"{fewest} to {most} tokens inserted"
+
+
 # What is refused.
 
 
@@ -270,7 +288,7 @@ def check_present(values: xr.DataArray, quantity: str, segment: str | None, side
     if missing.any():
         cell_dims = [dim for dim in values.dims if dim != "prompt"]
         count = int(missing.any(cell_dims).sum())
-        raise absent(count, quantity, segment, side)
+        raise absent_error(count, quantity, segment, side)
 
 
 def check_measured(side: Side, quantity: str, segment: str | None) -> None:
@@ -285,14 +303,13 @@ def check_measured(side: Side, quantity: str, segment: str | None) -> None:
         has_no_value = block.isnull().all(cell_dims)
         lacking += int(has_no_value.sum())
     if lacking:
-        raise absent(lacking, quantity, segment, side)
+        raise absent_error(lacking, quantity, segment, side)
 
 
-def absent(count: int, quantity: str, segment: str | None, side: Side) -> OptionError:
+def absent_error(count: int, quantity: str, segment: str | None, side: Side) -> OptionError:
     """The error where some prompts lack a quantity in a condition."""
     result, condition = side
-    is_inserted = result["sequences"].origin.sel(condition=condition) == -1
-    if segment == "inserted" and not is_inserted.any():
+    if segment == "inserted" and not inserted_counts(result, condition).any():
         return OptionError(
             f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted';"
             " result.compare takes two conditions that insert, and result.heads(…, condition=…,"
@@ -340,7 +357,7 @@ def slices(
     if at_a_time >= count:
         return [slice(None)]
     if at_a_time < 1:
-        needed = -(-(bytes_of_resamples + bytes_of_one) // 2**20)  # rounded up
+        needed = ceil((bytes_of_resamples + bytes_of_one) / 2**20)
         remedy = f'give more (ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB)'
         if bytes_of_resamples:
             remedy += ", or fewer resamples"
@@ -354,7 +371,7 @@ def slices(
 def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArray]:
     """Yield values some layers or prompts at a time."""
     count = values.sizes[dim]
-    bytes_of_one = 8 * _COPIES * values.size // max(1, count)
+    bytes_of_one = 8 * _ARRAYS_AT_ONCE * values.size // max(1, count)
     for block in slices(count, bytes_of_one, memory, f"one {dim} of {values.name!r}"):
         if block == slice(None):
             yield values
@@ -388,14 +405,14 @@ def layer_blocks(
 
     # What is read of both conditions, and what is computed from it.
     read = 2 * variable.dtype.itemsize * prompts * stored
-    computed = 8 * _COPIES * prompts * cells
+    computed = 8 * _ARRAYS_AT_ONCE * prompts * cells
     bytes_of_a_layer = (read + computed) // layers
 
     # What is kept of all layers: counts of both kinds of resamples, signs as bits, and values.
     bytes_of_resamples = 0
     if resamples:
         bytes_of_patterns = patterns_needed(resamples, cells) // 8
-        bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _KEPT * cells
+        bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _ARRAYS_KEPT * cells
         bytes_of_resamples = resampled_count(prompts) * bytes_of_a_unit
     words = f"{quantity!r} of {prompts:,} prompts"
     return slices(layers, bytes_of_a_layer, result.memory, words, bytes_of_resamples)

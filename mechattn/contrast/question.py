@@ -4,6 +4,7 @@ compared; and whether a condition takes the sink from the first token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,7 +12,7 @@ import numpy as np
 import xarray as xr
 from typing_extensions import Self
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, INSERTED
 from mechattn.contrast.quantities import (
     Null,
     Scale,
@@ -19,6 +20,7 @@ from mechattn.contrast.quantities import (
     check_layer,
     has_dilution,
     in_parts,
+    inserted_counts,
     variable_of,
 )
 from mechattn.errors import OptionError, check_choice, check_counts, visible
@@ -102,13 +104,16 @@ class Question:
         """Both conditions with their results."""
         return [(self.result, self.condition), (self.reference, self.to)]
 
-    def part(self, dim: str, block: slice) -> Self:
-        """The same question of a block of layers or prompts."""
-        result = part_of(self.result, dim, block)
+    def of_parts(self, part: Callable[[Result], Result]) -> Self:
+        """The same question of a part of each result, with the null of the whole."""
         other = self.other
         if other is not None:
-            other = part_of(other, dim, block)
-        return replace(self, result=result, other=other, null=self.null_used)
+            other = part(other)
+        return replace(self, result=part(self.result), other=other, null=self.null_used)
+
+    def of_layers(self, block: slice) -> Self:
+        """The same question of a block of layers."""
+        return self.of_parts(lambda result: part_of(result, "layer", block))
 
     def at_layer(self, layer: int | None) -> Self:
         """The same question of one layer; of all where it is None."""
@@ -117,7 +122,7 @@ class Question:
         variable = variable_of(self.result, self.quantity)
         check_layer(layer, variable)
         index = variable.layer.values.tolist().index(layer)
-        return self.part("layer", slice(index, index + 1))
+        return self.of_layers(slice(index, index + 1))
 
     def check_alike(self) -> None:
         """Refuse other prompts, and two conditions that insert different numbers of tokens.
@@ -125,10 +130,8 @@ class Question:
         Raises:
             OptionError: They cannot be compared prompt by prompt.
         """
-        # Parts of a result say by themselves whether their prompts are alike.
-        prompts = {**self.result.provenance["prompts"], "alike": None}
-        reference_prompts = {**self.reference.provenance["prompts"], "alike": None}
-        if prompts != reference_prompts:
+        hashes = {result.provenance["prompts"]["hash"] for result, _ in self.sides}
+        if len(hashes) > 1:
             raise OptionError(
                 "the two results are of different prompts, and a paired comparison needs the same"
                 " ones: run both with the same load_prompts"
@@ -141,12 +144,9 @@ class Question:
         if not self.matched or BASELINE in (self.condition, self.to):
             return
 
-        counts = []
         for result, condition in self.sides:
             check_condition(result, condition)
-            is_inserted = result["sequences"].origin.sel(condition=condition) == -1
-            counts.append(is_inserted.sum("pos").values)
-        count, reference_count = counts
+        count, reference_count = [inserted_counts(*side) for side in self.sides]
         if not count.any() or not reference_count.any():
             return
         differing = np.flatnonzero(count != reference_count)
@@ -229,17 +229,20 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
     has_sink = head_means > SINK_ABOVE
     has_lost_it = has_sink & (head_means_after < head_means / 2)
     sequences = result["sequences"]
-    origin = sequences.origin.sel(condition=condition).isel(pos=0).values
+    first_origin = sequences.origin.sel(condition=condition).isel(pos=0)
+    now = float("nan")
+    if "received" in dataset:
+        now = float(dataset.received.sel(condition=condition).isel(key=0).mean())
     return FirstToken(
         text=_first_text(sequences, BASELINE),
         text_now=_first_text(sequences, condition),
         before=float(np.nanmean(head_means)),
         after=float(np.nanmean(head_means_after)),
-        now=_attention_to_position_0(dataset, condition),
+        now=now,
         sink_heads=int(has_sink.sum()),
         lost_heads=int(has_lost_it.sum()),
         heads=has_sink.size,
-        preceded=bool((origin == -1).any()),
+        preceded=bool((first_origin == INSERTED).any()),
     )
 
 
@@ -277,7 +280,7 @@ def _head_means(result: Result, masses: xr.DataArray) -> np.ndarray:
     """The mean over prompts or groups of each head's attention [layer, head], a few layers at a
     time.
     """
-    units = units_of(result, masses.sizes["prompt"])
+    units = units_of(result)
     means = []
     for block in in_parts(masses, "layer", result.memory):
         of_prompts = block.transpose("prompt", "layer", "head").values
@@ -291,12 +294,3 @@ def _first_text(sequences: xr.Dataset, condition: str) -> str:
     if "first_prompt_text" not in sequences:
         return ""
     return str(sequences.first_prompt_text.sel(condition=condition).isel(pos=0).item())
-
-
-def _attention_to_position_0(dataset: xr.Dataset, condition: str) -> float:
-    """Received attention of the first position, mean over prompts, layers and heads; NaN if not
-    stored.
-    """
-    if "received" not in dataset:
-        return float("nan")
-    return float(dataset.received.sel(condition=condition).isel(key=0).mean())

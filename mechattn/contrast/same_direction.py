@@ -47,56 +47,61 @@ def agreement(
     check_level(level)
     product = result["mlp_activations"].change_product
     product = product.transpose("prompt", "layer", "condition", "other_condition")
-    units = units_of(result, product.sizes["prompt"], unit)
+    units = units_of(result, unit)
     units.refuse_below(FEWEST)
 
     # Some prompts at a time.
     blocks = []
     for block in in_parts(product, "prompt", result.memory):
-        block = block.astype(np.float64)
-        blocks.append([_cosine(block, condition, name, over) for name in others])
-    cosines = np.concatenate(blocks, axis=1)  # [other, prompt, layer]
+        blocks.append(_cosines(block.astype(np.float64), condition, others, over))
+    cosines = np.concatenate(blocks)  # [prompt, other, layer]
 
-    tables = []
-    for name, prompt_cosines in zip(others, cosines, strict=True):
-        unit_cosines = units.means(prompt_cosines)
-        differences = units.means(cosines[0] - prompt_cosines)
-        mean, low, high = t_interval(unit_cosines, level)
-        beyond, beyond_low, beyond_high = t_interval(differences, level)
-        columns = {
-            "condition": condition,
-            "other": name,
-            "layer": product.layer.values,
-            "cosine": mean,
-            "cosine_low": low,
-            "cosine_high": high,
-            "beyond": beyond,
-            "beyond_low": beyond_low,
-            "beyond_high": beyond_high,
-            "n": np.isfinite(unit_cosines).sum(0),
-        }
-        tables.append(pd.DataFrame(columns))
-    table = pd.concat(tables, ignore_index=True)
+    unit_cosines = units.means(cosines)
+    mean, low, high = t_interval(unit_cosines, level)
+    differences = units.means(cosines[:, :1] - cosines)  # from the first, which is ``other``
+    beyond, beyond_low, beyond_high = t_interval(differences, level)
+    layers = product.layer.values
+    columns = {
+        "condition": condition,
+        "other": np.repeat(others, len(layers)),
+        "layer": np.tile(layers, len(others)),
+        "cosine": mean.ravel(),
+        "cosine_low": low.ravel(),
+        "cosine_high": high.ravel(),
+        "beyond": beyond.ravel(),
+        "beyond_low": beyond_low.ravel(),
+        "beyond_high": beyond_high.ravel(),
+        "n": np.isfinite(unit_cosines).sum(0).ravel(),
+    }
+    table = pd.DataFrame(columns)
     table.attrs = {"over": over, "level": level, "unit": units.unit}
     return table
 
 
-def _cosine(product: xr.DataArray, condition: str, other: str, over: str) -> np.ndarray:
-    """The cosine [prompt, layer] of the changes from ``over``; NaN if a condition changes nothing.
+def _cosines(product: xr.DataArray, condition: str, others: Sequence[str], over: str) -> np.ndarray:
+    """The cosines [prompt, other, layer] of a condition's change from ``over`` with the changes of
+    others; NaN if one changes nothing.
 
-    ``⟨a − o, b − o⟩ = ⟨a, b⟩ − ⟨a, o⟩ − ⟨o, b⟩ + ⟨o, o⟩``
+    ``⟨a − o, b − o⟩ = ⟨a, b⟩ − (⟨a, o⟩ + ⟨o, b⟩) + ⟨o, o⟩``, all of changes from the baseline.
+
+    Args:
+        product: The stored products of two conditions' changes from the baseline.
+        condition: The condition.
+        others: Those that it is compared with.
+        over: The condition from which changes are taken.
     """
+    second_over = product.sel(other_condition=over, drop=True)
+    first_over = product.sel(condition=over, drop=True)
+    changes = product - (second_over + first_over) + second_over.sel(condition=over, drop=True)
 
-    def between(first: str, second: str) -> np.ndarray:
-        """The stored product of two conditions' changes from the baseline."""
-        return product.sel(condition=first, other_condition=second).values
+    each_other = xr.DataArray(list(others), dims="other")
+    from_condition = changes.sel(condition=condition, drop=True)
+    products = from_condition.sel(other_condition=each_other)
+    squared_norm = from_condition.sel(other_condition=condition, drop=True)
+    squared_norms = changes.sel(condition=each_other, other_condition=each_other)
 
-    def changes_product(first: str, second: str) -> np.ndarray:
-        """The product of their changes from ``over``."""
-        shared = between(first, over) + between(over, second)
-        return between(first, second) - shared + between(over, over)
-
-    squared_norms = changes_product(condition, condition) * changes_product(other, other)
-    norms = np.sqrt(squared_norms)
-    cosine = ratio(changes_product(condition, other), norms)
-    return cosine.clip(-1, 1)  # rounding may exceed 1
+    dims = ("prompt", "other", "layer")
+    products = products.transpose(*dims)
+    squared_products = (squared_norm * squared_norms).transpose(*dims)
+    cosines = ratio(products.values, np.sqrt(squared_products.values))
+    return cosines.clip(-1, 1)  # rounding may exceed 1

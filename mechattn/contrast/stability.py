@@ -12,15 +12,15 @@ import pandas as pd
 from scipy import stats
 
 from mechattn.contrast.question import Question
-from mechattn.contrast.table import Ranking, Selection
+from mechattn.contrast.table import Ranking, Selection, largest
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import units_of
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags
 
-Halves = list[tuple[np.ndarray, np.ndarray]]
-Select = Callable[[np.ndarray], np.ndarray]  # from values [unit, cell] to a mask of cells
+_Halves = list[tuple[np.ndarray, np.ndarray]]
+_Select = Callable[[np.ndarray], np.ndarray]  # from values [unit, cell] to a mask of cells
 
 
 def stability(
@@ -48,8 +48,7 @@ def stability(
     fewest = Selection("half", top, by).fewest
 
     # What is selected by, in cells that all conditions have.
-    prompts = contrast.result["sequences"].sizes["prompt"]
-    units = units_of(contrast.result, prompts, contrast.unit)
+    units = units_of(contrast.result, contrast.unit)
     bags = Bags.drawn(units.n, contrast.seed)
     tested, present = several_tested(contrast, names, layer, bags, by or "difference")
     cells = int(present.sum())
@@ -83,17 +82,19 @@ def stability(
     return table
 
 
-def _selecting(top: int | None, by: Ranking | None, patterns: int) -> tuple[Select, str]:
+def _selecting(top: int | None, by: Ranking | None, patterns: int) -> tuple[_Select, str]:
     """The function that selects cells, and what it selects in words."""
     if top is None:
         return partial(significant, resamples=patterns), "q < 0.05"
-    select = partial(largest, count=top)
+    select = partial(largest_means, count=top)
     if by == "beyond":
         return select, f"the {top} furthest from the null"
     return select, f"the {top} that change most"
 
 
-def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list[dict[str, object]]:
+def _rows(
+    values: dict[str, np.ndarray], halves: _Halves, select: _Select
+) -> list[dict[str, object]]:
     """One row per pair of conditions: the first selects on one half of the units, the second on the
     other.
 
@@ -105,10 +106,10 @@ def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list
     on_first = {}
     on_second = {}
     on_all = {}
-    for name, d in values.items():
-        on_first[name] = [select(d[first]) for first, _ in halves]
-        on_second[name] = [select(d[second]) for _, second in halves]
-        on_all[name] = select(d)
+    for name, unit_values in values.items():
+        on_first[name] = [select(unit_values[first]) for first, _ in halves]
+        on_second[name] = [select(unit_values[second]) for _, second in halves]
+        on_all[name] = select(unit_values)
 
     # Each condition with itself tells how far the prompts matter; pairs, how far the filler does.
     rows: list[dict[str, object]] = []
@@ -189,21 +190,16 @@ def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
     return float(expected)
 
 
-def largest(d: np.ndarray, count: int) -> np.ndarray:
-    """The columns of d [unit, cell] with the largest means, up to sign; ties go to the earlier
+def largest_means(values: np.ndarray, count: int) -> np.ndarray:
+    """The columns of values [unit, cell] with the largest means, up to sign; ties go to the earlier
     column.
     """
-    sizes = abs(d.mean(0))
-    order = np.argsort(-sizes, kind="stable")
-
-    mask = np.zeros(d.shape[1], dtype=bool)
-    mask[order[:count]] = True
-    return mask
+    return largest(abs(values.mean(0)), count)
 
 
-def significant(d: np.ndarray, resamples: int) -> np.ndarray:
-    """The columns of d [unit, cell] with q < 0.05 by the test of ``compare``."""
-    statistics = paired(d, None, resamples=resamples, bootstrap_ends=False)
+def significant(values: np.ndarray, resamples: int) -> np.ndarray:
+    """The columns of values [unit, cell] with q < 0.05 by the test of ``compare``."""
+    statistics = paired(values, None, resamples=resamples, bootstrap_ends=False)
     return statistics.q < 0.05
 
 

@@ -12,12 +12,11 @@ import numpy as np
 import pandas as pd
 
 from mechattn.contrast.differences import (
-    Blocks,
     Differences,
     cell_labels,
     check_cells,
     layers_of,
-    no_cells,
+    no_cells_error,
 )
 from mechattn.contrast.further_columns import (
     check_margin,
@@ -50,11 +49,11 @@ _COLUMN_NAMES = {
     "q": "q_beyond",
 }
 CHANGE = ["change", "change_low", "change_high", "change_null"]
-LARGER_THAN = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
-_TESTS = ["q_beyond", "q_difference", "n"]
-_EFFECT = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
-LOGS = [*_EFFECT, "beyond", "beyond_low", "beyond_high"]
-_OF_OPTIONS = ["q_same", "q_random"]  # columns that margin=… and random=… add
+DEFAULT_MARGINS = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
+_TEST_COLUMNS = ["q_beyond", "q_difference", "n"]
+_DIFFERENCE = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
+LOGS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
+_OPTION_COLUMNS = ["q_same", "q_random"]  # columns that margin=… and random=… add
 
 Columns = Literal["main", "all"]
 Ranking = Literal["beyond", "difference"]
@@ -123,10 +122,7 @@ class Selection:
             return statistics.q_difference < 0.05
 
         sizes = self.sizes(statistics)
-        largest_first = np.argsort(-sizes, kind="stable")
-        is_selected = np.zeros(sizes.shape, dtype=bool)
-        is_selected[largest_first[: self.top]] = True
-        return is_selected & ~np.isnan(sizes)
+        return largest(sizes, self.top) & ~np.isnan(sizes)
 
 
 def table(
@@ -145,23 +141,19 @@ def table(
     if random is not None:
         check_random(random, contrast)
 
-    prompts = variable_of(contrast.result, contrast.quantity).sizes["prompt"]
-    units = shared_units(contrast.result, contrast.reference, prompts, contrast.unit)
+    units = shared_units(contrast.result, contrast.reference, contrast.unit)
     units.refuse_below(selection.fewest)
-    blocks = layers_of(contrast, contrast.resamples)
 
     # Cells are selected on one half of the units, and reported on the other.
     reported_units = np.arange(units.n)
     masks = None
-    sizes = None
     if selection.select:
         selecting_units, reported_units = halves_of(units.n)
-        selecting = _cell_statistics(contrast, blocks, units, selecting_units, bootstrap_ends=False)
+        selecting = _cell_statistics(contrast, units, selecting_units, bootstrap_ends=False)
         is_selected = selection.selected(selecting.statistics)
-        sizes = selection.sizes(selecting.statistics)
         masks = _selected(selecting.masks, is_selected)
 
-    cells = _cell_statistics(contrast, blocks, units, reported_units, masks, bootstrap_ends)
+    cells = _cell_statistics(contrast, units, reported_units, masks, bootstrap_ends)
     count = sum(mask.size for mask in cells.masks)
     check_cells(contrast, cells.any_block.scale, count, cells.left_out)
 
@@ -174,23 +166,32 @@ def table(
         heads = with_equivalence(heads, margin)
     if random is not None:
         heads = with_random(heads, random, contrast, units, reported_units)
-    if sizes is not None and selection.top is not None:
-        order = np.argsort(-sizes[is_selected], kind="stable")
-        heads = heads.iloc[order].reset_index(drop=True)
+    if selection.top is not None:  # which comes with ``select``
+        sizes = selection.sizes(selecting.statistics)[is_selected]
+        largest_first = np.argsort(-sizes, kind="stable")
+        heads = heads.iloc[largest_first].reset_index(drop=True)
     return by_head(heads)
+
+
+def largest(sizes: np.ndarray, count: int) -> np.ndarray:
+    """Which of some numbers are the largest; ties go to the earlier one, and NaN comes last."""
+    largest_first = np.argsort(-sizes, kind="stable")
+    mask = np.zeros(sizes.shape, dtype=bool)
+    mask[largest_first[:count]] = True
+    return mask
 
 
 def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
     """The columns of a table that a paper prints: the change with its interval and its null, q and
     n.
     """
-    effect = _EFFECT
+    effect = _DIFFERENCE
     if "change" in heads:
         effect = CHANGE
     labels = heads.columns[: heads.columns.get_loc(effect[0])]
-    option_columns = heads.columns.intersection(_OF_OPTIONS)
+    option_columns = heads.columns.intersection(_OPTION_COLUMNS)
 
-    return heads[[*labels, *effect, *_TESTS, *option_columns]]
+    return heads[[*labels, *effect, *_TEST_COLUMNS, *option_columns]]
 
 
 def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
@@ -218,7 +219,7 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
         effect = "change"
         scale = "log-ratio"
     if margin is None:
-        margin = LARGER_THAN[scale]
+        margin = DEFAULT_MARGINS[scale]
     else:
         check_margin(margin)
     is_large = table[effect].abs() > margin
@@ -244,7 +245,6 @@ class _Cells:
 
 def _cell_statistics(
     contrast: Question,
-    blocks: Blocks,
     units: Units,
     unit_indices: np.ndarray,
     masks: Sequence[np.ndarray] | None = None,
@@ -254,7 +254,6 @@ def _cell_statistics(
 
     Args:
         contrast: The comparison.
-        blocks: Yields its differences, some layers at a time.
         units: The units of all prompts.
         unit_indices: Those that count.
         masks: The cells of each block [*cells]; by default those with a difference.
@@ -275,7 +274,7 @@ def _cell_statistics(
     rows = []
     used_masks = []
     left_out: list[str] = []
-    for number, block in enumerate(blocks()):
+    for number, block in enumerate(layers_of(contrast, contrast.resamples)):
         any_block = block
         mask = block.cells
         if masks is not None:
@@ -296,7 +295,7 @@ def _cell_statistics(
 
     means = pd.concat(rows, ignore_index=True)
     if masks is None and not len(means):
-        raise no_cells(contrast, any_block.scale)
+        raise no_cells_error(contrast, any_block.scale)
     return _Cells(means, stream.statistics(), used_masks, left_out, any_block, stream.bags)
 
 
@@ -329,11 +328,11 @@ def _columns(cells: _Cells) -> pd.DataFrame:
         heads = heads.assign(p_beyond=np.nan, q_beyond=np.nan)
 
     labels = list(cells.means.columns.drop(["value", "reference"]))
-    order = [*labels, *LOGS, *_TESTS]
+    order = [*labels, *LOGS, *_TEST_COLUMNS]
     if cells.any_block.scale == "log-ratio":
-        log_ratios = heads[_EFFECT].to_numpy()  # in the order of CHANGE
+        log_ratios = heads[_DIFFERENCE].to_numpy()  # in the order of CHANGE
         heads[CHANGE] = np.expm1(log_ratios)
-        order = [*labels, *CHANGE, *_TESTS, *LOGS]
+        order = [*labels, *CHANGE, *_TEST_COLUMNS, *LOGS]
     order.extend(heads.columns.drop(order))
 
     in_order = heads[order]

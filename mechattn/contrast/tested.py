@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from mechattn.contrast.differences import cell_labels, check_cells, layers_of
 from mechattn.contrast.question import Question
@@ -26,7 +27,7 @@ class Tested(NamedTuple):
 
     values: np.ndarray
     units: Units
-    labels: dict[str, np.ndarray]  # by dimension, such as the layer of each cell
+    labels: pd.DataFrame  # a row for each cell: its layer, its head …
     null: str  # in words
 
 
@@ -49,12 +50,11 @@ def what_is_tested(
     """
     contrast.check_alike()
     contrast = contrast.at_layer(layer)
-    prompts = contrast.result["sequences"].sizes["prompt"]
-    units = units_of(contrast.result, prompts, contrast.unit)
+    units = units_of(contrast.result, contrast.unit)
     values = []
     left_out: list[str] = []
     labels = []
-    for block in layers_of(contrast)():
+    for block in layers_of(contrast):
         differences = block.difference.values
         if by == "beyond" and block.expected is not None:
             differences = differences - block.expected
@@ -67,7 +67,7 @@ def what_is_tested(
         values.append(unit_values)
 
         every_cell = np.ones_like(block.cells)
-        labels.append(cell_labels(block, every_cell))
+        labels.append(pd.DataFrame(cell_labels(block, every_cell)))
         left_out += block.left_out
         # The same in every block.
         scale = block.scale
@@ -75,11 +75,7 @@ def what_is_tested(
 
     all_values = np.concatenate(values, axis=1)
     check_cells(contrast, scale, all_values.shape[1], left_out)
-
-    all_labels = {}
-    for name in labels[0]:
-        all_labels[name] = np.concatenate([block_labels[name] for block_labels in labels])
-    return Tested(all_values, units, all_labels, null)
+    return Tested(all_values, units, pd.concat(labels, ignore_index=True), null)
 
 
 def several_tested(
@@ -106,27 +102,26 @@ def several_tested(
     Raises:
         OptionError: Nulls or labels differ, or a condition cannot be compared.
     """
-    contrasts = [replace(contrast, condition=name) for name in names]
-    nulls = [named_contrast.null_used for named_contrast in contrasts]
-    if by == "beyond" and len(set(nulls)) > 1:
-        phrases = [f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True)]
-        words = ", ".join(phrases)
+    contrasts = {name: replace(contrast, condition=name) for name in names}
+    nulls = {name: named_contrast.null_used for name, named_contrast in contrasts.items()}
+    if by == "beyond" and len(set(nulls.values())) > 1:
+        words = ", ".join(f"{name!r}: {null}" for name, null in nulls.items())
         raise OptionError(
             f"the conditions have different nulls by default ({words}), so what is beyond them"
             ' cannot be taken together; give one for all, such as null="uniform"'
         )
 
-    by_condition = [what_is_tested(named_contrast, layer, bags, by) for named_contrast in contrasts]
-
     # Cells are matched by their place, so their labels must agree.
-    labels = by_condition[0].labels
-    present = np.ones(by_condition[0].values.shape[1], dtype=bool)
-    for tested, name in zip(by_condition, names, strict=True):
+    by_condition: list[Tested] = []
+    for name, named_contrast in contrasts.items():
+        tested = what_is_tested(named_contrast, layer, bags, by)
+        by_condition.append(tested)
+        labels = by_condition[0].labels
         for dim in labels:
-            if not np.array_equal(tested.labels[dim], labels[dim]):
+            if not tested.labels[dim].equals(labels[dim]):
                 raise OptionError(
                     f"{name!r} has other {dim}s than {names[0]!r}, so they cannot be taken"
                     " together; compare each by itself"
                 )
-        present &= np.isfinite(tested.values).all(0)
+    present = np.all([np.isfinite(tested.values).all(0) for tested in by_condition], axis=0)
     return by_condition, present

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mechattn.analysis.analysis import Analysis, Quantity
-from mechattn.axes import SEGMENTS
+from mechattn.axes import PADDING, SEGMENTS
 from mechattn.engine.nulls import with_nulls
 from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import sides_of
@@ -21,7 +21,7 @@ from mechattn.model.hooks import boundary_of
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import PADDING, Batch, TokenSequence, token_texts
+from mechattn.prompts.token_sequences import Batch, TokenSequence, token_texts
 from mechattn.results import provenance
 from mechattn.stats.intervals import Moments
 

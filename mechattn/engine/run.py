@@ -134,9 +134,9 @@ class Plan:
     def calibrated(self, prompts: Sequence[Prompt]) -> Run:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
         likeness = likeness_of(prompts)
-        alike = {}
+        alike = []
         if likeness:
-            alike = {likeness: len(prompts)}
+            alike.append({"prompts": len(prompts), "words": likeness})
             warn(
                 f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
                 " load_prompts(group=…)"
@@ -159,8 +159,9 @@ class Run:
     forward: Forward
     reason: str  # for this engine
     blind: BlindScores
-    # How much the prompts of the whole run repeat each other, and how many these are.
-    alike: Mapping[str, int]
+    # How much the prompts of the whole run repeat each other, in words, and how many these are;
+    # empty if they don't. A merge of several runs has an entry of each.
+    alike: Sequence[Mapping[str, Any]]
 
     def result(
         self, prompts: Sequence[Prompt], sequences: Sequences, places: Sequence[int]

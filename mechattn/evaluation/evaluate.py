@@ -334,8 +334,8 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
             raise PromptError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has no solution to compare with; load '
-                "prompts with answers, or give Prompt(…, solution=…)"
+                f"{prompt.where} has no solution to compare with; load prompts with answers, or give"
+                " Prompt(…, solution=…)"
             )
 
         if prompt.answer or prompt.answer_tokens:

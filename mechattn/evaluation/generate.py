@@ -36,7 +36,7 @@ from mechattn.model.hooked import (
     measuring,
 )
 from mechattn.model.hooks import keeping_one
-from mechattn.prompts.prompt import MOST
+from mechattn.prompts.prompt import LARGEST_COUNT
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def checked_sampling(
         OptionError: A number is not allowed, or several answers would be the same.
     """
     check_counts(new_tokens=new_tokens)
-    check_counts(most=MOST, samples=samples)
+    check_counts(most=LARGEST_COUNT, samples=samples)
     if temperature is None:
         temperature = 1.0
         if samples == 1:

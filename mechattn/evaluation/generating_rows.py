@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, PADDING
 from mechattn.evaluation.answer_file import Key
 from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, any_reads_first
 from mechattn.model.hooked import config_of, device_of
 from mechattn.model.hooks import keeping_one
-from mechattn.prompts.token_sequences import PADDING, TokenSequence, edges_to_cut
+from mechattn.prompts.token_sequences import TokenSequence, edges_to_cut
 
 Question = tuple[str, str]  # a prompt's id and the name of a condition
 

@@ -23,7 +23,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, shares_by_position
 from mechattn.contrast.quantities import has_dilution, head_quantities, layer_blocks, variable_of
-from mechattn.contrast.table import LARGER_THAN, marked
+from mechattn.contrast.table import DEFAULT_MARGINS, marked
 from mechattn.contrast.table import table as contrast_table
 from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed, squeezed
@@ -235,7 +235,7 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
         "against": table.attrs["null"],
         "predicts_no_change": table.attrs["predicts_no_change"],
         "null_name": NULL_NAMES[contrast.null_used],
-        "margin": LARGER_THAN[scale],
+        "margin": DEFAULT_MARGINS[scale],
         "n": int(table.n.iloc[0]),
         "unit": unit,
         "known": bool(table.null.notna().any()),

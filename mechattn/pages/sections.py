@@ -174,7 +174,7 @@ def _line_heads(result: Result, condition: str, choice: HeadChoice) -> LineHeads
 
     check_counts(top=choice.top)
     top = min(choice.top, head_count)
-    units = units_of(result, dataset.sizes["prompt"])
+    units = units_of(result)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
         return LineHeads(layer, list(range(top)), None)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
+from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest_means
 from mechattn.errors import OptionError, check_choice, check_counts, warn
 from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
@@ -118,8 +118,8 @@ class Circuit:
         unit_count, edge_count = by_unit.shape
 
         first_half, second_half = halves_of(unit_count)
-        first = largest(by_unit[first_half], count)
-        second = largest(by_unit[second_half], count)
+        first = largest_means(by_unit[first_half], count)
+        second = largest_means(by_unit[second_half], count)
         return jaccard(first, second), jaccard_by_chance(count, count, edge_count)
 
     def size(self, faithfulness: float = _ENOUGH) -> int:

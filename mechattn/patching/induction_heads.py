@@ -23,7 +23,7 @@ from mechattn.patching.patched_runs import HeadOutput, LayerHead, recorded_runs
 from mechattn.patching.plan import PatchingPlan
 from mechattn.patching.sites import PatchTarget, target_in
 from mechattn.prompts.conditions import Baseline
-from mechattn.prompts.datasets import repeated_random
+from mechattn.prompts.generated import repeated_random
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, t_interval

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError, check_choice, check_counts, plain
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
-from mechattn.prompts.fillers import Place, behind, check_run, position
-from mechattn.prompts.prompt import MOST, Prompt
+from mechattn.prompts.fillers import Place, position_behind, position_of
+from mechattn.prompts.prompt import LARGEST_COUNT, Prompt
 from mechattn.prompts.token_sequences import CutEdges, TokenSequence, insert
 from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tokenize
 
@@ -86,9 +87,9 @@ class Variant:
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The same tokens, marked as hidden or with kept position ids."""
-        sequence = replace(
-            self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions
-        )
+        sequence = self.condition.apply(prompt, model, seed)
+        if self.keeps_positions:
+            sequence = replace(sequence, keeps_positions=True)
         if self.hides:
             sequence = replace(sequence, cut_edges=CutEdges(~sequence.inserted, sequence.inserted))
         return _intervened(sequence, self.interventions)
@@ -127,8 +128,12 @@ class Insertion(ABC):
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        # A subclass may give its own count.
-        check_run(self.count, self.place, self.own_line)  # type: ignore[arg-type]
+        check_counts(most=LARGEST_COUNT, count=self.count)
+        if self.own_line and self.count == 1:
+            raise OptionError(
+                "count=1: a line of its own takes at least two tokens, one for its break"
+            )
+        check_choice(Place, place=self.place)
 
     @abstractmethod
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -154,32 +159,26 @@ class Insertion(ABC):
         """The filler, with a line break between it and the question where that is asked for."""
         if not self.own_line:
             return self.filler(prompt, model, seed)
-        line = fillers.line_break(require_tokenizer(model))
+
+        tokenizer = require_tokenizer(model)
+        line = fillers.line_break(tokenizer)
+        # mypy knows neither that a subclass is a dataclass nor that it has a count.
         with_room: Any = replace(self, count=self.count - 1)  # type: ignore
         if self.place == "after_question":
             return [*line, *with_room.filler(prompt, model, seed)]
 
-        return self._joined_with_line(prompt, model, seed) or [
-            *with_room.filler(prompt, model, seed),
-            *line,
-        ]
-
-    def _joined_with_line(
-        self, prompt: Prompt, model: TokenizedModel, seed: int
-    ) -> list[int] | None:
-        """The filler with the line break in its last token, as Qwen's tokenizer has ".\\n"; None if
-        this tokenizer has no such token, or the filler not this length."""
-        try:
+        # The last token holds the line break where there is such a token, as Qwen's ".\n". A text
+        # that cannot fill the whole count may still fill what a line break leaves.
+        with suppress(ConditionError):
             filler = self.filler(prompt, model, seed)
-        except ConditionError:
-            return None
-        tokenizer = require_tokenizer(model)
-        last_tokens = fillers.tokens_of(tokenizer, tokenizer.decode(filler[-1:]) + "\n")
-        return [*filler[:-1], *last_tokens] if len(last_tokens) == 1 else None
+            ending = fillers.tokens_of(tokenizer, tokenizer.decode(filler[-1:]) + "\n")
+            if len(ending) == 1:
+                return [*filler[:-1], *ending]
+        return [*with_room.filler(prompt, model, seed), *line]
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         """The position before which the filler is inserted."""
-        return position(self.place, sequence, prompt, seed)
+        return position_of(self.place, sequence, prompt, seed)
 
     def masked(self) -> Variant:
         """Return the variant with the same tokens, hidden from the original ones, which they still
@@ -256,6 +255,7 @@ class Text(Insertion):
     """
 
     text: str
+    # None, which the base class doesn't know, is "before_question" unless ``after`` is given.
     place: Place | None = None  # type: ignore[assignment]
     after: str | None = None
 
@@ -280,8 +280,8 @@ class Text(Insertion):
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         if self.after is None:
-            return position(self.place or "before_question", sequence, prompt, seed)
-        return behind(self.after, sequence, prompt, require_tokenizer(model))
+            return position_of(self.place or "before_question", sequence, prompt, seed)
+        return position_behind(self.after, sequence, prompt, require_tokenizer(model))
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ class Counting(Insertion):
         tokenizer = require_tokenizer(model)
         line = fillers.line_break(tokenizer)
         after = [] if self.place == "after_question" else line
-        numbers = fillers.counted(tokenizer, self.count - len(line) - len(after))
+        numbers = fillers.numbers_in_order(tokenizer, self.count - len(line) - len(after))
         further_lines = self.count - len(numbers) - len(after)
         return [*line * further_lines, *numbers, *after]
 
@@ -433,7 +433,7 @@ class RepeatQuestion(Insertion):
     place: Place = "after_question"
 
     def __post_init__(self) -> None:
-        check_counts(times=self.times, most=MOST)
+        check_counts(times=self.times, most=LARGEST_COUNT)
         check_choice(Place, place=self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from mechattn.axes import SEGMENTS
+from mechattn.axes import INSERTED, SEGMENTS
 from mechattn.errors import ConditionError, OptionError
 from mechattn.markup import fields_table
 from mechattn.prompts.conditions import Variant
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import INSERTED, TokenSequence
+from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.prompts.tokenization import TokenizedModel, tokenize
 
 Version = str | tuple[int, ...]  # a text, or token ids
@@ -42,7 +42,8 @@ class Counterpart:
     Raises:
         ConditionError: A prompt has no other version, both have the same tokens, or the answer's
             tokens differ.
-        OptionError: ``versions`` is a single text, or the token ids of a single prompt.
+        OptionError: ``versions`` is a single text, or the token ids of a single prompt; or a
+            version is a text and its prompt token ids, or the reverse.
     """
 
     versions: Mapping[str, Version] | Sequence[Version] | None = None
@@ -51,12 +52,13 @@ class Counterpart:
 
     def __post_init__(self) -> None:
         # A text is a sequence too, of letters, and token ids are one of numbers.
-        is_single = isinstance(self.versions, str)
-        if isinstance(self.versions, Sequence):
-            is_single = is_single or any(isinstance(version, int) for version in self.versions)
-        if is_single:
+        versions = self.versions
+        holds_ids = isinstance(versions, Sequence) and any(
+            isinstance(entry, int) for entry in versions
+        )
+        if isinstance(versions, str) or holds_ids:
             raise OptionError(
-                f"versions={self.versions!r}: give a list with a version of each prompt, or a"
+                f"versions={versions!r}: give a list with a version of each prompt, or a"
                 " mapping by the prompts' ids"
             )
 
@@ -101,12 +103,14 @@ class Counterpart:
                 " gives it one"
             )
 
-        kind = "token ids" if prompt.tokens else "a text"
-        kind_of_version = "a text" if isinstance(version, str) else "token ids"
-        if kind != kind_of_version:
+        is_text = isinstance(version, str)
+        if is_text and prompt.tokens:
             raise OptionError(
-                f"{prompt.where} is {kind} and its counterpart {kind_of_version}; give the same"
-                " kind"
+                f"{prompt.where} is token ids and its counterpart a text; give the same kind"
+            )
+        if not is_text and not prompt.tokens:
+            raise OptionError(
+                f"{prompt.where} is a text and its counterpart token ids; give the same kind"
             )
         return version
 
@@ -128,7 +132,7 @@ def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> Tok
     origin = torch.full((len(other),), INSERTED)
     segment = torch.full((len(other),), SEGMENTS.index("inserted"))
 
-    for position, partner in _pairs(own_tokens, other_tokens, from_the_end):
+    for position, partner in _partners(own_tokens, other_tokens, from_the_end):
         origin[partner] = position
         if own_tokens[position] == other_tokens[partner]:
             segment[partner] = int(own.segment[position])
@@ -137,10 +141,10 @@ def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> Tok
     return replace(other, origin=origin, segment=segment, counterpart=True)
 
 
-def _pairs(
+def _partners(
     own: Sequence[int], other: Sequence[int], from_the_end: bool
 ) -> Iterator[tuple[int, int]]:
-    """Positions in both that belong together."""
+    """Positions in the own version, each with that of its partner in the other one."""
     if len(own) == len(other):
         for position in range(len(own)):
             yield position, position

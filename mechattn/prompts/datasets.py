@@ -1,13 +1,11 @@
-"""Loads prompts: questions that come with the package, a .jsonl file, a dataset on the hub; makes
-random tokens."""
+"""Loads prompts: questions that come with the package, a .jsonl file or a dataset on the hub."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -16,9 +14,7 @@ from typing import Any
 
 from mechattn.errors import OptionError, PromptError, check_choice, check_counts
 from mechattn.hub_access import asked_once, may_be_on_hub
-from mechattn.prompts.fillers import random_tokens
-from mechattn.prompts.prompt import MOST, Prompt, Template
-from mechattn.prompts.tokenization import TokenizedModel, own_bos
+from mechattn.prompts.prompt import Prompt, Template, shortened
 
 WORD_PROBLEMS = "word-problems"
 RECALL = "recall"
@@ -39,7 +35,7 @@ _MORE = {  # where there are more questions than those that come with the packag
 }
 _WITHOUT_LIMIT = 64  # questions of the package
 _SHOWN_FIELDS = 12  # in a message
-_MOST_ROUNDS = 200  # of draws
+_QUOTE_LENGTH = 60  # characters of a value in a message
 
 
 def load_prompts(
@@ -65,7 +61,7 @@ def load_prompts(
             contain their answer, which toy:relay solves; the path of a .jsonl file; or a hub
             dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
             "openai/gsm8k:socratic". For random tokens see
-            :func:`~mechattn.prompts.datasets.repeated_random`.
+            :func:`~mechattn.prompts.generated.repeated_random`.
         limit: The number of prompts, from the beginning; all by default (64 of those that come with
             the package).
         field: The field with the question.
@@ -112,12 +108,17 @@ def load_prompts(
         if system is None:
             system = SYSTEM
 
+    answer_field = None
+    if with_answer or other_answer:
+        answer_field = answer or "answer"
+
     prompts = []
     for index, values in enumerate(rows):
         row = _Row(values, f"prompt {index} of {source}")
         prompt = Prompt(
             question=row.text("field", field),
             system=system or "",
+            answer=row.text("answer", answer_field),
             template=template,
             id=str(index),
             group=row.group(group),
@@ -125,8 +126,6 @@ def load_prompts(
             counterpart=row.text("counterpart", counterpart),
             other_answer=row.text("other_answer", other_answer),
         )
-        if with_answer or other_answer:
-            prompt = replace(prompt, answer=row.text("answer", answer or "answer"))
         prompts.append(prompt)
 
     return prompts
@@ -171,17 +170,17 @@ def _shipped_questions(source: str) -> dict[int, list[dict[str, Any]]]:
 
 def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
     """The rows of a file here or of a dataset on the hub."""
-    kind = Path(source).suffix
-    if kind in (".csv", ".parquet"):
+    suffix = Path(source).suffix
+    if suffix in (".csv", ".parquet"):
         raise PromptError(
             f"{source} is a table; give a .jsonl file, one JSON object a line: "
-            f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records",'
+            f'pandas.read_{suffix[1:]}({source!r}).to_json("prompts.jsonl", orient="records",'
             " lines=True)"
         )
 
     name, colon, subset = source.partition(":")
-    on_hub = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
-    if kind in (".jsonl", ".json") or os.path.exists(source) or not on_hub:
+    is_hub_name = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
+    if suffix in (".jsonl", ".json") or os.path.exists(source) or not is_hub_name:
         return _jsonl(Path(source), limit)
     return _hub(name, subset or None, split, limit)
 
@@ -199,7 +198,7 @@ class _Row:
             return ""
         text = self._value(option, field)
         if not isinstance(text, str) or not text.strip():
-            raise PromptError(f"{self.where} has no text in field {field!r}: {_short(text)}")
+            raise PromptError(f"{self.where} has no text in field {field!r}: {_quoted(text)}")
         return text
 
     def group(self, field: str | None) -> str | None:
@@ -209,7 +208,7 @@ class _Row:
         group = self._value("group", field)
         if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
             raise PromptError(
-                f"{self.where} has no group in field {field!r}: {_short(group)}; give a text or"
+                f"{self.where} has no group in field {field!r}: {_quoted(group)}; give a text or"
                 " whole number"
             )
         return str(group)
@@ -224,25 +223,25 @@ class _Row:
         if isinstance(solution, bool) or not isinstance(solution, (str, int, float)):
             raise PromptError(
                 f"{self.where} has an answer of type {type(solution).__name__} in field {field!r}:"
-                f" {_short(solution)}; give one text or number, as for GSM8K"
+                f" {_quoted(solution)}; give one text or number, as for GSM8K"
             )
         return str(solution)
 
     def _value(self, option: str, field: str) -> Any:
         """What a field holds; an option of ``load_prompts`` names it."""
         if field not in self.values:
-            names = ", ".join(map(_short, list(self.values)[:_SHOWN_FIELDS])) or "none"
+            names = [_quoted(name) for name in self.values]
+            words = ", ".join(names[:_SHOWN_FIELDS]) or "none"
             raise PromptError(
-                f"{self.where} has no field {field!r}; its fields are {names}. Name the field with"
+                f"{self.where} has no field {field!r}; its fields are {words}. Name the field with"
                 f" {option}=…"
             )
         return self.values[field]
 
 
-def _short(value: object) -> str:
+def _quoted(value: object) -> str:
     """A value for use in a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return shortened(repr(value), _QUOTE_LENGTH)
 
 
 def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
@@ -298,83 +297,10 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise PromptError(
-            f'no prompts at {name!r}: it is not "gsm8k" or "word-problems", not a file here, and'
+            f"no prompts at {name!r}: it does not come with the package, is not a file here, and"
             f" loading it from the hub failed ({type(error).__name__}: {reason})"
         ) from error
 
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     return [dict(row) for row in rows]
-
-
-SHORTEST = 25  # tokens of a span
-LONGEST = 50
-
-
-def repeated_random(
-    model: TokenizedModel,
-    limit: int = 64,
-    *,
-    span: tuple[int, int] = (SHORTEST, LONGEST),
-    times: int = 2,
-    seed: int = 0,
-) -> list[Prompt]:
-    """Make prompts of a random span of ordinary tokens, repeated twice or more; each prompt has its
-    own span.
-
-    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier
-    copy of the span.
-
-    Args:
-        model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the
-            model uses one. Without a tokenizer, all ids can be drawn.
-        limit: The number of prompts.
-        span: The shortest and the longest span, in tokens; all lengths are equally likely.
-        times: How often the span occurs.
-        seed: The seed of the draws.
-
-    Raises:
-        OptionError: There are no or too many prompts, or a span is empty, occurs only once, or
-            needs more tokens than the vocabulary has.
-
-    Source:
-        Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
-    """
-    check_counts(most=MOST, limit=limit)
-    shortest, longest = span
-    if not 1 <= shortest <= longest or times < 2:
-        raise OptionError(
-            f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two"
-            " repetitions"
-        )
-
-    bos = own_bos(model)
-    prompts = []
-    for index in range(limit):
-        draw = random.Random(f"repeated {seed} {index}")
-        tokens = _distinct(model, draw.randint(shortest, longest), draw) * times
-        if bos is not None:
-            tokens = [bos, *tokens]
-        prompts.append(Prompt(tokens=tuple(tokens), id=str(index)))
-
-    return prompts
-
-
-def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
-    """This number of ordinary tokens, all different."""
-    size = int(model.cfg.d_vocab)
-    if size >= count:
-        if model.tokenizer is None:
-            return draw.sample(range(size), count)
-
-        # Draws are with replacement, so a small vocabulary needs several rounds.
-        drawn: dict[int, None] = {}
-        for _ in range(_MOST_ROUNDS):
-            drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
-            if len(drawn) >= count:
-                return list(drawn)[:count]
-
-    raise OptionError(
-        f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"
-        " span"
-    )

@@ -9,15 +9,15 @@ from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import Any, Literal
 
-from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
-from mechattn.prompts.prompt import MOST, Prompt
+from mechattn.errors import ConditionError
+from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
 Place = Literal["before_question", "start", "middle", "after_question", "before_answer", "random"]
 
-MOST_REPETITIONS = 256  # per token
-FURTHEST_COUNT = 10  # tokens away from the requested count
-_MOST_DRAWS = 1000
+_MOST_REPETITIONS = 256  # of a text per token
+_FURTHEST_COUNT = 10  # tokens away from the requested count
+_MOST_DRAWS = 1000  # of sentences, until they fit
 
 # The words of random sentences, by their part of speech.
 _WORDS = json.loads(Path(__file__).with_name("sentence_words.json").read_text("utf-8"))
@@ -35,7 +35,7 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
         return tokens_of(tokenizer, separator.join([text] * repetitions))
 
     enough = count + 1
-    while len(encode(enough)) < count and enough < MOST_REPETITIONS * count:
+    while len(encode(enough)) < count and enough < _MOST_REPETITIONS * count:
         enough *= 2  # a token may hold several repetitions
 
     # The length grows with the repetitions, but not always: a merge may shorten it by a token or
@@ -55,13 +55,11 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     )
 
 
-def nearest_count(
-    tokenizer: Any, text: str, separator: str, count: int, own_line: bool = False
-) -> int:
+def nearest_count(tokenizer: Any, text: str, separator: str, count: int, own_line: bool) -> int:
     """The number of tokens nearest to ``count`` that repetitions can give, with their line break;
     the larger if two are as near."""
     lines = int(own_line)
-    for step in range(min(FURTHEST_COUNT, count - 1 - lines) + 1):
+    for step in range(min(_FURTHEST_COUNT, count - 1 - lines) + 1):
         for near in dict.fromkeys((count + step, count - step)):
             try:
                 repeated(tokenizer, text, separator, near - lines)
@@ -75,13 +73,15 @@ def nearest_count(
     )
 
 
-def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:
+def random_tokens(
+    tokenizer: Any, vocabulary_size: int, count: int, draw: random.Random
+) -> list[int]:
     """Ordinary tokens drawn uniformly, with replacement: no special ones, no blanks, no parts of
     characters."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     tokens: list[int] = []
     while len(tokens) < count:
-        token = draw.randrange(min(size, len(tokenizer)))
+        token = draw.randrange(min(vocabulary_size, len(tokenizer)))
         text = tokenizer.decode([token])
         is_part_of_character = "\ufffd" in text
         if token not in special and text.strip() and not is_part_of_character:
@@ -94,7 +94,7 @@ def line_break(tokenizer: Any) -> list[int]:
     return tokens_of(tokenizer, "\n")[-1:]
 
 
-def counted(tokenizer: Any, room: int) -> list[int]:
+def numbers_in_order(tokenizer: Any, room: int) -> list[int]:
     """As many whole numbers of "1 2 3 …" as ``room`` tokens hold; a ``ConditionError`` if they hold
     none."""
 
@@ -164,15 +164,7 @@ def _noun_phrase(draw: random.Random) -> list[str]:
     return [determiner, *words]
 
 
-def check_run(count: int, place: str, own_line: bool) -> None:
-    """Refuse a number of tokens or a place that cannot be inserted."""
-    check_counts(most=MOST, count=count)
-    if own_line and count == 1:
-        raise OptionError("count=1: a line of its own takes at least two tokens, one for its break")
-    check_choice(Place, place=place)
-
-
-def position(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -> int:
+def position_of(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -> int:
     """The position before which the filler is inserted."""
     if place == "start":
         has_bos = sequence.first_part == "bos"
@@ -200,7 +192,7 @@ def position(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -
     return random.Random(f"place {seed} {prompt.id}").choice(question[1:])
 
 
-def behind(marker: str, sequence: TokenSequence, prompt: Prompt, tokenizer: Any) -> int:
+def position_behind(marker: str, sequence: TokenSequence, prompt: Prompt, tokenizer: Any) -> int:
     """The position after the first token that completes a text, found by bisection."""
     tokens = sequence.tokens.tolist()
     if marker not in tokenizer.decode(tokens):
@@ -209,4 +201,6 @@ def behind(marker: str, sequence: TokenSequence, prompt: Prompt, tokenizer: Any)
             " as the model reads it, or a place"
         )
     counts = range(1, len(tokens))
-    return 1 + bisect_left(counts, True, key=lambda n: marker in tokenizer.decode(tokens[:n]))
+    return 1 + bisect_left(
+        counts, True, key=lambda count: marker in tokenizer.decode(tokens[:count])
+    )

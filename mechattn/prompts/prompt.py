@@ -18,11 +18,12 @@ from mechattn.errors import PromptError, check_choice, plain
 
 Template = Literal["plain", "chat", "joined"]
 # Generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory.
-MOST = 1_000_000
+LARGEST_COUNT = 1_000_000
+# The id of a prompt that was given none: the place of the first, so one prompt alone keeps it.
+UNNAMED = "0"
 # Halves of surrogate pairs, which neither tokenizers nor files accept.
-HALVES = re.compile("[\ud800-\udfff]")
-_EXCERPT = 40  # characters of a text in a message
-_FEWEST = 4  # prompts; with fewer, intervals are wide in any case
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_FEWEST_ALIKE = 4  # prompts; with fewer, intervals are wide in any case
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NAME = re.compile(r"\b[A-Z]\w*")
 
@@ -37,8 +38,8 @@ class Prompt:
         answer: The text after the question, which the model reads too.
         template: "plain" ends each segment but an answer with a newline, "joined" adds nothing;
             "chat" uses the tokenizer's chat template.
-        id: A name that is stable between runs; random draws depend on it. If none has one, their
-            places are used.
+        id: A name that is stable between runs; random draws depend on it. Several prompts that all
+            have the default are named after their places, from "0" on.
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to read in place of the texts.
         group: What the prompt shares with others that are not independent of it, such as its
@@ -59,7 +60,7 @@ class Prompt:
     system: str = ""
     answer: str = ""
     template: Template = "plain"
-    id: str = "0"
+    id: str = UNNAMED
     solution: str | None = None
     tokens: tuple[int, ...] = ()
     # Not part of the prompts' hash: nothing measured depends on it.
@@ -89,7 +90,7 @@ class Prompt:
         versions = (self.counterpart, self.other_answer)
         texts = [self.system, self.question, self.answer, self.solution]
         texts += [version for version in versions if isinstance(version, str)]
-        if any(HALVES.search(text) for text in texts if text):
+        if any(_SURROGATES.search(text) for text in texts if text):
             raise PromptError(
                 f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
                 " text"
@@ -105,15 +106,10 @@ class Prompt:
                 )
 
     @property
-    def excerpt(self) -> str:
-        """The beginning of the question, for use in messages."""
-        text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
-        return _shortened(text)
-
-    @property
     def where(self) -> str:
         """The id and the beginning of the question, for use in messages."""
-        return f'prompt {self.id} ("{self.excerpt}")'
+        text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
+        return f'prompt {self.id} ("{shortened(text)}")'
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -125,13 +121,13 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     Raises:
         PromptError: Something else was given, there is no prompt, or two have the same id.
     """
+    if isinstance(prompts, Mapping):
+        prompts = _from_encoding(prompts)
+    is_array_of_texts = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OUT"
+    if isinstance(prompts, (Tensor, np.ndarray)) and not is_array_of_texts:
+        prompts = _from_tensor(torch.as_tensor(prompts))
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
-    if isinstance(prompts, Mapping):
-        return _from_encoding(prompts)
-    is_array_of_texts = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU"
-    if isinstance(prompts, (Tensor, np.ndarray)) and not is_array_of_texts:
-        return _from_tokens(torch.as_tensor(prompts))
 
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
     is_unordered = isinstance(prompts, (bytes, Set))
@@ -144,7 +140,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
     if not named:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == Prompt.id for prompt in named):  # none was named
+    if all(prompt.id == UNNAMED for prompt in named):
         named = [replace(prompt, id=str(index)) for index, prompt in enumerate(named)]
     name, count = Counter(prompt.id for prompt in named).most_common(1)[0]
     if count > 1:
@@ -182,11 +178,10 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
             " a list of texts, prompts, or what a tokenizer returns (with input_ids)"
         )
     rows = _rows(encoding["input_ids"])
-    masks = [[1] * len(row) for row in rows]
-    if "attention_mask" in encoding:
-        masks = _rows(encoding["attention_mask"])
+    if "attention_mask" not in encoding:
+        return _from_rows(rows)
 
-    prompts = []
+    masks = _rows(encoding["attention_mask"])
     lengths = [len(row) for row in rows]
     mask_lengths = [len(mask) for mask in masks]
     if mask_lengths != lengths:
@@ -194,12 +189,7 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
             f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"
             " give them as the tokenizer returned them"
         )
-    if not rows:
-        raise PromptError("there are no prompts; give at least one")
-    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        tokens = tuple(compress(row, mask))
-        prompts.append(Prompt(tokens=tokens, id=str(index)))
-    return prompts
+    return _from_rows(map(compress, rows, masks))
 
 
 def _rows(numbers: Any) -> list[list[int]]:
@@ -217,7 +207,7 @@ def _listed(numbers: Any) -> list[Any]:
     return list(numbers)
 
 
-def _from_tokens(tokens: Tensor) -> list[Prompt]:
+def _from_tensor(tokens: Tensor) -> list[Prompt]:
     """Rows of token ids, each as long as its prompt."""
     is_integer = not tokens.is_floating_point() and tokens.dtype != torch.bool
     if tokens.ndim != 2 or not is_integer or not tokens.numel():
@@ -226,7 +216,12 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
             "give a non-empty integer tensor [batch, pos], every row as long as its prompt "
             "(one prompt: tokens[None])"
         )
-    return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(tokens.tolist())]
+    return _from_rows(tokens.tolist())
+
+
+def _from_rows(rows: Iterable[Iterable[int]]) -> list[Prompt]:
+    """Prompts of token ids, named after their places."""
+    return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(rows)]
 
 
 def likeness_of(prompts: Sequence[Prompt]) -> str:
@@ -238,32 +233,30 @@ def likeness_of(prompts: Sequence[Prompt]) -> str:
     """
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     has_groups = 0 < len(groups) < len(prompts)  # which the statistics take as units
-    if len(prompts) < _FEWEST or has_groups:
+    if len(prompts) < _FEWEST_ALIKE or has_groups:
         return ""
 
-    templates: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()  # by template
     for prompt in prompts:
         template = _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip()
-        templates[template or " ".join(map(str, prompt.tokens))] += 1
-
-    if len(templates) > len(prompts) / 2:
+        sizes[template or " ".join(map(str, prompt.tokens))] += 1
+    if len(sizes) > len(prompts) / 2:
         return ""
 
-    usual, count = templates.most_common(1)[0]
-    number = f"{len(templates)} templates"
-    if len(templates) == 1:
-        number = "one template"
-    inflation = sum(size**2 for size in templates.values()) / len(prompts)
-    too_narrow = inflation**0.5
+    largest, largest_size = sizes.most_common(1)[0]
+    templates = f"{len(sizes)} templates"
+    if len(sizes) == 1:
+        templates = "one template"
+    design_effect = sum(size**2 for size in sizes.values()) / len(prompts)
     return (
-        f"{len(prompts)} prompts follow {number}, apart from numbers and names"
-        f' ("{_shortened(usual)}" {count} times): intervals and tests assume independent prompts,'
-        f" so intervals are up to {too_narrow:.1f} times too narrow"
+        f"{len(prompts)} prompts follow {templates}, apart from numbers and names"
+        f' ("{shortened(largest)}" {largest_size} times): intervals and tests assume independent'
+        f" prompts, so intervals are up to {design_effect**0.5:.1f} times too narrow"
     )
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str, length: int = 40) -> str:
     """The beginning of a text, for use in messages."""
-    if len(text) <= _EXCERPT:
+    if len(text) <= length:
         return text
-    return text[: _EXCERPT - 1] + "…"
+    return text[: length - 1] + "…"

@@ -28,7 +28,7 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         inner = sweep(condition.condition, **options)
         return {name: replace(condition, condition=varied) for name, varied in inner.items()}
     for name, values in options.items():
-        if not hasattr(condition, name):
+        if name not in getattr(condition, "__dataclass_fields__", {}):
             raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary")
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25]")

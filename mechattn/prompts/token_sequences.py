@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mechattn import markup
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import BASELINE, INSERTED, PADDING, SEGMENTS
 from mechattn.errors import ConditionError
 from mechattn.functional.attention import EdgeMask
 
-INSERTED = -1
 _NO_CHARACTER = "\ufffd"  # which decoders give for bytes that are no whole character
 _MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn together
 _TOKENS_IN_REPR = 99
@@ -315,9 +314,6 @@ class Batch:
             if value is not None:
                 moved[name] = value.to(device)
         return replace(self, **moved)
-
-
-PADDING = -2
 
 
 @lru_cache(maxsize=4)  # cached for all blocks and layers, because each call would wait for a GPU

@@ -1,5 +1,4 @@
-"""Tokenizes a prompt, plainly joined or by the chat template; gives each token its segment, and its
-class."""
+"""Tokenizes a prompt, plainly joined or by the chat template, and gives each token its segment."""
 
 from __future__ import annotations
 
@@ -8,10 +7,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError, warn
@@ -27,14 +22,6 @@ Span = tuple[str, int, int]  # segment, first character, character after the las
 _SYSTEM_SLOT = "\ue000\ue001"
 _QUESTION_SLOT = "\ue000\ue002"
 _SLOT = re.compile(f"({_SYSTEM_SLOT}|{_QUESTION_SLOT})")
-
-
-TOKEN_CLASSES = ("digit", "operator", "conjunction", "other")
-_OPERATOR = re.compile(r"[-+*/=<>^%×÷·±√≤≥≠∑∏−]+|\\(?:times|div|cdot|frac|sqrt|pm|leq|geq|neq)")
-_CONJUNCTIONS = (
-    "and or but nor so yet for because if then than when while since although though unless until "
-    "whereas once as that whether after before therefore thus hence however"
-)
 
 
 @runtime_checkable
@@ -272,8 +259,9 @@ def _tokens_in_spans(
 
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         characters = text[start:end]
-        blank = len(characters) - len(characters.lstrip())
-        first = start if blank == len(characters) else start + blank
+        first = start
+        if characters.strip():
+            first += len(characters) - len(characters.lstrip())
         segment = next((name for name, low, high in spans if low <= first < high), "template")
         pieces = [token]
         if token in control_tokens and segment in ("system", "question"):
@@ -309,29 +297,3 @@ def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> 
             "write it in another way"
         )
     return pieces
-
-
-def token_class(text: str) -> str:
-    """The class of a token's text without surrounding spaces; part of a word counts as the whole
-    word."""
-    word = text.replace("▁", " ").strip()
-    is_numeric = all(character.isnumeric() or character in ".," for character in word)
-    if is_numeric and any(character.isnumeric() for character in word):
-        return "digit"
-    if _OPERATOR.fullmatch(word):
-        return "operator"
-    if word.lower() in _CONJUNCTIONS.split():
-        return "conjunction"
-    return "other"
-
-
-def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
-    """The index in ``TOKEN_CLASSES`` of every token id; all "other" without a tokenizer."""
-    classes = torch.full((size,), TOKEN_CLASSES.index("other"))
-    if tokenizer is None:
-        return classes
-    token_ids = range(min(size, len(tokenizer)))
-    texts = tokenizer.batch_decode([[token] for token in token_ids])
-    for token, text in zip(token_ids, texts, strict=True):
-        classes[token] = TOKEN_CLASSES.index(token_class(text))
-    return classes

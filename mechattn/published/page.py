@@ -133,9 +133,8 @@ def _drawings(result: Result) -> Iterator[tuple[str, str, Callable, dict[str, An
 def changing_heads(result: Result) -> list[int]:
     """The heads of layer 0 that change most on one half of the prompts; the first where there are
     too few prompts or groups."""
-    sizes = result["received_attention"].sizes
-    count = min(HEADS, sizes["head"])
-    units = units_of(result, sizes["prompt"])
+    count = min(HEADS, result["received_attention"].sizes["head"])
+    units = units_of(result)
     if units.n < 2 * FEWEST:
         return list(range(count))
     chosen_on, _ = units.halves()

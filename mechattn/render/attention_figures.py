@@ -227,7 +227,7 @@ def chosen_panels(
     result: Result, layers: Sequence[int | None], top: int, condition: str, by: Ranking
 ) -> list[Panel]:
     """Panels of the heads that change most on one half of the prompts, which show the other."""
-    units = units_of(result, result[NAME].sizes["prompt"])
+    units = units_of(result)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     choosing, prompts = units.halves()
 

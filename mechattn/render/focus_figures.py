@@ -10,8 +10,8 @@ from mechattn.analysis.updates import BEFORE_NORM
 from mechattn.axes import BASELINE
 from mechattn.contrast.focus_and_impact import (
     EARLY_LAYERS,
-    MOST,
     NEARLY_ALL,
+    STRONGEST_ABOVE,
     impact_within,
 )
 from mechattn.contrast.focus_and_impact import (
@@ -154,8 +154,8 @@ def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> Non
 
 
 _RANGES = (
-    (0.0, MOST, "at most half"),
-    (MOST, 1.0, "more than half"),
+    (0.0, STRONGEST_ABOVE, "at most half"),
+    (STRONGEST_ABOVE, 1.0, "more than half"),
     (NEARLY_ALL, 1.0, f"more than {NEARLY_ALL:.2f}"),
 )
 

@@ -12,8 +12,14 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.means import mean_over_prompts, overall_mean
-from mechattn.contrast.quantities import NULLS, Null, check_condition, in_parts, in_segment
-from mechattn.contrast.quantities import by_layer as values_by_layer
+from mechattn.contrast.quantities import (
+    NULLS,
+    Null,
+    check_condition,
+    in_parts,
+    in_segment,
+    values_beside_null,
+)
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
@@ -226,7 +232,7 @@ class _LayerQuantity:
         for name in names:
             check_condition(result, name)
 
-        variable, null, null_kind = values_by_layer(result, quantity, segment, names)
+        variable, null, null_kind = values_beside_null(result, quantity, segment, names)
         measured = [name for name in names if _has_values(result, variable.sel(condition=name))]
         if not measured:
             place = ""

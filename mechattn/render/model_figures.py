@@ -10,7 +10,13 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import NULLS, Null, check_condition, check_layer
+from mechattn.contrast.quantities import (
+    NULLS,
+    Null,
+    check_condition,
+    check_layer,
+    inserted_words,
+)
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.attention_figures import (
@@ -265,20 +271,13 @@ def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift
         )
 
 
-def _inserted(result: Result, condition: str) -> str:
-    """How many tokens a condition inserts, in words; the range over prompts."""
-    is_inserted = result["sequences"].origin.sel(condition=condition) == -1
-    counts = sorted(set(is_inserted.sum("pos").values.tolist()))
-    if len(counts) == 1:
-        return f"{counts[0]} tokens inserted"
-    return f"{counts[0]} to {counts[-1]} tokens inserted"
-
-
 def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     """What each row is: its model, its condition where they differ, and a number where that is not
     enough.
     """
-    counts = [_inserted(result, name) for result, name in zip(results, conditions, strict=True)]
+    counts = [
+        inserted_words(result, name) for result, name in zip(results, conditions, strict=True)
+    ]
     rows = []
     for result, condition, count in zip(results, conditions, counts, strict=True):
         words = [model_caption(result)]

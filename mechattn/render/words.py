@@ -17,7 +17,7 @@ from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.means import over_units, overall_mean
 from mechattn.contrast.quantities import Null
 from mechattn.contrast.question import first_token_words
-from mechattn.contrast.table import LARGER_THAN
+from mechattn.contrast.table import DEFAULT_MARGINS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, alike_words, units_of
 from mechattn.stats.intervals import FEWEST, Interval
@@ -155,7 +155,7 @@ def count_words(result: Result) -> str:
     """The number of prompts of a result, such as "64 prompts" or "24 groups of 96 prompts"; and if
     they are alike.
     """
-    words = units_of(result, result["sequences"].sizes["prompt"]).words
+    words = units_of(result).words
     if alike_words(result):
         words += " (much alike, so intervals are too narrow)"
     return words
@@ -220,7 +220,7 @@ def beside_null(change: Interval, null_change: Interval | None, null_kind: Null)
 
 def band_words(result: Result) -> str:
     """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
-    units = units_of(result, result["sequences"].sizes["prompt"])
+    units = units_of(result)
     if units.of is None:
         return ""
     return ", which treat prompts as independent"
@@ -333,7 +333,7 @@ def stated(
     layers = _count_of("layer", sizes["layer"])
     heads = _count_of("head", sizes["head"])
     points = points_words(result, condition, segment)
-    prompts = units_of(result, sizes["prompt"]).words
+    prompts = units_of(result).words
     sentences = [
         (
             f"With “{condition}”, attention received by the {segment} changes by"
@@ -393,7 +393,7 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     if len(layers) < 2:
         return ""
 
-    units = units_of(result, result["sequences"].sizes["prompt"])
+    units = units_of(result)
     choosing = telling = np.arange(units.prompts)
     choice = f"the largest of {len(layers)}, on the prompts that made it so"
     if units.n >= 2 * FEWEST:
@@ -429,7 +429,7 @@ def heads_words(verdict: Verdict) -> str:
 
     margin = verdict.margin
     if margin is None:
-        margin = LARGER_THAN["log-ratio"]
+        margin = DEFAULT_MARGINS["log-ratio"]
     by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
     heads = _count_of("head", verdict.falls.size)
     falling, rising = heads_that_change(verdict)
@@ -440,7 +440,6 @@ def heads_words(verdict: Verdict) -> str:
 
 def heads_that_change(verdict: Verdict) -> tuple[int, int]:
     """How many heads fall, and how many rise, by more than the margin and not by chance."""
-    is_large = True if verdict.marked is None else verdict.marked
-    falling = int((verdict.falls & is_large).sum())
-    rising = int((verdict.rises & is_large).sum())
+    falling = int((verdict.falls & verdict.marked).sum())
+    rising = int((verdict.rises & verdict.marked).sum())
     return falling, rising

@@ -10,10 +10,9 @@ import numpy as np
 import xarray as xr
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import BASELINE, PADDING, SEGMENTS
 from mechattn.results.result import CHUNK
 
-PADDING = -2  # in a sequence, beyond the end of a prompt
 TOKEN_ARRAYS = ("tokens", "origin", "segment_index")
 
 Count = Annotated[int, Field(ge=0)]

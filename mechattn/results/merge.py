@@ -227,14 +227,19 @@ def _merged_entries(
 
 def _collected(ours: Any, theirs: Any) -> Any:
     """All distinct values as a list; a single value as itself."""
-    values = {json.dumps(value): value for value in [*_as_list(ours), *_as_list(theirs)]}
-    values.pop("null", None)
-    distinct = [values[text] for text in sorted(values)]
+    distinct = _distinct(_as_list(ours), _as_list(theirs))
     if not distinct:
         return None
     if len(distinct) == 1:
         return distinct[0]  # as a result that was never merged stores it
     return distinct
+
+
+def _distinct(ours: list[Any] | None, theirs: list[Any] | None) -> list[Any]:
+    """All distinct values of both lists but None, in an order that does not depend on theirs."""
+    values = {json.dumps(value): value for value in [*(ours or []), *(theirs or [])]}
+    values.pop("null", None)
+    return [values[text] for text in sorted(values)]
 
 
 def _span(ours: Any, theirs: Any) -> list[str]:
@@ -250,7 +255,7 @@ def _as_list(value: Any) -> list[Any]:
 COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda ours, theirs: ours + theirs,
     "prompts.hash": added_hash,
-    "prompts.alike": lambda ours, theirs: {**(ours or {}), **(theirs or {})},
+    "prompts.alike": _distinct,
     # Each is in whole milliseconds, so the sum is the same in every order.
     "seconds": lambda ours, theirs: round((ours or 0) + (theirs or 0), 3),
     "time": _span,

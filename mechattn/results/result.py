@@ -246,18 +246,17 @@ def in_half_the_space(result: Result) -> Result:
     return replace(result, datasets=datasets)
 
 
-def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
+def units_of(result: Result, unit: Unit = "auto") -> Units:
     """The units of all prompts of a result: its prompts, or their groups.
 
     Args:
         result: The result.
-        prompts: The number of its prompts.
         unit: "auto" for groups, where prompts have them; "prompt" for prompts all the same.
     """
     check_choice(Unit, unit=unit)
     groups = _groups_of(result)
     if unit == "prompt" or groups is None:
-        return Units(prompts)
+        return Units(result["sequences"].sizes["prompt"])
     return Units.grouped(groups)
 
 
@@ -270,7 +269,7 @@ def units_in(result: Result, values: xr.DataArray) -> Units:
     return Units.grouped([str(group) for group in groups.values])
 
 
-def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
+def shared_units(result: Result, other: Result, unit: Unit) -> Units:
     """The units of two results of the same prompts, which must have the same groups.
 
     Raises:
@@ -281,7 +280,7 @@ def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Uni
             "the prompts have different groups in the two results; run both with the same prompts, "
             'or give unit="prompt" to use single prompts'
         )
-    return units_of(result, prompts, unit)
+    return units_of(result, unit)
 
 
 def _groups_of(result: Result) -> list[str] | None:
@@ -296,16 +295,18 @@ def alike_words(result: Result) -> str:
     """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups
     take account of it.
     """
-    prompts_by_sentence = result.provenance["prompts"].get("alike", {})
-    if not prompts_by_sentence:
+    likenesses = result.provenance["prompts"].get("alike", [])
+    if not likenesses:
         return ""
     prompts = result["sequences"].sizes["prompt"]
+    counts = [likeness["prompts"] for likeness in likenesses]
     of_what = ""
-    if max(prompts_by_sentence.values()) > prompts:
+    if max(counts) > prompts:
         of_what = "In the whole run, "
-    elif min(prompts_by_sentence.values()) < prompts:
+    elif min(counts) < prompts:
         of_what = "In parts of it, "
-    return f"{of_what}{'; '.join(prompts_by_sentence)}."
+    words = "; ".join(likeness["words"] for likeness in likenesses)
+    return f"{of_what}{words}."
 
 
 def head_name(layer: int, head: int) -> str:

@@ -368,6 +368,14 @@ def test_config_files(tmp_path, change, message):
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",
         ),
+        (
+            lambda: ma.sweep(ma.conditions.RepeatQuestion(), count=[10, 20]),
+            "RepeatQuestion has no option 'count' to vary",
+        ),
+        (
+            lambda: ma.sweep(ma.MeaninglessTokens(), masked=[False, True]),
+            "MeaninglessTokens has no option 'masked' to vary",
+        ),
     ],
 )
 def test_options_that_cannot_be(make, message):

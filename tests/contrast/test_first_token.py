@@ -6,7 +6,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.contrast.question import first_token, first_token_words
-from mechattn.contrast.table import LARGER_THAN, marked
+from mechattn.contrast.table import DEFAULT_MARGINS, marked
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
 
@@ -93,7 +93,7 @@ def test_the_numbers_are_those_of_the_patterns(toy, prompts):
 def test_a_mark_is_significant_and_large(result):
     table = result.compare("slash")
     significant = table.q_difference < 0.05
-    expected = significant & (abs(table.change) > LARGER_THAN["log-ratio"])
+    expected = significant & (abs(table.change) > DEFAULT_MARGINS["log-ratio"])
     np.testing.assert_array_equal(marked(table), expected)
     assert 0 < marked(table, 0.15).sum() < marked(table, 0.01).sum() <= significant.sum()
     points = result.compare("slash", quantity="mass", scale="difference", columns="all")

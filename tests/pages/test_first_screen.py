@@ -26,9 +26,18 @@ def change(model, condition, measured, null):
     estimate, low, high = (np.float64(value) for value in measured)
     none = np.zeros((1, 1), dtype=bool)
     of_null = Interval(*(np.float64(null),) * 3)
-    return Change(
-        model, condition, Verdict(Interval(estimate, low, high), of_null, none, none, none, none, 9)
+    masks = dict.fromkeys(["beyond", "above", "rises", "falls", "marked"], none)
+    verdict = Verdict(
+        Interval(estimate, low, high),
+        of_null,
+        **masks,
+        n=9,
+        unit="prompts",
+        margin=None,
+        same=None,
+        null_kind="uniform",
     )
+    return Change(model, condition, verdict)
 
 
 LESS = (-0.2, -0.22, -0.18)

@@ -267,6 +267,18 @@ def test_the_nearest_count_that_a_tokenizer_can_reach(toy):
         long.fitted(model)
 
 
+def test_a_variant_keeps_what_the_condition_marks(toy):
+    @dataclasses.dataclass(frozen=True)
+    class Unmoved(ma.MeaninglessTokens):
+        def apply(self, prompt, model, seed=0):
+            sequence = super().apply(prompt, model, seed)
+            return dataclasses.replace(sequence, keeps_positions=True)
+
+    slash = ma.MeaninglessTokens("/", 3)
+    assert Unmoved("/", 3).masked().apply(PROMPT, toy).keeps_positions
+    assert not slash.masked().apply(PROMPT, toy).keeps_positions
+
+
 def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
     """An Insertion takes what ours take; inserting twice keeps origin and segments of both."""
 

@@ -12,7 +12,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.conditions import Counterpart
 from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.errors import ConditionError, OptionError, PromptError
-from mechattn.prompts.counterparts import _pairs
+from mechattn.prompts.counterparts import _partners
 from mechattn.prompts.tokenization import tokenize
 
 
@@ -82,7 +82,7 @@ def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
     for _ in range(300):
         own = draw.choices(range(6), k=draw.randrange(4, 14))
         other = draw.choices(range(6), k=draw.randrange(4, 14))
-        pairs = list(_pairs(own, other, False))
+        pairs = list(_partners(own, other, False))
         for (place, partner), (next_place, next_partner) in itertools.pairwise(pairs):
             assert place < next_place
             assert partner < next_partner

@@ -59,3 +59,14 @@ def test_bad_input(options, message):
     )
     with pytest.raises(OptionError, match=message):
         ma.repeated_random(model, **({"limit": 1} | options))
+
+
+def test_a_pair_takes_a_span_with_another_successor():
+    model = SimpleNamespace(
+        tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False)
+    )
+    for shortest in (1, 2):
+        with pytest.raises(OptionError, match="take at least 3 tokens"):
+            ma.pairs(model, "repeated-random", 1, span=(shortest, 4))
+    (prompt,) = ma.pairs(model, "repeated-random", 1, span=(3, 3))
+    assert sorted(prompt.counterpart[:3]) == sorted(prompt.tokens[:3])

@@ -57,7 +57,18 @@ def a_verdict(falls=0, rises=0, size=32, large=True):
     rising = number >= size - rises
     nothing = np.zeros(number.shape, dtype=bool)
     marked = (falling | rising) & large
-    return Verdict(change, change, nothing, nothing, rising, falling, 9, marked=marked)
+    masks = {"beyond": nothing, "above": nothing, "rises": rising, "falls": falling}
+    return Verdict(
+        change,
+        change,
+        **masks,
+        marked=marked,
+        n=9,
+        unit="prompts",
+        margin=None,
+        same=None,
+        null_kind="uniform",
+    )
 
 
 @pytest.mark.parametrize(

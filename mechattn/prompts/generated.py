@@ -1,4 +1,4 @@
-"""Generated pairs of prompts, each with another version that calls for another answer."""
+"""Generated prompts: repeated random tokens, and pairs whose versions call for different answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mechattn.errors import PromptError, check_choice, check_counts
-from mechattn.prompts.datasets import LONGEST, SHORTEST, repeated_random
-from mechattn.prompts.prompt import MOST, Prompt
+from mechattn.errors import OptionError, PromptError, check_choice, check_counts
+from mechattn.prompts.fillers import random_tokens, tokens_of
+from mechattn.prompts.prompt import LARGEST_COUNT, Prompt
 from mechattn.prompts.tokenization import TokenizedModel, own_bos, require_tokenizer
 
 SOURCES = ("ioi", "greater-than", "capitals", "repeated-random")
-_FEWEST_WORDS = 6
+SHORTEST = 25  # tokens of a random span
+LONGEST = 50
+_SHORTEST_OF_PAIRS = 3  # a token, what follows it in one version, and in the other
+_FEWEST_WORDS = 6  # of as many tokens as most others
+_MOST_ROUNDS = 200  # of draws, until the tokens of a span are all different
 
 # The templates of each source, and the words that fill them.
 _WORDING = json.loads(Path(__file__).with_name("pairs.json").read_text("utf-8"))
@@ -28,6 +32,51 @@ _WORDS = {
     "greater-than": [f"{number:02}" for number in range(12, 88)],
     "capitals": [f" {country}" for country in _CAPITALS],
 }
+
+
+def repeated_random(
+    model: TokenizedModel,
+    limit: int = 64,
+    *,
+    span: tuple[int, int] = (SHORTEST, LONGEST),
+    times: int = 2,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Make prompts of a random span of ordinary tokens, repeated twice or more; each prompt has its
+    own span.
+
+    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier
+    copy of the span.
+
+    Args:
+        model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the
+            model uses one. Without a tokenizer, all ids can be drawn.
+        limit: The number of prompts.
+        span: The shortest and the longest span, in tokens; all lengths are equally likely.
+        times: How often the span occurs.
+        seed: The seed of the draws.
+
+    Raises:
+        OptionError: There are no or too many prompts, or a span is empty, occurs only once, or
+            needs more tokens than the vocabulary has.
+
+    Source:
+        Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
+    """
+    check_counts(most=LARGEST_COUNT, limit=limit)
+    shortest, longest = span
+    if not 1 <= shortest <= longest or times < 2:
+        raise OptionError(
+            f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two"
+            " repetitions"
+        )
+
+    prompts = []
+    for index in range(limit):
+        draw = random.Random(f"repeated {seed} {index}")
+        tokens = _distinct(model, draw.randint(shortest, longest), draw) * times
+        prompts.append(Prompt(tokens=(*_bos(model), *tokens), id=str(index)))
+    return prompts
 
 
 def pairs(
@@ -66,7 +115,7 @@ def pairs(
         seed: The seed of the draws.
 
     Raises:
-        OptionError: There is no such source.
+        OptionError: There is no such source, or a span is shorter than 3 tokens.
         PromptError: Too few names or numbers have as many tokens as others; the message names the
             rest.
 
@@ -74,25 +123,58 @@ def pairs(
         arXiv:2211.00593 (ioi), arXiv:2305.00586 (greater-than); the templates are ours.
     """
     check_choice(SOURCES, source=source)
-    check_counts(most=MOST, limit=limit)
+    check_counts(most=LARGEST_COUNT, limit=limit)
     if source == "repeated-random":
+        if span[0] < _SHORTEST_OF_PAIRS:
+            raise OptionError(
+                f"span={span!r}: two versions of a span that differ in what follows a token take"
+                f" at least {_SHORTEST_OF_PAIRS} tokens"
+            )
         if same_length:
             span = (span[1], span[1])
         prompts = repeated_random(model, limit, span=span, seed=seed)
-        return [_shuffled(model, prompt, seed) for prompt in prompts]
+        return [_with_other_order(model, prompt, seed) for prompt in prompts]
 
     tokenizer = require_tokenizer(model)
-    count = limit
-    if same_length:
-        count = 8 * limit + 64  # most lengths are rarer than this
-    drawn = _drawn(tokenizer, source, count, seed)
-    if same_length:
+    if not same_length:
+        drawn = _drawn(tokenizer, source, limit, seed)
+    else:
+        # So many that the commonest length nearly always has ``limit`` of them.
+        drawn = _drawn(tokenizer, source, 8 * limit + 64, seed)
         texts = [prompt.question + prompt.answer for prompt in drawn]
         lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
         usual = Counter(lengths).most_common(1)[0][0]
         drawn = [prompt for prompt, length in zip(drawn, lengths, strict=True) if length == usual]
 
     return [replace(prompt, id=str(index)) for index, prompt in enumerate(drawn[:limit])]
+
+
+def _bos(model: TokenizedModel) -> list[int]:
+    """The BOS token before a prompt, if the model uses one."""
+    bos = own_bos(model)
+    if bos is None:
+        return []
+    return [bos]
+
+
+def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
+    """This number of ordinary tokens, all different."""
+    size = int(model.cfg.d_vocab)
+    if size >= count:
+        if model.tokenizer is None:
+            return draw.sample(range(size), count)
+
+        # Draws are with replacement, so a small vocabulary needs several rounds.
+        drawn: dict[int, None] = {}
+        for _ in range(_MOST_ROUNDS):
+            drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
+            if len(drawn) >= count:
+                return list(drawn)[:count]
+
+    raise OptionError(
+        f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"
+        " span"
+    )
 
 
 def _drawn(tokenizer: Any, source: str, count: int, seed: int) -> list[Prompt]:
@@ -121,7 +203,7 @@ def _drawn(tokenizer: Any, source: str, count: int, seed: int) -> list[Prompt]:
 
 def _indirect_object(draw: random.Random, template: str, names: list[str]) -> dict[str, Any]:
     """Who gets the thing: the name that is not repeated."""
-    receiver, giver = (name.strip() for name in draw.sample(names, 2))
+    receiver, giver = draw.sample(names, 2)
     place = draw.choice(_WORDING["places"])
     thing = draw.choice(_WORDING["things"])
     first, second = draw.sample([receiver, giver], 2)
@@ -150,11 +232,11 @@ def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dic
     }
 
 
-def _capital(draw: random.Random, template: str, words: list[str], word: str) -> dict[str, Any]:
+def _capital(
+    draw: random.Random, template: str, countries: list[str], country: str
+) -> dict[str, Any]:
     """The capital of a country; the other version asks for another."""
-    other_word = draw.choice([other for other in words if other != word])
-    country = word.strip()
-    other_country = other_word.strip()
+    other_country = draw.choice([other for other in countries if other != country])
     return {
         "question": template.format(country=country),
         "counterpart": template.format(country=other_country),
@@ -163,14 +245,12 @@ def _capital(draw: random.Random, template: str, words: list[str], word: str) ->
     }
 
 
-def _shuffled(model: TokenizedModel, prompt: Prompt, seed: int) -> Prompt:
+def _with_other_order(model: TokenizedModel, prompt: Prompt, seed: int) -> Prompt:
     """A span and the beginning of its repetition; in the other version the first copy is in another
     order.
     """
     draw = random.Random(f"repeated-random {seed} {prompt.id}")
-    bos = []
-    if own_bos(model) is not None:
-        bos.append(prompt.tokens[0])
+    bos = _bos(model)
     repeated = list(prompt.tokens[len(bos) :])
     span = repeated[: len(repeated) // 2]
     cut = draw.randrange(1, len(span))
@@ -194,15 +274,14 @@ def _shuffled(model: TokenizedModel, prompt: Prompt, seed: int) -> Prompt:
 
 
 def _of_usual_length(tokenizer: Any, words: Sequence[str]) -> list[str]:
-    """The words that are as many tokens as most others."""
-    sizes = {word: len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in words}
+    """The words that are as many tokens as most others, without the space before them."""
+    sizes = {word.strip(): len(tokens_of(tokenizer, word)) for word in words}
     usual_size = Counter(sizes.values()).most_common(1)[0][0]
-    usual = [word for word in words if sizes[word] == usual_size]
+    usual = [word for word, size in sizes.items() if size == usual_size]
     if len(usual) < _FEWEST_WORDS:
-        unusual = [word for word in words if sizes[word] != usual_size]
-        rest = ", ".join(f"{word.strip()!r} ({sizes[word]})" for word in unusual)
+        unusual = [f"{word!r} ({size})" for word, size in sizes.items() if size != usual_size]
         raise PromptError(
             f"only {len(usual)} words are {usual_size} tokens with this tokenizer; other numbers of"
-            f" tokens: {rest}"
+            f" tokens: {', '.join(unusual)}"
         )
     return usual

@@ -1,0 +1,43 @@
+"""The class of a token by its text, such as "digit"."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+TOKEN_CLASSES = ("digit", "operator", "conjunction", "other")
+_OPERATOR = re.compile(r"[-+*/=<>^%×÷·±√≤≥≠∑∏−]+|\\(?:times|div|cdot|frac|sqrt|pm|leq|geq|neq)")
+_CONJUNCTION = re.compile(
+    "and|or|but|nor|so|yet|for|because|if|then|than|when|while|since|although|though|unless|until"
+    "|whereas|once|as|that|whether|after|before|therefore|thus|hence|however"
+)
+
+
+def token_class(text: str) -> str:
+    """The class of a token's text without surrounding spaces; part of a word counts as the whole
+    word."""
+    word = text.replace("▁", " ").strip()
+    is_numeric = all(character.isnumeric() or character in ".," for character in word)
+    if is_numeric and any(character.isnumeric() for character in word):
+        return "digit"
+    if _OPERATOR.fullmatch(word):
+        return "operator"
+    if _CONJUNCTION.fullmatch(word.lower()):
+        return "conjunction"
+    return "other"
+
+
+def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
+    """The index in ``TOKEN_CLASSES`` of every token id; all "other" without a tokenizer."""
+    classes = torch.full((size,), TOKEN_CLASSES.index("other"))
+    if tokenizer is None:
+        return classes
+    token_ids = range(min(size, len(tokenizer)))
+    texts = tokenizer.batch_decode([[token] for token in token_ids])
+    for token, text in zip(token_ids, texts, strict=True):
+        classes[token] = TOKEN_CLASSES.index(token_class(text))
+    return classes
