@@ -26,11 +26,11 @@ from mechattn.evaluation.generating_rows import (
     Request,
     acting_on_answers,
     acting_on_prompts,
-    last_logits_only,
 )
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.checkpoint import end_tokens
 from mechattn.model.hooked import HookedModel, device_of, facts_of, holding, measuring
+from mechattn.model.hooks import last_logits_only
 from mechattn.prompts.prompt import MOST
 
 

@@ -18,7 +18,7 @@ from mechattn.axes import BASELINE
 from mechattn.evaluation.answer_file import Key
 from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, any_reads_first
-from mechattn.model.hooks import keeping_one
+from mechattn.model.hooks import last_logits_only
 from mechattn.prompts.token_sequences import PADDING, TokenSequence, edges_to_cut
 
 Question = tuple[str, str]  # a prompt's id and the name of a condition
@@ -378,8 +378,3 @@ def _acting(
             for intervention in requests[row_list[0]].sequence.interventions:
                 stack.enter_context(intervention.acting(model, partial(target, rows, ids)))
         yield
-
-
-def last_logits_only(model: Any) -> dict[str, Any]:
-    """The option that keeps the logits of the last position alone, where a model has it."""
-    return keeping_one(model.config.get_text_config(decoder=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, device_of
-from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
+from mechattn.model.hooks import attention_layers, chosen_layers, without_cache
 from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing, hook_of
 from mechattn.results.result import head_named
 
@@ -236,5 +236,5 @@ def _patterns_act(model: HookedModel) -> bool:
         for changes in ({}, {layer: to_oneself}):
             changed = changing(model, "pattern", changes)
             with changed, changing(model, "z", {layer: record}):
-                model(tokens, return_type=None, **keeping_nothing(model))
+                model(tokens, return_type=None, **without_cache(model))
     return not torch.equal(*outputs)

@@ -79,7 +79,7 @@ _REASONS: Mapping[str, str] = {
         keys_to_ignore_at_inference is_decoder add_cross_attention"""
     ),
 }
-KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+KNOWN = {name for names in _REASONS.values() for name in names.split()}
 # Fields that change which keys a query sees, or its scores, in an unsupported way; with the values
 # that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -101,7 +101,7 @@ _WITH = {  # fields that matter only together with one of those
 def unknown_fields(config: Any) -> dict[str, str]:
     """The configuration fields that may mean an unsupported kind of attention, each with its value
     and what is known about it."""
-    understood = {*KNOWN, *(name for names in _WITH.values() for name in names)}
+    understood = KNOWN.union(*_WITH.values())
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "chunked_attention" not in kinds:
         understood.add("attention_chunk_size")  # no layer uses it
