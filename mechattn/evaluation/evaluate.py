@@ -29,7 +29,7 @@ from mechattn.evaluation.served_answers import check_room, check_servable, serve
 from mechattn.evaluation.server import Server
 from mechattn.model.architectures import PARTICULARS, Particulars
 from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.load import as_hooked, load_model, unloaded
+from mechattn.model.load import load_model, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -100,7 +100,7 @@ def evaluate(
     # A server needs only the tokenizer here; weights are used where they are loaded already.
     reader: Any
     if server is None:
-        reader = load_model(as_hooked(model))
+        reader = load_model(model)
     else:
         reader = unloaded(model)
 
@@ -189,7 +189,7 @@ def baseline_noise(
     if batch == other_batch:
         raise OptionError(f"batch={batch} in both runs shows no noise; choose another value")
 
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     prompts = as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     other_dtype = "float32"

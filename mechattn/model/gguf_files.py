@@ -154,8 +154,10 @@ def gguf_of(model: Any) -> dict[str, Any] | None:
     it is gone."""
     quantisation = getattr(model.config, "quantization_config", None)
     file = getattr(quantisation, "gguf_file", None)
-    path = os.path.join(getattr(model.config, "_name_or_path", ""), file or "")
-    if file is None or not os.path.isfile(path):
+    if file is None:
+        return None
+    path = os.path.join(model.config._name_or_path, file)
+    if not os.path.isfile(path):
         return None
     return gguf_header(path).provenance()
 
@@ -241,12 +243,14 @@ def read_once() -> Iterator[None]:
 
     with _patching, ExitStack() as undo:
         if gguf.GGUFReader is not _reader:  # not inside another such block
-            undo.callback(setattr, gguf, "GGUFReader", gguf.GGUFReader)
-            undo.callback(setattr, gguf, "get_tensor_name_map", gguf.get_tensor_name_map)
-            undo.callback(setattr, reading, "tqdm", reading.tqdm)
-            gguf.GGUFReader = _reader
-            gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
-            reading.tqdm = partial(reading.tqdm, disable=True)
+            replacements = (
+                (gguf, "GGUFReader", _reader),
+                (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+                (reading, "tqdm", partial(reading.tqdm, disable=True)),
+            )
+            for module, name, replacement in replacements:
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, replacement)
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mechattn.errors import ModelError, warn
+from mechattn.model.hooks import few_tokens
 
 _CAUSAL = (
     "mechattn measures models that predict the next token from the earlier ones: load this with"
@@ -141,7 +142,7 @@ def text_model_of(model: Any) -> Any:
         )
 
     text = _text_model(model, text_class)
-    tokens = torch.arange(1, 1 + _PROBE_LENGTH, device=model.device)[None]
+    tokens = few_tokens(model, _PROBE_LENGTH)
     model.eval()
     text.eval()
 

@@ -83,7 +83,7 @@ def attention_module(model: HookedModel, layer: int) -> Any:
 
 def kv_heads_of(model: HookedModel) -> int:
     """How many heads of a layer have keys and values of their own."""
-    return int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
+    return getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
 
 
 def is_latent(model: HookedModel, layer: int) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mechattn.model.verified_models import State
     from mechattn.model.verify.verification import Check, Report
 
-_FACTS_NAME = "_mechattn"  # of the attribute of a model that holds our facts
+FACTS_NAME = "_mechattn"  # of the attribute of a model that holds our facts
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Held while any model is made, as transformers and accelerate then modify torch.
 model_creation_lock = RLock()
@@ -157,7 +157,7 @@ class ModelFacts:
 def facts_of(model: Any) -> ModelFacts | None:
     """The facts about ``model``; None for a model that has not gone through ``load_model``."""
     # Not by getattr, as a bridge forwards missing names to the model that it wraps.
-    return getattr(model, "__dict__", {}).get(_FACTS_NAME)
+    return getattr(model, "__dict__", {}).get(FACTS_NAME)
 
 
 def architecture_of(model: Any) -> str:
@@ -175,12 +175,6 @@ def limit_of(model: Any, check: str) -> str | None:
     if facts is None or facts.report is None:
         return None
     return facts.report.limited.get(check)
-
-
-def store_facts(model: Any, facts: ModelFacts) -> ModelFacts:
-    """Store the facts on the model."""
-    setattr(model, _FACTS_NAME, facts)
-    return facts
 
 
 def alone(function: Function) -> Function:

@@ -165,7 +165,7 @@ def check_pattern(
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
     """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
-    module = unwrapped(getattr(model.blocks[layer], "attn", None))
+    module = unwrapped(model.blocks[layer].attn)
     with weights_here(module):
         sinks = getattr(module, "sinks", None)
         if not isinstance(sinks, nn.Parameter):
@@ -298,8 +298,9 @@ def logits_and_values(
     return logits, activations
 
 
-def few_tokens(model: HookedModel, count: int) -> Int[Tensor, "1 pos"]:
-    """Tokens 5, 6 … on which a model is tried: the first ones of a vocabulary are often special."""
+def few_tokens(model: Any, count: int) -> Int[Tensor, "1 pos"]:
+    """Tokens 5, 6 … to try a hooked model or a transformers model on: the first tokens of a
+    vocabulary are often special."""
     return torch.arange(5, 5 + count, device=device_of(model))[None]
 
 

@@ -36,14 +36,11 @@ from mechattn.model.given_objects import (
 )
 from mechattn.model.hooked import (
     alone,
-    facts_of,
     model_creation_lock,
     original_of,
-    store_facts,
 )
 from mechattn.model.verified_models import (
     known_facts,
-    notice_changes,
     state_of,
     tried,
     unhooked,
@@ -159,22 +156,6 @@ def check_device(device: str | torch.device | None) -> None:
 
 
 @alone
-def as_hooked(model: Any) -> Any:
-    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model``
-    makes of it.
-
-    Raises:
-        ModelError: The model was changed since it was verified, or ``load_model`` refuses it.
-    """
-    facts = facts_of(model)
-    if facts is None:
-        return load_model(model)
-    if facts.verified and facts.state is not None:
-        notice_changes(model, facts)
-    return model
-
-
-@alone
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
     """Verify a hooked model against the model itself: a table of checks, with their tolerances.
 
@@ -198,13 +179,13 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     hooked = load_model(model, verify=False, **options)
     facts = known_facts(hooked)
     if native is not None:
-        facts = replace(facts, native=native.eval(), why_not_native="")
+        facts.native = native.eval()
+        facts.why_not_native = ""
     facts.streaming = tried(check_streaming, hooked)
     facts.fused = None
     report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.state = state_of(hooked)
-    store_facts(hooked, facts)
     return facts.report
 
 
@@ -221,8 +202,8 @@ def unloaded(model: Any) -> UnloadedModel:
     if isinstance(model, (str, Path)):
         return _unloaded_checkpoint(str(model))
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
-        name = getattr(model, "name_or_path", "") or type(model).__name__
-        return checkpoint.unloaded_tokenizer(model, str(name))
+        name = getattr(model, "name_or_path", None) or type(model).__name__
+        return checkpoint.unloaded_tokenizer(model, name)
     hooked = load_model(model)
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(

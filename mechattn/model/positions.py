@@ -48,10 +48,7 @@ def takes_negative_ids(model: HookedModel) -> bool:
     Negative ids themselves are not tried: a table that is read at one on a GPU makes all later
     calls of the process fail.
     """
-    has_computed_rotations = any(
-        name.endswith("inv_freq") for name, _ in original_of(model).named_buffers()
-    )
-    if not has_computed_rotations:
+    if not _frequencies(model):
         return False
     ids = torch.arange(2 * _TRIED_LENGTH, device=device_of(model))
     first_layer = hooks.attention_layers(model)[0]

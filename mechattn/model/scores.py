@@ -118,14 +118,9 @@ def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
     special = particulars_of(model).slopes
     if special is not None:
         return special(config_of(model), heads)
-    if _embedding_type(model) != "alibi":
+    if model.cfg.positional_embedding_type != "alibi":
         return None
     return alibi_slopes(heads)
-
-
-def _embedding_type(model: HookedModel) -> str:
-    """How the model counts positions, in TransformerLens's words."""
-    return str(getattr(model.cfg, "positional_embedding_type", ""))
 
 
 def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
@@ -134,8 +129,8 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     Raises:
         ModelError: They are no sum of parts that depend on content, bias and position alone.
     """
-    name = str(model.cfg.model_name)
-    if _embedding_type(model) == "rotary":
+    name = model.cfg.model_name
+    if model.cfg.positional_embedding_type == "rotary":
         raise ModelError(
             f"{name} rotates queries and keys by position (RoPE), so its scores are not a sum of"
             " position, bias and content; ScoreDecomposition is defined for ALiBi (Falcon-RW,"

@@ -69,8 +69,8 @@ class FrozenNorm:
 
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
-    """A norm of a model with its γ and ε, by ``norm(x) − norm(0) = γ (x − mean) / σ(x)`` for x = ±1,
-    checked on random vectors.
+    """A norm of a model with its γ and ε, by ``norm(x) − norm(0) = γ (x − mean) / σ(x)`` for x =
+    ±1, checked on random vectors.
 
     Args:
         model: A hooked model.
@@ -206,7 +206,7 @@ def _logit_cap(model: HookedModel) -> float | None:
 def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a
     few tokens)."""
-    name = str(model.cfg.model_name)
+    name = model.cfg.model_name
     limit = limit_of(model, "residual")
     if limit is not None:
         raise ModelError(f"{name}: {limit}; so updates do not reach its logits unchanged")

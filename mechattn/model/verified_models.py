@@ -15,6 +15,7 @@ from mechattn.errors import MechattnError, ModelError, warn
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import (
+    FACTS_NAME,
     HookedModel,
     ModelFacts,
     device_of,
@@ -22,7 +23,6 @@ from mechattn.model.hooked import (
     model_creation_lock,
     modules_of,
     original_of,
-    store_facts,
 )
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING
@@ -67,7 +67,7 @@ def verified(model: Any, verify: bool) -> Any:
         _take_as_it_is(model, facts)
         return model
     if facts.verified and facts.state is not None:
-        notice_changes(model, facts)
+        _notice_changes(model, facts)
     elif facts.report is None and facts.to_verify:
         _verify(model, facts)
     return model
@@ -78,9 +78,10 @@ def known_facts(model: Any) -> ModelFacts:
     facts = facts_of(model)
     if facts is not None:
         return facts
-    with model_creation_lock:
-        native, why = _native_twin(model)
-    return store_facts(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
+    native, why = _native_twin(model)
+    facts = ModelFacts(native=native, why_not_native=why, mended=mend(model))
+    setattr(model, FACTS_NAME, facts)
+    return facts
 
 
 def _verify(model: Any, facts: ModelFacts) -> None:
@@ -110,8 +111,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
     if facts.state is None or facts.state == state_of(model):
         return
 
-    with model_creation_lock:
-        facts.native, facts.why_not_native = _native_twin(model)
+    facts.native, facts.why_not_native = _native_twin(model)
     facts.to_verify = False
     facts.report = None
     facts.state = None
@@ -119,7 +119,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
     facts.fused = None
 
 
-def notice_changes(model: Any, facts: ModelFacts) -> None:
+def _notice_changes(model: Any, facts: ModelFacts) -> None:
     """Refuse a changed model; verify it again if it was moved, or has other hooks.
 
     Raises:
@@ -131,8 +131,7 @@ def notice_changes(model: Any, facts: ModelFacts) -> None:
     refuse_changes(model, before, now)
     is_moved = before["device"] != now["device"]
     if is_moved:
-        with model_creation_lock:
-            facts.native, facts.why_not_native = _native_twin(model)
+        facts.native, facts.why_not_native = _native_twin(model)
     if is_moved or before["hooks"] != now["hooks"]:
         _verify(model, facts)
     facts.state = now
@@ -234,7 +233,8 @@ def _native_twin(bridge: Any) -> tuple[Any | None, str]:
         return None, "its weights are quantised, and a second model cannot share them"
 
     try:
-        return _rebuilt(hooked), ""
+        with model_creation_lock:
+            return _rebuilt(hooked), ""
     except Exception as error:
         why_not = f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})"
         return None, why_not

@@ -76,8 +76,8 @@ def heads_of(model: Any) -> int:
     """The number of heads in a layer of a hooked model or a transformers model."""
     cfg = getattr(model, "cfg", None)
     if cfg is not None:
-        return int(cfg.n_heads)
-    return int(config_of(model).num_attention_heads)
+        return cfg.n_heads
+    return config_of(model).num_attention_heads
 
 
 def check_layers(model: Any, layers: Iterable[int]) -> None:
@@ -186,8 +186,8 @@ def _replacing(
 
 def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
     """Which outputs of a fused projection are keys, and which are values; None if unknown."""
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = _groups(config, heads)
     columns = torch.arange((heads + 2 * groups) * width)
 
@@ -206,7 +206,7 @@ def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
 def _groups(config: Any, heads: int) -> int:
     """The number of heads of keys and values."""
     if config.model_type == "falcon" and config.new_decoder_architecture:
-        return int(config.num_kv_heads)
+        return config.num_kv_heads
     if config.model_type in ("falcon", "gpt_bigcode") and config.multi_query:
         return 1
-    return int(getattr(config, "num_key_value_heads", None) or heads)
+    return getattr(config, "num_key_value_heads", None) or heads

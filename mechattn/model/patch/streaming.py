@@ -78,8 +78,8 @@ class _Layer:
         softcap: float | None = None,
         sinks: Float[Tensor, " head"] | None = None,
     ) -> Output:
-        """The output of each head; computed in blocks of rows if the layer is measured or SDPA lacks
-        one of its terms."""
+        """The output of each head; in blocks of rows if the layer is measured or SDPA lacks one of
+        its terms."""
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
         if self.see_rows is None:
             beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)

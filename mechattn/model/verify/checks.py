@@ -56,8 +56,8 @@ KERNEL_TOLERANCE = {
 }
 
 # In a probability, in float32: scores in the hundreds, as in large models, are rounded by 3e-5, and
-# later layers enlarge the effect of a layer's rounding: 4e-5 seen in the third of three wide layers.
-# A wrong mask or scale gives 0.01.
+# later layers enlarge the effect of a layer's rounding: 4e-5 seen in the third of three wide
+# layers. A wrong mask or scale gives 0.01.
 #
 # In half precision the hooks' own scores are rounded to 8 or 11 bits, so that one probability may
 # differ by 0.15 (0.04 in float16) where nothing is wrong: judged by the root mean square of a
@@ -137,7 +137,7 @@ def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str
 
 def _attention_of(native: Any) -> str:
     """The attention that a model of transformers runs: "sdpa" or "eager"."""
-    return str(getattr(native.config, "_attn_implementation", None) or "eager")
+    return getattr(native.config, "_attn_implementation", None) or "eager"
 
 
 def _run_native(
@@ -225,7 +225,9 @@ def _neighbours(
     device = device_of(model)
     length = tokens.shape[1]
     boundary = boundary_of(model)
-    most_positions = _positions_of(model)
+    # The number of positions that the model has at least.
+    stated = (getattr(config_of(model), "max_position_embeddings", None), model.cfg.n_ctx)
+    most_positions = min([number for number in stated if number], default=1)
     if boundary is not None and length <= boundary.at:
         most_positions = min(most_positions, boundary.at)
     longer_length = min(length + length // 2, most_positions)
@@ -261,13 +263,6 @@ def _neighbours(
     )
     tolerance = TOLERANCE[dtype][0]
     return compare_positions("neighbours", logits, logits_alone, tolerance, detail, remedy)
-
-
-def _positions_of(model: HookedModel) -> int:
-    """The number of positions that the model has at least."""
-    in_config = getattr(config_of(model), "max_position_embeddings", None)
-    numbers = [int(number) for number in (in_config, model.cfg.n_ctx) if number]
-    return min(numbers, default=1)
 
 
 def check_streaming(model: HookedModel) -> Check:

@@ -221,8 +221,9 @@ def _unusual_parts(model: HookedModel, layer: int) -> str:
     """What may act between the pattern and z, in words."""
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     module = head_parts.attention_module(model, layer)
-    children = () if module is None else module.named_children()
-    unusual = [name for name, _ in children if name not in usual]
+    unusual = []
+    if module is not None:
+        unusual = [name for name, _ in module.named_children() if name not in usual]
     clip = head_parts.clip_of(model, layer)
     if clip is not None:
         unusual.append(f"clip_qkv={clip:g}")
