@@ -165,7 +165,11 @@ def tokenizer_named(name: str) -> Any:
 
 def tokenizer_of(place: str, **remote: Any) -> Any:
     """The tokenizer of a checkpoint; None for a directory without one (transformers would make an
-    empty one)."""
+    empty one).
+
+    Raises:
+        ModelError: It cannot be loaded, or needs code that the user has not allowed.
+    """
     from transformers import AutoTokenizer
 
     if os.path.isdir(place):
@@ -242,7 +246,11 @@ def prepends_bos(tokenizer: Any) -> bool:
 
 
 def config_of_place(place: str, **remote: Any) -> Any:
-    """The config of a checkpoint."""
+    """The config of a checkpoint.
+
+    Raises:
+        ModelError: There is no such checkpoint, or its config cannot be read.
+    """
     from transformers import AutoConfig
 
     folder, file = as_transformers_names(place)

@@ -129,7 +129,7 @@ def check_pattern(
     """Refuse an impossible pattern.
 
     Raises:
-        RowError: A row does not sum to 1 (with learned sinks, it sums to more).
+        RowError: A row does not sum to 1 (with learned sinks, to more than 1).
         ModelError: A query gives attention to a key that it cannot see.
     """
     real = real.to(pattern.device)

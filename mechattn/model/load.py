@@ -101,6 +101,8 @@ def load_model(
     Raises:
         ModelError: There is no such model, it cannot be hooked, or the hooked model differs from
             the model itself.
+        OptionError: A dtype, device or GGUF file cannot be used, or an option does not go with a
+            model that is made already.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
         if tokenizer is not None or dtype != "auto" or device is not None or gguf_file or options:
@@ -145,7 +147,11 @@ def load_model(
 
 
 def check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is invalid or absent, before a model is read for it."""
+    """Refuse a device before a model is read for it.
+
+    Raises:
+        OptionError: It is invalid, or not on this machine.
+    """
     try:
         torch.zeros(1, device=device).item()  # which a device without numbers ("meta") refuses
     except (AssertionError, RuntimeError, TypeError) as error:
@@ -190,7 +196,11 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 
 
 def dtype_named(name: str) -> Dtype:
-    """The dtype with a name such as "bfloat16", for configs and the command line."""
+    """The dtype with a name such as "bfloat16", for configs and the command line.
+
+    Raises:
+        OptionError: It is none of those that weights are loaded in.
+    """
     check_choice(("auto", "float32", "bfloat16", "float16"), dtype=name)
     if name == "auto":
         return "auto"
@@ -198,7 +208,14 @@ def dtype_named(name: str) -> Dtype:
 
 
 def unloaded(model: Any) -> UnloadedModel:
-    """A model without its weights; if the given model is loaded, it is included."""
+    """A model without its weights; if the given model is loaded, it is included.
+
+    Args:
+        model: A name or place, a tokenizer by itself, or what else ``load_model`` takes.
+
+    Raises:
+        ModelError: There is no such model, or it has no tokenizer.
+    """
     if isinstance(model, (str, Path)):
         return _unloaded_checkpoint(str(model))
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):

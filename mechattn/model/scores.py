@@ -19,8 +19,8 @@ from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of, score_biases
 from mechattn.model.hooked import HookedModel, config_of, rounding_of
 
-Q = "attn.hook_q"
-K = "attn.hook_k"
+Q_HOOK = "attn.hook_q"
+K_HOOK = "attn.hook_k"
 
 # A model's own pattern is compared with the softmax of the parts on so many tokens, and may differ
 # by rounding: the largest difference in float32 and in half precision.
@@ -88,7 +88,7 @@ class BlindScores:
             return None
         return self.alibi.alibi(keys)[:, :, 0]
 
-    def uniform_sink(self, layer: int) -> Float[Tensor, 1] | None:
+    def uniform_sink(self, layer: int) -> Float[Tensor, " sink"] | None:
         """The score 0 of a sink that is attended to like any key; None in a layer without sinks."""
         if layer not in self.sinks:
             return None
@@ -175,7 +175,7 @@ def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float
     tokens = hooks.few_tokens(model, PROBE_LENGTH)
     names = []
     for layer in scores:
-        names += [f"blocks.{layer}.{Q}", f"blocks.{layer}.{K}", hooks.pattern_hook(layer)]
+        names += [f"blocks.{layer}.{Q_HOOK}", f"blocks.{layer}.{K_HOOK}", hooks.pattern_hook(layer)]
     existing = model.hook_dict  # listed anew at each access
     missing = [name for name in names if name not in existing]
     if missing:
@@ -186,8 +186,8 @@ def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float
     _, values = hooks.logits_and_values(model, tokens, names)
     errors = {}
     for layer, layer_scores in scores.items():
-        q = values[f"blocks.{layer}.{Q}"].float()
-        k = values[f"blocks.{layer}.{K}"].float()
+        q = values[f"blocks.{layer}.{Q_HOOK}"].float()
+        k = values[f"blocks.{layer}.{K_HOOK}"].float()
         pattern = values[hooks.pattern_hook(layer)].float()
         content, bias, alibi, rest = layer_scores.parts(q, k)
         total = content + bias + alibi + rest

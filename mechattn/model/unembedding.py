@@ -103,7 +103,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
     normed_signs = normed_signs - bias
 
-    # A norm that subtracts the mean makes 0 of equal numbers.
+    # A norm that subtracts the mean makes 0 of equal numbers, up to rounding.
     centres = bool((normed_ones - bias).abs().max() < 1e-2 * normed_signs.abs().max())
     if centres:
         signs = signs - signs.mean()  # which is not 0 in an odd width

@@ -40,18 +40,18 @@ _LOAD_AGAIN = (
     "Load the model again as it is now; load_model(model, verify=False) measures it anyway, and "
     "every result then records verified: false"
 )
+# By what was changed, with the name of the part, and its value now and before.
 _CHANGES = {
     "class": (
         "{name} is {now} where {before} was. Adapters are merged (merge_and_unload) before "
-        f"load_model. {_LOAD_AGAIN}"
+        "load_model. " + _LOAD_AGAIN
     ),
     "dtype": (
         "{name} is {now} and was {before}. Give the dtype to load_model(…, dtype=…), which leaves"
         " the rotary frequencies in float32"
     ),
-    "attention": (
-        "{name} is {now!r} and was {before!r}, for which hooks may not fire. " + _LOAD_AGAIN
-    ),
+    "attention": "{name} is {now!r} and was {before!r}, for which hooks may not fire. "
+    + _LOAD_AGAIN,
     "weights": "the weights of {name} were edited. " + _LOAD_AGAIN,
 }
 

@@ -52,8 +52,8 @@ HOOKS_WITHOUT_STREAMING = (
     "attn.q_norm.",
     "attn.k_norm.",
     "attn.kv_b_proj.",
-    "attn.hook_q_latent_attention",
-    "attn.hook_kv_latent_attention",
+    "attn.hook_q_latent",
+    "attn.hook_kv_latent",
 )
 
 
@@ -170,7 +170,7 @@ def streaming(
 Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
 
 # By the id of the transformers attention module: its layer, and what q, k, v pass through before.
-_streamed: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
+_streamed_modules: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def _attention_function(
     if scale is None:
         scale = query.shape[-1] ** -0.5
 
-    layer, (hook_q, hook_k, hook_v) = _streamed[id(module)]
+    layer, (hook_q, hook_k, hook_v) = _streamed_modules[id(module)]
     window = options.get("sliding_window")
     if window not in (None, layer.window):
         raise ModelError(
@@ -246,15 +246,15 @@ def _delegated(
     from transformer_lens.model_bridge.generalized_components import AttentionBridge
 
     module = attention.original_component
-    before = _streamed.get(id(module))
+    before = _streamed_modules.get(id(module))
     with attribute_set(attention, "forward", MethodType(AttentionBridge.forward, attention)):
-        _streamed[id(module)] = (layer, hook_points)
+        _streamed_modules[id(module)] = (layer, hook_points)
         try:
             yield
         finally:
-            _streamed.pop(id(module))
+            _streamed_modules.pop(id(module))
             if before is not None:
-                _streamed[id(module)] = before
+                _streamed_modules[id(module)] = before
 
 
 @contextmanager
