@@ -277,7 +277,7 @@ def check_fused(model: HookedModel) -> Check:
     return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
 
 
-def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Check:
+def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) -> Check:
     """Compare a pass without hooks with one through them: logits, and the pattern of each layer."""
     layers = hooks.attention_layers(model)
     reason = why_not_streamed(model, layers)
@@ -288,17 +288,17 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
     pattern_hooks = [hooks.pattern_hook(layer) for layer in layers]
     expected_logits, patterns = hooks.logits_and_values(model, tokens, pattern_hooks)
     try:
-        logits, streamed = _streamed(model, tokens, fused)
+        logits, streamed_patterns = _without_hooks(model, tokens, fused)
     except Exception as error:
         return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
 
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, pattern_hook in zip(layers, pattern_hooks, strict=True):
-        if layer not in streamed:
+        if layer not in streamed_patterns:
             return Check(name, "limited", layer, detail="its attention function cannot be replaced")
-        pairs[layer] = (streamed[layer], patterns[pattern_hook].float().cpu())
+        pairs[layer] = (streamed_patterns[layer], patterns[pattern_hook].float().cpu())
 
-    detail = f"{way} against the hooks"
+    detail = f"{compared} against the hooks"
     dtype = dtype_of(model)
     tolerance = STREAMED_TOLERANCE[dtype]
     if dtype.itemsize <= 2:
@@ -316,7 +316,9 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
     return of_patterns
 
 
-def _streamed(model: HookedModel, tokens: Tensor, fused: bool) -> tuple[Logits, dict[int, Pattern]]:
+def _without_hooks(
+    model: HookedModel, tokens: Tensor, fused: bool
+) -> tuple[Logits, dict[int, Pattern]]:
     """Logits, and by layer the pattern, of a pass without hooks."""
     patterns: dict[int, Pattern] = {}
     length = tokens.shape[1]

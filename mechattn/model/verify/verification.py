@@ -81,7 +81,7 @@ class Check:
     gate: str | None = None
 
     @property
-    def apart(self) -> str:
+    def printed_difference(self) -> str:
         """The difference as printed: the number of a failure. That of a pass is rounding, and so
         depends on the CPU: "within" the tolerance."""
         if self.outcome == "passed" and self.difference is not None:
@@ -94,8 +94,8 @@ class Check:
             outcome += f" in layer {self.layer}"
         if self.hooked is not None and self.expected is not None:
             outcome += (
-                f": {self.hooked:.5g} where {self.expected:.5g} is expected, {self.apart} apart"
-                f" (tolerance {self.tolerance:.2g})"
+                f": {self.hooked:.5g} where {self.expected:.5g} is expected,"
+                f" {self.printed_difference} apart (tolerance {self.tolerance:.2g})"
             )
 
         sentences = [outcome, self.detail]
@@ -161,7 +161,13 @@ class Report:
     def _rows(self) -> list[list[str]]:
         """The cells of each check, in ``COLUMNS``."""
         return [
-            [check.name, check.outcome, check.apart, _number(check.tolerance), check.detail]
+            [
+                check.name,
+                check.outcome,
+                check.printed_difference,
+                _number(check.tolerance),
+                check.detail,
+            ]
             for check in self.checks
         ]
 
