@@ -9,34 +9,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 
-_ONE_AT_A_TIME = RLock()
+_offline_switch = RLock()  # held while HF_HUB_OFFLINE, which all threads read, may be changed
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether a name has the form "name" or "owner/name"; no absolute path has, nor one of several
-    folders."""
+    """Whether a name has the form "name" or "owner/name", which no absolute path has, nor one of
+    several folders."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 @contextmanager
 def asked_once(place: str) -> Iterator[None]:
-    """Within it only what was downloaded before is found if the hub does not answer; otherwise each
-    file is asked for six times, for 24 s. A directory or file needs no hub.
+    """Inside a ``with`` block, only what was downloaded before is found if the hub does not answer
+    now.
+
+    Without this, the client would ask six times for each file, which takes 24 s. A directory or
+    file needs no hub, so nothing is asked for it.
     """
     if os.path.exists(place):
         yield
         return
     from huggingface_hub import constants, get_session
 
-    with _ONE_AT_A_TIME:
+    with _offline_switch:
         offline = constants.HF_HUB_OFFLINE
         try:
-            get_session().head(
-                constants.ENDPOINT, timeout=5
-            )  # by the hub's own client, with its proxies
-        except (
-            Exception
-        ):  # of httpx or another client; also where the user has chosen to be offline
+            # By the hub's own client, which knows the user's proxies.
+            get_session().head(constants.ENDPOINT, timeout=5)
+        except Exception:  # of whichever client it uses, and where the user chose to be offline
             constants.HF_HUB_OFFLINE = True
         try:
             yield
@@ -46,8 +46,8 @@ def asked_once(place: str) -> Iterator[None]:
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:
     """The commit of a model on the hub, or else of the one downloaded before; None if there is no
-    such model."""
-    if not may_be_on_hub(name):
+    such model, or the name is that of a directory or file here."""
+    if os.path.exists(name) or not may_be_on_hub(name):
         return None
     from huggingface_hub import hf_hub_download
 

@@ -65,7 +65,7 @@ class _Logits(AnalysisBase):
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """Keep the scale of the final norm."""
-        sums["scale"] = self.reads.scale(stream)[:, None]
+        sums["scale"] = self.reads.norm.scale(stream)[:, None]
 
 
 @dataclass(frozen=True)

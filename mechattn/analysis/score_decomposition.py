@@ -30,7 +30,7 @@ from mechattn.functional.attention import BLOCK
 from mechattn.functional.received import visible_counts
 from mechattn.functional.scores import centred, ranked_target
 from mechattn.model.hooked import HookedModel
-from mechattn.model.scores import K, Q, scores_of
+from mechattn.model.scores import K_HOOK, Q_HOOK, scores_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 _FORMULAS = {
@@ -93,7 +93,7 @@ class ScoreDecomposition(AnalysisBase):
     @property
     def captures(self) -> Sequence[str]:
         """Queries and keys, including their biases."""
-        return (Q, K)
+        return (Q_HOOK, K_HOOK)
 
     def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence in which no query sees enough keys is refused."""
@@ -118,8 +118,8 @@ class ScoreDecomposition(AnalysisBase):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Compute the parts of each query's target, for a block of queries at a time."""
         scores = self.scores[captures.layer]
-        q = captures.by_head(Q, len(scores.b_q))
-        k = captures.by_head(K, len(scores.b_k))
+        q = captures.by_head(Q_HOOK, len(scores.b_q))
+        k = captures.by_head(K_HOOK, len(scores.b_k))
         length = q.shape[1]
         for start in range(0, length, BLOCK):
             block = slice(start, min(start + BLOCK, length))

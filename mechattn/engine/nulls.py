@@ -169,14 +169,20 @@ class Nulls:
     def _blind_attention(self, kind: str, layer: int, window: Window, batch: Batch) -> Attention:
         """The attention of queries that are 0, in one head for all where these are equal."""
         rows, length = batch.tokens.shape
-        heads = self.blind.heads if kind == BLIND else 1
+        if kind == BLIND:
+            heads = self.blind.heads
+            bias = self.blind.bias(length)
+            sinks = self.blind.sinks.get(layer)
+        else:
+            heads = 1
+            bias = None
+            sinks = self.blind.uniform_sink(layer)
 
         # One dimension is enough for queries and keys of 0, whatever the model's.
         q = torch.zeros(rows, heads, length, 1, device=batch.tokens.device)
         k = q[:, :1]
         v = torch.ones_like(k)
 
-        bias, sinks = self.blind.scores(layer, length, kind == BLIND)
         return Attention(q, k, v, 1.0, bias, window, None, batch.edge_mask, sinks)
 
 

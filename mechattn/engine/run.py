@@ -33,7 +33,7 @@ from mechattn.engine.request_checks import Analyses, AnyPrompts, ChosenLayers, C
 from mechattn.errors import check_choice, check_counts, memory_bytes, warn
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.load import as_hooked
+from mechattn.model.load import load_model
 from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.prompt import Prompt, as_prompts, likeness_of
@@ -271,7 +271,7 @@ def make_plan(
 ) -> Plan:
     """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full
     path."""
-    model = as_hooked(model)
+    model = load_model(model)
     return Plan(
         model,
         checks.with_baseline(conditions),
@@ -320,7 +320,7 @@ def run_random(
     """
     check_counts(FEWEST_DRAWS, draws=draws)  # heads are compared with their spread
     check_draw(kind, seed)
-    model = as_hooked(model)
+    model = load_model(model)
     results = []
     for draw in range(draws):
         random_model = random_weights(model, kind, seed + draw)

@@ -34,7 +34,7 @@ from mechattn.evaluation.served_answers import check_room, check_servable, serve
 from mechattn.evaluation.server import Server
 from mechattn.model.architectures import PARTICULARS, Particulars
 from mechattn.model.hooked import HookedModel, alone, config_of
-from mechattn.model.load import as_hooked, load_model, unloaded
+from mechattn.model.load import load_model, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -105,7 +105,7 @@ def evaluate(
     # A server needs only the tokenizer here; weights are used where they are loaded already.
     reader: Any
     if server is None:
-        reader = load_model(as_hooked(model))
+        reader = load_model(model)
     else:
         reader = unloaded(model)
 
@@ -204,7 +204,7 @@ def baseline_noise(
             " batches in both runs shows no noise; choose another value"
         )
 
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     dtype = dtype_of(model)
     other_dtype = "float32"
     if dtype == "float32":

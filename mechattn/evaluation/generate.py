@@ -30,12 +30,11 @@ from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.checkpoint import end_tokens
 from mechattn.model.hooked import (
     HookedModel,
-    config_of,
     facts_of,
     holding,
     measuring,
 )
-from mechattn.model.hooks import keeping_one
+from mechattn.model.hooks import last_logits_only
 from mechattn.prompts.prompt import LARGEST_COUNT
 
 
@@ -309,7 +308,7 @@ class Generation:
                 **prompts.inputs,
                 past_key_values=cache,
                 use_cache=True,
-                **keeping_one(config_of(self.model)),
+                **last_logits_only(self.model),
             )
 
         new_rows = [GeneratingRow(number, self.requests[number]) for number in numbers]

@@ -18,8 +18,8 @@ from mechattn.axes import BASELINE, PADDING
 from mechattn.evaluation.answer_file import Key
 from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, any_reads_first
-from mechattn.model.hooked import config_of, device_of
-from mechattn.model.hooks import keeping_one
+from mechattn.model.hooked import device_of
+from mechattn.model.hooks import last_logits_only
 from mechattn.prompts.token_sequences import TokenSequence, edges_to_cut
 
 Question = tuple[str, str]  # a prompt's id and the name of a condition
@@ -269,7 +269,7 @@ class GeneratingRows:
             position_ids=torch.tensor(position_ids, device=self.device)[:, None],
             past_key_values=self.cache,
             use_cache=True,
-            **keeping_one(config_of(self.model)),
+            **last_logits_only(self.model),
         )
         return output.logits[:, -1].float()
 
@@ -315,7 +315,7 @@ def acting_on_prompts(
             intervention for request in requests for intervention in request.sequence.interventions
         ]
         if any_reads_first(interventions):
-            model(**prompts.inputs, use_cache=False, **keeping_one(config_of(model)))
+            model(**prompts.inputs, use_cache=False, **last_logits_only(model))
         yield
 
 

@@ -18,7 +18,7 @@ from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError, check_choice
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import Result
@@ -301,7 +301,7 @@ def while_answering(
         OptionError: A condition or a prompt was not evaluated, or there are fewer than three
             groups.
     """
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     named = with_baseline(conditions)
     _check_evaluated(evaluation, named, prompts)
     ids = [prompt.id for prompt in prompts]

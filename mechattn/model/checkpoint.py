@@ -36,10 +36,9 @@ from mechattn.model.gguf_files import (
 )
 
 PREFIX = "toy:"
-RELAY = (  # different from the others: it recalls, and passes what it recalls through filler
-    "toy:relay"
-)
-NO_LIMIT = 2**31
+# Not a solver of word problems: it recalls, and passes what it recalls through filler.
+RELAY = "toy:relay"
+NO_LIMIT = 2**31  # tokens: the context length of a model that states none
 _TOYS = Path(__file__).parent.parent / "toys"
 _LONGEST_REASON = 300  # characters: some errors list every architecture
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
@@ -47,11 +46,16 @@ _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tikto
 
 def toy_names() -> list[str]:
     """The toys that solve word problems, one per family, such as "toy:llama"."""
-    return sorted({PREFIX + config.parent.name for config in _TOYS.glob("*/config.json")} - {RELAY})
+    toys = {PREFIX + config.parent.name for config in _TOYS.glob("*/config.json")}
+    return sorted(toys - {RELAY})
 
 
 def toy_folder(name: str) -> Path:
-    """The folder with the weights of a toy."""
+    """The folder with the weights of a toy.
+
+    Raises:
+        ModelError: There is no such toy; lists them.
+    """
     if name not in (*toy_names(), RELAY):
         raise ModelError(
             f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}"
@@ -71,6 +75,9 @@ def model_place(name: str) -> str:
     hub name.
 
     The hub is not asked for it yet.
+
+    Raises:
+        ModelError: There is no such toy or file, or the folder is no checkpoint; says what it is.
     """
     place = name
     if name.startswith(PREFIX):
@@ -101,7 +108,8 @@ def model_place(name: str) -> str:
     )
 
 
-_OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is then
+# What a directory without a config.json is, by the files that it has.
+_OTHER_FOLDERS = {
     "adapter_config.json": (
         "holds an adapter (such as LoRA), not a model: merge it into its base model "
         "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives"
@@ -113,7 +121,6 @@ _OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is
     "checkpoint-*/config.json": (
         "holds the checkpoints of a training: name one of its folders checkpoint-…"
     ),
-    "*": "has no config.json, so it is not a checkpoint; save one with save_pretrained",
 }
 
 
@@ -122,7 +129,7 @@ def _without_config(folder: Path) -> str:
     for pattern, explanation in _OTHER_FOLDERS.items():
         if any(folder.glob(pattern)):
             return explanation
-    return _OTHER_FOLDERS["*"]
+    return "has no config.json, so it is not a checkpoint; save one with save_pretrained"
 
 
 def check_weights_are_whole(place: str) -> None:
@@ -141,7 +148,11 @@ def check_weights_are_whole(place: str) -> None:
 
 
 def tokenizer_named(name: str) -> Any:
-    """The tokenizer of a model, without the model."""
+    """The tokenizer of a model, without the model.
+
+    Raises:
+        ModelError: There is no such model, or it has no tokenizer that can be loaded.
+    """
     if name.startswith(PREFIX):
         return load_tokenizer(name)
     place = model_place(name)
@@ -154,13 +165,17 @@ def tokenizer_named(name: str) -> Any:
 
 def tokenizer_of(place: str, **remote: Any) -> Any:
     """The tokenizer of a checkpoint; None for a directory without one (transformers would make an
-    empty one)."""
+    empty one).
+
+    Raises:
+        ModelError: It cannot be loaded, or needs code that the user has not allowed.
+    """
     from transformers import AutoTokenizer
 
-    if os.path.isdir(place) and not any(
-        next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES
-    ):
-        return None
+    if os.path.isdir(place):
+        files = [file for kind in _TOKENIZER_FILES for file in Path(place).glob(kind)]
+        if not files:
+            return None
 
     folder, file = as_transformers_names(place)
     try:
@@ -177,7 +192,8 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     return tokenizer
 
 
-_TEXTS = (
+# With what tokenizers treat in different ways: numbers, contractions, spaces, other scripts.
+_TEXTS_TO_SPLIT = (
     "Tom has 3 apples, and 1,234.5 more.",
     " It's  I'll WE'LL\n\n\tnaïve Café",
     "x = 12345 + 67",
@@ -194,10 +210,9 @@ def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
     if not path.is_file():
         return
     stored = Tokenizer.from_file(str(path))
-    for text in _TEXTS:
+    for text in _TEXTS_TO_SPLIT:
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        expected = stored.encode(text, add_special_tokens=False).ids
-        if token_ids != expected:
+        if token_ids != stored.encode(text, add_special_tokens=False).ids:
             warn(
                 f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads"
                 f" {text!r} as other tokens than its tokenizer.json; to use the file, pass"
@@ -231,7 +246,11 @@ def prepends_bos(tokenizer: Any) -> bool:
 
 
 def config_of_place(place: str, **remote: Any) -> Any:
-    """The config of a checkpoint."""
+    """The config of a checkpoint.
+
+    Raises:
+        ModelError: There is no such checkpoint, or its config cannot be read.
+    """
     from transformers import AutoConfig
 
     folder, file = as_transformers_names(place)
@@ -277,8 +296,10 @@ def text_config(name: str) -> Any:
 
 def architecture_named(name: str) -> str:
     """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
-    config = config_of_place(model_place(name), trust_remote_code=False)
-    return config.architectures[0] if config.architectures else ""
+    place = model_place(name)
+    with asked_once(place):
+        architectures = config_of_place(place, trust_remote_code=False).architectures
+    return architectures[0] if architectures else ""
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
@@ -332,15 +353,15 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
 
 def reason(error: Exception) -> str:
     """An error's class and the first line of its text, shortened."""
-    kind = type(error).__name__
-    for line in str(error).splitlines():
-        if line.strip():
-            message = textwrap.shorten(line.strip(), _LONGEST_REASON, placeholder=" …").rstrip(".")
-            return f"{kind}: {message}" if message else kind
-    return kind
+    error_class = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return error_class
+    message = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".")
+    return f"{error_class}: {message}"
 
 
-_lock = Lock()
+_wrapping = Lock()  # as a cached function may run twice if two threads call it for the first time
 
 # Whether a checkpoint's own code may run; None outside our loads.
 _own_code_allowed: ContextVar[bool | None] = ContextVar("own_code_allowed", default=None)
@@ -350,8 +371,8 @@ _own_code_allowed: ContextVar[bool | None] = ContextVar("own_code_allowed", defa
 def as_trusted(trust_remote_code: bool | None) -> Iterator[None]:
     """Inside a ``with`` block, this thread runs a checkpoint's own code only if the user allowed
     it, without asking on the terminal."""
-    with _lock:
-        _wrap_once()
+    with _wrapping:
+        _wrap_transformers()
     before = _own_code_allowed.set(trust_remote_code is True)
     try:
         yield
@@ -375,7 +396,7 @@ def refuse_own_code(error: Exception, name: str) -> None:
 
 
 @cache
-def _wrap_once() -> None:
+def _wrap_transformers() -> None:
     """Wrap the functions of transformers that import code or ask, for the whole process."""
     from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto

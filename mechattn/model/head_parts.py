@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
+from mechattn.functional.attention import Pattern
 from mechattn.model.hooked import (
     HookedModel,
     config_of,
@@ -22,15 +22,27 @@ from mechattn.model.hooked import (
 )
 
 
-def as_mixed(
-    model: HookedModel, layer: int, v: Float[Tensor, "*batch kv_head d_head"]
-) -> Float[Tensor, "*batch kv_head d_head"]:
-    """The values that the pattern mixes, from hook_v, after which the model may clip or norm
-    them."""
+def mixed_values(
+    model: HookedModel, layer: int, v: Float[Tensor, ...], pattern: Pattern
+) -> Float[Tensor, "batch kv_head key d_head"] | None:
+    """The values that the pattern mixes, from hook_v; None if hook_v has an unknown layout."""
+    if v.ndim == 4 and is_latent(model, layer):  # there heads come before positions
+        v = rearrange(v, "batch head pos d_head -> batch pos head d_head")
+    _, heads, _, keys = pattern.shape
+    if v.ndim != 4 or v.shape[1] != keys or heads % v.shape[2]:
+        return None
+    v = _clipped_and_normed(model, layer, v)
+    return rearrange(v, "batch key kv_head d_head -> batch kv_head key d_head")
+
+
+def _clipped_and_normed(
+    model: HookedModel, layer: int, v: Float[Tensor, "batch key kv_head d_head"]
+) -> Float[Tensor, "batch key kv_head d_head"]:
+    """What some models do to values after their hook."""
     limit = clip_of(model, layer)
-    norm = norm_of_values(model, layer)
     if limit is not None:
         v = v.clamp(-limit, limit)
+    norm = unwrapped(getattr(attention_module(model, layer), "v_norm", None))
     if norm is not None:
         v = norm(v)
     return v
@@ -45,19 +57,14 @@ def clip_of(model: HookedModel, layer: int) -> float | None:
     return float(limit) if limit else None
 
 
-def norm_before_output(model: HookedModel, layer: int) -> str | None:
-    """The name of a norm over all heads between the mixed values and W_O (BitNet); None in most
-    models."""
-    names = [name for name, _ in norms_of_output(model, layer)]
-    return names[0] if names else None
-
-
-def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
-    """The norms over all heads between the mixed values and W_O, by name."""
+def norms_of_output(model: HookedModel, layer: int) -> dict[str, nn.Module]:
+    """The norms over all heads between the mixed values and W_O, by name; most models have none,
+    BitNet has one."""
     module = attention_module(model, layer)
     if module is None:
-        return
-    width = int(model.cfg.n_heads) * int(model.cfg.d_head)
+        return {}
+    width = model.cfg.n_heads * model.cfg.d_head
+    norms = {}
     for name, child in module.named_children():
         if name.startswith(("q", "k", "v")):  # norms of queries, keys and values
             continue
@@ -65,12 +72,8 @@ def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Mo
         weight = getattr(norm, "weight", None)
         is_norm = "norm" in type(norm).__name__.lower()
         if is_norm and weight is not None and weight.numel() == width:
-            yield name, norm
-
-
-def norm_of_values(model: HookedModel, layer: int) -> nn.Module | None:
-    """The norm of values after their hook, if a layer has one."""
-    return unwrapped(getattr(attention_module(model, layer), "v_norm", None))
+            norms[name] = norm
+    return norms
 
 
 def attention_module(model: HookedModel, layer: int) -> Any:
@@ -80,15 +83,7 @@ def attention_module(model: HookedModel, layer: int) -> Any:
 
 def kv_heads_of(model: HookedModel) -> int:
     """How many heads of a layer have keys and values of their own."""
-    return int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
-
-
-def positions_first(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """The tensor of hook_v as [batch pos kv_head d_head]; with latent attention, heads come before
-    positions there."""
-    if v.ndim == 4 and is_latent(model, layer):
-        return rearrange(v, "batch head pos d_head -> batch pos head d_head")
-    return v
+    return getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
 
 
 def is_latent(model: HookedModel, layer: int) -> bool:
@@ -108,22 +103,27 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
         raise TypeError(f"the output projection is a {type(linear).__name__}")
     with weights_here(linear):
         weight = linear.weight.detach()
-    return rearrange(
-        weight, "d_model (head d_head) -> head d_head d_model", head=int(model.cfg.n_heads)
-    )
+    return rearrange(weight, "d_model (head d_head) -> head d_head d_model", head=model.cfg.n_heads)
 
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see
-    :func:`in_working_dtype`."""
+    """From a head's z to its update of the residual stream: W_O, times Granite's factor.
+
+    In the model's dtype, to avoid a second copy of all layers; see :func:`in_working_dtype`.
+
+    Raises:
+        ModelError: The heads of this model have no separate updates; says why.
+    """
     name = model.cfg.model_name
-    is_quantised = getattr(original_of(model), "is_quantized", False)
-    quantised = "its weights are quantised: load it unquantised" if is_quantised else ""
+    quantised = None
+    if getattr(original_of(model), "is_quantized", False):
+        quantised = "its weights are quantised: load it unquantised"
+
     limit = limit_of(model, "heads")
-    if limit:
+    if limit is not None:
         raise ModelError(f"{name}: {quantised or limit}; so heads have no separate updates")
-    norm = norm_before_output(model, layer)
-    if norm:
+    norm = next(iter(norms_of_output(model, layer)), None)
+    if norm is not None:
         raise ModelError(
             f"{name} norms all heads together before W_O ({norm}, layer {layer}), so each head's"
             " update depends on all others: heads have no separate updates"
@@ -143,7 +143,7 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
             " [head, d_head, d_model]"
         )
 
-    # Granite: what reaches the residual stream.
+    # Granite multiplies what reaches the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
     if factor == 1:
         return w_o
@@ -154,7 +154,7 @@ def score_biases(
     model: HookedModel, layer: int
 ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
     """b_Q and b_K of each head; zeros if the model has none."""
-    b_q = _bias(model, layer, "b_Q", int(model.cfg.n_heads))
+    b_q = _bias(model, layer, "b_Q", model.cfg.n_heads)
     b_k = _bias(model, layer, "b_K", kv_heads_of(model))
     return b_q, b_k
 
@@ -165,6 +165,6 @@ def _bias(model: HookedModel, layer: int, name: str, heads: int) -> Float[Tensor
     with weights_here(attention):
         bias = getattr(attention, name, None)
     if bias is None:
-        return torch.zeros(heads, int(model.cfg.d_head), device=device_of(attention))
+        return torch.zeros(heads, model.cfg.d_head, device=device_of(attention))
     by_head = "(head d_head) -> head d_head"
     return rearrange(bias.detach().flatten(), by_head, head=heads).float()

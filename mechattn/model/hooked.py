@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mechattn.model.verified_models import State
     from mechattn.model.verify.verification import Check, Report
 
-_NAME = "_mechattn"
+FACTS_NAME = "_mechattn"  # of the attribute of a model that holds our facts
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Held while any model is made, as transformers and accelerate then modify torch.
 model_creation_lock = RLock()
@@ -140,7 +140,8 @@ class ModelFacts:
     # yet.
     streaming: Check | None = None
     fused: Check | None = None
-    hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
+    weights_hash: str | None = None  # the last one
+    hashed_state: object = None  # what of the weights is compared before it is used again
     state: State | None = None  # of the model when it was last verified
     # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is
     # unknown.
@@ -155,7 +156,8 @@ class ModelFacts:
 
 def facts_of(model: Any) -> ModelFacts | None:
     """The facts about ``model``; None for a model that has not gone through ``load_model``."""
-    return getattr(model, "__dict__", {}).get(_NAME)
+    # Not by getattr, as a bridge forwards missing names to the model that it wraps.
+    return getattr(model, "__dict__", {}).get(FACTS_NAME)
 
 
 def architecture_of(model: Any) -> str:
@@ -167,18 +169,12 @@ def architecture_of(model: Any) -> str:
     return str(architecture or "unknown")
 
 
-def limit_of(model: Any, check: str) -> str:
-    """Why a check at the last verification limits what can be measured; "" if it does not."""
+def limit_of(model: Any, check: str) -> str | None:
+    """Why a check at the last verification limits what can be measured; None if it does not."""
     facts = facts_of(model)
     if facts is None or facts.report is None:
-        return ""
-    return facts.report.limited.get(check, "")
-
-
-def store_facts(model: Any, facts: ModelFacts) -> ModelFacts:
-    """Store the facts on the model."""
-    setattr(model, _NAME, facts)
-    return facts
+        return None
+    return facts.report.limited.get(check)
 
 
 def alone(function: Function) -> Function:
@@ -226,10 +222,10 @@ def measuring(model: Any) -> Iterator[None]:
     A hooked model is in eval mode, where dropout is off, and then as it was. Gradients can be
     taken, numbers without a dtype are float32, and no other dtype is chosen for operations.
     """
-    training = []
+    training_modules = []
     if hasattr(model, "cfg") and isinstance(model, nn.Module):
-        training = [module for module in modules_of(model).values() if module.training]
-    for module in training:
+        training_modules = [module for module in modules_of(model).values() if module.training]
+    for module in training_modules:
         module.training = False
 
     try:
@@ -244,13 +240,13 @@ def measuring(model: Any) -> Iterator[None]:
                 stack.enter_context(torch.device("cpu"))
             yield
     finally:
-        for module in training:
+        for module in training_modules:
             module.training = True
 
 
-def holding(model: Any) -> ExitStack:
-    """Hold the lock of a model until the end of a ``with`` block; a thread that has it may take it
-    again."""
+@contextmanager
+def holding(model: Any) -> Iterator[None]:
+    """Hold the lock of a model inside a ``with`` block; a thread that has it may take it again."""
     with ExitStack() as stack:
         for lock in _locks_of(model):
             if not lock.acquire(timeout=_SECONDS_BEFORE_WARNING):
@@ -263,7 +259,7 @@ def holding(model: Any) -> ExitStack:
                 )
                 lock.acquire()
             stack.callback(lock.release)
-        return stack.pop_all()
+        yield
 
 
 def _locks_of(model: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError, RowError
@@ -25,21 +25,22 @@ from mechattn.functional.attention import (
     visible_keys,
 )
 from mechattn.model.architectures import particulars_of
-from mechattn.model.head_parts import as_mixed, positions_first
+from mechattn.model.head_parts import mixed_values
 from mechattn.model.hooked import (
     HookedModel,
     attribute_set,
     config_of,
+    device_of,
     original_of,
     unwrapped,
     weights_here,
 )
 
-# A bridge computes a norm by the module of transformers, and again for the values of the norm's two
-# hooks, in this method (transformer-lens 3.9 to 4.3); where it is missing, nothing is saved.
+# In this method a bridge computes a norm by the module of transformers, and again for the values of
+# the norm's two hooks (transformer-lens 3.9 to 4.3); where it is missing, nothing is saved.
 _NORM_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"
 _NO_MASS = 1e-6  # attention up to this is rounding
-Hooks = list[tuple[str, Callable]]  # functions, each with the name of the hook where it is called
+Hooks = list[tuple[str, Callable]]  # the name of each hook, and the function called there
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
 
@@ -55,7 +56,12 @@ def attention_layers(model: HookedModel) -> list[int]:
 
 
 def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> list[int]:
-    """The layers to measure, checked; by default all that have attention."""
+    """The layers to measure, checked; by default all that have attention.
+
+    Raises:
+        ModelError: No layer has attention.
+        OptionError: A layer is no whole number or has no attention, or none is chosen.
+    """
     with_attention = attention_layers(model)
     if not with_attention:
         raise ModelError(
@@ -75,8 +81,9 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
         if layer not in with_attention:
             first = with_attention[0]
             last = with_attention[-1]
-            are_all = with_attention == list(range(first, last + 1))
-            existing = f"{first} to {last}" if are_all else ", ".join(map(str, with_attention))
+            existing = ", ".join(map(str, with_attention))
+            if with_attention == list(range(first, last + 1)):
+                existing = f"{first} to {last}"
             raise OptionError(
                 f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
                 f" {existing}"
@@ -87,18 +94,18 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
 
 def attention_window(model: HookedModel, layer: int) -> int | None:
     """The largest number of keys that a query of this layer can see, including its own; None for
-    full attention."""
-    config = config_of(model)
-    if config is None:
-        source = model.cfg
-        name_of_kinds = "attn_types"
-        name_of_window = "window_size"
-    else:
-        source = config
-        name_of_kinds, name_of_window = particulars_of(model).layer_kinds
+    full attention.
 
-    kinds = getattr(source, name_of_kinds, None)
-    window = getattr(source, name_of_window, None)
+    Raises:
+        ModelError: The layer has another kind of attention, such as chunks.
+    """
+    config = config_of(model) or model.cfg
+    particulars = particulars_of(model)
+    window = getattr(config, particulars.window_field, None)
+    kinds = None
+    if particulars.kinds_field is not None:
+        kinds = getattr(config, particulars.kinds_field, None)
+
     if kinds is None:
         is_used = getattr(config, "use_sliding_window", True)
         return int(window) if window and is_used else None
@@ -119,8 +126,12 @@ def check_pattern(
     window: int | None,
     edge_mask: EdgeMask | None = None,
 ) -> None:
-    """Refuse an impossible pattern: rows that don't sum to 1, or mass on keys that a query cannot
-    see."""
+    """Refuse an impossible pattern.
+
+    Raises:
+        RowError: A row does not sum to 1 (with learned sinks, to more than 1).
+        ModelError: A query gives attention to a key that it cannot see.
+    """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
     least = -0.01 if has_sinks(model) else 0.99
@@ -154,7 +165,7 @@ def check_pattern(
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
     """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
-    module = unwrapped(getattr(model.blocks[layer], "attn", None))
+    module = unwrapped(model.blocks[layer].attn)
     with weights_here(module):
         sinks = getattr(module, "sinks", None)
         if not isinstance(sinks, nn.Parameter):
@@ -186,8 +197,19 @@ def forward_with_patterns(
     position_ids: Tokens | None = None,
     last: int | None = None,
 ) -> None:
-    """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each
-    pattern."""
+    """A forward pass that shows the pattern of each layer.
+
+    Args:
+        model: A hooked model.
+        tokens: The tokens, padded on the right.
+        real: Which of them are no padding.
+        layers: The layers to show.
+        see: Called with each layer, its pattern, and the values that the pattern mixes (None if the
+            layer's hook_v has an unknown layout).
+        edge_masks: By layer, the edges of attention that are cut.
+        position_ids: The model's own by default.
+        last: The layer after which the pass stops; by default the last of ``layers``.
+    """
     values: dict[int, Tensor] = {}
     existing_hooks = model.hook_dict
     fwd_hooks: Hooks = []
@@ -202,7 +224,7 @@ def forward_with_patterns(
     def show_pattern(pattern: Pattern, hook: Any, layer: int) -> None:
         v = values.pop(layer, None)
         if v is not None:
-            v = _by_kv_head(model, layer, v, pattern)
+            v = mixed_values(model, layer, v, pattern)
         see(layer, pattern.detach(), v)
 
     for layer in layers:
@@ -217,18 +239,6 @@ def forward_with_patterns(
     if last is None:
         last = max(layers)
     forward_to(model, tokens, last, fwd_hooks, position_ids, **options)
-
-
-def _by_kv_head(
-    model: HookedModel, layer: int, v: Float[Tensor, ...], pattern: Pattern
-) -> Float[Tensor, "batch kv_head pos d_head"] | None:
-    """The values that the pattern mixes; None if hook_v has another layout."""
-    v = positions_first(model, layer, v)
-    _, heads, _, keys = pattern.shape
-    if v.ndim != 4 or v.shape[1] != keys or heads % v.shape[2]:
-        return None
-    v = as_mixed(model, layer, v)
-    return rearrange(v, "batch pos kv_head d_head -> batch kv_head pos d_head")
 
 
 def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
@@ -258,11 +268,11 @@ def forward_to(
         options.setdefault("attention_mask", torch.ones_like(tokens))
         options["position_ids"] = position_ids
 
-    options |= keeping_nothing(model)
+    options |= without_cache(model)
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
     elif "logits_to_keep" in _options_taken(model):
-        options |= keeping_one(config_of(model))
+        options |= last_logits_only(model)
 
     with torch.no_grad(), norms_once(model):
         if fwd_hooks or "stop_at_layer" in options:
@@ -282,26 +292,32 @@ def logits_and_values(
             activations[name] = value.detach().clone()  # some modules add to it in place
 
     fwd_hooks: Hooks = [(name, partial(keep, name=name)) for name in names]
-    options = keeping_nothing(model)
+    options = without_cache(model)
     with torch.no_grad():
         logits = model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type="logits", **options)
     return logits, activations
 
 
-def keeping_nothing(model: HookedModel) -> dict[str, bool]:
-    """The option that stops a forward pass from caching keys and values, if it has one."""
+def few_tokens(model: Any, count: int) -> Int[Tensor, "1 pos"]:
+    """Tokens 5, 6 … to try a hooked model or a transformers model on: the first tokens of a
+    vocabulary are often special."""
+    return torch.arange(5, 5 + count, device=device_of(model))[None]
+
+
+def without_cache(model: HookedModel) -> dict[str, bool]:
+    """The option that stops a forward pass from caching keys and values, if the model has one."""
     if "use_cache" not in _options_taken(model):
         return {}
     return {"use_cache": False}
 
 
-def keeping_one(config: Any) -> dict[str, int]:
-    """The option to compute logits at the last position only.
+def last_logits_only(model: Any) -> dict[str, int]:
+    """The option to compute logits at the last position only, for a model with ``logits_to_keep``.
 
     Not where the last layers read the keys of earlier ones (Gemma 4): then transformers also runs
     these layers at that position only, and the other rows of their attention are missing.
     """
-    if getattr(config, "num_kv_shared_layers", 0):
+    if getattr(config_of(model), "num_kv_shared_layers", 0):
         return {}
     return {"logits_to_keep": 1}
 
@@ -318,18 +334,18 @@ def blocks_of(model: Any) -> nn.ModuleList:
 
 
 @dataclass
-class Needed:
-    """What must be called while a layer runs; ``check``, a hook of the layer, refuses a layer that
-    has run without."""
+class RequiredCall:
+    """A call that must happen while a layer runs; ``check``, a hook of the layer, refuses a layer
+    that has run without it."""
 
     refusal: str
     called: bool = False
 
-    def check(self, block: Any, given: Any, out: Any) -> None:
-        """After the layer has run, raise an error if this was not called."""
+    def check(self, block: Any, args: Any, output: Any) -> None:
+        """After the layer has run, raise ``refusal`` if the call did not happen."""
         if not self.called:
             raise ModelError(self.refusal)
-        self.called = False
+        self.called = False  # for the next pass
 
 
 def _options_taken(model: HookedModel) -> set[str]:
@@ -345,8 +361,8 @@ def _options_taken(model: HookedModel) -> set[str]:
 def norms_once(model: Any) -> Iterator[None]:
     """Inside a ``with`` block, compute a bridge's norms once, with the model's own module, to the
     same numbers."""
-    # Those of the model, its blocks and their parts; deeper ones are not searched for, to save
-    # time.
+    # The norms of the model, its blocks and their parts; a search for deeper ones would cost more
+    # than they do.
     owners = [model, *model.blocks]
     for block in model.blocks:
         owners += block.children()
@@ -355,22 +371,23 @@ def norms_once(model: Any) -> Iterator[None]:
         for owner in owners:
             for norm in owner.children():
                 if hasattr(type(norm), _NORM_COMPUTED_TWICE):
-                    once = partial(_once, norm, getattr(norm, _NORM_COMPUTED_TWICE))
+                    twice = getattr(norm, _NORM_COMPUTED_TWICE)
+                    once = partial(_norm_once, norm, twice)
                     stack.enter_context(attribute_set(norm, _NORM_COMPUTED_TWICE, once))
         yield
 
 
-def _once(
-    norm: Any, twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
+def _norm_once(
+    norm: Any, norm_twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
 ) -> Float[Tensor, "*batch channel"]:
     """The norm by its own module, unless a hook inside it is watched."""
     for point in (norm.hook_scale, norm.hook_normalized):
         if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
-            return twice(x)
+            return norm_twice(x)
     return norm.original_component(x).to(x.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Boundary:
     """The number of positions up to which a model uses its frequencies for short texts; beyond it
     uses others.
@@ -395,11 +412,16 @@ class Boundary:
 
 def boundary_of(model: Any) -> Boundary | None:
     """The boundary of a hooked model or a transformers model, from its configuration; None for
-    most."""
+    most.
+
+    Raises:
+        ModelError: Its layers have different ones.
+    """
     config = config_of(model)
-    boundaries = {_boundary(settings, config) for settings in _rope_settings(config)} - {None}
+    stated = [_boundary(settings, config) for settings in _rope_settings(config)]
+    boundaries = {boundary for boundary in stated if boundary is not None}
     if len(boundaries) > 1:
-        lengths = ", ".join(f"{length:,}" for length in sorted(b.at for b in boundaries if b))
+        lengths = ", ".join(f"{boundary.at:,}" for boundary in sorted(boundaries))
         raise ModelError(
             f"the layers of a {type(model).__name__} change their frequencies at different lengths"
             f" ({lengths}), so mechattn cannot separate its prompts by length"
@@ -427,16 +449,17 @@ def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
     if kind in ("longrope", "su") or "long_factor" in settings:
         name = "original_max_position_embeddings"
         length = settings.get(name) or getattr(config, name, longest)
-        return Boundary(int(length), "longrope") if length else None
+        if length:
+            return Boundary(int(length), "longrope")
     return None
 
 
 def split_heads(
-    shown: Float[Tensor, "batch pos *rest"], heads: int
+    joint: Float[Tensor, "batch pos *rest"], heads: int
 ) -> Float[Tensor, "batch pos {heads} d_head"]:
     """Queries, keys, values or z of each head, however a bridge splits the last dimensions."""
-    if shown.ndim == 4 and shown.shape[2] == heads:
-        return shown
+    if joint.ndim == 4 and joint.shape[2] == heads:
+        return joint
     return rearrange(
-        shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads
+        joint.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,13 +36,11 @@ from mechattn.model.given_objects import (
 )
 from mechattn.model.hooked import (
     alone,
-    facts_of,
     model_creation_lock,
-    store_facts,
+    original_of,
 )
 from mechattn.model.verified_models import (
     known_facts,
-    notice_changes,
     state_of,
     tried,
     unhooked,
@@ -53,7 +51,7 @@ from mechattn.model.verify.verification import AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]
 _PLACING = ("device_map", "max_memory", "offload_folder")  # where transformers puts the weights
-_PATCHED = (
+_REPLACED_BY_TRANSFORMER_LENS = (  # modules whose eager_attention_forward booting replaces
     "transformers.models.gemma2.modeling_gemma2",
     "transformers.models.gemma3.modeling_gemma3",
 )
@@ -103,6 +101,8 @@ def load_model(
     Raises:
         ModelError: There is no such model, it cannot be hooked, or the hooked model differs from
             the model itself.
+        OptionError: A dtype, device or GGUF file cannot be used, or an option does not go with a
+            model that is made already.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
         if tokenizer is not None or dtype != "auto" or device is not None or gguf_file or options:
@@ -127,17 +127,15 @@ def load_model(
             raise ModelError(
                 "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
             )
-        new_dtype = None
-        if isinstance(dtype, torch.dtype):
-            new_dtype = dtype
+        new_dtype = None if dtype == "auto" else dtype
         with model_creation_lock, as_trusted(checkpoint.is_of_own_code(model)):
-            hooked = _from_object(model, tokenizer, new_dtype, device, options)
+            hooked = hooked_object(model, tokenizer, new_dtype, device, **options)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
         with model_creation_lock, as_trusted(own_code), asked_once(place), read_once():
             commit = hub_commit(place, options.get("revision"))
-            hooked = _from_name(str(model), tokenizer, dtype, device, options)
+            hooked = _hooked_checkpoint(str(model), tokenizer, dtype, device, options)
             known_facts(hooked).revision = commit
     else:
         raise ModelError(
@@ -149,7 +147,11 @@ def load_model(
 
 
 def check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is invalid or absent, before a model is read for it."""
+    """Refuse a device before a model is read for it.
+
+    Raises:
+        OptionError: It is invalid, or not on this machine.
+    """
     try:
         torch.zeros(1, device=device).item()  # which a device without numbers ("meta") refuses
     except (AssertionError, RuntimeError, TypeError) as error:
@@ -157,22 +159,6 @@ def check_device(device: str | torch.device | None) -> None:
             f"device={str(device)!r} is not on this machine ({reason(error)}); give a torch device"
             ' such as "cpu", "cuda", "cuda:1" or "mps"'
         ) from None
-
-
-@alone
-def as_hooked(model: Any) -> Any:
-    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model``
-    makes of it.
-
-    Raises:
-        ModelError: The model was changed since it was verified, or ``load_model`` refuses it.
-    """
-    facts = facts_of(model)
-    if facts is None:
-        return load_model(model)
-    if facts.verified and facts.state is not None:
-        notice_changes(model, facts)
-    return model
 
 
 @alone
@@ -199,18 +185,22 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     hooked = load_model(model, verify=False, **options)
     facts = known_facts(hooked)
     if native is not None:
-        facts = replace(facts, native=native.eval(), why_not_native="")
+        facts.native = native.eval()
+        facts.why_not_native = ""
     facts.streaming = tried(check_streaming, hooked)
     facts.fused = None
     report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.state = state_of(hooked)
-    store_facts(hooked, facts)
     return facts.report
 
 
 def dtype_named(name: str) -> Dtype:
-    """The dtype with a name such as "bfloat16", for configs and the command line."""
+    """The dtype with a name such as "bfloat16", for configs and the command line.
+
+    Raises:
+        OptionError: It is none of those that weights are loaded in.
+    """
     check_choice(("auto", "float32", "bfloat16", "float16"), dtype=name)
     if name == "auto":
         return "auto"
@@ -218,19 +208,28 @@ def dtype_named(name: str) -> Dtype:
 
 
 def unloaded(model: Any) -> UnloadedModel:
-    """A model without its weights; if the given model is loaded, it is included."""
+    """A model without its weights; if the given model is loaded, it is included.
+
+    Args:
+        model: A name or place, a tokenizer by itself, or what else ``load_model`` takes.
+
+    Raises:
+        ModelError: There is no such model, or it has no tokenizer.
+    """
     if isinstance(model, (str, Path)):
         return _unloaded_checkpoint(str(model))
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
-        name = getattr(model, "name_or_path", "") or type(model).__name__
-        return checkpoint.unloaded_tokenizer(model, str(name))
+        name = getattr(model, "name_or_path", None) or type(model).__name__
+        return checkpoint.unloaded_tokenizer(model, name)
     hooked = load_model(model)
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(
             f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
 
-    settings = getattr(known_facts(hooked).native, "generation_config", None)
+    # A quantised model has no native twin.
+    source = known_facts(hooked).native or original_of(hooked)
+    settings = getattr(source, "generation_config", None)
     end = checkpoint.end_tokens(settings, hooked.tokenizer)
     return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
 
@@ -242,8 +241,10 @@ def _unloaded_checkpoint(name: str) -> UnloadedModel:
     longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
     if not isinstance(longest, int):
         longest = checkpoint.NO_LIMIT
+    place = checkpoint.model_place(name)
     try:
-        settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
+        with asked_once(place):
+            settings = GenerationConfig.from_pretrained(place)
     except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
         settings = None
 
@@ -251,21 +252,22 @@ def _unloaded_checkpoint(name: str) -> UnloadedModel:
     return checkpoint.unloaded_tokenizer(tokenizer, name, longest, settings)
 
 
-def _from_name(
+def _hooked_checkpoint(
     name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]
 ) -> Any:
     """A hooked model from a place: booted from there, or from an object that we load ourselves."""
     from transformer_lens.utilities import get_device
 
     place = checkpoint.model_place(name)
-    remote = {"trust_remote_code": False}
-    for option in ("revision", "trust_remote_code"):
-        if option in options:
-            remote[option] = options[option]
-
-    config = checkpoint.config_of_place(place, **remote)
-    checkpoint.check_weights_are_whole(place)
     is_toy = name.startswith(checkpoint.PREFIX)
+    on_hub = {"trust_remote_code": False}  # the options that transformers' other loaders take too
+    on_hub |= _named(options, ("revision", "trust_remote_code"))
+
+    config = checkpoint.config_of_place(place, **on_hub)
+    checkpoint.check_weights_are_whole(place)
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    refuse_other_kinds(architectures[0], config)
+
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
         stored = getattr(config, "dtype", None)
@@ -276,44 +278,55 @@ def _from_name(
     if tokenizer is None and is_toy:
         tokenizer = checkpoint.load_tokenizer(name)
     elif tokenizer is None:
-        tokenizer = checkpoint.tokenizer_of(place, **remote)
+        tokenizer = checkpoint.tokenizer_of(place, **on_hub)
 
-    architectures = getattr(config, "architectures", None) or []
-    class_names = ", ".join(architectures)
-    refuse_other_kinds(class_names[:80], config)
     if not is_gguf(place) and not is_multimodal(config):
         return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
-    placing = {}
-    for option in _PLACING:
-        if option in options:
-            placing[option] = options.pop(option)
+    placing = _named(options, _PLACING)
+    others = {option: value for option, value in options.items() if option not in placing}
     if device is None and not placing:
         device = get_device()
-    if is_gguf(place):
-        with classes_left_alone():
-            hf_model = load_dequantised(place, config, dtype, **placing)
-    else:
-        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
+    if not is_gguf(place):
+        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **on_hub)
+        return hooked_object(hf_model, tokenizer, None, device, name, **others)
 
-    hooked = _from_object(hf_model, tokenizer, None, device, options, name)
-    if is_gguf(place):
-        known_facts(hooked).gguf = gguf_header(place).provenance()
+    with classes_left_alone():
+        hf_model = load_dequantised(place, config, dtype, **placing)
+    hooked = hooked_object(hf_model, tokenizer, None, device, name, **others)
+    known_facts(hooked).gguf = gguf_header(place).provenance()
     return hooked
 
 
-def _from_object(
+def _named(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of the options that have one of these names."""
+    return {name: options[name] for name in names if name in options}
+
+
+def hooked_object(
     hf_model: Any,
     tokenizer: Any,
-    dtype: torch.dtype | None,
-    device: Any,
-    options: dict[str, Any],
-    name: str = "",
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    name: str | None = None,
+    **options: Any,
 ) -> Any:
-    """A hooked model from a transformers model, moved and converted first; it keeps its dtype where
-    that is None."""
+    """A hooked model from a transformers model, moved and converted first.
+
+    Args:
+        hf_model: The transformers model, which is changed in place.
+        tokenizer: Its tokenizer, or None.
+        dtype: The dtype of its parameters; as they are by default.
+        device: Where to move it; nowhere by default.
+        name: What it is called; by default after its place, or its class.
+        **options: For ``TransformerBridge.boot_transformers``.
+
+    Raises:
+        OptionError: A quantised or dispatched model is to be moved or converted.
+        ModelError: TransformerLens cannot hook it.
+    """
     gguf = gguf_of(hf_model)
-    name = name or getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
+    name = name or getattr(hf_model.config, "_name_or_path", None) or type(hf_model).__name__
     hf_model = unhooked(text_model_of(as_plain(hf_model)))
     hf_model.config.architectures = [type(hf_model).__name__]
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
@@ -376,7 +389,7 @@ def classes_left_alone() -> Iterator[None]:
 @contextmanager
 def _attention_restored() -> Iterator[None]:
     """Undo what booting changes in attention functions (TransformerLens issue 1795)."""
-    modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
+    modules: list[Any] = [importlib.import_module(name) for name in _REPLACED_BY_TRANSFORMER_LENS]
     functions = [module.eager_attention_forward for module in modules]
     try:
         yield
@@ -406,13 +419,9 @@ def _no_image_processor() -> Iterator[None]:
     import transformers
 
     processor: Any = transformers.AutoProcessor
-    load_processor = vars(processor)["from_pretrained"]
-    processor.from_pretrained = staticmethod(_no_processor)
+    load_processor = vars(processor)["from_pretrained"]  # the class method, not bound
+    processor.from_pretrained = lambda *_, **__: None
     try:
         yield
     finally:
         processor.from_pretrained = load_processor
-
-
-def _no_processor(*arguments: Any, **options: Any) -> None:
-    """In place of the loading of a processor."""

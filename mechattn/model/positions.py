@@ -4,7 +4,7 @@ and keys by position, found among its frequencies by trying them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -22,17 +22,20 @@ from mechattn.model.hooked import (
     original_of,
     rounding_of,
 )
-from mechattn.model.patch.streaming import streaming, why_not
+from mechattn.model.patch.streaming import streaming, why_not_streamed
 
-PROBE_LENGTH = 6  # tokens on which position ids are tried
-ROUNDING = (1e-3, 0.1)  # in float32 and in half precision
+_TRIED_LENGTH = 6  # tokens on which position ids are tried
+_ROTATED_LENGTH = 16  # tokens whose queries and keys are compared
+_FAR = 1000  # positions by which these are moved, so that slow frequencies matter too
+# The largest differences from rounding, in float32 and in half precision.
+_ROUNDING = (1e-3, 0.1)
 
 
 def takes_position_ids(model: HookedModel) -> bool:
     """Whether the model's attention depends on the given position ids, tried on a few tokens."""
     if original_of(model) is None:
         return False
-    ids = torch.arange(PROBE_LENGTH, device=device_of(model))
+    ids = torch.arange(_TRIED_LENGTH, device=device_of(model))
     last_layer = hooks.attention_layers(model)[-1]
     change = _change_of_pattern(model, last_layer, ids, 3 * ids)
     return change is not None and change != 0
@@ -45,15 +48,12 @@ def takes_negative_ids(model: HookedModel) -> bool:
     Negative ids themselves are not tried: a table that is read at one on a GPU makes all later
     calls of the process fail.
     """
-    has_computed_rotations = any(
-        name.endswith("inv_freq") for name, _ in original_of(model).named_buffers()
-    )
-    if not has_computed_rotations:
+    if not _frequencies(model):
         return False
-    ids = torch.arange(2 * PROBE_LENGTH, device=device_of(model))
+    ids = torch.arange(2 * _TRIED_LENGTH, device=device_of(model))
     first_layer = hooks.attention_layers(model)[0]
-    change = _change_of_pattern(model, first_layer, ids, ids + PROBE_LENGTH)
-    return change is not None and change <= rounding_of(model, *ROUNDING)
+    change = _change_of_pattern(model, first_layer, ids, ids + _TRIED_LENGTH)
+    return change is not None and change <= rounding_of(model, *_ROUNDING)
 
 
 def _change_of_pattern(
@@ -61,7 +61,7 @@ def _change_of_pattern(
 ) -> float | None:
     """The largest change of a layer's pattern when the same few tokens get other position ids; None
     if the model takes none."""
-    tokens = torch.arange(5, 5 + len(ids), device=ids.device)[None]
+    tokens = hooks.few_tokens(model, len(ids))
     real = torch.ones_like(tokens)
     patterns: list[Float[Tensor, "1 head query key"]] = []
 
@@ -79,13 +79,15 @@ def _change_of_pattern(
     return float((after - before).abs().max())
 
 
-_PROBE = 16  # tokens
-_FAR = 1000  # positions by which the probe is moved, so that slow frequencies matter too
+class Rotations(NamedTuple):
+    """How the layers of a model rotate queries and keys."""
+
+    by_layer: dict[int, Rotation]  # of the layers where it is known
+    why_unknown: str = ""  # in the others, in words; nothing to say if there are none
 
 
-def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, Rotation], str]:
-    """The rotation of each layer where it is known, and why it is unknown elsewhere ("" if it is
-    known everywhere).
+def rotations_of(model: HookedModel, layers: Sequence[int]) -> Rotations:
+    """The rotation of each layer where it is known, and why it is unknown elsewhere.
 
     A few tokens are read twice, the second time at positions that are all larger by the same
     number. A rotation is right for a layer if it turns the first queries and keys into the second
@@ -100,39 +102,39 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     key = (*layers, *frequencies)
     if key not in facts.rotations:
         facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
-    rotations: tuple[dict[int, Rotation], str] = facts.rotations[key]
+    rotations: Rotations = facts.rotations[key]
     return rotations
 
 
 def _tried_rotations(
     model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
-) -> tuple[dict[int, Rotation], str]:
+) -> Rotations:
     """The rotations that are right for these layers, among those with the model's frequencies."""
-    reason = why_not(model)
-    if reason:
-        return {}, reason
+    reason = why_not_streamed(model, hooks.attention_layers(model))
+    if reason is not None:
+        return Rotations({}, reason)
     boundary = hooks.boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
-        return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
+        return Rotations({}, "its rotary frequencies depend on the length of the text (LongRoPE)")
 
-    # Some models with ALiBi take no position ids.
-    if not frequencies and _have_biases(_attentions(model, layers, rows=1)):
-        return dict.fromkeys(layers, NO_ROTATION), ""
+    # Positions are added to the scores (ALiBi). Some such models take no position ids.
+    attentions = _attentions(model, layers, rows=1)
+    if all(attention.bias is not None for attention in attentions.values()):
+        return Rotations(dict.fromkeys(layers, NO_ROTATION))
 
-    longest = int(model.cfg.n_ctx)
+    longest = model.cfg.n_ctx
     if boundary is not None:
         longest = min(longest, boundary.at)
-    positions = torch.arange(_PROBE, device=device_of(model))
-    shift = min(_FAR, longest - _PROBE)
+    positions = torch.arange(_ROTATED_LENGTH, device=device_of(model))
+    shift = min(_FAR, longest - _ROTATED_LENGTH)
     position_ids = torch.stack([positions, positions + shift])
 
     try:
         attentions = _attentions(model, layers, rows=2, position_ids=position_ids)
     except (TypeError, ValueError, IndexError):
-        return {}, "it takes no position ids, so its tokens cannot be moved to other positions"
-
-    if _have_biases(attentions):
-        return dict.fromkeys(layers, NO_ROTATION), ""
+        return Rotations(
+            {}, "it takes no position ids, so its tokens cannot be moved to other positions"
+        )
 
     d_head = attentions[layers[0]].q.shape[-1]
     candidates = list(_candidates(frequencies, d_head))
@@ -142,21 +144,18 @@ def _tried_rotations(
         attention = attentions[layer]
         errors = [_error(rotation, attention, position_ids) for rotation in candidates]
         least = min(errors)
-        if least <= rounding_of(model, *ROUNDING):
+        if least <= rounding_of(model, *_ROUNDING):
             rotations[layer] = candidates[errors.index(least)]
 
     # A model that ignores position ids looks as if it had no positions.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):
-        return {}, "its positions are learned, or none of its rotary frequencies moves its queries"
-    failing = [str(layer) for layer in layers if layer not in rotations]
-    if failing:
-        return rotations, f"no rotation moves the queries and keys of layer {', '.join(failing)}"
-    return rotations, ""
-
-
-def _have_biases(attentions: Mapping[int, Attention]) -> bool:
-    """Whether positions are added to the scores (ALiBi)."""
-    return all(attention.bias is not None for attention in attentions.values())
+        return Rotations(
+            {}, "its positions are learned, or none of its rotary frequencies moves its queries"
+        )
+    failing = ", ".join(str(layer) for layer in layers if layer not in rotations)
+    if not failing:
+        return Rotations(rotations)
+    return Rotations(rotations, f"no rotation moves the queries and keys of layer {failing}")
 
 
 def _attentions(
@@ -170,7 +169,7 @@ def _attentions(
             raise ModelError(f"layer {layer} shows no queries and keys")
         attention_of_layer[layer] = block.attention
 
-    tokens = torch.arange(5, 5 + _PROBE, device=device_of(model)).expand(rows, -1)
+    tokens = hooks.few_tokens(model, _ROTATED_LENGTH).expand(rows, -1)
     with streaming(model, layers, see):
         hooks.forward_to(model, tokens, max(layers), [], position_ids)
     return attention_of_layer
@@ -187,13 +186,15 @@ def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
 
 
 def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
-    """No rotation, and for all frequencies the ways in which models use them."""
+    """No rotation, and for all frequencies the ways in which models use them: they turn adjacent
+    channels or halves; where not all channels are turned, the first or the last ones."""
     yield NO_ROTATION
     for pair_frequencies in frequencies:
-        if 2 * len(pair_frequencies) > width:
+        unrotated = width - 2 * len(pair_frequencies)
+        if unrotated < 0:
             continue
         for adjacent in (False, True):
-            for first in {0, width - 2 * len(pair_frequencies)}:
+            for first in {0, unrotated}:
                 yield Rotation(pair_frequencies, adjacent, first)
 
 

@@ -17,15 +17,15 @@ from mechattn.functional.scores import alibi_slopes, score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of, score_biases
-from mechattn.model.hooked import HookedModel, config_of, device_of, rounding_of
+from mechattn.model.hooked import HookedModel, config_of, rounding_of
 
-Q = "attn.hook_q"
-K = "attn.hook_k"
+Q_HOOK = "attn.hook_q"
+K_HOOK = "attn.hook_k"
 
-# The tokens on which a model's own pattern is compared with the softmax of the parts, and the
-# largest difference.
-PROBE_TOKENS = range(5, 21)
-ROUNDING = (1e-3, 2e-2)  # in float32 and in half precision
+# A model's own pattern is compared with the softmax of the parts on so many tokens, and may differ
+# by rounding: the largest difference in float32 and in half precision.
+PROBE_LENGTH = 16
+ROUNDING = (1e-3, 2e-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,20 +82,17 @@ class BlindScores:
     # Each head's score of its sink, by layer.
     sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)
 
-    def scores(
-        self, layer: int, keys: int, blind: bool
-    ) -> tuple[Float[Tensor, "1 head key"] | None, Float[Tensor, " sink"] | None]:
-        """The terms added to each key's score [1 head key], and the sinks [head]: the model's own,
-        or uniform (0)."""
-        sinks = self.sinks.get(layer)
-        if not blind:
-            if sinks is not None:
-                sinks = torch.zeros_like(sinks[:1])
-            return None, sinks
-
+    def bias(self, keys: int) -> Float[Tensor, "1 head key"] | None:
+        """The term added to each key's score; None without ALiBi."""
         if self.alibi is None:
-            return None, sinks
-        return self.alibi.alibi(keys)[:, :, 0], sinks
+            return None
+        return self.alibi.alibi(keys)[:, :, 0]
+
+    def uniform_sink(self, layer: int) -> Float[Tensor, " sink"] | None:
+        """The score 0 of a sink that is attended to like any key; None in a layer without sinks."""
+        if layer not in self.sinks:
+            return None
+        return torch.zeros_like(self.sinks[layer][:1])
 
 
 def blind_scores(model: HookedModel) -> BlindScores:
@@ -104,31 +101,26 @@ def blind_scores(model: HookedModel) -> BlindScores:
     layers = hooks.attention_layers(model)
     sinks = {}
     for layer in layers:
-        sinks_of_layer = hooks.sinks_of(model, layer)
-        if sinks_of_layer is not None:
-            sinks[layer] = sinks_of_layer
+        layer_sinks = hooks.sinks_of(model, layer)
+        if layer_sinks is not None:
+            sinks[layer] = layer_sinks
 
     alibi = None
     if layers and _slopes(model) is not None:
         with suppress(ModelError):  # another kind of bias: only the uniform null is known
             alibi = scores_of(model, layers[:1])[layers[0]]
-    return BlindScores(int(model.cfg.n_heads), alibi, sinks)
+    return BlindScores(model.cfg.n_heads, alibi, sinks)
 
 
 def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
     """The ALiBi slopes; None for a model without ALiBi."""
-    heads = int(model.cfg.n_heads)
+    heads = model.cfg.n_heads
     special = particulars_of(model).slopes
     if special is not None:
         return special(config_of(model), heads)
-    if _embedding_type(model) != "alibi":
+    if model.cfg.positional_embedding_type != "alibi":
         return None
     return alibi_slopes(heads)
-
-
-def _embedding_type(model: HookedModel) -> str:
-    """How the model counts positions, in TransformerLens's words."""
-    return str(getattr(model.cfg, "positional_embedding_type", ""))
 
 
 def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
@@ -137,8 +129,8 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     Raises:
         ModelError: They are no sum of parts that depend on content, bias and position alone.
     """
-    name = str(model.cfg.model_name)
-    if _embedding_type(model) == "rotary":
+    name = model.cfg.model_name
+    if model.cfg.positional_embedding_type == "rotary":
         raise ModelError(
             f"{name} rotates queries and keys by position (RoPE), so its scores are not a sum of"
             " position, bias and content; ScoreDecomposition is defined for ALiBi (Falcon-RW,"
@@ -148,7 +140,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
 
     for layer in layers:
         limit = clip_of(model, layer)
-        if limit:
+        if limit is not None:
             raise ModelError(
                 f"{name} clips queries and keys at ±{limit:g} after projection, so its scores are"
                 " not a sum of parts"
@@ -161,10 +153,9 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     for layer in layers:
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
-        slopes_here = slopes
-        if slopes_here is not None:
-            slopes_here = slopes_here.to(b_q.device)
-        scores[layer] = Scores(b_q, b_k, scale, slopes_here, rounded)
+        if slopes is not None:
+            slopes = slopes.to(b_q.device)  # that of this layer
+        scores[layer] = Scores(b_q, b_k, scale, slopes, rounded)
 
     rounding = rounding_of(model, *ROUNDING)
     sum_of_parts = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"
@@ -181,23 +172,23 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
 
 def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float]:
     """The largest difference between the softmax of the parts and the pattern, for each layer."""
-    tokens = torch.tensor(PROBE_TOKENS, device=device_of(model))[None]
-    hook_names = {
-        layer: (f"blocks.{layer}.{Q}", f"blocks.{layer}.{K}", hooks.pattern_hook(layer))
-        for layer in scores
-    }
-    names = [name for names_of_layer in hook_names.values() for name in names_of_layer]
-
-    for name in names:
-        if name not in model.hook_dict:
-            raise ModelError(
-                f"{model.cfg.model_name} has no {name}, so its scores cannot be decomposed"
-            )
+    tokens = hooks.few_tokens(model, PROBE_LENGTH)
+    names = []
+    for layer in scores:
+        names += [f"blocks.{layer}.{Q_HOOK}", f"blocks.{layer}.{K_HOOK}", hooks.pattern_hook(layer)]
+    existing = model.hook_dict  # listed anew at each access
+    missing = [name for name in names if name not in existing]
+    if missing:
+        raise ModelError(
+            f"{model.cfg.model_name} has no {missing[0]}, so its scores cannot be decomposed"
+        )
 
     _, values = hooks.logits_and_values(model, tokens, names)
     errors = {}
     for layer, layer_scores in scores.items():
-        q, k, pattern = (values[name].float() for name in hook_names[layer])
+        q = values[f"blocks.{layer}.{Q_HOOK}"].float()
+        k = values[f"blocks.{layer}.{K_HOOK}"].float()
+        pattern = values[hooks.pattern_hook(layer)].float()
         content, bias, alibi, rest = layer_scores.parts(q, k)
         total = content + bias + alibi + rest
 

@@ -22,9 +22,9 @@ from mechattn.model.hooked import (
     unwrapped,
     weights_here,
 )
-from mechattn.model.hooks import logits_and_values
+from mechattn.model.hooks import few_tokens, logits_and_values
 
-_TRIED = 4  # vectors
+_TRIED_VECTORS = 4
 # The largest errors from rounding of a norm and of logits, relative, in float32 and in half
 # precision.
 _NORM_ROUNDING = (1e-3, 3e-2)
@@ -69,29 +69,41 @@ class FrozenNorm:
 
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
-    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ (x − mean) / σ(x)``, here of x =
-    ±1."""
+    """A norm of a model with its γ and ε, by ``norm(x) − norm(0) = γ (x − mean) / σ(x)`` for x =
+    ±1, checked on random vectors.
+
+    Args:
+        model: A hooked model.
+        norm: One of its norms, or what stands there in a model without.
+        name: What an error calls it.
+
+    Raises:
+        ModelError: It is not of this form.
+    """
     device = device_of(norm)
     dtype = next(model.parameters()).dtype
 
     def normed(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return in_working_dtype(norm(x.to(dtype)[None])[0])
 
+    ones = torch.ones(model.cfg.d_model, device=device)
+
     # Random vectors of very different sizes.
-    ones = torch.ones(int(model.cfg.d_model), device=device)
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.logspace(-1, 2, _TRIED)[:, None]
-    vectors = torch.randn(_TRIED, len(ones), generator=generator) * sizes
+    sizes = torch.logspace(-1, 2, _TRIED_VECTORS)[:, None]
+    vectors = torch.randn(_TRIED_VECTORS, len(ones), generator=generator) * sizes
     x = in_working_dtype(vectors.to(device, dtype))
     output = normed(x)
     if torch.equal(output, x):
         return FrozenNorm(in_working_dtype(ones), centres=False, eps=0.0, scales=False)
 
+    # Numbers that are as often 1 as -1, 0, which gives the bias, and equal numbers.
     signs = ones.clone()
     signs[1::2] = -1
     normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
     normed_signs = normed_signs - bias
-    # A norm that subtracts the mean makes 0 of equal numbers.
+
+    # A norm that subtracts the mean makes 0 of equal numbers, up to rounding.
     centres = bool((normed_ones - bias).abs().max() < 1e-2 * normed_signs.abs().max())
     if centres:
         signs = signs - signs.mean()  # which is not 0 in an odd width
@@ -139,10 +151,6 @@ class Unembedding:
         toward_token = self.norm.toward(self.factor * above_mean)
         return toward_token.to(tokens.device)
 
-    def scale(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """σ of the final norm."""
-        return self.norm.scale(stream)
-
     def uncapped(self, logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_vocab"]:
         """The logits before the cap: ``cap · artanh(logit / cap)``, if there is a cap."""
         if self.cap is None:
@@ -153,7 +161,13 @@ class Unembedding:
 
 
 def unembedding(model: HookedModel) -> Unembedding:
-    """W_U, the norm before it, and the factor and cap from the configuration."""
+    """W_U, the norm before it, and the factor and cap from the configuration, checked on a few
+    tokens.
+
+    Raises:
+        ModelError: The model has no W_U or final norm that can be read, or its logits are not what
+            they give.
+    """
     with weights_here(getattr(model, "unembed", None)):
         try:
             norm = getattr(model, "ln_final", None)
@@ -171,10 +185,7 @@ def unembedding(model: HookedModel) -> Unembedding:
     frozen = frozen_norm(model, norm, "its final norm")
     frozen = replace(frozen, gamma=frozen.gamma.to(w_u.device))
 
-    factor_of = particulars_of(model).logit_factor
-    factor = 1.0
-    if factor_of is not None:
-        factor = float(factor_of(config_of(model)))
+    factor = float(particulars_of(model).logit_factor(config_of(model)))
     to_logits = Unembedding(w_u, in_working_dtype(w_u).mean(1), frozen, factor, _logit_cap(model))
     _check_direct(model, to_logits)
     return to_logits
@@ -195,13 +206,13 @@ def _logit_cap(model: HookedModel) -> float | None:
 def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a
     few tokens)."""
-    name = str(model.cfg.model_name)
+    name = model.cfg.model_name
     limit = limit_of(model, "residual")
-    if limit:
+    if limit is not None:
         raise ModelError(f"{name}: {limit}; so updates do not reach its logits unchanged")
 
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    tokens = torch.arange(5, 13, device=device_of(model))[None]
+    tokens = few_tokens(model, 8)
     all_logits, values = logits_and_values(model, tokens, [last])
     logits = to_logits.uncapped(in_working_dtype(all_logits[0]).to(tokens.device))
     centred_logits = logits - logits.mean(-1, keepdim=True)
@@ -209,7 +220,7 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
 
     stream = in_working_dtype(values[last]).to(tokens.device)
     directions = to_logits.direction(tokens)[0]
-    sigma = to_logits.scale(stream)[0]
+    sigma = to_logits.norm.scale(stream)[0]
     computed = (directions @ stream[0].T / sigma).T
 
     # A bias adds the same to a token's logit at every position.

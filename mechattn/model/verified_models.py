@@ -15,6 +15,7 @@ from mechattn.errors import MechattnError, ModelError, warn
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import (
+    FACTS_NAME,
     HookedModel,
     ModelFacts,
     device_of,
@@ -22,7 +23,6 @@ from mechattn.model.hooked import (
     model_creation_lock,
     modules_of,
     original_of,
-    store_facts,
 )
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING
@@ -35,35 +35,39 @@ State = Mapping[str, dict[str, Any]]  # by what can be changed, and the name of 
 
 # These register hooks of their own when a model first runs, none of which changes a value.
 _LIBRARIES = ("transformers.", "transformer_lens.", "accelerate.", "mechattn.")
-_WORD = 8  # bytes
+_WORD_BYTES = 8  # of an int64, in which weights are summed
 _LOAD_AGAIN = (
     "Load the model again as it is now; load_model(model, verify=False) measures it anyway, and "
     "every result then records verified: false"
 )
+# By what was changed, with the name of the part, and its value now and before.
 _CHANGES = {
     "class": (
         "{name} is {now} where {before} was. Adapters are merged (merge_and_unload) before "
-        f"load_model. {_LOAD_AGAIN}"
+        "load_model. " + _LOAD_AGAIN
     ),
     "dtype": (
         "{name} is {now} and was {before}. Give the dtype to load_model(…, dtype=…), which leaves"
         " the rotary frequencies in float32"
     ),
-    "attention": (
-        "{name} is {now!r} and was {before!r}, for which hooks may not fire. " + _LOAD_AGAIN
-    ),
+    "attention": "{name} is {now!r} and was {before!r}, for which hooks may not fire. "
+    + _LOAD_AGAIN,
     "weights": "the weights of {name} were edited. " + _LOAD_AGAIN,
 }
 
 
 def verified(model: Any, verify: bool) -> Any:
-    """The model, verified if that is asked for and was not done since it last changed."""
+    """The model, verified if that is asked for and was not done since it last changed.
+
+    Raises:
+        ModelError: It is not the model itself, or was changed since it was verified.
+    """
     facts = known_facts(model)
     if not verify:
         _take_as_it_is(model, facts)
         return model
     if facts.verified and facts.state is not None:
-        notice_changes(model, facts)
+        _notice_changes(model, facts)
     elif facts.report is None and facts.to_verify:
         _verify(model, facts)
     return model
@@ -74,9 +78,10 @@ def known_facts(model: Any) -> ModelFacts:
     facts = facts_of(model)
     if facts is not None:
         return facts
-    with model_creation_lock:
-        native, why = _native_twin(model)
-    return store_facts(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
+    native, why = _native_twin(model)
+    facts = ModelFacts(native=native, why_not_native=why, mended=mend(model))
+    setattr(model, FACTS_NAME, facts)
+    return facts
 
 
 def _verify(model: Any, facts: ModelFacts) -> None:
@@ -105,22 +110,28 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
         return
     if facts.state is None or facts.state == state_of(model):
         return
-    with model_creation_lock:
-        facts.native, facts.why_not_native = _native_twin(model)
+
+    facts.native, facts.why_not_native = _native_twin(model)
     facts.to_verify = False
-    facts.report = facts.state = facts.streaming = facts.fused = None
+    facts.report = None
+    facts.state = None
+    facts.streaming = None
+    facts.fused = None
 
 
-def notice_changes(model: Any, facts: ModelFacts) -> None:
-    """Refuse a changed model; verify it again if it was moved, or has other hooks."""
+def _notice_changes(model: Any, facts: ModelFacts) -> None:
+    """Refuse a changed model; verify it again if it was moved, or has other hooks.
+
+    Raises:
+        ModelError: Says what was changed, or what the new verification found.
+    """
     before = facts.state
     assert before is not None, "asked of a verified model only"
     now = state_of(model)
     refuse_changes(model, before, now)
     is_moved = before["device"] != now["device"]
     if is_moved:
-        with model_creation_lock:
-            facts.native, facts.why_not_native = _native_twin(model)
+        facts.native, facts.why_not_native = _native_twin(model)
     if is_moved or before["hooks"] != now["hooks"]:
         _verify(model, facts)
     facts.state = now
@@ -180,7 +191,7 @@ def _sum_of_bits(values: Tensor) -> int:
     if values.is_meta:
         return 0
     octets = values.detach().reshape(-1).view(torch.uint8)
-    is_whole = octets.numel() % _WORD == 0 and octets.storage_offset() % _WORD == 0
+    is_whole = octets.numel() % _WORD_BYTES == 0 and octets.storage_offset() % _WORD_BYTES == 0
     if not is_whole:
         return int(octets.sum())
     return int(octets.view(torch.int64).sum())
@@ -193,7 +204,11 @@ def _is_of_a_library(hook: Any) -> bool:
 
 
 def tried(check: Callable[..., Outcome], model: HookedModel, *arguments: Any) -> Outcome:
-    """The outcome of a check; that its forward pass fails is an error in the user's words."""
+    """The outcome of a check.
+
+    Raises:
+        ModelError: A forward pass failed, in whatever way.
+    """
     try:
         return check(model, *arguments)
     except MechattnError:
@@ -207,28 +222,22 @@ def tried(check: Callable[..., Outcome], model: HookedModel, *arguments: Any) ->
 
 def _native_twin(bridge: Any) -> tuple[Any | None, str]:
     """A transformers model that shares the parameters of ``bridge`` and runs its default attention
-    (usually SDPA)."""
-    hooked = getattr(bridge, "original_model", None)
+    (usually SDPA); or None, and why there is none."""
+    hooked = original_of(bridge)
     if hooked is None:
         return None, f"a {type(bridge).__name__} has no transformers model behind it"
     if getattr(bridge, "_weights_processed", False):
-        return (
-            None,
-            (
-                "its weights were processed (folded or centred) in place, so the original weights"
-                " are gone"
-            ),
-        )
-
+        why_not = "its weights were processed (folded or centred) in place, so the original weights"
+        return None, f"{why_not} are gone"
     if getattr(hooked, "is_quantized", False):
         return None, "its weights are quantised, and a second model cannot share them"
+
     try:
-        return _rebuilt(hooked), ""
+        with model_creation_lock:
+            return _rebuilt(hooked), ""
     except Exception as error:
-        return (
-            None,
-            f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})",
-        )
+        why_not = f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})"
+        return None, why_not
 
 
 def unhooked(model: Any) -> Any:
@@ -266,16 +275,13 @@ def _rebuilt(hooked: Any) -> Any:
     with init_empty_weights(include_buffers=False):
         twin = type(hooked)(config)
 
-    wanted = set(twin.state_dict())
     named = [
         *hooked.named_buffers(remove_duplicate=False),
         *hooked.named_parameters(remove_duplicate=False),
     ]
     # Under the names that parameters had before TransformerLens wrapped their modules.
     shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
-    twin.load_state_dict(
-        {name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True
-    )
+    twin.load_state_dict(shared, strict=False, assign=True)
     twin.tie_weights()
     # A new model's settings are those of its configuration, which lacks end tokens that only
     # generation_config.json names.
@@ -292,13 +298,14 @@ def _rebuilt(hooked: Any) -> Any:
         else:
             buffer.data = buffer.data.to(device)
 
-    return dispatched_like(twin, hooked).eval()
+    return _dispatched_like(twin, hooked).eval()
 
 
-def dispatched_like(twin: Any, model: Any) -> Any:
+def _dispatched_like(twin: Any, model: Any) -> Any:
     """The twin, with its activations moved and its weights brought from where they are offloaded as
     the model's are."""
     from accelerate.hooks import add_hook_to_module
+    from accelerate.utils import PrefixedDataset
 
     hooks = {
         WRAPPED.sub("", name): vars(module)["_hf_hook"]
@@ -309,25 +316,23 @@ def dispatched_like(twin: Any, model: Any) -> Any:
         if name in hooks:
             add_hook_to_module(module, _copied(hooks[name]))
         elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            # A hook with the weights of all modules, not of one.
+            # TransformerLens has split or renamed this module, so a hook that reads the weights of
+            # all modules is given its name.
             of_all = next(
                 hook
                 for hook in hooks.values()
                 if getattr(hook, "offload", False) and hasattr(hook.weights_map, "dataset")
             )
-            add_hook_to_module(module, _copied(of_all, name))
+            renamed = _copied(of_all)
+            renamed.weights_map = PrefixedDataset(of_all.weights_map.dataset, f"{name}.")
+            add_hook_to_module(module, renamed)
 
     return twin
 
 
-def _copied(hook: Any, name: str = "") -> Any:
-    """The hook for another module; with its name, for a module that TransformerLens has split or
-    renamed."""
-    from accelerate.utils import PrefixedDataset
-
+def _copied(hook: Any) -> Any:
+    """The hook, or the sequence of hooks, for another module."""
     copied = copy.copy(hook)
     if hasattr(hook, "hooks"):
         copied.hooks = tuple(map(_copied, hook.hooks))
-    if name:
-        copied.weights_map = PrefixedDataset(hook.weights_map.dataset, f"{name}.")
     return copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.hub_access import hub_commit
+from mechattn.model.checkpoint import as_trusted, is_of_own_code
 from mechattn.model.gguf_files import REAL, SUFFIX, packaged_file
 from mechattn.model.hooked import (
     ModelFacts,
@@ -22,7 +24,8 @@ from mechattn.model.hooked import (
     model_creation_lock,
     unoffloaded,
 )
-from mechattn.model.load import load_model
+from mechattn.model.load import hooked_object, load_model
+from mechattn.model.verified_models import known_facts, verified
 
 Kind = Literal["initialised", "shuffled"]
 
@@ -56,7 +59,7 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
     """
     check_draw(kind, seed)
     hooked = load_model(model, **options)
-    facts = facts_of(hooked) or ModelFacts()
+    facts = known_facts(hooked)
     if facts.native is None:
         raise ModelError(
             f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}."
@@ -66,11 +69,13 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
     with model_creation_lock:
         native = _drawn(facts.native, kind, seed)
 
-    drawn = load_model(native, tokenizer=hooked.tokenizer)
+        with as_trusted(is_of_own_code(native)):
+            drawn = hooked_object(native, hooked.tokenizer)
+
+    drawn = verified(drawn, verify=True)
     drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
     drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
-    facts_of_drawn = facts_of(drawn)
-    assert facts_of_drawn is not None, "load_model remembers what it made"
+    facts_of_drawn = known_facts(drawn)
     facts_of_drawn.weights = "random"
     facts_of_drawn.random_weights = {"kind": kind, "seed": seed}
     return drawn
@@ -106,11 +111,13 @@ def _drawn(native: Any, kind: Kind, seed: int) -> Any:
     return drawn
 
 
-_STORED = (".safetensors", ".bin", ".json", ".model")
-_STRETCH = 2**18  # bytes of a file that are hashed in one piece
-_STRETCHES = 64  # pieces of a file
-_FEW = 64  # numbers of a parameter that are compared before its last hash is reused
-_WHOLE = 2**20  # a parameter with more numbers is hashed by this many, evenly spaced
+_HASHED_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
+# A larger file is hashed by this many pieces of this size, evenly spaced; a larger parameter by
+# this many numbers.
+_PIECE_BYTES = 2**18
+_MOST_PIECES = 64
+_HASHED_NUMBERS = 2**20
+_COMPARED_NUMBERS = 64  # of a parameter: if they are the same, its last hash is used again
 
 
 def weights_hash(model: Any) -> str:
@@ -123,24 +130,23 @@ def weights_hash(model: Any) -> str:
     stored = source.state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
 
-    # Whether the last hash still holds.
-    state = []
+    state = []  # by which the last hash is known to hold still
     for values in tensors.values():
         # A tensor made in inference mode does not count how often it was written to.
         version = 0 if values.is_inference() else values._version
-        state.append((values.data_ptr(), version, _sample(values, _FEW)))
+        state.append((values.data_ptr(), version, _sample(values, _COMPARED_NUMBERS)))
 
-    if facts.hashed is not None and facts.hashed[0] == state:
-        return facts.hashed[1]
+    if facts.weights_hash is not None and facts.hashed_state == state:
+        return facts.weights_hash
 
     digest = hashlib.sha256()
     for name, values in tensors.items():
         digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-        digest.update(_sample(unoffloaded(source, name, values), _WHOLE))
+        digest.update(_sample(unoffloaded(source, name, values), _HASHED_NUMBERS))
 
-    hexadecimal = digest.hexdigest()[:16]
-    facts.hashed = (state, hexadecimal)
-    return hexadecimal
+    facts.weights_hash = digest.hexdigest()[:16]
+    facts.hashed_state = state
+    return facts.weights_hash
 
 
 def stored_hash(name: str) -> str | None:
@@ -151,7 +157,11 @@ def stored_hash(name: str) -> str | None:
         if name.startswith(REAL):
             place = Path(packaged_file(name))
         if place.is_dir():
-            files = [path for path in place.iterdir() if path.suffix in _STORED and path.is_file()]
+            files = [
+                path
+                for path in place.iterdir()
+                if path.suffix in _HASHED_SUFFIXES and path.is_file()
+            ]
         elif place.suffix == SUFFIX:
             files = [place]
         else:
@@ -161,11 +171,11 @@ def stored_hash(name: str) -> str | None:
         for path in sorted(files):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
-            step = max(_STRETCH, -(-size // _STRETCHES))  # rounded up
+            step = max(_PIECE_BYTES, math.ceil(size / _MOST_PIECES))
             with open(path, "rb") as stored:
                 for start in range(0, size, step):
                     stored.seek(start)
-                    digest.update(stored.read(_STRETCH))
+                    digest.update(stored.read(_PIECE_BYTES))
         return digest.hexdigest()[:16]
     except OSError:
         return None
@@ -178,5 +188,5 @@ def _sample(values: Float[Tensor, ...], most: int) -> bytes:
     flat = values.detach().reshape(-1)
     if not len(flat):
         return b""
-    step = max(1, -(-len(flat) // most))  # rounded up
+    step = math.ceil(len(flat) / most)
     return flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -8,7 +8,7 @@ from typing import Any
 from mechattn.analysis.received_attention import AttentionMap
 from mechattn.axes import BASELINE
 from mechattn.engine.run import run
-from mechattn.model.load import as_hooked
+from mechattn.model.load import load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.render import html_views
@@ -44,7 +44,7 @@ def pattern(
         MechattnError: The prompt is too long, or a layer or head is out of range; or there is no
             condition whose difference could be shown.
     """
-    model = as_hooked(model)
+    model = load_model(model)
     count = model.cfg.n_heads
     if heads is None:
         heads = range(count)

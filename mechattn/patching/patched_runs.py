@@ -16,7 +16,7 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.model.head_parts import is_latent, kv_heads_of
 from mechattn.model.hooked import HookedModel, attribute_set, device_of
-from mechattn.model.hooks import blocks_of, keeping_nothing, split_heads
+from mechattn.model.hooks import blocks_of, split_heads, without_cache
 from mechattn.model.patch.keys_values_z import changing_z
 from mechattn.patching.answer_metrics import Logits
 from mechattn.prompts.token_sequences import TokenSequence
@@ -311,7 +311,7 @@ def logits_of(
     device = device_of(model)
     tokens = torch.stack([sequence.tokens for sequence in sequences]).to(device)
     position_ids = torch.stack([sequence.position_ids for sequence in sequences])
-    options: dict[str, Any] = dict(keeping_nothing(model))
+    options: dict[str, Any] = dict(without_cache(model))
 
     # Positions are given only where they are not simply counted from 0.
     if (position_ids != torch.arange(tokens.shape[1])).any():

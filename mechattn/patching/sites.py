@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.model.hooked import HookedModel, device_of
-from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
+from mechattn.model.hooks import attention_layers, chosen_layers, without_cache
 from mechattn.patching.patched_runs import (
     LAYER_PARTS,
     LayerHead,
@@ -242,5 +242,5 @@ def _patterns_act(model: HookedModel) -> bool:
         for changes in ({}, {layer: to_oneself}):
             changed = changing(model, "pattern", changes)
             with changed, changing(model, "z", {layer: record}):
-                model(tokens, return_type=None, **keeping_nothing(model))
+                model(tokens, return_type=None, **without_cache(model))
     return not torch.equal(*outputs)

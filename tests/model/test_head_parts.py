@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from einops import rearrange
+from transformers import GPTBigCodeConfig
 
 import mechattn as ma
 from mechattn.model.head_parts import output_projection
 from mechattn.model.hooks import split_heads
-from mechattn.model.patch.keys_values_z import changing_z
-from tests.tiny_families import bridge_of, tiny_model
+from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
+from tests.tiny_families import bridge_of, random_model, tiny_model
 
 FAMILY, HEADS, WIDTH = "DeepSeek-V3 (latent attention)", 4, 16
 TOKENS = torch.arange(5, 25)[None]
@@ -50,3 +52,21 @@ def test_a_head_is_taken_away_alone(shared):
     assert (without((head + 1) % HEADS) - expected).abs().max() > 0.1, (
         "negative control: the next head"
     )
+
+
+@pytest.mark.parametrize("multi_query", [True, False])
+def test_keys_and_values_of_one_projection_are_those_of_the_cache(multi_query):
+    """GPT-BigCode orders the columns in two ways: with keys of each head, head by head."""
+    sizes = {"vocab_size": 50, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = random_model(GPTBigCodeConfig(**sizes, multi_query=multi_query), 0)
+    projected = {}
+
+    def keep(part, values):
+        projected[part] = values
+        return values
+
+    with torch.no_grad(), changing_keys_values(model, {0: keep}):
+        cache = model(torch.arange(1, 9)[None], use_cache=True).past_key_values.layers[0]
+    for part, values in (("k", cache.keys), ("v", cache.values)):
+        expected = rearrange(values, "batch head pos d_head -> batch pos (head d_head)")
+        torch.testing.assert_close(projected[part], expected)

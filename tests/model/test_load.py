@@ -84,7 +84,7 @@ def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(native, tmp_p
     # On another device the checkpoint's: "meta" is one that every machine has.
     asked_for = {}
     monkeypatch.setattr(load, "_boot", lambda *_, **options: asked_for.update(options))
-    load._from_name(path, None, "auto", "meta", {})
+    load._hooked_checkpoint(path, None, "auto", "meta", {})
     assert asked_for["dtype"] == torch.bfloat16
 
 
@@ -203,3 +203,10 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path):
         ma.run(model, "1 2 3")
     with pytest.raises(ModelError, match="has no tokenizer"):
         tokenizer_named(str(tmp_path))
+
+
+def test_a_model_without_a_twin_ends_answers_by_its_generation_settings(toy, monkeypatch):
+    """A quantised one, whose parameters a second model cannot share."""
+    monkeypatch.setattr(facts_of(toy), "native", None)
+    monkeypatch.setattr(toy.original_model.generation_config, "eos_token_id", [3, 4])
+    assert load.unloaded(toy).end >= {3, 4}

@@ -1,6 +1,7 @@
 """Weights drawn anew: the same architecture, verified; the model that is given stays as it is."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -61,3 +62,12 @@ def test_a_model_without_a_plain_twin_is_refused(toy, monkeypatch):
         ModelError, match=r"toy:llama cannot be redrawn: its weights are quantised.*unquantised"
     ):
         ma.random_weights(toy)
+
+
+def test_a_model_without_a_tokenizer_is_drawn_too(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    for path in folder.glob("*token*"):
+        path.unlink()
+    drawn = ma.random_weights(str(folder))
+    assert drawn.tokenizer is None
+    assert facts_of(drawn).verified

@@ -13,7 +13,7 @@ from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import score_scale
 from mechattn.model.patch import streaming as attention_calls
-from mechattn.model.patch.streaming import streaming, why_not
+from mechattn.model.patch.streaming import streaming, why_not_streamed
 from mechattn.model.verify.checks import check_streaming
 from tests.tiny_families import bridge_of, tiny_model
 
@@ -69,7 +69,7 @@ def test_a_module_that_never_asks_would_see_the_future_and_is_noticed(monkeypatc
     """GPT-J calls no attention function that transformers can exchange, and is told of no mask either."""
     monkeypatch.setitem(attention_calls.REPLACEMENTS, "AttentionBridge", attention_calls._delegated)
     model = bridge_of(tiny_model("GPT-J"))
-    assert not why_not(model)
+    assert why_not_streamed(model, hooks.attention_layers(model)) is None
     assert "cannot be replaced" in check_streaming(model).detail
     result = ma.run(model, "Tom has 3 apples and gives 2 to Mia.")
     assert result.provenance["engine"] == "hooks"

@@ -7,7 +7,7 @@ import torch
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model import head_parts
-from mechattn.model.head_parts import norm_before_output
+from mechattn.model.head_parts import norms_of_output
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, forward_with_patterns, logits_and_values
 from mechattn.model.verify import layer_checks
@@ -46,7 +46,7 @@ def test_analyses_are_given_the_values_that_are_mixed(name, monkeypatch):
     assert check.outcome == "passed"
     for made, z in mixed(model):
         torch.testing.assert_close(made, z, atol=1e-5, rtol=0)
-    monkeypatch.setattr("mechattn.model.hooks.as_mixed", lambda model, layer, v: v)
+    monkeypatch.setattr("mechattn.model.head_parts._clipped_and_normed", lambda model, layer, v: v)
     assert any((made - z).abs().max() > 0.5 for made, z in mixed(model)), "hook_v shows others"
 
 
@@ -98,7 +98,7 @@ def test_a_gate_is_found_and_limits(name, dtype):
 def test_a_norm_over_all_heads_is_found_and_limits():
     model = loaded("BitNet")
     assert "after a norm over all heads (attn_sub_norm)" in facts_of(model).report.limited["values"]
-    assert norm_before_output(model, 0) == "attn_sub_norm"
+    assert list(norms_of_output(model, 0)) == ["attn_sub_norm"]
     assert ma.run(
         model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.analyses.SegmentFlow()]
     )
@@ -120,17 +120,20 @@ def test_a_norm_over_all_heads_is_found_and_limits():
             r"its attention has attn_sub_norm, and mechattn does not know",
         ),
         ("AFMoE", "GATE_FUNCTIONS", r"its attention has .*gate_proj.*, and mechattn does not know"),
-        ("Gemma 4", "norm_of_values", r"its attention has .*v_norm.*, and mechattn does not know"),
-        ("OLMo clipped", "as_mixed", r"its attention has clip_qkv=0.5"),
+        (
+            "Gemma 4",
+            "_clipped_and_normed",
+            r"its attention has .*v_norm.*, and mechattn does not know",
+        ),
+        ("OLMo clipped", "_clipped_and_normed", r"its attention has clip_qkv=0.5"),
     ],
 )
 def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, monkeypatch):
     """As for a step that nobody has met yet."""
     nothing = {
-        "norms_of_output": lambda *a: iter(()),
+        "norms_of_output": lambda *a: {},
         "GATE_FUNCTIONS": {},
-        "norm_of_values": lambda *a: None,
-        "as_mixed": lambda model, layer, v: v,
+        "_clipped_and_normed": lambda model, layer, v: v,
     }
     monkeypatch.setattr(
         layer_checks if without == "GATE_FUNCTIONS" else head_parts, without, nothing[without]

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.head_parts import is_latent
-from mechattn.model.hooks import Needed, blocks_of, chosen_layers, split_heads
+from mechattn.model.hooked import config_of
+from mechattn.model.hooks import RequiredCall, blocks_of, chosen_layers, split_heads
 
 # What families call the output projection of attention.
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")
-FUSED_PROJECTIONS = ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")
+_FUSED_PROJECTIONS = ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
 
 # How the columns of a fused projection are ordered: all q, all k, all v; or group by group its
-# queries, key and value.
-ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}
-BY_GROUP = {"gpt_neox", "bloom", "falcon"}
+# queries, key and value. GPT-BigCode has one group, or one for each head.
+_ONE_AFTER_THE_OTHER = {"gpt2", "mpt", "phi3"}
+_BY_GROUP = {"gpt_neox", "gpt_bigcode", "bloom", "falcon"}
 
 Part = Literal["k", "v"]
 PARTS: tuple[Part, Part] = ("k", "v")
@@ -33,12 +34,28 @@ ChangeZ = Callable[[Z], Z]
 
 
 def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextManager[None]:
-    """Call a function with each head's output before W_O; what it returns replaces the output."""
+    """Call a function with each head's output before W_O; what it returns replaces the output.
+
+    Args:
+        model: A hooked model or a transformers model.
+        layers: The function of each layer.
+
+    Raises:
+        ModelError: A layer's heads cannot be changed, now or when it has run without them.
+    """
     return _hooked(_hook_z, model, layers)
 
 
 def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractContextManager[None]:
-    """Call functions with the keys and the values of a layer; what they return replaces them."""
+    """Call functions with the keys and the values of a layer; what they return replaces them.
+
+    Args:
+        model: A hooked model or a transformers model.
+        layers: The function of each layer, called for its keys and for its values.
+
+    Raises:
+        ModelError: It is not known where a layer makes its keys and values.
+    """
     if hasattr(model, "hook_dict"):
         return _hooked(_hook_k_v, model, layers)
     return _hooked(_hook_projections, model, layers)
@@ -60,8 +77,8 @@ def heads_of(model: Any) -> int:
     """The number of heads in a layer of a hooked model or a transformers model."""
     cfg = getattr(model, "cfg", None)
     if cfg is not None:
-        return int(cfg.n_heads)
-    return int(_text_config(model).num_attention_heads)
+        return cfg.n_heads
+    return config_of(model).num_attention_heads
 
 
 def check_layers(model: Any, layers: Iterable[int]) -> None:
@@ -78,7 +95,7 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
 def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
     """Hooks that change z of a layer, and refuse a layer that has run without it."""
     heads = heads_of(model)
-    needed = Needed(
+    needed = RequiredCall(
         f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed"
     )
 
@@ -106,7 +123,7 @@ def _output_projection(model: Any, layer: int) -> Any:
     """W_O of a layer in a transformers model, by its name."""
     for path, module in blocks_of(model)[layer].named_modules():
         is_attention = "attn" in path or "attention" in path
-        if is_attention and path.rpartition(".")[2] in OUTPUT_PROJECTIONS:
+        if is_attention and path.rpartition(".")[2] in _OUTPUT_PROJECTIONS:
             return module
     raise ModelError(
         f"no output projection of layer {layer} of a {type(model).__name__} is known to mechattn"
@@ -135,16 +152,15 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
 
 def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
     """For a transformers model: the two projections, or the columns of a fused one."""
-    modules = {}
-    for path, module in blocks_of(model)[layer].named_modules():
-        name = path.rpartition(".")[2]
-        modules[name] = module
+    modules = {
+        path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()
+    }
 
     if "k_proj" in modules and "v_proj" in modules:
         return [_replacing(modules[f"{part}_proj"], part, change) for part in PARTS]
 
-    fused = [modules[name] for name in FUSED_PROJECTIONS if name in modules]
-    columns = _columns(_text_config(model))
+    fused = [modules[name] for name in _FUSED_PROJECTIONS if name in modules]
+    columns = _columns(config_of(model))
     if not fused or columns is None:
         raise ModelError(
             f"mechattn does not know where a {type(model).__name__} makes its keys and values"
@@ -169,24 +185,19 @@ def _replacing(
     return module.register_forward_hook(replaced)
 
 
-def _text_config(model: Any) -> Any:
-    """The configuration of the text model."""
-    return getattr(model.config, "text_config", model.config)
-
-
 def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
     """Which outputs of a fused projection are keys, and which are values; None if unknown."""
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = _groups(config, heads)
     columns = torch.arange((heads + 2 * groups) * width)
 
-    if config.model_type in ONE_AFTER_THE_OTHER:
+    if config.model_type in _ONE_AFTER_THE_OTHER:
         sizes = [heads * width, groups * width, groups * width]
         _, of_keys, of_values = columns.split(sizes)
         return {"k": of_keys, "v": of_values}
 
-    if config.model_type in BY_GROUP:
+    if config.model_type in _BY_GROUP:
         rows_of_group = heads // groups + 2  # queries, then a key and a value
         by_group = columns.view(groups, rows_of_group, width)
         return {"k": by_group[:, -2].flatten(), "v": by_group[:, -1].flatten()}
@@ -196,7 +207,7 @@ def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
 def _groups(config: Any, heads: int) -> int:
     """The number of heads of keys and values."""
     if config.model_type == "falcon" and config.new_decoder_architecture:
-        return int(config.num_kv_heads)
-    if config.model_type in ("falcon", "gpt_bigcode"):
-        return 1 if config.multi_query else heads
-    return int(getattr(config, "num_key_value_heads", None) or heads)
+        return config.num_kv_heads
+    if config.model_type in ("falcon", "gpt_bigcode") and config.multi_query:
+        return 1
+    return getattr(config, "num_key_value_heads", None) or heads

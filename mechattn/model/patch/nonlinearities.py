@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.hooked import attribute_set, unwrapped
-from mechattn.model.hooks import Needed, blocks_of
+from mechattn.model.hooks import RequiredCall, blocks_of
 
 # What families call the attribute; a bridge that splits a fused gate and up projection has its own.
 NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
@@ -28,11 +28,15 @@ SeeActivations = Callable[[int, Activity, Activity], Activity | None]
 @contextmanager
 def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterator[None]:
     """Call a function with ``pre`` and ``act(pre)`` (gated: ``act(gate)``) of a layer's MLP at each
-    forward pass."""
+    forward pass.
+
+    Raises:
+        ModelError: A layer has no such MLP, or has run without calling its nonlinearity.
+    """
     with ExitStack() as stack:
         for layer, see in layers.items():
             owner, name = nonlinearity_of(model, layer)
-            needed = Needed(
+            needed = RequiredCall(
                 f"layer {layer} has run without its nonlinearity: its MLP computes it elsewhere"
                 " (weights that were folded do so), so its activations can be neither seen nor"
                 " changed"
@@ -44,14 +48,23 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
 
 
 def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
-    """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute."""
-    block = _block(model, layer)
+    """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute.
+
+    Raises:
+        ModelError: The layer has no MLP with a known nonlinearity, several, or experts.
+    """
+    blocks = blocks_of(model)
+    if not 0 <= layer < len(blocks):
+        raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
+    block = unwrapped(blocks[layer])
+
     if any("expert" in path.lower() for path, _ in block.named_modules()):
         raise ModelError(
             f"layer {layer} is a mixture of experts; MlpActivations and ARM need an MLP that all"
             " tokens go through, so leave them out, or name other layers"
         )
 
+    # By the id of the nonlinearity, which may be an attribute of several modules.
     places: dict[int, tuple[Any, str]] = {}
     for module, name in _nonlinearities(block):
         places.setdefault(id(getattr(module, name)), (module, name))
@@ -76,26 +89,19 @@ def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
     return nonlinearity
 
 
-def _block(model: Any, layer: int) -> Any:
-    """A layer of the transformers model."""
-    blocks = blocks_of(model)
-    if not 0 <= layer < len(blocks):
-        raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
-    return unwrapped(blocks[layer])
-
-
 def _nonlinearities(block: Any) -> Iterator[tuple[Any, str]]:
-    """The nonlinearities of MLPs in a block, as module and attribute."""
+    """The nonlinearities of MLPs in a block, each by its owner and the name of the attribute."""
     for path, module in block.named_modules():
         path_parts = path.lower().split(".")
-        is_nonlinearity = path_parts[-1] in NAMES  # rather than the owner of one
+        is_nonlinearity = path_parts[-1] in NAMES  # and may have an attribute of such a name
         is_attention = any("attention" in part or "attn" in part for part in path_parts)
         if is_nonlinearity or is_attention:
             continue
 
         # A bridge forwards the names of what it wraps.
         is_bridge = unwrapped(module) is not module
-        for name in NAMES_IN_BRIDGES if is_bridge else NAMES:
+        names = NAMES_IN_BRIDGES if is_bridge else NAMES
+        for name in names:
             if callable(getattr(module, name, None)):
                 yield module, name
 
@@ -107,7 +113,7 @@ class _Watched:
     original: Callable[..., Any]
     layer: int
     see: SeeActivations
-    needed: Needed
+    needed: RequiredCall
 
     def __call__(self, pre: Activity, *args: Any, **kwargs: Any) -> Activity:
         self.needed.called = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -65,7 +65,7 @@ class _Layer:
     window: int | None
     see_rows: SeeRows | None  # None if the layer is not measured
     see_whole: SeeWhole | None  # None if a fused kernel is not to compute it
-    block: int | None  # rows; as many as suit the device if None
+    rows_per_block: int | None  # as many as suit the device if None
     edge_mask: EdgeMask | None
 
     def __call__(
@@ -78,13 +78,13 @@ class _Layer:
         softcap: float | None = None,
         sinks: Float[Tensor, " head"] | None = None,
     ) -> Output:
-        """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no
-        mask for it."""
+        """The output of each head; in blocks of rows if the layer is measured or SDPA lacks one of
+        its terms."""
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
         if self.see_rows is None:
             beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)
             if any(term is not None for term in beyond_sdpa):
-                return attention_by_rows(attention, None, self.block)
+                return attention_by_rows(attention, None, self.rows_per_block)
             is_grouped = q.shape[1] != k.shape[1]
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
@@ -95,18 +95,18 @@ class _Layer:
             self.see_whole(self.number, fused)
             return fused.out
 
-        return attention_by_rows(attention, partial(self.see_rows, self.number), self.block)
+        return attention_by_rows(
+            attention, partial(self.see_rows, self.number), self.rows_per_block
+        )
 
 
-def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
-    """Why this model cannot be streamed, judged by the classes of its attention layers; "" if it
-    might."""
-    if attending is None:
-        attending = hooks.attention_layers(model)
+def why_not_streamed(model: HookedModel, attending: list[int]) -> str | None:
+    """Why this model cannot be streamed, by the classes of its layers with attention; None if it
+    might be."""
     classes = {type(model.blocks[layer].attn).__name__ for layer in attending}
     unknown = classes - set(REPLACEMENTS)
     if not unknown:
-        return ""
+        return None
     return (
         f"its attention is a {min(unknown)}, and mechattn does not know where it computes its"
         " scores"
@@ -125,7 +125,7 @@ def streaming(
     layers: Collection[int],
     see_rows: SeeRows,
     see_whole: SeeWhole | None = None,
-    block: int | None = None,
+    rows_per_block: int | None = None,
     edge_masks: Mapping[int, EdgeMask] | None = None,
 ) -> Iterator[None]:
     """Compute attention in blocks of query rows inside a ``with`` block.
@@ -136,15 +136,15 @@ def streaming(
         see_rows: Called with each of these layers and each block of its rows.
         see_whole: If given, a fused kernel computes the layers that it can, and this is called with
             the layer and the kernel's result instead.
-        block: The number of rows of a block; as many as suit the device by default.
+        rows_per_block: The number of rows of a block; as many as suit the device by default.
         edge_masks: By layer, the edges of attention that are cut.
 
     Raises:
         ModelError: It is not known where this model computes its attention.
     """
     attending = hooks.attention_layers(model)  # once, as it takes a millisecond
-    reason = why_not(model, attending)
-    if reason:
+    reason = why_not_streamed(model, attending)
+    if reason is not None:
         raise ModelError(f"{model.cfg.model_name} cannot be streamed: {reason}")
 
     edge_masks = edge_masks or {}
@@ -157,7 +157,7 @@ def streaming(
                 window,
                 see_rows=see_rows if is_measured else None,
                 see_whole=see_whole,
-                block=block,
+                rows_per_block=rows_per_block,
                 edge_mask=edge_masks.get(number),
             )
             attention = model.blocks[number].attn
@@ -170,7 +170,7 @@ def streaming(
 Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
 
 # By the id of the transformers attention module: its layer, and what q, k, v pass through before.
-_streamed: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
+_streamed_modules: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def _attention_function(
     if scale is None:
         scale = query.shape[-1] ** -0.5
 
-    layer, (hook_q, hook_k, hook_v) = _streamed[id(module)]
+    layer, (hook_q, hook_k, hook_v) = _streamed_modules[id(module)]
     window = options.get("sliding_window")
     if window not in (None, layer.window):
         raise ModelError(
@@ -230,6 +230,7 @@ def _attention_function(
 
 
 def _unchanged(x: Tensor, *args: Any) -> Tensor:
+    """In place of a hook or step that is left out."""
     return x
 
 
@@ -238,46 +239,49 @@ def _delegated(
     model: HookedModel,
     attention: Any,
     layer: _Layer,
-    hooks: Sequence[Callable[[Tensor], Tensor]] = (_unchanged,) * 3,
+    hook_points: Sequence[Callable[[Tensor], Tensor]] = (_unchanged, _unchanged, _unchanged),
 ) -> Iterator[None]:
-    """The transformers module does the computation, and calls the configured attention function."""
+    """The transformers module does the computation, and calls the configured attention function,
+    which passes q, k and v through the hook points."""
     from transformer_lens.model_bridge.generalized_components import AttentionBridge
 
     module = attention.original_component
-    before = _streamed.get(id(module))
+    before = _streamed_modules.get(id(module))
     with attribute_set(attention, "forward", MethodType(AttentionBridge.forward, attention)):
-        _streamed[id(module)] = (layer, hooks)
+        _streamed_modules[id(module)] = (layer, hook_points)
         try:
             yield
         finally:
-            _streamed.pop(id(module))
+            _streamed_modules.pop(id(module))
             if before is not None:
-                _streamed[id(module)] = before
+                _streamed_modules[id(module)] = before
 
 
 @contextmanager
-def _plain(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
-    """Like ``_delegated``, for modules with a method ``_attn`` instead (GPT-Neo, GPT-J)."""
+def _attn_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
+    """Like ``_delegated``, but a module with a method ``_attn`` calls that (GPT-Neo, GPT-J)."""
     module = attention.original_component
 
     def attn(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any) -> Any:
         scale = score_scale(model, layer.number, query.shape[-1])
         return layer(query, key, value, scale).to(value.dtype), None
 
-    replaced: AbstractContextManager[None] = nullcontext()
-    if hasattr(module, "_attn"):
-        replaced = attribute_set(module, "_attn", attn)
-    with replaced, _delegated(model, attention, layer):
+    with ExitStack() as stack:
+        if hasattr(module, "_attn"):
+            stack.enter_context(attribute_set(module, "_attn", attn))
+        stack.enter_context(_delegated(model, attention, layer))
         yield
 
 
-def _latent(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
+def _latent_attention(
+    model: HookedModel, attention: Any, layer: _Layer
+) -> AbstractContextManager[None]:
     """Like ``_delegated``, with the hooks that the bridge fires in its own forward pass."""
     hook_points = (attention.hook_q, attention.hook_k, attention.hook_v)
     return _delegated(model, attention, layer, hook_points)
 
 
-def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
+def _joint_qkv(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
     """For a bridge that splits a fused projection and computes attention itself: from projected q,
     k, v to output."""
 
@@ -285,7 +289,7 @@ def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContext
         heads = attention.config.n_heads
         kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
         limit = clip_of(model, layer.number)
-        if limit:
+        if limit is not None:
             q = q.clamp(-limit, limit)
             k = k.clamp(-limit, limit)
             v = v.clamp(-limit, limit)
@@ -325,7 +329,7 @@ def _alibi(
 
 
 @contextmanager
-def _in_parts(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
+def _steps_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
     """For a ``HookedTransformer``, where scores, mask, softmax and mix are methods; only the mix
     gets all it needs."""
     queries_and_keys: list[Tensor] = []
@@ -349,7 +353,7 @@ def _in_parts(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[Non
             bias = slopes.reshape(1, -1, 1) * torch.arange(q.shape[2], device=q.device)
 
         softcap = getattr(cfg, "attn_scores_soft_cap", 0)
-        if softcap <= 0:
+        if softcap <= 0:  # -1 means none
             softcap = None
         sinks = hooks.sinks_of(model, layer.number)
         z = layer(q, k, v, 1 / attention.attn_scale, bias, softcap, sinks)
@@ -376,13 +380,13 @@ REPLACEMENTS: Mapping[str, Replacement] = {
     "_Cohere2AttentionBridge": _delegated,
     "_Exaone4AttentionBridge": _delegated,
     "_SmolLM3AttentionBridge": _delegated,
-    "AttentionBridge": _plain,
-    "MLAAttentionBridge": _latent,
-    "ALiBiJointQKVAttentionBridge": _fused,
-    "BloomAttentionBridge": _fused,
-    "JointQKVAttentionBridge": _fused,
-    "JointQKVPositionEmbeddingsAttentionBridge": _fused,
-    "MPTALiBiAttentionBridge": _fused,
-    "Attention": _in_parts,
-    "GroupedQueryAttention": _in_parts,
+    "AttentionBridge": _attn_replaced,
+    "MLAAttentionBridge": _latent_attention,
+    "ALiBiJointQKVAttentionBridge": _joint_qkv,
+    "BloomAttentionBridge": _joint_qkv,
+    "JointQKVAttentionBridge": _joint_qkv,
+    "JointQKVPositionEmbeddingsAttentionBridge": _joint_qkv,
+    "MPTALiBiAttentionBridge": _joint_qkv,
+    "Attention": _steps_replaced,
+    "GroupedQueryAttention": _steps_replaced,
 }

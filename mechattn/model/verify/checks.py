@@ -26,16 +26,21 @@ from mechattn.model.hooked import (
     original_of,
 )
 from mechattn.model.hooks import boundary_of
-from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.verify import verification as probe
+from mechattn.model.patch.streaming import streaming, why_not_streamed
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, check_layers
 from mechattn.model.verify.verification import (
+    PROBE,
+    TOLERANCE,
     Check,
     Report,
+    as_limited,
     compare,
     compare_positions,
-    limited,
+    dtype_of,
+    probe_tokens,
+    root_mean_square,
+    what_to_try,
 )
 
 Logits = Float[Tensor, "pos d_vocab"]
@@ -50,17 +55,21 @@ KERNEL_TOLERANCE = {
     torch.bfloat16: 3e-1,
 }
 
-# Scores in the hundreds, as in large models, are rounded by 3e-5 in float32, and later layers
-# enlarge the effect of a layer's rounding: 4e-5 seen in the third of three wide layers. A wrong
-# mask or scale gives 0.01.
-STREAMED_TOLERANCE_IN_FLOAT32 = 2e-4
-
+# In a probability, in float32: scores in the hundreds, as in large models, are rounded by 3e-5, and
+# later layers enlarge the effect of a layer's rounding: 4e-5 seen in the third of three wide
+# layers. A wrong mask or scale gives 0.01.
+#
 # In half precision the hooks' own scores are rounded to 8 or 11 bits, so that one probability may
 # differ by 0.15 (0.04 in float16) where nothing is wrong: judged by the root mean square of a
 # layer's differences, in that of its pattern. With 30 architectures and four toys it is at most
 # 0.042 (0.0085); a wrong window, sink, slope, head or rotation gives 0.12 and more, but a scale
 # that is 5 % off only 0.03, which a check in float32 notices.
-STREAMED_TOLERANCE_IN_HALF_PRECISION = {torch.float16: 2e-2, torch.bfloat16: 8e-2}
+STREAMED_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 8e-2,
+}
 
 # The arguments of scaled_dot_product_attention, in order.
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -68,8 +77,8 @@ SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"
 
 def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     """Compare a hooked model with the model behind it and with itself, on random tokens."""
-    tokens = probe.probe_tokens(model, length)
-    dtype = probe.dtype_of(model)
+    tokens = probe_tokens(model, length)
+    dtype = dtype_of(model)
     hook_values, logits = _forward(model, tokens)
 
     if facts.native is None:
@@ -83,7 +92,15 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         native_tokens = tokens.to(device_of(facts.native))
         native_logits, patterns, source = _run_native(facts.native, native_tokens)
         native_checks = [
-            _logits(facts.native, logits, native_logits[0].float().cpu(), dtype),
+            compare_positions(
+                "logits",
+                logits,
+                native_logits[0].float().cpu(),
+                TOLERANCE[dtype][0],
+                f"logits against the model's own attention ({_attention_of(facts.native)}), worst"
+                " position",
+                f"the hooked model differs from the transformers model; {what_to_try(dtype)}",
+            ),
             _kernel(model, hook_values, patterns, source, dtype),
         ]
 
@@ -118,9 +135,9 @@ def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str
     return hook_values, logits[0].float().cpu()
 
 
-def attention_of(native: Any) -> str:
+def _attention_of(native: Any) -> str:
     """The attention that a model of transformers runs: "sdpa" or "eager"."""
-    return str(getattr(native.config, "_attn_implementation", None) or "eager")
+    return getattr(native.config, "_attn_implementation", None) or "eager"
 
 
 def _run_native(
@@ -128,7 +145,9 @@ def _run_native(
 ) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
     """Logits of the model itself, the pattern of each of its attention calls, and how the patterns
     were obtained."""
-    options = {"output_attentions": True} if attention_of(native) == "eager" else {}
+    options = {}
+    if _attention_of(native) == "eager":
+        options["output_attentions"] = True
     with torch.no_grad(), _ThroughIdentity() as sdpa_calls:
         output = native(tokens, use_cache=False, **options)
 
@@ -190,22 +209,12 @@ def _kernel(
         pairs[layer] = (hooked[0], pattern[0].float().cpu())
 
     detail = f"hook_pattern against the pattern of the model's own attention, by {source}"
-    remedy = (
-        f"the hooks' pattern differs from the one that the model uses; {probe.what_to_try(dtype)}"
-    )
-    check = compare("kernel", pairs, KERNEL_TOLERANCE[dtype], detail, remedy, scale=1.0)
+    remedy = f"the hooks' pattern differs from the one that the model uses; {what_to_try(dtype)}"
+    check = compare("kernel", pairs, KERNEL_TOLERANCE[dtype], detail, remedy, unit=1.0)
     if check.outcome == "passed" and missing:
         detail += f": no pattern of its shape at the hooks of layers {missing}"
         return Check("kernel", "not checked", detail=detail)
     return check
-
-
-def _logits(native: Any, hooked: Logits, expected: Logits, dtype: torch.dtype) -> Check:
-    """Check that the hooked model gives the logits of the model itself."""
-    detail = f"logits against the model's own attention ({attention_of(native)}), worst position"
-    remedy = f"the hooked model differs from the transformers model; {probe.what_to_try(dtype)}"
-    tolerance = probe.TOLERANCE[dtype][0]
-    return compare_positions("logits", hooked, expected, tolerance, detail, remedy)
 
 
 def _neighbours(
@@ -216,7 +225,9 @@ def _neighbours(
     device = device_of(model)
     length = tokens.shape[1]
     boundary = boundary_of(model)
-    most_positions = _positions_of(model)
+    # The number of positions that the model has at least.
+    stated = (getattr(config_of(model), "max_position_embeddings", None), model.cfg.n_ctx)
+    most_positions = min([number for number in stated if number], default=1)
     if boundary is not None and length <= boundary.at:
         most_positions = min(most_positions, boundary.at)
     longer_length = min(length + length // 2, most_positions)
@@ -228,7 +239,7 @@ def _neighbours(
     batch = torch.cat([probe_row, probe_row.flip(1)]).to(device)
     attention_mask = torch.ones(2, longer_length, dtype=torch.long, device=device)
     attention_mask[0, length:] = 0
-    options: dict[str, Any] = {"attention_mask": attention_mask, **hooks.keeping_nothing(model)}
+    options: dict[str, Any] = {"attention_mask": attention_mask, **hooks.without_cache(model)}
 
     detail = f"logits of the probe padded beside a row of {longer_length} tokens"
     module: Any = original_of(model) or model
@@ -250,15 +261,8 @@ def _neighbours(
         "its logits depend on padding or on the batch in a way that mechattn does not know, so"
         " conditions cannot be compared; please report it"
     )
-    tolerance = probe.TOLERANCE[dtype][0]
+    tolerance = TOLERANCE[dtype][0]
     return compare_positions("neighbours", logits, logits_alone, tolerance, detail, remedy)
-
-
-def _positions_of(model: HookedModel) -> int:
-    """The number of positions that the model has at least."""
-    in_config = getattr(config_of(model), "max_position_embeddings", None)
-    numbers = [int(number) for number in (in_config, model.cfg.n_ctx) if number]
-    return min(numbers, default=1)
 
 
 def check_streaming(model: HookedModel) -> Check:
@@ -273,53 +277,48 @@ def check_fused(model: HookedModel) -> Check:
     return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
 
 
-def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Check:
+def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) -> Check:
     """Compare a pass without hooks with one through them: logits, and the pattern of each layer."""
-    reason = why_not(model)
-    if reason:
+    layers = hooks.attention_layers(model)
+    reason = why_not_streamed(model, layers)
+    if reason is not None:
         return Check(name, "limited", detail=reason)
 
-    layers = hooks.attention_layers(model)
-    tokens = probe.probe_tokens(model, probe.PROBE).to(device_of(model))
+    tokens = probe_tokens(model, PROBE).to(device_of(model))
     pattern_hooks = [hooks.pattern_hook(layer) for layer in layers]
     expected_logits, patterns = hooks.logits_and_values(model, tokens, pattern_hooks)
     try:
-        logits, streamed = _streamed(model, tokens, fused)
+        logits, streamed_patterns = _without_hooks(model, tokens, fused)
     except Exception as error:
         return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
 
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, pattern_hook in zip(layers, pattern_hooks, strict=True):
-        if layer not in streamed:
+        if layer not in streamed_patterns:
             return Check(name, "limited", layer, detail="its attention function cannot be replaced")
-        pairs[layer] = (streamed[layer], patterns[pattern_hook].float().cpu())
+        pairs[layer] = (streamed_patterns[layer], patterns[pattern_hook].float().cpu())
 
-    detail = f"{way} against the hooks"
-    dtype = probe.dtype_of(model)
-    if dtype in STREAMED_TOLERANCE_IN_HALF_PRECISION:
-        tolerance = STREAMED_TOLERANCE_IN_HALF_PRECISION[dtype]
-        check = compare(name, pairs, tolerance, f"{detail}, root mean square", overall=True)
+    detail = f"{compared} against the hooks"
+    dtype = dtype_of(model)
+    tolerance = STREAMED_TOLERANCE[dtype]
+    if dtype.itemsize <= 2:
+        in_words = f"{detail}, root mean square"
+        of_patterns = compare(name, pairs, tolerance, in_words, summary=root_mean_square)
     else:
-        tolerance = (
-            STREAMED_TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
-        )
-        check = compare(name, pairs, tolerance, detail, scale=1.0)
+        of_patterns = compare(name, pairs, tolerance, detail, unit=1.0)
 
-    tolerance_of_logits = probe.TOLERANCE[dtype][0]
     expected = expected_logits[0].float().cpu()
-    check_of_logits = compare_positions(
-        name, logits, expected, tolerance_of_logits, f"{detail}: logits"
-    )
-    for failed in (check, check_of_logits):
-        if failed.outcome != "passed":
-            return limited(failed, str(failed))
+    of_logits = compare_positions(name, logits, expected, TOLERANCE[dtype][0], f"{detail}: logits")
+    for check in (of_patterns, of_logits):
+        if check.outcome != "passed":
+            return as_limited(check, str(check))
 
-    return check
+    return of_patterns
 
 
-def _streamed(
+def _without_hooks(
     model: HookedModel, tokens: Tensor, fused: bool
-) -> tuple[Float[Tensor, "pos d_vocab"], dict[int, Pattern]]:
+) -> tuple[Logits, dict[int, Pattern]]:
     """Logits, and by layer the pattern, of a pass without hooks."""
     patterns: dict[int, Pattern] = {}
     length = tokens.shape[1]
@@ -336,7 +335,7 @@ def _streamed(
         patterns[layer] = attention.column_sums(each_query).mT.cpu()
 
     layers = hooks.attention_layers(model)
-    see_fused = see_whole if fused else None
-    with torch.no_grad(), streaming(model, layers, see_rows, see_fused, block=8):
-        logits = model(tokens, return_type="logits", **hooks.keeping_nothing(model))[0]
+    see_whole_layer = see_whole if fused else None
+    with torch.no_grad(), streaming(model, layers, see_rows, see_whole_layer, rows_per_block=8):
+        logits = model(tokens, return_type="logits", **hooks.without_cache(model))[0]
     return logits.float().cpu(), patterns

@@ -79,7 +79,7 @@ _REASONS: Mapping[str, str] = {
         keys_to_ignore_at_inference is_decoder add_cross_attention"""
     ),
 }
-KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+KNOWN = {name for names in _REASONS.values() for name in names.split()}
 # Fields that change which keys a query sees, or its scores, in an unsupported way; with the values
 # that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -92,7 +92,8 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "index_topk": ("a query sees only the keys that an indexer chooses", (None,)),
     "is_causal": ("queries see the keys after them", (None, True)),
 }
-_WITH = {  # fields that matter only together with one of those
+# Fields that matter only together with one that is refused.
+_MATTER_ONLY_WITH = {
     "attention_chunk_size": ("floor_scale", "attn_scale"),
     "index_topk": ("index_head_dim", "index_n_heads", "indexer_types", "compress_rope_theta"),
 }
@@ -101,7 +102,7 @@ _WITH = {  # fields that matter only together with one of those
 def unknown_fields(config: Any) -> dict[str, str]:
     """The configuration fields that may mean an unsupported kind of attention, each with its value
     and what is known about it."""
-    understood = {*KNOWN, *(name for names in _WITH.values() for name in names)}
+    understood = KNOWN.union(*_MATTER_ONLY_WITH.values())
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "chunked_attention" not in kinds:
         understood.add("attention_chunk_size")  # no layer uses it
@@ -112,7 +113,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
             continue
         if name in REFUSED:
             meaning, values_off = REFUSED[name]
-            is_off = any(value is off or value == off for off in values_off)
+            is_off = value in values_off
         else:
             meaning = "unknown effect on attention"
             is_off = value is None or value is False or value in ("", [], {}, ())

@@ -19,11 +19,10 @@ from mechattn.model import head_parts, hooks
 from mechattn.model.hooked import HookedModel, device_of, facts_of, weights_here
 from mechattn.model.verify.verification import (
     ANOTHER_VERSION,
-    PROBABILITY,
     TOLERANCE,
     Check,
+    as_limited,
     compare,
-    limited,
 )
 
 # In attention: the hooks of a gate's input, and the functions that gates have.
@@ -31,6 +30,14 @@ GATES = ("hook_q_gate", "hook_gate", "gate.hook_out")
 GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softplus": nn.functional.softplus,
+}
+
+# Largest difference of a row's sum, which is rounded in every entry.
+_ROW_TOLERANCE = {
+    torch.float64: 1e-4,  # the softmax may be computed in float32
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
 }
 
 # The hooks of a layer that the checks read.
@@ -72,7 +79,7 @@ class ProbedHooks:
 
 
 def check_layers(probe: ProbedHooks) -> list[Check]:
-    """All checks of this file."""
+    """Check rows of the pattern, values, heads and residual stream of each layer."""
     return [_rows(probe), _values(probe), _heads(probe), _residual(probe)]
 
 
@@ -82,7 +89,8 @@ def gate_of(model: HookedModel) -> Callable[[Tensor], Tensor] | None:
     facts = facts_of(model)
     if facts is None or facts.report is None:
         return None
-    return GATE_FUNCTIONS.get(facts.report["values"].gate)
+    gate = facts.report["values"].gate
+    return None if gate is None else GATE_FUNCTIONS[gate]
 
 
 def _rows(probe: ProbedHooks) -> Check:
@@ -113,12 +121,12 @@ def _rows(probe: ProbedHooks) -> Check:
             f" {min(windows_beyond_probe)}; verify_model(length=…))"
         )
 
-    tolerance = max(10 * PROBABILITY[probe.dtype], 1e-4)
+    tolerance = _ROW_TOLERANCE[probe.dtype]
     remedy = (
         "hook_pattern shows no probabilities, or has another mask than the model;"
         f" {ANOTHER_VERSION}"
     )
-    return compare("rows", pairs, tolerance, detail, remedy, scale=1.0)
+    return compare("rows", pairs, tolerance, detail, remedy, unit=1.0)
 
 
 @torch.no_grad()
@@ -136,13 +144,17 @@ def _values(probe: ProbedHooks) -> Check:
             reason = f"layer {layer} fires no hook_v or no hook_z"
             return Check("values", "limited", detail=f"{detail}: {reason}")
 
-        v = head_parts.positions_first(probe.model, layer, stored_v[:1])[0]
+        v = _as_in_model(probe.model, layer, stored_v[:1])
+        values = head_parts.mixed_values(probe.model, layer, v, pattern[:1])
         z = _by_head(probe.model, stored_z[:1])[0]
-        mixed = _mixed(probe.model, layer, pattern[0], v)
+        mixed = None
+        if values is not None:
+            mixed = mix(pattern[:1], values.float().cpu())[0].transpose(0, 1)
+
         if mixed is None or mixed.shape != z.shape:
-            reason = f"pattern {list(pattern[0].shape)}, v {list(v.shape)} and z {list(z.shape)}"
-            detail = f"{detail}: layer {layer}: {reason} do not fit together"
-            return Check("values", "limited", detail=detail)
+            shapes = f"pattern {list(pattern[0].shape)}, v {list(v[0].shape)}, z {list(z.shape)}"
+            reason = f"layer {layer}: {shapes} do not fit together"
+            return Check("values", "limited", detail=f"{detail}: {reason}")
 
         pairs[layer] = (mixed, z)
         check = compare("values", {layer: (mixed, z)}, tolerance, detail)
@@ -157,19 +169,7 @@ def _values(probe: ProbedHooks) -> Check:
     check = compare("values", pairs, tolerance, detail)
     if not steps:
         return check
-    return replace(limited(check, f"z is pattern · v {steps[0].words}"), gate=steps[0].gate)
-
-
-def _mixed(
-    model: HookedModel, layer: int, pattern: Float[Tensor, "head query key"], v: Float[Tensor, ...]
-) -> Mixed | None:
-    """Values mixed by the pattern; None if the layout of v is not [key, kv_head, d_head]."""
-    heads, _, keys = pattern.shape
-    if v.ndim != 3 or v.shape[0] != keys or heads % v.shape[1]:
-        return None
-    v = head_parts.as_mixed(model, layer, _as_in_model(model, layer, v)).float().cpu()
-    by_kv_head = rearrange(v, "key kv_head d_head -> 1 kv_head key d_head")
-    return rearrange(mix(pattern[None], by_kv_head), "1 head query d_head -> query head d_head")
+    return replace(as_limited(check, f"z is pattern · v {steps[0].words}"), gate=steps[0].gate)
 
 
 def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class _Step:
 
     words: str
     result: Mixed
-    gate: str = ""  # its function, if it is a gate
+    gate: str | None = None  # the name of its function, if it is a gate
 
 
 def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> _Step | None:
@@ -211,7 +211,7 @@ def _gates(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[_Step]:
 def _norms(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[_Step]:
     """The mix after each norm over all heads that the attention module has."""
     all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
-    for name, norm in head_parts.norms_of_output(model, layer):
+    for name, norm in head_parts.norms_of_output(model, layer).items():
         normed = norm(_as_in_model(model, layer, all_heads)).float().cpu()
         words = f"after a norm over all heads ({name}), so a value gives no update of its own"
         yield _Step(words, normed.reshape(mixed.shape))
@@ -221,10 +221,11 @@ def _unusual_parts(model: HookedModel, layer: int) -> str:
     """What may act between the pattern and z, in words."""
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     module = head_parts.attention_module(model, layer)
-    children = () if module is None else module.named_children()
-    unusual = [name for name, _ in children if name not in usual]
+    unusual = []
+    if module is not None:
+        unusual = [name for name, _ in module.named_children() if name not in usual]
     clip = head_parts.clip_of(model, layer)
-    if clip:
+    if clip is not None:
         unusual.append(f"clip_qkv={clip:g}")
     if not unusual:
         return "the hooked pattern is not the one that mixes the values"
@@ -296,7 +297,7 @@ def _residual(probe: ProbedHooks) -> Check:
 
     detail = "residual + attention + MLP = residual after"
     check = compare("residual", pairs, TOLERANCE[probe.dtype][1], detail)
-    return limited(
+    return as_limited(
         check,
         "the hooked parts do not add up to the residual stream, so analyses of updates refuse this"
         " model",
@@ -305,7 +306,7 @@ def _residual(probe: ProbedHooks) -> Check:
 
 def _by_head(model: HookedModel, z: Float[Tensor, ...]) -> Float[Tensor, ...]:
     """z of each head; unchanged if its size is not a multiple of the number of heads."""
-    heads = int(model.cfg.n_heads)
+    heads = model.cfg.n_heads
     if z[0, 0].numel() % heads:
         return z
     return hooks.split_heads(z, heads)

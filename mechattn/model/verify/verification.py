@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,10 +15,11 @@ from mechattn.markup import table
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 
-AT_LOADING = 8  # tokens: two passes over so few cost little compared with loading the weights
-PROBE = 24
+# Numbers of tokens. Two passes over so few cost little compared with loading the weights:
+AT_LOADING = 8
+PROBE = 24  # of ``verify_model``
+LONGEST_PROBE = 136  # to reach the windows of up to 128 keys
 ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
-LONGEST_PROBE = 136
 
 Logits = Float[Tensor, "pos vocabulary"]
 Pairs = dict[Any, tuple[Tensor, Tensor]]  # by layer: what the hooks show, and what is expected
@@ -32,7 +34,7 @@ TOLERANCE = {
     torch.float16: (3e-2, 2e-2),
     torch.bfloat16: (2.5e-1, 1.5e-1),
 }
-PROBABILITY = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_LEAST_UNIT = 1e-12  # in place of a root mean square of 0, which nothing can be divided by
 COLUMNS = ["check", "outcome", "difference", "tolerance", "compared"]
 
 
@@ -76,10 +78,10 @@ class Check:
     tolerance: float | None = None
     detail: str = ""
     remedy: str = ""
-    gate: str = ""
+    gate: str | None = None
 
     @property
-    def apart(self) -> str:
+    def printed_difference(self) -> str:
         """The difference as printed: the number of a failure. That of a pass is rounding, and so
         depends on the CPU: "within" the tolerance."""
         if self.outcome == "passed" and self.difference is not None:
@@ -92,8 +94,8 @@ class Check:
             outcome += f" in layer {self.layer}"
         if self.hooked is not None and self.expected is not None:
             outcome += (
-                f": {self.hooked:.5g} where {self.expected:.5g} is expected, {self.apart} apart"
-                f" (tolerance {self.tolerance:.2g})"
+                f": {self.hooked:.5g} where {self.expected:.5g} is expected,"
+                f" {self.printed_difference} apart (tolerance {self.tolerance:.2g})"
             )
 
         sentences = [outcome, self.detail]
@@ -159,7 +161,13 @@ class Report:
     def _rows(self) -> list[list[str]]:
         """The cells of each check, in ``COLUMNS``."""
         return [
-            [check.name, check.outcome, check.apart, _number(check.tolerance), check.detail]
+            [
+                check.name,
+                check.outcome,
+                check.printed_difference,
+                _number(check.tolerance),
+                check.detail,
+            ]
             for check in self.checks
         ]
 
@@ -188,49 +196,67 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
+def largest_of(values: Float[Tensor, ...]) -> float:
+    """The largest of these values."""
+    return float(values.max())
+
+
+def root_mean_square(values: Float[Tensor, ...]) -> float:
+    """``√(mean of the squares)``."""
+    return float(values.square().mean().sqrt())
+
+
 def compare(
     name: str,
     pairs: Pairs,
     tolerance: float,
     detail: str,
     remedy: str = "",
-    scale: float = 0.0,
-    overall: bool = False,
+    unit: float | None = None,
+    summary: Callable[[Tensor], float] = largest_of,
 ) -> Check:
-    """The largest difference over layers; relative to the root mean square unless ``scale`` is
-    given.
+    """A check that the pairs differ by no more than the tolerance.
 
-    With ``overall``, a layer's difference is the root mean square of its entries', not the largest
-    of them.
+    Args:
+        name: The name of the check.
+        pairs: By layer, what the hooks show and what is expected.
+        tolerance: The largest allowed difference.
+        detail: What is compared.
+        remedy: What to do if it differs.
+        unit: What differences are divided by; by default the root mean square of what is expected
+            in the layer.
+        summary: From the absolute differences of a layer's entries to its difference.
     """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
 
-    largest = -torch.inf
-    worst_layer = None
-    worst_entry = 0
+    distances = {}
+    differences = {}
     for layer, (hooked, expected) in pairs.items():
-        unit = scale or max(_root_mean_square(expected), 1e-12)
-        distances = torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf)
-        difference = _root_mean_square(distances) if overall else float(distances.max())
-        if difference > largest:
-            largest = difference
-            worst_layer = layer
-            worst_entry = int(distances.argmax())
+        layer_unit = unit
+        if layer_unit is None:
+            layer_unit = max(root_mean_square(expected), _LEAST_UNIT)
+        # NaN is the largest difference of all.
+        distances[layer] = ((hooked - expected).abs() / layer_unit).nan_to_num(nan=torch.inf)
+        differences[layer] = summary(distances[layer])
 
+    worst_layer = max(differences, key=lambda layer: differences[layer])
+    largest = differences[worst_layer]
     if largest <= tolerance:
         return Check(name, "passed", difference=largest, tolerance=tolerance, detail=detail)
+
     hooked, expected = pairs[worst_layer]
+    worst_entry = int(distances[worst_layer].argmax())
     return Check(
         name,
         "failed",
-        worst_layer,
-        float(hooked.flatten()[worst_entry]),
-        float(expected.flatten()[worst_entry]),
-        largest,
-        tolerance,
-        detail,
-        remedy,
+        layer=worst_layer,
+        hooked=float(hooked.flatten()[worst_entry]),
+        expected=float(expected.flatten()[worst_entry]),
+        difference=largest,
+        tolerance=tolerance,
+        detail=detail,
+        remedy=remedy,
     )
 
 
@@ -242,18 +268,14 @@ def compare_positions(
     # one).
     hooked = hooked - hooked.mean(-1, keepdim=True)
     expected = expected - expected.mean(-1, keepdim=True)
-    unit = max(_root_mean_square(expected), 1e-12)
+    unit = max(root_mean_square(expected), _LEAST_UNIT)
     positions = dict(enumerate(zip(hooked, expected, strict=True)))
-    check = compare(name, positions, tolerance, detail, remedy, scale=unit, overall=True)
+    check = compare(name, positions, tolerance, detail, remedy, unit, root_mean_square)
     return replace(check, layer=None)
 
 
-def _root_mean_square(values: Float[Tensor, ...]) -> float:
-    return float(values.square().mean().sqrt())
-
-
-def limited(check: Check, detail: str) -> Check:
-    """Make a failure of this check exclude only some analyses."""
+def as_limited(check: Check, detail: str) -> Check:
+    """The check; one that failed then excludes only some analyses, for the reason in ``detail``."""
     if check.outcome != "failed":
         return check
     return replace(check, outcome="limited", detail=detail, remedy="")
@@ -261,8 +283,9 @@ def limited(check: Check, detail: str) -> Check:
 
 def dtype_of(model: HookedModel) -> torch.dtype:
     """The dtype among a model's weights with the widest tolerance."""
-    dtypes = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
-    return max(dtypes, key=lambda dtype: TOLERANCE[dtype], default=torch.float32)
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    known_dtypes = dtypes & set(TOLERANCE)  # quantised weights have others
+    return max(known_dtypes, key=lambda dtype: TOLERANCE[dtype], default=torch.float32)
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
@@ -270,7 +293,7 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     one."""
     length = _probe_length(model, length)
     tokenizer = getattr(model, "tokenizer", None)
-    size = int(model.cfg.d_vocab)
+    size = model.cfg.d_vocab
     if tokenizer is not None:
         size = min(size, len(tokenizer))
 
