@@ -16,7 +16,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mechattn.axes import BASELINE
-from mechattn.engine.request_checks import check_side, check_variants, made_sequences, with_baseline
+from mechattn.engine.request_checks import (
+    check_side,
+    check_variants,
+    condition_sequences,
+    with_baseline,
+)
 from mechattn.errors import (
     ModelError,
     OptionError,
@@ -135,7 +140,7 @@ class PatchingRequest:
             MechattnError: They cannot be patched.
         """
         named = with_baseline({"condition": self.condition})
-        sequences = made_sequences(named, self.prompts, self.model, self.seed)
+        sequences = condition_sequences(named, self.prompts, self.model, self.seed)
         check_sequences(self.model, self.prompts, sequences)
         measures = measured_by(self.metric, self.prompts, self.model)
 

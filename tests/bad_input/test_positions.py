@@ -62,6 +62,8 @@ def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
         ma.evaluate(model, [prompt_of(30, tokenizer)], new_tokens=4)
     with pytest.raises(PromptTooLong, match="dynamic NTK"):
         ma.head_means(model, [prompt_of(40, tokenizer)])
+    with pytest.raises(PromptTooLong, match="has 300 tokens"):
+        ma.head_means(loaded("GPT-2"), [prompt_of(300, tokenizer)])
     assert ma.run(model, prompt_of(32, tokenizer))
 
 
