@@ -15,12 +15,14 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    at_positions,
+    means_by_segment,
+    nan_outside,
     of_each,
     zeros,
 )
 from mechattn.axes import SEGMENTS
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.received import segment_mean
 from mechattn.prompts.token_sequences import Batch
 
 _UNDEFINED = -1.0  # stands for an undefined ratio, as sums must be finite
@@ -79,9 +81,9 @@ class AffineShift(AnalysisBase):
         the insertion."""
         quantities = dict(_OF_QUERIES)
         quantities["output_norm"] = Quantity(_DIMS, "value norm", "|output'|", no_null=_NO_NULL)
-        for part in _PARTS:
-            share = f"<{part}, change> / |change|^2, of queries after the insertion; adds up to 1"
-            quantities[f"change_by_{part}"] = Quantity(
+        for name in _PARTS:
+            share = f"<{name}, change> / |change|^2, of queries after the insertion; adds up to 1"
+            quantities[f"change_by_{name}"] = Quantity(
                 _DIMS, "share", share, "difference", _NO_NULL
             )
 
@@ -107,35 +109,35 @@ class AffineShift(AnalysisBase):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
         names = ["scale", "question_ratio", "total_variation", "output", "shift", "residual"]
-        names += ["change", *(f"by_{part}" for part in _PARTS)]
+        names += ["change", *(f"by_{name}" for name in _PARTS)]
         return zeros(batch, heads, *names)
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Add norms and products of the parts for each query, and the Gram matrix of the shifts."""
-        parts = split_rows(rows)
-        change = parts.change
+        split = split_rows(rows)
+        change = split.change
         ratio = fn.question_ratio(
             rows.aligned, rows.baseline, rows.segment == SEGMENTS.index("question")
         )
-        scale = parts.scale.clamp(min=1e-30)
+        scale = split.scale.clamp(min=1e-30)  # 0 where a query looks at inserted tokens alone
         query_values = {
-            "scale": parts.scale,
+            "scale": split.scale,
             "question_ratio": ratio.nan_to_num(_UNDEFINED, posinf=_UNDEFINED),
             "total_variation": fn.total_variation(rows.aligned, rows.baseline, scale),
-            "output": parts.output.norm(dim=-1),
-            "shift": parts.shift.norm(dim=-1),
-            "residual": (parts.rerouting + parts.new_values).norm(dim=-1),
+            "output": split.output.norm(dim=-1),
+            "shift": split.shift.norm(dim=-1),
+            "residual": (split.rerouting + split.new_values).norm(dim=-1),
             "change": torch.linalg.vecdot(change, change),
         }
 
-        for part in _PARTS:
-            query_values[f"by_{part}"] = torch.linalg.vecdot(getattr(parts, part), change)
+        for name in _PARTS:
+            query_values[f"by_{name}"] = torch.linalg.vecdot(getattr(split, name), change)
 
         for name, value in query_values.items():
             sums[name][..., rows.queries] = value
 
         after_insertion = rows.batch.after_inserted[:, None, rows.queries, None]
-        shifts = parts.shift.double() * after_insertion
+        shifts = split.shift.double() * after_insertion
         gram = shifts.mT @ shifts
         if "gram" in sums:  # not in start, which does not know d_head
             gram = sums["gram"] + gram
@@ -143,51 +145,38 @@ class AffineShift(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments; an inserted query has a scale but no baseline to compare with."""
-        is_original = batch.origin >= 0
-        query_values = self._of_queries(sums, batch)
-        members = batch.members()
-        original_members = members & is_original[:, None]
-        values = {}
-        for name, value in query_values.items():
-            counted = members if name == "scale" else original_members
-            values[name] = segment_mean(value, counted)
-        values["output_norm"] = segment_mean(sums["output"], original_members)
+        after_insertion = batch.after_inserted
+        sees_question = batch.of_segment("question").cumsum(-1) > 0
+        ratio = sums["question_ratio"]
+        ratio = ratio.masked_fill(ratio == _UNDEFINED, torch.nan)
+        output = nan_outside(sums["output"], batch.original)
+        query_values = {
+            "scale": sums["scale"],
+            "question_ratio": nan_outside(ratio, sees_question & batch.original),
+            "total_variation": nan_outside(sums["total_variation"], batch.original),
+            "relative_error": sums["residual"] / output,
+            "shift_norm": nan_outside(sums["shift"], batch.original),
+            "shift_share": sums["shift"] / output,
+        }
 
         # If the change is within rounding error, its parts mean nothing.
-        is_large = sums["change"] > (_SMALLEST_CHANGE * sums["output"]) ** 2
-        change = torch.where(is_large, sums["change"], torch.nan)
-        members_after = original_members & batch.after_inserted[:, None]
-        for part in _PARTS:
-            values[f"change_by_{part}"] = segment_mean(sums[f"by_{part}"] / change, members_after)
+        is_large = sums["change"] > (_SMALLEST_CHANGE * output) ** 2
+        change = sums["change"].masked_fill(~is_large, torch.nan)
+        change = nan_outside(change, after_insertion)
+        shares = {f"change_by_{name}": sums[f"by_{name}"] / change for name in _PARTS}
+
+        values = means_by_segment(query_values | shares | {"output_norm": output}, batch)
+        if self.per_query:
+            values |= at_positions(query_values, query_values, batch)
 
         energies = fn.spectrum(sums["gram"])
-        without_insertion = ~batch.after_inserted.any(-1)[:, None]
         ranks = {
             "shift_rank_one_share": fn.rank_one_share(energies),
             "shift_effective_rank": fn.effective_rank(energies),
         }
         for name, rank in ranks.items():
-            values[name] = rank.masked_fill(without_insertion, torch.nan).float()
-
-        if self.per_query:
-            for name, value in query_values.items():
-                counted = batch.real if name == "scale" else is_original
-                values[f"{name}_at"] = value.masked_fill(~counted[:, None], torch.nan)
+            values[name] = nan_outside(rank, after_insertion.any(-1)).float()
         return values
-
-    def _of_queries(self, sums: Sums, batch: Batch) -> Values:
-        """The numbers of each query; a ratio only where it sees the question."""
-        is_original = batch.origin >= 0
-        sees_question = (batch.of_segment("question").cumsum(-1) > 0) & is_original
-        has_ratio = (sums["question_ratio"] != _UNDEFINED) & sees_question[:, None]
-        return {
-            "scale": sums["scale"],
-            "question_ratio": sums["question_ratio"].masked_fill(~has_ratio, torch.nan),
-            "total_variation": sums["total_variation"],
-            "relative_error": sums["residual"] / sums["output"],
-            "shift_norm": sums["shift"],
-            "shift_share": sums["shift"] / sums["output"],
-        }
 
 
 def split_rows(rows: PairedRows) -> fn.Split:

@@ -4,7 +4,7 @@ reduces it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -267,20 +267,22 @@ class AnalysisBase:
     """Base class of analyses: dataclass fields are the options, any sequence can be measured, and
     sums begin empty.
 
-    A field with ``repr=False`` is no option: calibration fills it in.
+    A field that calibration fills in is no option: declare it with ``calibrated_field()``, or with
+    ``repr=False``.
     """
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options recorded with the result."""
+        """The options recorded with the result: the fields that ``repr`` shows."""
         if not is_dataclass(self):
             return {}
         options = {}
-        for field in fields(self):
-            if not field.repr:
-                continue
-            value = getattr(self, field.name)
-            options[field.name] = list(value) if isinstance(value, tuple) else value
+        for option in fields(self):
+            if option.repr:
+                value = getattr(self, option.name)
+                if isinstance(value, tuple):
+                    value = list(value)  # as JSON reads it back
+                options[option.name] = value
         return options
 
     def problem(self, sequence: TokenSequence) -> str | None:
@@ -292,25 +294,42 @@ class AnalysisBase:
         return {}
 
 
+def calibrated_field(default: Any = None) -> Any:
+    """A dataclass field that ``calibrated`` fills in, from the model.
+
+    ``repr`` leaves it out, and therefore what is recorded and what a config may set do too; it
+    plays no part when two analyses are compared.
+    """
+    return field(default=default, repr=False, compare=False)
+
+
+def zeros_of_rows(batch: Batch, *sizes: int) -> Float[Tensor, " batch *sizes"]:
+    """A sum of 0 of each sequence, of these sizes."""
+    return torch.zeros(len(batch.rows), *sizes, device=batch.tokens.device)
+
+
 def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> Sums:
     """Sums of 0 for every position of every head [batch head pos *last]."""
-    shape = (len(names), len(batch.rows), heads, batch.tokens.shape[1], *last)
-    stacked_sums = torch.zeros(shape, device=batch.tokens.device)
-    return dict(zip(names, stacked_sums.unbind(), strict=True))
+    length = batch.tokens.shape[1]
+    return {name: zeros_of_rows(batch, heads, length, *last) for name in names}
 
 
-def means_by_segment(member_values: Values, batch: Batch, per_query: Iterable[str] = ()) -> Values:
-    """Means over the queries (or tokens) of each segment, those with NaN left out.
+def nan_outside(
+    value: Float[Tensor, "batch head *pos"], counted: Bool[Tensor, " batch *#pos"]
+) -> Float[Tensor, "batch head *pos"]:
+    """The values of every head where they count, NaN elsewhere."""
+    return value.masked_fill(~counted[:, None], torch.nan)
 
-    Args:
-        member_values: Quantities of each query, all [batch head pos].
-        batch: The sequences.
-        per_query: The quantities of which each query's own value is kept too, as ``…_at``.
-    """
-    values = segment_means(member_values, batch.members())
-    for name in per_query:
-        values[f"{name}_at"] = member_values[name].masked_fill(~batch.real[:, None], torch.nan)
-    return values
+
+def means_by_segment(member_values: Values, batch: Batch) -> Values:
+    """Means over the queries (or tokens) of each segment, those with NaN left out; all values are
+    [batch head pos], as the means of :func:`means_of` are described."""
+    return segment_means(member_values, batch.members())
+
+
+def at_positions(member_values: Values, names: Iterable[str], batch: Batch) -> Values:
+    """Each query's own values [batch head pos], NaN at padding, by the names of :func:`of_each`."""
+    return {f"{name}_at": nan_outside(member_values[name], batch.real) for name in names}
 
 
 @runtime_checkable
@@ -394,8 +413,7 @@ def seen_keys(
     for windows and cut edges."""
     length = batch.tokens.shape[1]
     count = len(batch.rows)
-    seen = visible_keys(queries, length, window).expand(count, -1, -1)
+    visible = visible_keys(queries, length, window).expand(count, -1, -1)
     if batch.edge_mask is None:
-        return seen
-    unseen = batch.edge_mask.unseen(queries.expand(count, -1), slice(0, length))
-    return seen & ~unseen
+        return visible
+    return visible & ~batch.edge_mask.unseen(queries.expand(count, -1), slice(0, length))

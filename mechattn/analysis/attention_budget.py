@@ -22,6 +22,9 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    calibrated_field,
+    nan_outside,
+    zeros_of_rows,
 )
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.functional import budget as fn
@@ -65,7 +68,7 @@ class AttentionBudget(AnalysisBase):
 
     name = "attention_budget"
     rotations: Mapping[int, fn.Rotation] = field(default_factory=dict, repr=False, compare=False)
-    why_unknown: str = field(default="", repr=False, compare=False)
+    why_unknown: str = calibrated_field(default="")
 
     @property
     def coords(self) -> Coords:
@@ -121,17 +124,15 @@ class AttentionBudget(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """No masses yet."""
-        shape = (len(batch.rows), len(SEGMENTS), heads, batch.tokens.shape[1])
-        return {"masses": torch.zeros(shape, device=batch.tokens.device)}
+        length = batch.tokens.shape[1]
+        return {"masses": zeros_of_rows(batch, len(SEGMENTS), heads, length)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the masses of these queries; with a layer's first block, also what would be without
         some causes."""
         shared = _shared(rows.batch)
         question = shared.question
-        begins_before_end = rows.queries.start < question.stop
-        ends_after_start = rows.queries.stop > question.start
-        if begins_before_end and ends_after_start:
+        if rows.queries.start < question.stop and rows.queries.stop > question.start:
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
@@ -146,8 +147,7 @@ class AttentionBudget(AnalysisBase):
         keys."""
         shared = _shared(batch)
         longer = shared.longer
-        shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
-        moved = torch.zeros(shape, device=attention.q.device)
+        moved = zeros_of_rows(batch, attention.q.shape[1], len(SEGMENTS))
         moved_original = torch.zeros_like(moved)
         is_unchanged = torch.zeros(len(batch.rows), dtype=torch.bool, device=moved.device)
 
@@ -207,10 +207,9 @@ class AttentionBudget(AnalysisBase):
             "dilution": dilution,
             "rerouting": change - dilution,
         }
-        absent = ~shared.payers[:, None]
-        values = {name: value.masked_fill(absent, torch.nan) for name, value in measured.items()}
+        values = {name: nan_outside(value, shared.payers) for name, value in measured.items()}
         by_cause = self._by_cause(sums, attention, change, baseline)
-        values["by_cause"] = by_cause.masked_fill(absent[..., None], torch.nan)
+        values["by_cause"] = nan_outside(by_cause, shared.payers[..., None])
         return values
 
     def _by_cause(
@@ -244,12 +243,12 @@ class AttentionBudget(AnalysisBase):
         return torch.stack([distance, mass, hidden_states], -1)
 
 
+@dataclass(eq=False)
 class _Shared:
     """What the layers and blocks of a batch have in common, each computed when it is first
     needed."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    batch: Batch
 
     @cached_property
     def members(self) -> Float[Tensor, "batch segment pos"]:
@@ -296,10 +295,8 @@ class _Shared:
         return same_prompt @ self.batch.members().any(-1).float() > 0
 
 
-@lru_cache(maxsize=4)  # the layers of a batch share it; batches may alternate with those of a null
-def _shared(batch: Batch) -> _Shared:
-    """What the layers and blocks of this batch have in common."""
-    return _Shared(batch)
+# One of each batch, for all its layers; batches may alternate with those of a null.
+_shared = lru_cache(maxsize=4)(_Shared)
 
 
 def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
@@ -315,8 +312,7 @@ def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
     longer = _shared(batch).longer
     position_ids = batch.position_ids
     if position_ids is None:
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        position_ids = positions.expand_as(batch.tokens)
+        position_ids = batch.positions.expand_as(batch.tokens)
     baseline_ids = position_ids[_shared(batch).baseline[longer]]
     old = baseline_ids.gather(1, batch.origin[longer].clamp(min=0))
     return rotation.turns(old, position_ids[longer], torch.float32)

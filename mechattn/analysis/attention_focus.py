@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from mechattn.analysis.analysis import (
     AnalysisBase,
@@ -17,12 +15,15 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    at_positions,
     means_by_segment,
     means_of,
+    nan_outside,
     of_each,
     zeros,
 )
 from mechattn.functional import focus as fn
+from mechattn.functional.attention import Marked
 from mechattn.functional.budget import masses_of_rows
 from mechattn.functional.received import self_attention, visible_counts
 from mechattn.prompts.token_sequences import Batch, inserted_span
@@ -115,9 +116,6 @@ _OF_QUERIES = {
 }
 # What follows from the target and the entropy of a query, once all its keys have been seen.
 _FROM_SUMS = ("self_share", "first_share", "previous_share", "entropy_share")
-_TARGET = Quantity(
-    ("head", "key"), "position", "index of the strongest target", "ratio", _NO_LARGEST
-)
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,10 @@ class AttentionFocus(AnalysisBase):
             del measured["half_mass_keys"]
         if not self.per_query:
             return means_of(measured)
-        return means_of(measured) | of_each(measured) | {"target_at": _TARGET}
+        target = Quantity(
+            ("head", "key"), "position", "index of the strongest target", no_null=_NO_LARGEST
+        )
+        return means_of(measured) | of_each(measured) | {"target_at": target}
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
@@ -197,28 +198,24 @@ class AttentionFocus(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment that see at least two keys."""
-        seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
-        uncounted = ~(batch.real & (seen >= 2))[:, None]
-        largest_entropy = seen.clamp(min=2).log()[:, None].float()
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        key_counts = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
+        counted = batch.real & (key_counts >= 2)
+        largest_entropy = key_counts.clamp(min=2).log()[:, None].float()
         numbers = dict(sums)
         target = numbers.pop("target")
-        numbers["self_share"] = (target == positions).float()
+        numbers["self_share"] = (target == batch.positions).float()
         numbers["first_share"] = (target == 0).float()
-        numbers["previous_share"] = (target == positions - 1).float()
+        numbers["previous_share"] = (target == batch.positions - 1).float()
         numbers["entropy_share"] = sums["entropy"] / largest_entropy
 
-        query_values = {
-            name: number.masked_fill(uncounted, torch.nan) for name, number in numbers.items()
-        }
+        query_values = {name: nan_outside(number, counted) for name, number in numbers.items()}
         for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
-            without_repeat = _without_repeat(batch, after)[:, None]
-            query_values[name] = query_values[name].masked_fill(without_repeat, torch.nan)
+            query_values[name] = nan_outside(query_values[name], _has_repeat(batch, after))
 
-        if not self.per_query:
-            return means_by_segment(query_values, batch)
-        values = means_by_segment(query_values, batch, per_query=query_values)
-        values["target_at"] = target.masked_fill(uncounted, torch.nan)
+        values = means_by_segment(query_values, batch)
+        if self.per_query:
+            values |= at_positions(query_values, query_values, batch)
+            values["target_at"] = nan_outside(target, counted)
         return values
 
 
@@ -236,13 +233,11 @@ def _repeats(
     """The same for a block given by its ends, which can be a key of the cache."""
     queries = slice(first_query, end_query)
     keys = slice(first_key, end_key)
-    repeats = fn.repeats_of(batch.tokens, after, queries, keys)
-    row, query, key = repeats.nonzero(as_tuple=True)
+    row, query, key = fn.repeats_of(batch.tokens, after, queries, keys).nonzero(as_tuple=True)
     return row, query, key
 
 
 @lru_cache(maxsize=4)  # the layers of a batch share them
-def _without_repeat(batch: Batch, after: int) -> Bool[Tensor, "batch query"]:
-    """The queries whose token does not occur earlier, or whose earlier occurrences have no token
-    after them."""
-    return ~fn.has_repeat(batch.tokens, after)
+def _has_repeat(batch: Batch, after: int) -> Marked:
+    """The queries whose token occurs earlier, with a token after it if that is asked for."""
+    return fn.has_repeat(batch.tokens, after)

@@ -4,12 +4,12 @@ contribute."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -24,10 +24,13 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    calibrated_field,
+    nan_outside,
     zeros,
 )
 from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
+from mechattn.functional.attention import Marked
 from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
 from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel
@@ -135,15 +138,17 @@ class AttentionSinks(AnalysisBase):
     gap: int = 4
     inactive_below: float = 0.1
     massive: tuple[float, float] = (100.0, 1000.0)
-    factors: Any = field(default=None, repr=False, compare=False)  # of W_O, by layer
+    factors: Any = calibrated_field()  # of W_O, by layer
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
             raise OptionError(f"threshold={self.threshold!r}: give a number between 0 and 1")
-        if len(self.massive) != 2:
+        try:
+            _, _ = map(float, self.massive)
+        except (TypeError, ValueError):
             raise OptionError(
                 f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median"
-            )
+            ) from None
         check_counts(least_queries=self.least_queries, gap=self.gap)
 
     @property
@@ -201,6 +206,8 @@ class AttentionSinks(AnalysisBase):
         pattern = rows.pattern
         keys = rows.keys
         queries = rows.queries
+
+        # With the layer's first block; a null has no values.
         if "value_norm" not in sums and not rows.null:
             v = rows.values_for("a sink's contribution")
             norms = fn.value_norms(v, self.factors[rows.layer])
@@ -222,13 +229,15 @@ class AttentionSinks(AnalysisBase):
         real = captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
+
+        # In float64, as a Gram matrix squares the condition number.
         by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
-        by_head = by_head.to(torch.float64, copy=True)  # the model's own is not to be changed
-        by_head *= real[:, None, :, None]
+        by_head = by_head.double() * real[:, None, :, None]
         sums["gram"] = by_head.mT @ by_head
+
         stream = captures.tensors["hook_resid_post"].to(factor.dtype)
-        above, above_ratio = map(float, self.massive)
-        sums |= fn.massive(stream, real, above, above_ratio)
+        least, ratio = self.massive
+        sums |= fn.massive(stream, real, float(least), float(ratio))
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """α and what follows from it (the null has only these), and the rest."""
@@ -244,18 +253,16 @@ class AttentionSinks(AnalysisBase):
         distant = seeing - near
         from_afar = sums["columns"] - sums["near"]
         vertical = from_afar / distant.clamp(min=1)[:, None]
-        has_distant = batch.real & (distant > 0)
-        values["vertical"] = vertical.masked_fill(~has_distant[:, None], torch.nan)
-        if "value_norm" not in sums:
+        values["vertical"] = nan_outside(vertical, batch.real & (distant > 0))
+        if "value_norm" not in sums:  # those of a null
             return values
 
         values |= self._of_values(sums, batch, values["strongest_position"])
         values["length"] = batch.lengths.float()
         for name in ("massive_count", "massive_ratio", "massive_position"):
             values[name] = sums[name]
-        padding = ~batch.real[:, None]
         for name in _VALUES_PER_KEY:
-            values[name] = sums[name].masked_fill(padding, torch.nan)
+            values[name] = nan_outside(sums[name], batch.real)
         return values
 
     def _of_keys(self, sums: Sums, batch: Batch, seeing: Float[Tensor, "batch key"]) -> Values:
@@ -265,25 +272,21 @@ class AttentionSinks(AnalysisBase):
         alpha_of_seen = alpha.masked_fill(~enough_see[:, None], -1.0)
         strongest, position = alpha_of_seen.max(-1)
         count = (alpha_of_seen > self.threshold).sum(-1).float()
-        values = {
-            "strongest_alpha": strongest,
-            "strongest_position": position.float(),
-            "sinks": count,
-        }
-
-        none_is_seen = ~enough_see.any(-1)[:, None]  # such as in a narrower window
-        values = {
-            name: value.masked_fill(none_is_seen, torch.nan) for name, value in values.items()
-        }
+        any_counts = enough_see.any(-1)  # not so in a window narrower than ``least_queries``
 
         inserted_alpha = alpha_of_seen.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
         inserted_alpha = inserted_alpha.masked_fill(inserted_alpha < 0, torch.nan)
-        values["alpha"] = alpha
-        values["first_alpha"] = alpha[..., 0]
-        values["first_sink"] = _above(alpha[..., 0], self.threshold)
-        values["inserted_alpha"] = inserted_alpha
-        values["inserted_sink"] = _above(inserted_alpha, self.threshold)
-        return values
+        first_alpha = alpha[..., 0]
+        return {
+            "alpha": alpha,
+            "first_alpha": first_alpha,
+            "first_sink": _above(first_alpha, self.threshold),
+            "strongest_alpha": nan_outside(strongest, any_counts),
+            "strongest_position": nan_outside(position.float(), any_counts),
+            "sinks": nan_outside(count, any_counts),
+            "inserted_alpha": inserted_alpha,
+            "inserted_sink": _above(inserted_alpha, self.threshold),
+        }
 
     def _of_values(
         self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]
@@ -326,13 +329,12 @@ def _quantities(
     }
 
 
-def _mean(
-    value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]
-) -> Float[Tensor, "batch head"]:
-    """The mean over the counted positions [batch head]; NaN if there are none."""
+def _mean(value: Float[Tensor, "batch head pos"], counted: Marked) -> Float[Tensor, "batch head"]:
+    """The mean over the counted positions; NaN if there are none."""
     weight = counted[:, None].to(value.dtype)
     return (value * weight).sum(-1) / weight.sum(-1)
 
 
 def _above(value: Float[Tensor, "*any"], bound: float) -> Float[Tensor, "*any"]:
+    """1 where a value is above the bound, 0 where it is not, NaN where it is unknown."""
     return torch.where(value.isnan(), torch.nan, (value > bound).float())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from mechattn.analysis.analysis import (
     Analysis,
@@ -21,17 +19,18 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    at_positions,
+    calibrated_field,
+    means_by_segment,
     means_of,
     of_each,
 )
 from mechattn.errors import ModelError
+from mechattn.functional.attention import Marked, Stream
 from mechattn.functional.head_outputs import orientation
-from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.token_sequences import Batch
 
-Stream = Float[Tensor, "batch pos d_model"]
-BLOCKS = ("attention", "mlp")
 _STREAM_HOOKS = ("hook_resid_pre", "hook_resid_post")
 _MIDDLE_HOOK = "hook_resid_mid"
 _OUTPUT_HOOKS = ("hook_attn_out", "hook_mlp_out")
@@ -72,15 +71,15 @@ class BlockUpdates(AnalysisBase):
 
     name = "block_updates"
     per_query: bool = False
-    sequential: bool = True
+    sequential: bool = calibrated_field(default=True)  # whether the MLP reads what attention wrote
     # The hooks of the blocks' outputs, and what multiplies what they hold.
-    output_hooks: tuple[str, str] = field(default=_OUTPUT_HOOKS, repr=False, compare=False)
-    factor: float = field(default=1.0, repr=False, compare=False)
+    output_hooks: tuple[str, str] = calibrated_field(default=_OUTPUT_HOOKS)
+    factor: float = calibrated_field(default=1.0)
 
     @property
     def coords(self) -> Coords:
         """The two blocks of a layer."""
-        return {"block": list(BLOCKS)}
+        return {"block": ["attention", "mlp"]}
 
     @property
     def quantities(self) -> Quantities:
@@ -93,8 +92,10 @@ class BlockUpdates(AnalysisBase):
     @property
     def captures(self) -> Sequence[str]:
         """The residual stream around both blocks, and the output of each."""
-        middle = (_MIDDLE_HOOK,) if self.sequential else ()
-        return (*_STREAM_HOOKS, *middle, *self.output_hooks)
+        captures = [*_STREAM_HOOKS, *self.output_hooks]
+        if self.sequential:
+            captures.append(_MIDDLE_HOOK)
+        return captures
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
@@ -124,15 +125,17 @@ class BlockUpdates(AnalysisBase):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         tensors = {name: tensor.float() for name, tensor in captures.tensors.items()}
-        before, after = (tensors[name] for name in _STREAM_HOOKS)
-        attention, mlp = (tensors[name] * self.factor for name in self.output_hooks)
+        before = tensors["hook_resid_pre"]
+        attention_hook, mlp_hook = self.output_hooks
+        attention = tensors[attention_hook] * self.factor
+        mlp = tensors[mlp_hook] * self.factor
         middle = before  # what a parallel MLP reads
         if self.sequential:
             middle = tensors[_MIDDLE_HOOK]
             real = captures.batch.real
             precision = torch.finfo(captures.tensors["hook_resid_post"].dtype).eps
             attention = _added(before, attention, middle, real, precision)
-            mlp = _added(middle, mlp, after, real, precision)
+            mlp = _added(middle, mlp, tensors["hook_resid_post"], real, precision)
 
         streams = torch.stack([before, middle], 1)
         updates = torch.stack([attention, mlp], 1)
@@ -151,25 +154,23 @@ class BlockUpdates(AnalysisBase):
             "stream_norm": stream,
         }
 
-        values = {name: segment_mean(value, batch.members()) for name, value in per_token.items()}
+        values = means_by_segment(per_token, batch)
         if self.per_query:
-            padding = ~batch.real[:, None]
-            for name in _DIRECTIONS:
-                values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
+            values |= at_positions(per_token, _DIRECTIONS, batch)
         return values
 
 
-def _added(
-    before: Stream, out: Stream, after: Stream, real: Bool[Tensor, "batch pos"], precision: float
-) -> Stream:
-    """The block's output from its hook if that is the update at most tokens (a difference of large
-    numbers loses digits); otherwise (BLOOM adds the residual first) the difference."""
+def _added(before: Stream, out: Stream, after: Stream, real: Marked, precision: float) -> Stream:
+    """The block's output from its hook if that is the update at most tokens of a sequence (a
+    difference of large numbers loses digits); otherwise (BLOOM adds the residual first) the
+    difference."""
     change = after - before
     error = (change - out).norm(dim=-1)
     rounding = precision * after.norm(dim=-1)
     is_update = error < 0.05 * change.norm(dim=-1) + rounding
 
-    # One decision for all, as a massive activation at one token says little of the others.
-    update_count = (is_update & real).sum()
-    holds_update = 2 * update_count > real.sum()
-    return torch.where(holds_update, out, change)
+    # One decision for all tokens of a sequence, as a massive activation at one token says little of
+    # the others; not for the batch, whose other prompts must have no effect.
+    update_count = (is_update & real).sum(-1)
+    holds_update = 2 * update_count > real.sum(-1)
+    return torch.where(holds_update[:, None, None], out, change)

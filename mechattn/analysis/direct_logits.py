@@ -4,13 +4,11 @@ reads."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from mechattn.analysis.analysis import (
     Analysis,
@@ -24,19 +22,28 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    at_positions,
+    calibrated_field,
     means_by_segment,
     means_of,
+    nan_outside,
     of_each,
     seen_keys,
     zeros,
 )
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from mechattn.functional.attention import for_each_head, in_working_dtype
+from mechattn.functional.attention import (
+    Marked,
+    Stream,
+    Tokens,
+    for_each_head,
+    in_working_dtype,
+    working_dtype,
+)
 from mechattn.functional.head_outputs import update_product
 from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel, limit_of
-from mechattn.model.hooks import split_heads
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_of
 from mechattn.prompts.token_sequences import Batch
@@ -50,22 +57,33 @@ _ABOUT = "direct contribution to the logit of the next token"
 class _Logits(AnalysisBase):
     """What the logits of whole heads and those of segments have in common."""
 
-    weights: Any = field(default=None, repr=False, compare=False)  # W_O by layer
-    reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
-    norms: Any = field(
-        default=None, repr=False, compare=False
-    )  # of each layer, the FrozenNorm after its attention
+    weights: Any = calibrated_field()  # W_O by layer
+    unembed: Any = calibrated_field()  # an Unembedding
+    norms: Any = calibrated_field()  # the FrozenNorm after attention, of the layers that have one
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Any:
-        """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the
-        logits is unknown."""
+        """Prepare W_O, the norms after attention and the unembedding.
+
+        Raises:
+            ModelError: A path to the logits is unknown.
+        """
         weights = {layer: output_weights(model, layer) for layer in layers}
         norms = norms_after(model, layers)
-        return replace(self, weights=weights, reads=unembedding(model), norms=norms)
+        return replace(self, weights=weights, unembed=unembedding(model), norms=norms)
 
-    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
+    def toward_next(self, next_tokens: Tokens, layer: int) -> Stream:
+        """``u``: what the update of a head has to be multiplied with at each position, for its part
+        in the logit of the next token, before the scales of the norms."""
+        dtype = working_dtype(self.weights[layer])
+        direction = self.unembed.direction(next_tokens).to(dtype)
+        norm = self.norms.get(layer)
+        if norm is None:
+            return direction
+        return norm.toward(direction)
+
+    def add_final(self, sums: Sums, stream: Stream) -> None:
         """Keep the scale of the final norm."""
-        sums["scale"] = self.reads.norm.scale(stream)[:, None]
+        sums["scale"] = self.unembed.norm.scale(stream)[:, None]
 
 
 @dataclass(frozen=True)
@@ -106,30 +124,35 @@ class DirectLogits(_Logits):
     def captures(self) -> Sequence[str]:
         """Each head's output before W_O; the input of the norm after attention, where there is
         one."""
-        return (_Z, POST) if self.norms else (_Z,)
+        if self.norms:
+            return (_Z, POST)
+        return (_Z,)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Multiply each head's update with the direction of the next token, before the scale of the
         final norm."""
         w_o = in_working_dtype(self.weights[captures.layer])
-        norm = self.norms.get(captures.layer)
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
-        toward = self.reads.direction(captures.batch.tokens.roll(-1, 1)).to(w_o.dtype)
-        if norm is None:
-            sums["product"] = update_product(z, w_o, toward)
-            return
-        scale = norm.scale(captures.tensors[POST]).to(w_o.dtype)
-        sums["product"] = update_product(z, w_o, norm.toward(toward)) / scale[:, None]
+        toward = self.toward_next(captures.batch.tokens.roll(-1, 1), captures.layer)
+        product = update_product(z, w_o, toward)
+
+        norm = self.norms.get(captures.layer)
+        if norm is not None:
+            scale = norm.scale(captures.tensors[POST]).to(w_o.dtype)
+            product = product / scale[:, None]
+        sums["product"] = product
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments; the last token has no next token."""
-        is_last = ~_has_next(batch)[:, None]
-        logit = (sums["product"] / sums["scale"]).masked_fill(is_last, torch.nan)
+        logit = nan_outside(sums["product"] / sums["scale"], _has_next(batch))
         per_token = {"next_token_logit": logit}
-        return means_by_segment(per_token, batch, per_query=per_token if self.per_query else ())
+        values = means_by_segment(per_token, batch)
+        if self.per_query:
+            values |= at_positions(per_token, per_token, batch)
+        return values
 
 
-def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:
+def _has_next(batch: Batch) -> Marked:
     """The tokens with a next token."""
     return torch.nn.functional.pad(batch.real[:, 1:], (0, 1))
 
@@ -170,7 +193,7 @@ class SegmentLogits(_Logits):
     """
 
     name = "segment_logits"
-    gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
+    gate: Any = calibrated_field()  # hook and function of a gate on z
 
     @property
     def quantities(self) -> Quantities:
@@ -187,12 +210,14 @@ class SegmentLogits(_Logits):
 
     @property
     def captures(self) -> Sequence[str]:
-        """The input of the norm after attention (or z, unused, in a model without one), and the
-        gate."""
-        captures = [POST if self.norms else _Z]
+        """The input of the norm after attention, and the gate; z, unused, if there is neither."""
+        captures = []
+        if self.norms:
+            captures.append(POST)
         if self.gate:
             captures.append(self.gate[0])
-        return captures
+        # One at least: ``add_captures`` is called when the last of them has fired.
+        return captures or [_Z]
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the
@@ -231,8 +256,17 @@ class SegmentLogits(_Logits):
         """Add the contributions that these queries read from each segment, before the norms'
         scales."""
         v = rows.values_for("a key's contribution")[:, :, rows.keys]
-        directions = self._directions(rows)
-        heads = directions.shape[1]
+
+        # What a value vector has to be multiplied with: ``W_O u`` of each query.
+        w_o = in_working_dtype(self.weights[rows.layer])
+        next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
+        directions = einsum(
+            self.toward_next(next_tokens, rows.layer),
+            w_o,
+            "batch query d_model, head d_head d_model -> batch head query d_head",
+        )
+
+        heads = len(w_o)
         values = for_each_head(v.to(directions.dtype), heads)
         members = rows.batch.members()[:, None, :, rows.keys].to(directions.dtype)
         if self.gate is None:
@@ -248,25 +282,13 @@ class SegmentLogits(_Logits):
             sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
         sums["mixed"][:, :, rows.queries] = products.transpose(2, 3)
 
-    def _directions(self, rows: AttentionRows) -> Float[Tensor, "batch head query d_head"]:
-        """What a value vector has to be multiplied with: ``W_O u[q]`` of each query."""
-        w_o = in_working_dtype(self.weights[rows.layer])
-        next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
-        toward = self.reads.direction(next_tokens).to(w_o.dtype)
-        norm = self.norms.get(rows.layer)
-        if norm is not None:
-            toward = norm.toward(toward)
-        return einsum(
-            toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head"
-        )
-
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Apply the gate, and keep the scale of the norm after attention."""
         if self.gate is not None:
             hook, function = self.gate
             mixed = sums.pop("mixed")
             # One number per head, or one per channel.
-            gate = function(split_heads(captures.tensors[hook], mixed.shape[1]))
+            gate = function(captures.by_head(hook, mixed.shape[1]))
             gate = rearrange(gate, "batch pos head d -> batch head pos 1 d")
             sums["read"] = (mixed * gate).sum(-1)
         norm = self.norms.get(captures.layer)
@@ -282,7 +304,10 @@ class SegmentLogits(_Logits):
         has_next = _has_next(batch)[:, None]
         queries = (batch.members() & has_next).to(read.dtype)[:, None]
         count = queries.sum(-1)[..., None]
-        seen = _keys_seen(batch, window).to(read.dtype)[:, None]
+
+        # The number of keys of each segment that each query sees.
+        is_seen = seen_keys(batch, batch.positions, window).to(read.dtype)
+        seen = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
         per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
         # Queries of the segment that see a key of to_segment.
         count_seeing = queries @ (seen > 0).to(read.dtype)
@@ -293,9 +318,3 @@ class SegmentLogits(_Logits):
         }
         is_empty = (count == 0) | (count_seeing == 0)
         return {name: mean.masked_fill(is_empty, torch.nan) for name, mean in means.items()}
-
-
-def _keys_seen(batch: Batch, window: Window) -> Float[Tensor, "batch query segment"]:
-    """The number of keys of each segment that each query sees."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return seen_keys(batch, positions, window).float() @ batch.members().float().mT

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -25,12 +26,14 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    calibrated_field,
     means_of,
+    zeros_of_rows,
 )
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice, warn
 from mechattn.functional import activations as fn
-from mechattn.functional.received import segment_mean
+from mechattn.functional.received import segment_mean, segment_means
 from mechattn.model.hooked import HookedModel, device_of
 from mechattn.model.hooks import forward_to
 from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
@@ -85,8 +88,8 @@ _OF_QUESTIONS = {
 _CALIBRATION = 16  # prompts
 # Of the calibration problems: not the default seed, so they are not the measured ones.
 _CALIBRATION_SEED = 977
-_TOKENS = 64  # tokens at a time, in all conditions of a prompt
-_LEAST = 1e-4  # relative to a token's activations: a smaller change may be rounding
+_TOKENS_AT_ONCE = 64  # in all conditions of a prompt: their changes are in memory together
+_LEAST_CHANGE = 1e-4  # relative to a token's activations: a smaller change may be rounding
 # 0, the most frequent value, is the middle of a bin.
 _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))
 
@@ -124,8 +127,8 @@ class MlpActivations(AnalysisBase):
     value: float = 0.25
     calibration: tuple[Prompt, ...] | None = None
     edges: tuple[float, ...] = _EDGES
-    thresholds: Mapping[int, float] | None = field(default=None, repr=False)
-    classes: Any = field(default=None, repr=False, compare=False)  # of each token of the vocabulary
+    thresholds: Any = calibrated_field()  # by layer
+    classes: Any = calibrated_field()  # of each token of the vocabulary
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)
@@ -135,7 +138,8 @@ class MlpActivations(AnalysisBase):
             raise OptionError(f"value={self.value!r}: give a number above 0")
         if self.calibration == () and self.rule != "absolute":
             raise OptionError("calibration=(): give at least one prompt, or leave it out")
-        if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
+        rises = all(low < high for low, high in pairwise(self.edges))
+        if len(self.edges) < 2 or not rises:
             raise OptionError("edges: give at least two numbers in increasing order")
 
     @property
@@ -148,7 +152,7 @@ class MlpActivations(AnalysisBase):
         }
         if self.rule == "absolute":
             return options
-        options["calibration"] = "16 generated word problems"
+        options["calibration"] = f"{_CALIBRATION} generated word problems"
         if self.calibration is not None:
             options["calibration"] = [prompt.id for prompt in self.calibration]
         return options
@@ -167,7 +171,9 @@ class MlpActivations(AnalysisBase):
 
     def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence without question tokens cannot be measured."""
-        return None if sequence.of_segment("question").any() else "has no question tokens"
+        if sequence.of_segment("question").any():
+            return None
+        return "has no question tokens"
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Set the thresholds of the layers and the class of every token.
@@ -185,8 +191,18 @@ class MlpActivations(AnalysisBase):
     def _thresholds(
         self, model: HookedModel, layers: Layers, measured: Prompts
     ) -> dict[int, float]:
-        """The median over calibration prompts, of each layer."""
-        prompts = self._calibration(model)
+        """The threshold of each layer: the median of those of the calibration prompts."""
+        prompts: Sequence[Prompt]
+        if self.calibration is not None:
+            prompts = self.calibration
+        elif model.tokenizer is not None:
+            prompts = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
+        else:
+            raise OptionError(
+                f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
+                ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
+            )
+
         texts = {prompt.question for prompt in measured if prompt.question}
         repeated = [prompt.id for prompt in prompts if prompt.question in texts]
         if repeated:
@@ -195,48 +211,35 @@ class MlpActivations(AnalysisBase):
                 " example) are also measured, so the threshold is set on the data it is applied"
                 " to; calibrate on other prompts"
             )
-        prompt_medians: dict[int, list[float]] = {layer: [] for layer in layers}
+        prompt_thresholds: dict[int, list[float]] = {layer: [] for layer in layers}
 
         def see(
             layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
         ) -> None:
-            prompt_medians[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
+            prompt_thresholds[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
-        return {layer: float(np.median(values)) for layer, values in prompt_medians.items()}
-
-    def _calibration(self, model: HookedModel) -> Sequence[Prompt]:
-        """The calibration prompts; generated ones need a tokenizer."""
-        if self.calibration is not None:
-            return self.calibration
-        if model.tokenizer is None:
-            raise OptionError(
-                f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
-                ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
-            )
-        return load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
+        return {layer: float(np.median(values)) for layer, values in prompt_thresholds.items()}
 
     def _of_prompt(self, size: Float[Tensor, " entry"]) -> float:
         """The threshold that the rule gives for one prompt's ``|x|``."""
         ordered = size.sort().values
         if self.rule == "quantile":
             return float(ordered[round(self.value * (len(ordered) - 1))])
-        median = ordered[(len(ordered) - 1) // 2]
-        return fn.KAPPA * self.value * float((ordered - median).abs().median())
+        return float(fn.mad_threshold(ordered[None], self.value))
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        rows, length = batch.tokens.shape
-        device = batch.tokens.device
-        sums = {name: torch.full((rows, length), _UNDEFINED, device=device) for name in _PER_TOKEN}
-        sums["histogram"] = torch.zeros(rows, len(self.edges) + 1, device=device)
+        undefined = zeros_of_rows(batch, batch.tokens.shape[1]) + _UNDEFINED
+        sums = {name: undefined.clone() for name in _PER_TOKEN}
+        sums["histogram"] = zeros_of_rows(batch, len(self.edges) + 1)
         rows_of_prompts = Counter(prompt for prompt, _ in batch.rows)
         conditions = max(rows_of_prompts.values())
         for name in ("product", "within"):
-            sums[name] = torch.zeros(rows, conditions, device=device, dtype=torch.float64)
+            sums[name] = zeros_of_rows(batch, conditions).double()
         return sums
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
@@ -248,7 +251,7 @@ class MlpActivations(AnalysisBase):
 
     def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
         """Measure each token of one sequence, and count its question's activations in bins."""
-        threshold = (self.thresholds or {})[activations.layer]
+        threshold = self.thresholds[activations.layer]
         post = activations.post[row, :length].float()
         pre = activations.pre[row, :length].float()
         variance = post.var(-1, correction=0)
@@ -272,19 +275,20 @@ class MlpActivations(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments and classes."""
-        per_token = torch.stack([sums[name] for name in _PER_TOKEN], 1)
-        per_token = per_token.masked_fill(per_token == _UNDEFINED, torch.nan)
-        by_segment = segment_mean(per_token, batch.members()).unbind(1)
+        token_values = {}
+        for name in _PER_TOKEN:
+            value = sums[name][:, None]  # as if of one head
+            token_values[name] = value.masked_fill(value == _UNDEFINED, torch.nan)
         values = {}
-        for name, value in zip(_PER_TOKEN, by_segment, strict=True):
-            values[f"{name}_by_segment"] = value
+        for name, mean in segment_means(token_values, batch.members()).items():
+            values[f"{name}_by_segment"] = mean.squeeze(1)
 
         classes = self.classes.to(batch.tokens.device)
         class_numbers = torch.arange(len(TOKEN_CLASSES), device=classes.device)
         is_of_class = classes[batch.tokens][:, None] == class_numbers[:, None]
         members = is_of_class & batch.of_segment("question")[:, None]
-        near_zero = per_token[:, :1]  # the first of the names
-        values["near_zero_by_token_class"] = segment_mean(near_zero, members).squeeze(1)
+        by_class = segment_mean(token_values["near_zero"], members)
+        values["near_zero_by_token_class"] = by_class.squeeze(1)
         values["histogram"] = sums["histogram"]
         values["change_product"] = sums["product"]
         values["change_within"] = sums["within"]
@@ -298,8 +302,8 @@ def _add_changes(sums: Sums, activations: Activations) -> None:
     for baseline in pairs.baseline.unique().tolist():
         rows = (pairs.baseline == baseline).nonzero()[:, 0]
         originals = int(pairs.original[baseline].sum())
-        for start in range(0, originals, _TOKENS):
-            tokens = slice(start, min(start + _TOKENS, originals))
+        for start in range(0, originals, _TOKENS_AT_ONCE):
+            tokens = slice(start, min(start + _TOKENS_AT_ONCE, originals))
             before = activations.post[baseline, tokens].float()
             places = pairs.place[rows, tokens]
             change = activations.post[rows[:, None], places].float() - before
@@ -309,7 +313,7 @@ def _add_changes(sums: Sums, activations: Activations) -> None:
             sums["token_change"][rows[:, None], places] = relative
 
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
-            large_changes = change * (size > _LEAST * norm)[..., None]
+            large_changes = change * (size > _LEAST_CHANGE * norm)[..., None]
             question_changes = large_changes[:, is_question].double().flatten(1)
             sums["product"][rows] += question_changes @ question_changes.T
             sums["within"][rows] += question_changes.square() @ (question_changes != 0).double().T

@@ -16,6 +16,7 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    at_positions,
     means_by_segment,
     means_of,
     of_each,
@@ -101,12 +102,13 @@ class QueryAnalysis(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment for which a number is defined."""
-        of_queries = {
+        query_values = {
             name: sums[name].masked_fill(sums[_mask_name(name)], torch.nan) for name in self.numbers
         }
-        return means_by_segment(
-            of_queries, batch, per_query=self.numbers if self.each_query else ()
-        )
+        values = means_by_segment(query_values, batch)
+        if self.each_query:
+            values |= at_positions(query_values, self.numbers, batch)
+        return values
 
 
 def _mask_name(number: str) -> str:

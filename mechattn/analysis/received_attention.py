@@ -22,17 +22,19 @@ from mechattn.analysis.analysis import (
     WholeAttention,
     Window,
     means_of,
+    nan_outside,
     zeros,
+    zeros_of_rows,
 )
 from mechattn.axes import SEGMENTS
 from mechattn.errors import check_choice, check_counts
 from mechattn.functional import received as fn
-from mechattn.functional.attention import for_each_head
+from mechattn.functional.attention import Marked, for_each_head
 from mechattn.functional.budget import masses_of_rows
-from mechattn.prompts.token_sequences import Batch, Pairs, TokenSequence, pad_right, pairs_of
+from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right, pairs_of
 
 Queries = Literal["original", "all", "question", "answer"]
-KeyWeights = Float[Tensor, "batch key segment"]  # of each key in a segment's mean
+KeyWeights = Float[Tensor, "batch segment key"]  # of each key in a segment's mean
 DILUTION = "_dilution"  # after a quantity's name: its dilution null
 _DIMS = ("head", "segment")
 _BY_SEGMENT = {
@@ -111,17 +113,16 @@ class ReceivedAttention(AnalysisBase):
         """Zero column sums, self-attention, and sums over groups of keys."""
         sums = zeros(batch, heads, "columns", "own")
         if self.queries != "all":
-            shape = (len(batch.rows), _GROUPS, heads, batch.tokens.shape[1])
-            sums["by_query"] = torch.zeros(shape, device=batch.tokens.device)
+            sums["by_query"] = zeros_of_rows(batch, _GROUPS, heads, batch.tokens.shape[1])
         return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over the counted queries in this block, and each query's attention to
         itself."""
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
-        sums["columns"][..., rows.keys].add_(fn.column_sums(rows.pattern, counted))
+        sums["columns"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
         own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
-        sums["own"][..., rows.queries].add_(own)
+        sums["own"][..., rows.queries] = own
         if "by_query" in sums:
             groups = _key_groups(self, rows.batch, rows.window)[..., rows.keys]
             sums["by_query"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
@@ -129,12 +130,12 @@ class ReceivedAttention(AnalysisBase):
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
         """The same from a fused kernel."""
         counted = _counted(self.queries, whole.batch)[..., None].to(sums["columns"].dtype)
-        sums["columns"].add_(whole.fused.column_sums(counted)[..., 0])
-        sums["own"].add_(whole.fused.own)
+        sums["columns"] += whole.fused.column_sums(counted)[..., 0]
+        sums["own"] += whole.fused.own
         if "by_query" in sums:
             groups = _key_groups(self, whole.batch, whole.window)
             by_query = whole.fused.query_sums(groups.mT)
-            sums["by_query"].add_(by_query.permute(0, 3, 1, 2))
+            sums["by_query"] += by_query.permute(0, 3, 1, 2)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """The means: per key over the queries that see it, per segment over its keys, mass over the
@@ -147,8 +148,8 @@ class ReceivedAttention(AnalysisBase):
         received, by_segment, mass = _weights(self, batch, window)
         values = {
             "received": attended * received,
-            "received_by_segment": attended @ by_segment,
-            "mass_by_segment": columns @ mass,
+            "received_by_segment": attended @ by_segment.mT,
+            "mass_by_segment": columns @ mass.mT,
         }
         if "by_query" in sums:
             values |= _diluted(self, sums, batch, window, values)
@@ -156,12 +157,12 @@ class ReceivedAttention(AnalysisBase):
 
 
 @lru_cache(maxsize=4)  # shared by the layers and blocks of a batch, like the weights below
-def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
+def _counted(queries: Queries, batch: Batch) -> Marked:
     """The queries that count."""
     if queries == "all":
         return batch.real
     if queries == "original":
-        return batch.origin >= 0
+        return batch.original
     return batch.of_segment(queries)
 
 
@@ -178,13 +179,13 @@ def _weights(
 
     seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     per_key = fn.received_attention(torch.ones_like(seeing)[:, None], seeing)
-    per_key = per_key.masked_fill(~looked_at[:, None], torch.nan)
+    per_key = nan_outside(per_key, looked_at)
 
     keys = batch.members() & looked_at[:, None]
     seen_keys = keys & ~per_key.isnan()
     by_segment = seen_keys * per_key.nan_to_num() / seen_keys.sum(-1, keepdim=True)
     mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
-    return per_key, by_segment.mT, mass.mT
+    return per_key, by_segment, mass
 
 
 @lru_cache(maxsize=4)
@@ -195,17 +196,7 @@ def _key_groups(
     tokens."""
     _, by_segment, mass = _weights(analysis, batch, window)
     inserted = batch.inserted[:, None].to(mass.dtype)
-    return torch.cat([by_segment.mT.nan_to_num(), mass.mT.nan_to_num(), inserted], 1)
-
-
-@lru_cache(maxsize=4)  # its pairs are made on the CPU
-def _pairs(batch: Batch) -> tuple[Pairs, Bool[Tensor, " pair"]]:
-    """Each sequence with its baseline, and whether it has the baseline's tokens, none of them
-    changed."""
-    pairs = pairs_of(batch)
-    tokens = batch.tokens.gather(1, pairs.place)
-    baseline_tokens = tokens[pairs.baseline]
-    return pairs, ((tokens == baseline_tokens) | ~pairs.original).all(-1)
+    return torch.cat([by_segment, mass, inserted], 1).nan_to_num()
 
 
 def _diluted(
@@ -216,7 +207,7 @@ def _diluted(
     measured: Mapping[str, Tensor],
 ) -> Values:
     """The dilution nulls: the baseline's rows of the same queries, times ``1 − M[q]``."""
-    pairs, comparable = _pairs(batch)
+    pairs = pairs_of(batch)
     baseline = pairs.baseline
     originals = pairs.place.shape[1]
 
@@ -233,9 +224,14 @@ def _diluted(
         weights = _key_groups(analysis, batch, window)[baseline, : len(SEGMENTS), :originals]
         received = received - own @ weights.mT
 
+    # A counterpart has other tokens than its baseline, whose rows say nothing about it.
+    tokens = batch.tokens.gather(1, pairs.place)
+    is_changed = (tokens != tokens[baseline]) & pairs.original
+    has_changed = is_changed.any(-1)[:, None, None]
+
     values = {}
     for name, value in (("received_by_segment", received), ("mass_by_segment", mass)):
-        unknown = measured[name][baseline].isnan() | ~comparable[:, None, None]
+        unknown = measured[name][baseline].isnan() | has_changed
         values[name + DILUTION] = value.masked_fill(unknown, torch.nan)
     return values
 
@@ -270,8 +266,7 @@ class SegmentFlow(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero flow."""
-        shape = (len(batch.rows), heads, len(SEGMENTS), len(SEGMENTS))
-        flow = torch.zeros(shape, device=batch.tokens.device)
+        flow = zeros_of_rows(batch, heads, len(SEGMENTS), len(SEGMENTS))
         return {"flow": flow, "value_flow": torch.zeros_like(flow)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -351,8 +346,7 @@ class AttentionMap(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty [query, key] maps."""
-        shape = (len(batch.rows), heads, self.max_tokens, self.max_tokens)
-        return {"pattern": torch.zeros(shape, device=batch.tokens.device)}
+        return {"pattern": zeros_of_rows(batch, heads, self.max_tokens, self.max_tokens)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Copy this block of rows to its place in the map."""
@@ -360,7 +354,7 @@ class AttentionMap(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """The maps, NaN where there is no token."""
-        lengths = batch.lengths.to(sums["pattern"].device)
-        inside = torch.arange(self.max_tokens, device=lengths.device) < lengths[:, None]
-        both = inside[:, None, :, None] & inside[:, None, None, :]
-        return {"pattern": sums["pattern"].masked_fill(~both, torch.nan)}
+        positions = torch.arange(self.max_tokens, device=batch.lengths.device)
+        inside = positions < batch.lengths[:, None]
+        pattern = sums["pattern"].masked_fill(~inside[:, None, None, :], torch.nan)
+        return {"pattern": nan_outside(pattern, inside[:, :, None])}

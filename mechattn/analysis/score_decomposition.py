@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    at_positions,
+    calibrated_field,
     means_by_segment,
     means_of,
+    nan_outside,
     of_each,
     seen_keys,
     zeros,
@@ -61,9 +64,7 @@ class ScoreDecomposition(AnalysisBase):
     name = "score_decomposition"
     rank: int = 0
     per_query: bool = False
-    scores: Any = field(
-        default=None, repr=False, compare=False
-    )  # how each layer computes its scores
+    scores: Any = calibrated_field()  # how each layer computes its scores
 
     def __post_init__(self) -> None:
         check_counts(0, rank=self.rank)
@@ -72,23 +73,23 @@ class ScoreDecomposition(AnalysisBase):
     def quantities(self) -> Quantities:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
         dims = ("head", "segment")
-        parts = {}
+        scores = {}
         shares = {}
         key_trends = {}
-        for part, formula in _FORMULAS.items():
+        for name, formula in _FORMULAS.items():
             described = f"{formula}, of the target, centred over the keys that the query sees"
-            parts[part] = Quantity(dims, "logits", described, "difference")
-            share = f"|{part}| / sum of |parts|, of the target, centred likewise"
-            shares[f"{part}_share"] = Quantity(dims, "share", share, "difference")
-            if part != "content":
+            scores[name] = Quantity(dims, "logits", described, "difference")
+            share = f"|{name}| / sum of |parts|, of the target, centred likewise"
+            shares[f"{name}_share"] = Quantity(dims, "share", share, "difference")
+            if name != "content":
                 trend = f"{formula}, not centred: only its trend matters"
-                key_trends[f"{part}_of_key"] = Quantity(("head", "key"), "logits", trend)
+                key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", trend)
 
-        quantities = means_of(parts | shares) | key_trends
+        quantities = means_of(scores | shares) | key_trends
         if not self.per_query:
             return quantities
         target = Quantity(("head", "key"), "position", "index of the target of each query")
-        return quantities | of_each(parts) | {"ranked_target_at": target}
+        return quantities | of_each(scores) | {"ranked_target_at": target}
 
     @property
     def captures(self) -> Sequence[str]:
@@ -130,27 +131,26 @@ class ScoreDecomposition(AnalysisBase):
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             sums["target"][..., block] = target.float()
 
-            for name, part in (("content", content), ("bias", bias), ("alibi", alibi)):
-                part = centred(part.expand(len(q), -1, -1, -1), visible)
-                sums[name][..., block] = part.gather(-1, target[..., None])[..., 0]
+            for name, scores_of_part in (("content", content), ("bias", bias), ("alibi", alibi)):
+                centred_scores = centred(scores_of_part.expand(len(q), -1, -1, -1), visible)
+                sums[name][..., block] = centred_scores.gather(-1, target[..., None])[..., 0]
 
-        # The same in every block.
-        sums["bias_of_key"] += bias[:, :, 0]
-        sums["alibi_of_key"] += alibi[:, :, 0]
+            # The same in every block.
+            sums["bias_of_key"][:] = bias[:, :, 0]
+            sums["alibi_of_key"][:] = alibi[:, :, 0]
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment; a query must see one key more than the rank."""
-        seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
-        uncounted = ~(batch.real & (seen > self.rank + 1))[:, None]
+        key_counts = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
+        counted = batch.real & (key_counts > self.rank + 1)
 
-        parts = {part: sums[part].masked_fill(uncounted, torch.nan) for part in PARTS}
-        total = sum(value.abs() for value in parts.values())
-        shares = {f"{part}_share": value.abs() / total for part, value in parts.items()}
-        values = means_by_segment(parts | shares, batch, per_query=PARTS if self.per_query else ())
-
-        padding = ~batch.real[:, None]
+        scores = {name: nan_outside(sums[name], counted) for name in PARTS}
+        total = sum(score.abs() for score in scores.values())
+        shares = {f"{name}_share": score.abs() / total for name, score in scores.items()}
+        values = means_by_segment(scores | shares, batch)
         for name in ("bias_of_key", "alibi_of_key"):
-            values[name] = sums[name].masked_fill(padding, torch.nan)
+            values[name] = nan_outside(sums[name], batch.real)
         if self.per_query:
-            values["ranked_target_at"] = sums["target"].masked_fill(uncounted, torch.nan)
+            values |= at_positions(scores, PARTS, batch)
+            values["ranked_target_at"] = nan_outside(sums["target"], counted)
         return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -25,6 +25,8 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
+    at_positions,
+    calibrated_field,
     means_by_segment,
     means_of,
     of_each,
@@ -47,54 +49,36 @@ _AFTER = ", after the norm that follows attention (its scale is shared by the he
 _BEFORE = ", before the norm that follows attention, so not what reaches the residual stream"
 _DIMS = ("head", "segment")
 _DIRECTIONS = {
-    "magnitude": Quantity(_DIMS, "ratio", "|update| / |resid_pre|", no_null=_NO_NULL),
+    "magnitude": Quantity(_DIMS, "ratio", "|update| / |resid_pre|"),
     # May be 0, so conditions are compared by their difference.
-    "orientation": Quantity(
-        _DIMS, "cosine", "cosine of update and resid_pre", "difference", _NO_NULL
-    ),
+    "orientation": Quantity(_DIMS, "cosine", "cosine of update and resid_pre", "difference"),
 }
 _COMPONENTS = {
     "parallel": Quantity(
-        _DIMS,
-        "ratio",
-        "part of the update along resid_pre, signed, / |resid_pre|",
-        "difference",
-        _NO_NULL,
+        _DIMS, "ratio", "part of the update along resid_pre, signed, / |resid_pre|", "difference"
     ),
-    "orthogonal": Quantity(
-        _DIMS,
-        "ratio",
-        "|part of the update across resid_pre| / |resid_pre|",
-        no_null=_NO_NULL,
-    ),
-    "update_norm": Quantity(_DIMS, "residual norm", "|update|", no_null=_NO_NULL),
+    "orthogonal": Quantity(_DIMS, "ratio", "|part of the update across resid_pre| / |resid_pre|"),
+    "update_norm": Quantity(_DIMS, "residual norm", "|update|"),
 }
 _COUNTS = {
     "magnitude_counts": Quantity(
-        ("head", "magnitude_bin"),
-        "tokens",
-        "original tokens with a magnitude in the bin",
-        no_null=_NO_NULL,
+        ("head", "magnitude_bin"), "tokens", "original tokens with a magnitude in the bin"
     ),
     "orientation_counts": Quantity(
-        ("head", "orientation_bin"),
-        "tokens",
-        "original tokens with an orientation in the bin",
-        no_null=_NO_NULL,
+        ("head", "orientation_bin"), "tokens", "original tokens with an orientation in the bin"
     ),
     "joint_counts": Quantity(
         ("magnitude_bin", "orientation_bin"),
         "tokens",
         "original tokens with a magnitude and orientation in the bins, all heads",
-        no_null=_NO_NULL,
     ),
 }
 
 
-def _with_words(quantities: Quantities, words: str) -> Quantities:
-    """The quantities with these words behind their description."""
+def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
+    """The quantities with these words behind their description; none has a null."""
     return {
-        name: replace(quantity, description=quantity.description + words)
+        name: replace(quantity, description=quantity.description + words, no_null=_NO_NULL)
         for name, quantity in quantities.items()
     }
 
@@ -103,21 +87,10 @@ def _with_words(quantities: Quantities, words: str) -> Quantities:
 class _LayerWeights:
     """What turns the z of a layer's heads into their updates."""
 
-    w_o: Float[Tensor, "head d_head d_model"]  # in the model's dtype
+    w_o: fn.Weights  # in the model's dtype
     factor: fn.Factor  # of W_O
     norm: FrozenNorm | None  # the norm between attention and the residual stream
     factor_after: fn.Factor | None  # of W_O followed by γ of that norm
-
-
-def _layer_weights(
-    w_o: Float[Tensor, "head d_head d_model"], norm: FrozenNorm | None
-) -> _LayerWeights:
-    """The factors of W_O, computed once for all batches."""
-    factor = fn.output_factor(w_o)
-    if norm is None:
-        return _LayerWeights(w_o, factor, None, None)
-    factor_after = fn.output_factor(norm.of_part(in_working_dtype(w_o)))
-    return _LayerWeights(w_o, factor, norm, factor_after)
 
 
 @dataclass(frozen=True)
@@ -125,7 +98,7 @@ class _Updates(AnalysisBase):
     """What the updates of whole heads and those of single targets have in common."""
 
     per_query: bool = False
-    weights: Any = field(default=None, repr=False, compare=False)  # _LayerWeights by layer
+    weights: Any = calibrated_field()  # _LayerWeights by layer
 
     name: ClassVar[str]
     prefix: ClassVar[str] = ""
@@ -153,11 +126,14 @@ class _Updates(AnalysisBase):
         given before it.
         """
         means = means_of(_DIRECTIONS | _COMPONENTS, "tokens")
-        quantities = means | _COUNTS
+        measured = means | _COUNTS
         if self.per_query:
-            quantities |= of_each(_DIRECTIONS, "token")
-        if self._normed:
-            quantities = dict(_with_words(quantities, _AFTER))
+            measured |= of_each(_DIRECTIONS, "token")
+
+        if not self._normed:
+            quantities = _with_words(measured, "")
+        else:
+            quantities = _with_words(measured, _AFTER)
             for name, quantity in _with_words(means, _BEFORE).items():
                 quantities[name + BEFORE_NORM] = quantity
         return {self.prefix + name: quantity for name, quantity in quantities.items()}
@@ -166,8 +142,10 @@ class _Updates(AnalysisBase):
     def captures(self) -> Sequence[str]:
         """The residual stream before the block, each head's output before W_O, which arrives after
         its rows, and the input of a norm after attention."""
-        hooks = ("hook_resid_pre", "attn.hook_z")
-        return (*hooks, POST) if self._normed else hooks
+        hooks = ["hook_resid_pre", "attn.hook_z"]
+        if self._normed:
+            hooks.append(POST)
+        return hooks
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Prepare W_O of the layers, its factors and the norms after attention.
@@ -177,57 +155,63 @@ class _Updates(AnalysisBase):
                 attention is unknown.
         """
         norms = norms_after(model, layers)
-        weights = {
-            layer: _layer_weights(output_weights(model, layer), norms.get(layer))
-            for layer in layers
-        }
+        weights = {}
+        for layer in layers:
+            w_o = output_weights(model, layer)
+            norm = norms.get(layer)
+            factor_after = None
+            if norm is not None:
+                factor_after = fn.output_factor(norm.of_part(in_working_dtype(w_o)))
+            weights[layer] = _LayerWeights(w_o, fn.output_factor(w_o), norm, factor_after)
         return replace(self, weights=weights)
 
-    def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
+    def measured(self, z: fn.Z, captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""
         weights = self.weights[captures.layer]
         w_o = in_working_dtype(weights.w_o)
         stream = captures.tensors["hook_resid_pre"].to(w_o.dtype)
         z = z.to(w_o.dtype)
-        sums = {
-            "stream": stream.norm(dim=-1)[:, None],
-            "norm": fn.update_norm(z, weights.factor),
-            "product": fn.update_product(z, w_o, stream),
-        }
-
+        size = stream.norm(dim=-1)[:, None]
+        norm = fn.update_norm(z, weights.factor)
+        product = fn.update_product(z, w_o, stream)
         if weights.norm is None:
-            return sums
+            return {"stream": size, "norm": norm, "product": product}
 
         # The heads share the scale of what they write together: then their updates add up to what
         # the block adds.
         scale = weights.norm.scale(captures.tensors[POST]).to(w_o.dtype)[:, None]
-        sums["norm" + BEFORE_NORM] = sums["norm"]
-        sums["product" + BEFORE_NORM] = sums["product"]
-        sums["norm"] = fn.update_norm(z, weights.factor_after) / scale
-        sums["product"] = fn.update_product(z, w_o, weights.norm.toward(stream)) / scale
-        return sums
+        toward = weights.norm.toward(stream)
+        return {
+            "stream": size,
+            "norm": fn.update_norm(z, weights.factor_after) / scale,
+            "product": fn.update_product(z, w_o, toward) / scale,
+            "norm" + BEFORE_NORM: norm,
+            "product" + BEFORE_NORM: product,
+        }
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments, and counts."""
-        stream = sums["stream"]
-        per_token = _per_token(sums["norm"], sums["product"], stream)
-        means = dict(per_token)
-        if "norm" + BEFORE_NORM in sums:
-            norm = sums["norm" + BEFORE_NORM]
-            before = _per_token(norm, sums["product" + BEFORE_NORM], stream)
-            means |= {name + BEFORE_NORM: value for name, value in before.items()}
-        values = means_by_segment(means, batch, per_query=_DIRECTIONS if self.per_query else ())
+        per_token: Values = {}
+        for suffix in ("", BEFORE_NORM):
+            if "norm" + suffix in sums:
+                norm = sums["norm" + suffix]
+                updates = _per_token(norm, sums["product" + suffix], sums["stream"])
+                per_token |= {name + suffix: value for name, value in updates.items()}
+
+        values = means_by_segment(per_token, batch)
+        if self.per_query:
+            values |= at_positions(per_token, _DIRECTIONS, batch)
 
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
 
         sizes = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
         cosines = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
-        original = batch.origin >= 0
+        original = batch.original
         values["magnitude_counts"] = fn.counts_in_bins(magnitude, sizes, original)
         values["orientation_counts"] = fn.counts_in_bins(orientation, cosines, original)
         values["joint_counts"] = fn.counts_in_pairs_of_bins(
-            magnitude, orientation, (sizes, cosines), original
+            magnitude, orientation, sizes, cosines, original
         )
         return {self.prefix + name: value for name, value in values.items()}
 

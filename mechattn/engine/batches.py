@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from mechattn.analysis.analysis import ActivationAnalysis, Analysis, PairAnalysis
+from mechattn.analysis.analysis import Analysis
 from mechattn.engine.engines import Forward
 from mechattn.engine.nulls import Nulls
 from mechattn.engine.pending_sums import (
@@ -25,13 +24,15 @@ from mechattn.engine.placed_batch import PlacedBatch, Windows
 from mechattn.errors import ModelError, RowError, memory_bytes
 from mechattn.functional.attention import BLOCK
 from mechattn.interventions.intervention import Target, any_reads_first
+from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch
 
 # Scores, masked scores, pattern and the working copies of a reduction are in memory at the same
-# time, in float32.
+# time, in float32: so many [query, key] matrices of a layer, or of each of its blocks of rows.
 _SQUARES = 6
+_BLOCKS = 2
 _FLOAT32 = 4  # bytes
 _LARGEST_BATCH = 64
 _LEAST_FILL = 0.75  # the shortest prompt of a batch, as a share of its longest
@@ -45,52 +46,61 @@ _MEMORY_WORDS = (
 Measured = TypeVar("Measured")
 
 
-@dataclass(frozen=True)
-class Cost:
+def row_bytes(cfg: Any, length: int, holds_pattern: bool) -> int:
     """The memory of a row of a batch, in bytes; it depends only on the row's length, so a plan is
-    reproducible."""
+    reproducible.
 
-    heads: int  # attention heads per layer
-    # Numbers in memory at the same time for each position: residual stream, MLP, projections.
-    width: int
-    # Whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming).
-    holds_pattern: bool
-
-    def row_bytes(self, length: int) -> int:
-        """Bytes for one sequence."""
-        row = 2 * BLOCK
-        if self.holds_pattern:
-            row = _SQUARES * length
-        attention = self.heads * length * row
-        return _FLOAT32 * (attention + length * self.width)
+    Args:
+        cfg: The configuration of a hooked model.
+        length: The number of positions.
+        holds_pattern: Whether a layer's whole pattern is in memory (hooks), or blocks of rows
+            (streaming).
+    """
+    # Numbers in memory at the same time for each position: residual stream, projections and MLP.
+    width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
+    query_rows = _BLOCKS * BLOCK
+    if holds_pattern:
+        query_rows = _SQUARES * length
+    return _FLOAT32 * length * (cfg.n_heads * query_rows + width)
 
 
 def batch_plan(
-    lengths: Sequence[Sequence[int]], cost: Cost, memory: str, sides: Sequence[str] = ()
+    lengths: Sequence[int],
+    conditions: int,
+    bytes_of_row: Callable[[int], int],
+    memory: str,
+    sides: Sequence[str],
 ) -> list[list[int]]:
-    """Group prompts of similar length so that one layer of a batch fits the budget."""
+    """Group prompts of similar length so that one layer of a batch fits the budget.
+
+    Args:
+        lengths: The most tokens of each prompt under any condition.
+        conditions: How many conditions there are, and so rows of each prompt.
+        bytes_of_row: The memory of a row by its length, see :func:`row_bytes`.
+        memory: The budget, such as "2 GB".
+        sides: The side of the model's boundary on which each prompt lies, which a batch cannot mix;
+            empty for a model without a boundary.
+
+    Returns:
+        The indices of the prompts of each batch.
+    """
     budget = memory_bytes(memory)
-    longest_by_prompt = [max(condition_lengths) for condition_lengths in lengths]
-    side_of = list(sides) or [""] * len(lengths)
-    order = sorted(
-        range(len(lengths)), key=lambda index: (side_of[index], longest_by_prompt[index], index)
-    )
+    side_of = sides or [""] * len(lengths)
+    order = sorted(range(len(lengths)), key=lambda index: (side_of[index], lengths[index], index))
 
     batches: list[list[int]] = []
-    shortest = 0
     for index in order:
-        longest = longest_by_prompt[index]
+        longest = lengths[index]
         if batches:
             batch = batches[-1]
-            rows = (len(batch) + 1) * len(lengths[index])
-            is_full = rows * cost.row_bytes(longest) > budget or rows > _LARGEST_BATCH
-            is_other_side = side_of[batch[0]] != side_of[index]
-            if not is_full and not is_other_side and shortest >= _LEAST_FILL * longest:
+            rows = (len(batch) + 1) * conditions
+            fits = rows * bytes_of_row(longest) <= budget and rows <= _LARGEST_BATCH
+            is_same_side = side_of[batch[0]] == side_of[index]
+            if fits and is_same_side and lengths[batch[0]] >= _LEAST_FILL * longest:
                 batch.append(index)
                 continue
 
         batches.append([index])
-        shortest = longest
     return batches
 
 
@@ -113,7 +123,7 @@ def in_halves(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            cause = reason(error)
 
         # Outside the except block, where the error no longer keeps the tensors of the pass alive.
         if torch.cuda.is_available():
@@ -122,7 +132,7 @@ def in_halves(
         if len(batch) == 1:
             raise ModelError(
                 f"a batch of prompt number {batch[0]} alone with all its conditions does not fit in"
-                f" memory ({reason}); use fewer conditions per run, a shorter prompt, or a machine"
+                f" memory ({cause}); use fewer conditions per run, a shorter prompt, or a machine"
                 " with more memory"
             )
 
@@ -132,7 +142,7 @@ def in_halves(
     return measured, too_large
 
 
-def is_out_of_memory(error: Any) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether a device or the machine had no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -147,7 +157,7 @@ def measure_batch(
     windows: Windows,
     analyses: Sequence[Analysis],
     prompt_ids: Sequence[str],
-    blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value; only nulls need it
+    blind: BlindScores = BlindScores(),
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU.
 
@@ -158,7 +168,7 @@ def measure_batch(
         windows: The layers to measure, each with the number of keys that its queries see.
         analyses: The analyses, which share the pass.
         prompt_ids: The id of each prompt of the run, for interventions and messages.
-        blind: What the model adds to its scores regardless of content.
+        blind: What the model adds to its scores regardless of content; only nulls need it.
 
     Returns:
         For each analysis its values by layer and quantity, each [row of the batch, …].
@@ -166,12 +176,9 @@ def measure_batch(
     Raises:
         ModelError: The attention is invalid, gives NaN, or lacks what an analysis needs.
     """
-    needs_pairs = any(
-        isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses
-    )
-    placed_batch = PlacedBatch.of(model, batch, windows, prompt_ids, needs_pairs)
+    placed_batch = PlacedBatch.of(model, batch, windows, prompt_ids)
     placed = placed_batch.placed
-    nulls = Nulls(analyses, placed, placed_batch.pairs[placed.tokens.device], blind)
+    nulls = Nulls(analyses, placed, blind)
     pending = PendingSums(placed_batch, analyses, nulls, all_arrived=_stop_pass)
     receiver = RowReceiver(pending)
 
@@ -182,7 +189,7 @@ def measure_batch(
             watching_mlps = receiving_activations(pending)
             interventions = placed_batch.interventions()
             for intervention, target in interventions:
-                stack.enter_context(intervention.acting(model, partial(_constant, target)))
+                stack.enter_context(intervention.acting(model, partial(_same_target, target)))
 
             if any_reads_first(intervention for intervention, _ in interventions):
                 # Without windows no layer is measured: interventions read this pass.
@@ -209,6 +216,6 @@ def _stop_pass() -> None:
     raise _PassStopped
 
 
-def _constant(target: Target) -> Target:
-    """The target of every forward pass of this batch."""
+def _same_target(target: Target) -> Target:
+    """The target of every forward pass of this batch; an intervention asks for it in each."""
     return target

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis import analysis as protocols
-from mechattn.analysis.analysis import OF_ROWS, Analysis
+from mechattn.analysis.analysis import OF_ROWS, Analysis, CaptureAnalysis, WholeAnalysis
+from mechattn.engine.placed_batch import Windows
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
 from mechattn.functional.fused import Fused
@@ -33,7 +34,7 @@ class LayerReceiver(Protocol):
         """Receive a whole layer from a fused kernel."""
 
 
-Forward = Callable[[Any, Batch, Mapping[int, int | None], LayerReceiver, int], None]
+Forward = Callable[[Any, Batch, Windows, LayerReceiver, int], None]
 
 
 def chosen_forward(
@@ -62,9 +63,9 @@ def chosen_forward(
 
     # Some hooks, such as hook_pattern, never fire while attention is streamed.
     hidden = [name for name in captures if not fires_while_streamed(name)]
-    if hidden and engine == "auto":
-        return forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
     if hidden:
+        if engine == "auto":
+            return forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
         raise OptionError(
             f"an analysis captures {hidden[0]!r}, which doesn't fire while attention is streamed;"
             ' choose engine="hooks" or "auto"'
@@ -89,23 +90,20 @@ def _captured_hooks(
     model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
 ) -> list[str]:
     """The hooks within a block that analyses read; each layer must have them."""
-    capturing = [
-        analysis for analysis in analyses if isinstance(analysis, protocols.CaptureAnalysis)
-    ]
+    capturing = [analysis for analysis in analyses if isinstance(analysis, CaptureAnalysis)]
     if not capturing:
         return []
 
-    hook_names = set(model.hook_dict)  # listing them takes a while
+    hook_dict = model.hook_dict  # listing the hooks takes a while
     captures: list[str] = []
     for analysis in capturing:
-        for name in analysis.captures:
-            captures.append(name)
-            for layer in layers:
-                if f"blocks.{layer}.{name}" not in hook_names:
-                    raise OptionError(
-                        f"{analysis.name} captures {name!r}, which layer {layer} of"
-                        f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
-                    )
+        captures += analysis.captures
+        for name, layer in product(analysis.captures, layers):
+            if f"blocks.{layer}.{name}" not in hook_dict:
+                raise OptionError(
+                    f"{analysis.name} captures {name!r}, which layer {layer} of"
+                    f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
+                )
     return captures
 
 
@@ -114,13 +112,11 @@ def _fused_or_in_blocks(
 ) -> tuple[Forward, str]:
     """A fused kernel where it is asked for, or where a GPU makes it faster and no analysis needs
     rows; otherwise blocks of rows."""
-    takes_whole_layers = False
-    needing_rows = []
-    for analysis in analyses:
-        if isinstance(analysis, protocols.WholeAnalysis):
-            takes_whole_layers = True
-        elif isinstance(analysis, OF_ROWS):
-            needing_rows.append(analysis.name)
+    of_rows = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
+    needing_rows = [
+        analysis.name for analysis in of_rows if not isinstance(analysis, WholeAnalysis)
+    ]
+    takes_whole_layers = len(of_rows) > len(needing_rows)
 
     if engine == "fused" and needing_rows:
         raise OptionError(
@@ -152,7 +148,7 @@ def _fused_or_in_blocks(
 def forward_in_blocks(
     model: HookedModel,
     batch: Batch,
-    windows: Mapping[int, int | None],
+    windows: Windows,
     receiver: LayerReceiver,
     last: int,
 ) -> None:
@@ -162,7 +158,8 @@ def forward_in_blocks(
     Args:
         model: The model.
         batch: Sequences, padded on the right.
-        windows: The measured layers, each with the number of keys that its queries see.
+        windows: The measured layers, each with the number of keys that its queries see; None for
+            all.
         receiver: Receives each block of each measured layer.
         last: The last layer that is computed.
     """
@@ -174,7 +171,7 @@ def forward_in_blocks(
 def forward_fused(
     model: HookedModel,
     batch: Batch,
-    windows: Mapping[int, int | None],
+    windows: Windows,
     receiver: LayerReceiver,
     last: int,
 ) -> None:
@@ -188,7 +185,7 @@ def forward_fused(
 def forward_through_hooks(
     model: HookedModel,
     batch: Batch,
-    windows: Mapping[int, int | None],
+    windows: Windows,
     receiver: LayerReceiver,
     last: int,
 ) -> None:
@@ -197,7 +194,8 @@ def forward_through_hooks(
     Args:
         model: The model.
         batch: Sequences, padded on the right.
-        windows: The measured layers, each with the number of keys that its queries see.
+        windows: The measured layers, each with the number of keys that its queries see; None for
+            all.
         receiver: Receives the whole pattern of each measured layer.
         last: The last layer that is computed.
 
@@ -227,6 +225,7 @@ def forward_through_hooks(
     )
 
 
+# The name that a result records, of each forward.
 ENGINES: Mapping[Forward, str] = {
     forward_in_blocks: "streaming",
     forward_fused: "fused",

@@ -28,9 +28,6 @@ from mechattn.stats.intervals import Moments
 if TYPE_CHECKING:
     import xarray as xr
 
-if TYPE_CHECKING:
-    import xarray as xr
-
 Keep = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
 _OUTER = ("prompt", "condition", "layer")  # the dimensions of every quantity, before its own
@@ -83,11 +80,11 @@ class Collector:
         prompts = np.array([prompt for prompt, _ in batch.rows])
         conditions = np.array([condition_numbers[condition] for _, condition in batch.rows])
 
-        for layer, of_layer in values.items():
+        for layer, layer_values in values.items():
             layer_number = self.coords["layer"].index(layer)
             cells = (prompts, conditions, layer_number)
 
-            for name, value in of_layer.items():
+            for name, value in layer_values.items():
                 array = value.numpy()
                 if "key" not in self.quantities[name].dims:
                     self._keep(name, array, cells)
@@ -154,7 +151,7 @@ class Collector:
         import xarray as xr
 
         variables: Variables = {}
-        collected = {*self._values, *(variable for variable, *_ in self._moments)}
+        collected = {*self._values, *(variable for variable, _, _ in self._moments)}
         for name, quantity in self.quantities.items():
             if name not in collected:
                 continue
@@ -219,28 +216,29 @@ class Collector:
             return [getattr(moments, statistic) for statistic in statistics]
 
         # Cell by cell: what lies in between is then small enough for a processor's cache.
-        layers = range(len(self.coords["layer"]))
-        cells = [
-            [self._moments[name, condition, layer] for layer in layers]
-            for condition in range(len(self.coords["condition"]))
-        ]
-        return [
-            np.array([[getattr(cell, statistic) for cell in by_layer] for by_layer in cells])
-            for statistic in statistics
-        ]
+        shape = (len(self.coords["condition"]), len(self.coords["layer"]))
+        cells = [self._moments[name, condition, layer] for condition, layer in np.ndindex(shape)]
+        stacked = []
+        for statistic in statistics:
+            arrays = [getattr(cell, statistic) for cell in cells]
+            stacked.append(np.reshape(arrays, (*shape, *arrays[0].shape)))
+        return stacked
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
         """What a variable says of itself."""
         options = [f"{key}={value!r}" for key, value in self.analysis.options.items()]
-        # xarray's own figures, too, take ``long_name`` as title.
-        title = {"long_name": quantity.title} if quantity.title else {}
-        return title | {
+        attributes = {
             "units": quantity.units,
             "description": quantity.description,
             "compared": quantity.compared,
             "no_null": quantity.no_null,
             "options": ", ".join(options),
         }
+        if quantity.title:
+            attributes["long_name"] = (
+                quantity.title
+            )  # which xarray's own figures take as title, too
+        return attributes
 
 
 def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
@@ -256,34 +254,33 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
     """
     cfg = model.cfg
     facts = facts_of(model) or ModelFacts()
-    parameters = next(model.parameters())
+    native = model if facts.native is None else facts.native
 
     described: dict[str, Any] = {"name": provenance.name_of(str(cfg.model_name))}
     if paths:
         described["path"] = str(cfg.model_name)
     described |= {
         "architecture": architecture_of(model),
-        "parameters": hooks.count_parameters(model if facts.native is None else facts.native),
+        "parameters": hooks.count_parameters(native),
         "heads": int(cfg.n_heads),
         "layers": int(cfg.n_layers),
-        "dtype": str(parameters.dtype).removeprefix("torch."),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": str(device_of(model)),
         "prepends_bos": bool(getattr(cfg, "default_prepend_bos", False)),
         "hooked_by": type(model).__name__,
         "revision": facts.revision,
         "weights": facts.weights,
         "random_weights": facts.random_weights,
-    }
-
-    if facts.gguf is not None:
-        described["gguf"] = dict(facts.gguf)
-    described |= {
         "weights_hash": weights_hash(model),
         "verified": facts.verified,
-        "not_verified": facts.report.not_checked if facts.report else [],
+        "not_verified": [],
         "mended": list(facts.mended),
     }
 
+    if facts.report is not None:
+        described["not_verified"] = facts.report.not_checked
+    if facts.gguf is not None:
+        described["gguf"] = dict(facts.gguf)
     boundary = boundary_of(model)
     if boundary is not None:
         described["rope"] = f"{boundary}; of each prompt: sequences.rope_factors"
@@ -334,12 +331,12 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
 
 
 def _kind_and_options(instance: Any) -> dict[str, Any]:
-    """The kind of an object and its options: the fields of a dataclass, as text if they are not
-    plain values."""
+    """The kind of a condition or an intervention and its options: the fields of a dataclass, as
+    text if they are not plain values."""
     options = {}
     if is_dataclass(instance):
         for field in fields(instance):
-            if field.repr and field.name != "intervention":
+            if field.name != "intervention":  # which is recorded by itself
                 options[field.name] = _stored(getattr(instance, field.name))
     return {"kind": provenance.kind_of(instance), "options": options}
 
@@ -389,7 +386,10 @@ def sequences_dataset(
     # Of one prompt only, for a glance at what the conditions do: texts take much room.
     first_texts = []
     for sequence in sequences[0].values():
-        texts = _token_texts(model, sequence)
+        texts = list(map(str, sequence.tokens.tolist()))
+        if model.tokenizer is not None:
+            decoded = token_texts(model.tokenizer.decode, sequence.tokens.tolist())
+            texts = [plain(text) for text in decoded]  # without NUL, which NetCDF does not take
         padding = [""] * (longest - len(texts))
         first_texts.append(texts + padding)
     variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
@@ -416,15 +416,3 @@ def _text_variable(dims: tuple[str, ...], texts: Any) -> tuple[Any, ...]:
     """Texts of any length, as Zarr stores them."""
     array = np.array(texts, dtype=object).astype(np.dtypes.StringDType())
     return dims, array, {"units": "text"}
-
-
-def _token_texts(model: HookedModel, sequence: TokenSequence) -> list[str]:
-    """The text of each token, or its id if the model has no tokenizer.
-
-    Control characters are escaped, as NetCDF takes no NUL.
-    """
-    ids = sequence.tokens.tolist()
-    if model.tokenizer is None:
-        return list(map(str, ids))
-
-    return [plain(text) for text in token_texts(model.tokenizer.decode, ids)]

@@ -10,14 +10,23 @@ from typing import Any
 
 import torch
 
-from mechattn.analysis import analysis as protocols
-from mechattn.analysis.analysis import OF_ROWS, Analysis, Quantity, Sums, Values, Window
-from mechattn.analysis.received_attention import DILUTION
+from mechattn.analysis.analysis import (
+    OF_ROWS,
+    Analysis,
+    AttentionRows,
+    PairAnalysis,
+    Quantity,
+    RowAnalysis,
+    Sums,
+    Values,
+    Window,
+)
 from mechattn.engine.placed_batch import paired_layer
 from mechattn.errors import ModelError
 from mechattn.functional.attention import Attention, Rows, attention_by_rows
+from mechattn.model.checkpoint import reason
 from mechattn.model.scores import BlindScores
-from mechattn.prompts.token_sequences import Batch, Pairs
+from mechattn.prompts.token_sequences import Batch, pairs_of
 
 UNIFORM = "_uniform"
 BLIND = "_blind"
@@ -44,42 +53,36 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
         if not is_of_rows or not has_null(name, quantity):
             continue
 
-        # An analysis may measure a null itself.
-        for kind, description in NULL_DESCRIPTIONS.items():
-            own = analysis.quantities.get(name + kind)
-            quantities[name + kind] = own or _null_of(quantity, kind, description)
+        for kind, condition in NULL_DESCRIPTIONS.items():
+            dims = quantity.dims
+            if kind == UNIFORM:  # the same in every head
+                dims = tuple(dim for dim in dims if dim != "head")
+            description = f"{quantity.description}, {condition}"
+            null = replace(quantity, dims=dims, description=description, title="")
+            # An analysis may measure a null itself.
+            quantities[name + kind] = analysis.quantities.get(name + kind, null)
 
     return quantities
-
-
-def _null_of(quantity: Quantity, kind: str, description: str) -> Quantity:
-    """A null as a quantity; uniform attention is the same in every head."""
-    dims = quantity.dims
-    if kind == UNIFORM:  # the same in every head
-        dims = tuple(dim for dim in dims if dim != "head")
-    return replace(
-        quantity, dims=dims, description=f"{quantity.description}, {description}", title=""
-    )
 
 
 def has_null(name: str, quantity: Quantity) -> bool:
     """Whether the engine computes a null of this quantity; it does not if the quantity is itself a
     null."""
-    return not quantity.no_null and not name.endswith((UNIFORM, BLIND, DILUTION))
+    return not quantity.no_null and not name.endswith((UNIFORM, BLIND))
 
 
 @dataclass
 class Nulls:
-    """The nulls of one batch, computed once for all layers whose queries see the same keys."""
+    """The nulls of one batch, computed once for all layers whose queries see the same keys.
 
-    # Uniform attention comes from queries that are zero: every key that a query sees, and a learned
-    # sink, has a score of 0. If the model adds something to its scores regardless of content, a
-    # second null (``_blind``) includes it.
+    Uniform attention comes from queries that are zero: every key that a query sees, and a learned
+    sink, has a score of 0. If the model adds something to its scores regardless of content, a
+    second null (``_blind``) includes it.
+    """
 
     analyses: Sequence[Analysis]
     batch: Batch  # on the device of the model
-    pairs: Pairs | None  # each sequence with its baseline, if an analysis needs it
-    blind: BlindScores  # what the model adds to its scores
+    blind: BlindScores  # what the model adds to its scores regardless of content
     _cache: dict[Any, dict[int, Values]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,8 +131,8 @@ class Nulls:
         attention = self._blind_attention(kind, layer, window, batch)
 
         paired = None
-        if self.pairs is not None:
-            pairs = replace(self.pairs, batch=batch)
+        if any(isinstance(analysis, PairAnalysis) for analysis in self.analyses):
+            pairs = replace(pairs_of(self.batch), batch=batch)
             paired = paired_layer(layer, attention, pairs, window)
 
         sums = {
@@ -140,7 +143,7 @@ class Nulls:
 
         def see(rows: Rows) -> None:
             """Add a block of such rows to the sums of every analysis."""
-            block = protocols.AttentionRows(
+            block = AttentionRows(
                 layer,
                 rows.pattern,
                 rows.queries,
@@ -154,9 +157,9 @@ class Nulls:
             for number, analysis_sums in sums.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):
-                    if isinstance(analysis, protocols.RowAnalysis):
+                    if isinstance(analysis, RowAnalysis):
                         analysis.add(analysis_sums, block)
-                    if isinstance(analysis, protocols.PairAnalysis) and paired is not None:
+                    if isinstance(analysis, PairAnalysis) and paired is not None:
                         analysis.add_pairs(analysis_sums, paired.rows(rows))
 
         attention_by_rows(attention, see)
@@ -201,7 +204,7 @@ def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window
         with _saying_no_null(analysis):
             null = values[name]
 
-        if kind == UNIFORM and "head" in quantity.dims:  # the same in every head
+        if kind == UNIFORM and "head" in quantity.dims:
             null = null.select(1 + quantity.dims.index("head"), 0)
         nulls[name + kind] = null
 
@@ -215,10 +218,8 @@ def _saying_no_null(analysis: Analysis) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Its first line, or its kind where it says nothing.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{analysis.name} cannot be measured on the rows of a content-blind head, which give"
-            f" the null of its quantities ({reason}). If a quantity needs more than rows of"
+            f" the null of its quantities ({reason(error)}). If a quantity needs more than rows of"
             ' attention, declare it: Quantity(…, no_null="it depends on the values")'
         ) from error

@@ -13,22 +13,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis import analysis as protocols
-from mechattn.analysis.analysis import PROTOCOLS, Analysis, Sums, Values
+from mechattn.analysis.analysis import (
+    PROTOCOLS,
+    Activations,
+    Analysis,
+    AttentionRows,
+    Captures,
+    Sums,
+    Values,
+    WholeAttention,
+)
 from mechattn.axes import SEGMENTS
 from mechattn.engine.nulls import Nulls
 from mechattn.engine.placed_batch import PairedLayer, PlacedBatch, paired_layer
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.activations import minimum_of
-from mechattn.functional.attention import Rows
+from mechattn.functional.attention import Rows, Stream
 from mechattn.functional.fused import Fused
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 from mechattn.prompts.token_sequences import Batch
 from mechattn.results.provenance import is_ours
 
 LayerValues = dict[int, Values]  # of one analysis, by layer
-Stream = Float[Tensor, "batch pos d_model"]
-Activity = Float[Tensor, "*token d_mlp"]
+Neurons = Float[Tensor, "*token d_mlp"]  # activations of an MLP
 _OF_ATTENTION = {"rows", "pairs"}  # the parts that come with the rows of attention
 
 
@@ -38,7 +45,7 @@ class LayerState:
 
     sums: Sums
     missing: set[str]  # the parts that have not arrived
-    after_rows: Callable[[], None] | None = None  # the reduction that waits for the rows
+    waiting: Callable[[], None] | None = None  # a reduction that needs the rows first
 
 
 class PendingSums:
@@ -110,7 +117,7 @@ class PendingSums:
         after hook_z."""
         state = self.state_of(number, layer)
         if state.missing & _OF_ATTENTION:
-            state.after_rows = reduce
+            state.waiting = reduce
         else:
             reduce()
 
@@ -119,11 +126,11 @@ class PendingSums:
         state = self.state_of(number, layer)
         state.missing.discard(part)
 
-        reduce = state.after_rows
+        reduce = state.waiting
         if reduce is not None and not state.missing & _OF_ATTENTION:
             # What waited for the rows completes its own part; the state no longer keeps its
             # tensors alive.
-            state.after_rows = None
+            state.waiting = None
             reduce()
         elif not state.missing:
             del self.states[number, layer]
@@ -142,12 +149,15 @@ class PendingSums:
 
         values = analysis.values(sums, self.batch.batches[layer], window)
 
-        # The first layer's values tell what an analysis gives.
+        # What an analysis gives, it gives of every layer: the first is enough to check.
         if not self.values[number]:
             _check_values(analysis, values, self.batch.placed, self.batch.heads)
 
-        nulls = self.nulls.of(number, layer, window)
-        self.values[number][layer] = on_cpu(values | nulls)
+        # To pinned memory of a GPU's values, without waiting; valid once its work is done.
+        measured = values | self.nulls.of(number, layer, window)
+        self.values[number][layer] = {
+            name: value.to("cpu", non_blocking=value.is_cuda) for name, value in measured.items()
+        }
         if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
             self.all_arrived()
 
@@ -176,13 +186,12 @@ class PendingSums:
         if not self.finite_rows:
             return
 
-        # To one device first, and then all in one copy.
-        device = self.finite_rows[0][2].device
+        # To the model's first device, and then all in one copy.
+        device = self.batch.placed.tokens.device
         is_finite = torch.stack([rows.to(device) for _, _, rows in self.finite_rows]).cpu()
         if is_finite.all():
             return
 
-        # The first of them that is not finite.
         index, row = (~is_finite).nonzero()[0].tolist()
         analysis, layer, _ = self.finite_rows[index]
 
@@ -224,26 +233,14 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
         value = values[name]
         # A dimension of the analysis's own that has no labels may have any size.
         expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
-        if not _has_shape(value, expected):
+        shape = list(getattr(value, "shape", ()))
+        same_sizes = [size in (None, actual) for size, actual in zip(expected, shape, strict=False)]
+        if not isinstance(value, Tensor) or len(shape) != len(expected) or not all(same_sizes):
             dims = ", ".join(["batch", *quantity.dims])
-            shape = list(getattr(value, "shape", ()))
             raise OptionError(
                 f"{analysis.name}: {name!r} is a {type(value).__name__} of shape {shape}; its dims"
                 f" promise a tensor [{dims}] = {expected}"
             )
-
-
-def _has_shape(value: Any, sizes: Sequence[int | None]) -> bool:
-    """Whether a value is a tensor with these sizes, of which None stands for any."""
-    if not isinstance(value, Tensor) or value.ndim != len(sizes):
-        return False
-    return all(size in (None, actual) for size, actual in zip(sizes, value.shape, strict=True))
-
-
-def on_cpu(values: Values) -> Values:
-    """A layer's values on the CPU; valid once the GPU has done the work queued so far."""
-    # Of a GPU to pinned memory, without waiting.
-    return {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in values.items()}
 
 
 class RowReceiver:
@@ -272,9 +269,18 @@ class RowReceiver:
 
     def see_rows(self, layer: int, rows: Rows) -> None:
         """Receive a block of query rows, whose memory the next block reuses."""
-        self._add_rows(layer, rows)
+        if self.row_receivers:
+            self._add_rows(layer, rows)
+
         if self.pair_receivers:
-            self._add_pairs(layer, rows)
+            if layer not in self.paired_layers:
+                # The layer's first block: what its blocks have in common is made once.
+                pairs = self.batch.layer_pairs(layer)
+                window = self.batch.windows[layer]
+                self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
+            paired_rows = self.paired_layers[layer].rows(rows)
+            for number, analysis in self.pair_receivers:
+                analysis.add_pairs(self.pending.state_of(number, layer).sums, paired_rows)
 
         # Blocks arrive in the order of the queries.
         is_last_block = rows.queries.stop == self.batch.placed.tokens.shape[1]
@@ -291,7 +297,7 @@ class RowReceiver:
         """Receive a whole layer from a fused kernel: the analyses that take one need no rows."""
         batch = self.batch.batches[layer]
         window = self.batch.windows[layer]
-        attention = protocols.WholeAttention(layer, fused, batch, window)
+        attention = WholeAttention(layer, fused, batch, window)
 
         for number, analysis in self.row_receivers:
             analysis.add_whole(self.pending.state_of(number, layer).sums, attention)
@@ -303,7 +309,7 @@ class RowReceiver:
         if rows.attention is not None:
             v = rows.attention.v
 
-        block = protocols.AttentionRows(
+        block = AttentionRows(
             layer=layer,
             pattern=rows.pattern,
             queries=rows.queries,
@@ -316,18 +322,6 @@ class RowReceiver:
 
         for number, analysis in self.row_receivers:
             analysis.add(self.pending.state_of(number, layer).sums, block)
-
-    def _add_pairs(self, layer: int, rows: Rows) -> None:
-        """Pass a block on beside the baseline's rows of the same queries."""
-        if layer not in self.paired_layers:
-            # The layer's first block: what its blocks have in common is made once.
-            pairs = self.batch.pairs_of(layer)
-            window = self.batch.windows[layer]
-            self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
-
-        block = self.paired_layers[layer].rows(rows)
-        for number, analysis in self.pair_receivers:
-            analysis.add_pairs(self.pending.state_of(number, layer).sums, block)
 
 
 @contextmanager
@@ -400,13 +394,13 @@ class _Capture:
             return
 
         window = self.pending.batch.windows[self.layer]
-        captures = protocols.Captures(self.layer, self.tensors, batch, window)
+        captures = Captures(self.layer, self.tensors, batch, window)
 
         # The captures hold the tensors now, and free them once they are passed on.
         self.tensors = {}
         self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
 
-    def _pass_on(self, captures: protocols.Captures) -> None:
+    def _pass_on(self, captures: Captures) -> None:
         """Give the tensors to the analysis, once it has its rows."""
         sums = self.pending.state_of(self.number, self.layer).sums
         self.analysis.add_captures(sums, captures)
@@ -433,7 +427,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
     # Once for the pass: a minimum is looked for on a fine grid.
     minimums = {layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in layers}
 
-    def see(layer: int, pre: Activity, post: Activity) -> None:
+    def see(layer: int, pre: Neurons, post: Neurons) -> None:
         """Give the activations of a layer to the analyses, by sequence and token."""
         tokens = batch.placed.tokens
         d_mlp = pre.shape[-1]
@@ -443,13 +437,13 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
                 " compared by token"
             )
 
-        activations = protocols.Activations(
+        activations = Activations(
             layer=layer,
             pre=pre.detach().reshape(*tokens.shape, d_mlp),
             post=post.detach().reshape(*tokens.shape, d_mlp),
             minimum=minimums[layer],
             batch=batch.batches[layer],
-            pairs=batch.pairs_of(layer),
+            pairs=batch.layer_pairs(layer),
         )
 
         for number, analysis in watching:

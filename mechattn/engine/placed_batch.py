@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -26,11 +25,11 @@ class PlacedBatch:
     """A batch that is copied to each device that holds a measured layer."""
 
     model: HookedModel
-    placed: Batch  # where the model takes it
+    placed: Batch  # on the device where the model takes its input
     windows: Windows
     devices: Mapping[int, torch.device]  # of the measured layers
+    copies: Mapping[torch.device, Batch]
     batches: Mapping[int, Batch]  # on the layer's device, as the layer reads it
-    pairs: Mapping[torch.device, Pairs | None]  # of a condition with the baseline, if needed
     prompt_ids: tuple[str, ...]
 
     @classmethod
@@ -40,7 +39,6 @@ class PlacedBatch:
         batch: Batch,
         windows: Windows,
         prompt_ids: Sequence[str],
-        needs_pairs: bool,
     ) -> PlacedBatch:
         """Copy a batch to where it is needed: once for each device, as a copy waits for a GPU.
 
@@ -49,24 +47,19 @@ class PlacedBatch:
             batch: A batch on the CPU.
             windows: The window of each measured layer; None where it sees all keys.
             prompt_ids: The id of each prompt of the run, which the rows of a batch index.
-            needs_pairs: Whether an analysis compares each sequence with its baseline.
         """
         home = device_of(model)
         devices = {layer: device_of(model.blocks[layer]) for layer in windows}
         copies = {device: batch.to(device) for device in {home, *devices.values()}}
         batches = {layer: copies[device].as_read_by(layer) for layer, device in devices.items()}
 
-        pairs: dict[torch.device, Pairs | None] = dict.fromkeys(copies)
-        if needs_pairs:
-            pairs = {device: pairs_of(copy) for device, copy in copies.items()}
-
         return cls(
             model=model,
             placed=copies[home],
             windows=windows,
             devices=devices,
+            copies=copies,
             batches=batches,
-            pairs=pairs,
             prompt_ids=tuple(prompt_ids),
         )
 
@@ -75,9 +68,9 @@ class PlacedBatch:
         """The number of heads of a layer."""
         return int(self.model.cfg.n_heads)
 
-    def pairs_of(self, layer: int) -> Pairs:
-        """The pairs of the layer's batch, where an analysis needs them."""
-        pairs = cast(Pairs, self.pairs[self.devices[layer]])
+    def layer_pairs(self, layer: int) -> Pairs:
+        """Each sequence of the layer's batch with its baseline."""
+        pairs = pairs_of(self.copies[self.devices[layer]])
         return replace(pairs, batch=self.batches[layer])
 
     def name_of_row(self, row: int) -> str:
@@ -99,8 +92,7 @@ class PlacedBatch:
 
         # An original token by its place in the baseline, an inserted one by −1 − its place in the
         # sequence.
-        places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        positions = torch.where(batch.origin >= 0, batch.origin, -1 - places)
+        positions = torch.where(batch.original, batch.origin, -1 - batch.positions)
 
         with_targets = []
         for rows in rows_of.values():
@@ -119,7 +111,7 @@ class PairedLayer:
 
     number: int  # of the layer
     pairs: Pairs  # which sequence is paired with which baseline
-    window: int | None  # the number of keys that a query sees; None for all
+    window: Window  # the number of keys that a query sees; None for all
     baseline: AnyRows  # the attention of the baselines
     v: Float[Tensor, "batch kv_head pos d_head"]  # values of the sequences
     # The same for their original tokens alone, in the order of the baseline
@@ -166,7 +158,7 @@ class PairedLayer:
 
 
 def paired_layer(
-    number: int, attention: AnyRows | None, pairs: Pairs, window: int | None
+    number: int, attention: AnyRows | None, pairs: Pairs, window: Window
 ) -> PairedLayer:
     """What a layer's blocks share, made at its first block.
 

@@ -58,7 +58,6 @@ class AttentionScores:
             v: Values; without dimensions where no output is asked for.
         """
         dtype = working_dtype(q)
-
         scale = self.scale
         if scale is None:
             scale = q.shape[-1] ** -0.5
@@ -121,6 +120,11 @@ def measure(
         OptionError: The shapes do not fit together.
     """
     _check_shapes(q, k, v)
+    for name, numbers in {"alibi": scores.alibi, "sinks": scores.sinks}.items():
+        _check_shape(name, numbers, head=q.shape[1])
+    for name, marked in {"counted": counted, **(segments or {})}.items():
+        _check_shape(name, marked, batch=len(q), pos=q.shape[2])
+
     is_real = _not_padding(q, lengths)
     is_counted = is_real
     if counted is not None:
@@ -187,6 +191,15 @@ def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "bat
         raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {length}")
 
     return torch.arange(length, device=q.device) < counts[:, None]
+
+
+def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
+    """Refuse a tensor with other dimensions than these."""
+    if tensor is not None and tensor.shape != tuple(sizes.values()):
+        raise OptionError(
+            f"{name} has the shape {list(tensor.shape)}: give [{', '.join(sizes)}] ="
+            f" {list(sizes.values())}"
+        )
 
 
 def _check_shapes(q: Queries, k: Keys, v: Values | None) -> None:

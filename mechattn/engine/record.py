@@ -28,7 +28,6 @@ from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import (
     AnyPrompts,
     ChosenLayers,
-    check_side,
     checked_sequences,
     with_baseline,
 )
@@ -40,11 +39,12 @@ from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import HookedModel, alone, device_of, limit_of
 from mechattn.model.load import load_model
 from mechattn.model.patch.keys_values_z import Part, Z, changing_z
-from mechattn.prompts.conditions import Baseline, Condition
+from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Batch, pad_right
 
 _RECORDED = "recorded"  # the name of the condition that is recorded, beside the baseline
+_NO_NULL = "it is applied, and not compared"
 
 
 @alone
@@ -86,14 +86,12 @@ def record_affine(
 
     recorded: dict[str, dict[int, Affine]] = {}
     measured = (BASELINE, _RECORDED)
-    row = measured.index(_RECORDED)
-    for prompt, batch, values in _passes(
-        model, prompts, condition, _AffineParts(), chosen, seed, measured
-    ):
-        original = (batch.origin[row] >= 0).nonzero().flatten()
+    passes = _passes(model, prompts, condition, _AffineParts(), chosen, seed, measured)
+    for prompt, batch, values in passes:
+        original = batch.original[-1]
         recorded[prompt.id] = {
             layer: Affine(
-                layer_values["scale"][row, :, original], layer_values["shift"][row, :, original]
+                layer_values["scale"][-1, :, original], layer_values["shift"][-1, :, original]
             )
             for layer, layer_values in values.items()
         }
@@ -112,8 +110,22 @@ def _passes(
     measured: Sequence[str],
     segment: str = "inserted",
 ) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
-    """Measure one prompt at a time under the condition, which is called "recorded", and the
-    baseline if that is to be measured too."""
+    """Measure one prompt at a time under the condition, which is called "recorded".
+
+    Args:
+        model: The model.
+        prompts: The prompts; each must have a token of the ``segment`` under the condition.
+        condition: The condition.
+        analysis: What is measured.
+        layers: The layers.
+        seed: The seed of the condition's draws.
+        measured: The conditions in the batch: "recorded" as the last, and before it the baseline if
+            the analysis pairs.
+        segment: The segment that is recorded.
+
+    Yields:
+        Each prompt, its batch with a row for each of ``measured``, and the values by layer.
+    """
     forward, _ = chosen_forward(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     conditions = with_baseline({_RECORDED: condition})
@@ -138,24 +150,24 @@ class _AffineParts(AnalysisBase):
 
     name = "affine_parts"
     quantities: ClassVar[Quantities] = {
-        "scale": Quantity(
-            ("head", "key"), "probability", "lambda of each query", no_null="recorded"
-        ),
+        "scale": Quantity(("head", "key"), "probability", "lambda of each query", no_null=_NO_NULL),
         "shift": Quantity(
-            ("head", "key", "d_head"), "value norm", "shift of each query", no_null="recorded"
+            ("head", "key", "d_head"), "value norm", "shift of each query", no_null=_NO_NULL
         ),
     }
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
-        parts = split_rows(rows)
-        blocks = {"scale": parts.scale, "shift": parts.shift}
+        """Append a block of queries."""
+        split = split_rows(rows)
+        blocks = {"scale": split.scale, "shift": split.shift}
         for name, block in blocks.items():
             if name in sums:
                 block = torch.cat([sums[name], block], 2)
             sums[name] = block
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        return dict(sums)
+        """All queries."""
+        return sums
 
 
 @alone
@@ -215,15 +227,17 @@ class _KeysValuesAnalysis(AnalysisBase):
     name = "keys_values"
     captures = ("attn.hook_k", "attn.hook_v")
     quantities: ClassVar[Quantities] = {
-        part: Quantity(("key", "width"), "value norm", "as projected", no_null="recorded")
+        part: Quantity(("key", "width"), "value norm", "as projected", no_null=_NO_NULL)
         for part in ("k", "v")
     }
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Join what some bridges give by head."""
         for part, name in zip(("k", "v"), self.captures, strict=True):
             sums[part] = captures.tensors[name].flatten(2)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
+        """Copies, as these are the model's own tensors."""
         return {part: value.clone() for part, value in sums.items()}
 
 
@@ -248,20 +262,21 @@ def head_means(
     model = load_model(model)
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
+    sequences = checked_sequences(with_baseline(None), prompts, model, seed=0)
+    tokens = [by_condition[BASELINE].tokens for by_condition in sequences]
     sums: dict[int, Tensor] = {}
 
     def add_up(layer: int, z: Z) -> Z:
         total = z.detach().double().sum((0, 1))
-        sums[layer] = sums.get(layer, 0) + total
+        if layer in sums:
+            total = total + sums[layer]
+        sums[layer] = total
         return z
 
-    sequences = [Baseline().apply(prompt, model) for prompt in prompts]
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        check_side(prompt, {BASELINE: sequence}, model)
     with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
-        for sequence in sequences:
-            hooks.forward_to(model, sequence.tokens[None].to(device_of(model)), max(chosen), [])
+        for prompt_tokens in tokens:
+            hooks.forward_to(model, prompt_tokens[None].to(device_of(model)), max(chosen), [])
 
-    tokens = sum(len(sequence) for sequence in sequences)
-    means = {layer: (total / tokens).float() for layer, total in sums.items()}
+    count = sum(map(len, tokens))
+    means = {layer: (total / count).float() for layer, total in sums.items()}
     return HeadMeans(means, len(prompts))

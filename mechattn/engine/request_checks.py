@@ -33,7 +33,7 @@ ByCondition = Mapping[str, TokenSequence]  # the sequences of one prompt
 _DECLARED = ("name", "options", "quantities", "problem", "start", "values")
 
 
-def checked_analyses(analyses: Sequence[Analysis] | Analysis | None) -> list[Analysis]:
+def checked_analyses(analyses: Analyses) -> list[Analysis]:
     """The analyses; there must be at least one, and each name must be unique."""
     if analyses is None:
         return [ReceivedAttention()]
@@ -161,7 +161,7 @@ def check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: Hooked
         )
 
 
-def check_read(prompt: Prompt, sequences: ByCondition) -> None:
+def check_insertions_are_read(prompt: Prompt, sequences: ByCondition) -> None:
     """Refuse tokens inserted after all others: no original token reads them, so nothing could
     change; warn of one.
 
@@ -194,7 +194,7 @@ def check_read(prompt: Prompt, sequences: ByCondition) -> None:
             )
 
 
-def made_sequences(
+def condition_sequences(
     named: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, TokenSequence]]:
     """The sequence of each prompt under each condition; only a counterpart may change original
@@ -288,7 +288,7 @@ def checked_sequences(
         MechattnError: A condition, a prompt or an intervention cannot be used, as the checks below
             say; none of them runs the model.
     """
-    prompt_sequences = made_sequences(named, prompts, model, seed)
+    prompt_sequences = condition_sequences(named, prompts, model, seed)
     for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
 
@@ -319,7 +319,8 @@ def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) 
 
     if lowest_ids:
         # Only the sequence that goes furthest below the first position matters.
-        _check_kept_positions(model, *min(lowest_ids))
+        lowest_id, name = min(lowest_ids)
+        _check_kept_positions(model, lowest_id, name)
 
 
 def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None:
@@ -378,10 +379,12 @@ def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> lis
         return []
 
     # All sequences of a prompt lie on the same side, see check_side.
-    return [boundary.side(max(_positions_of(sequences).values())) for sequences in prompt_sequences]
+    return [
+        boundary.side(max(_position_counts(sequences).values())) for sequences in prompt_sequences
+    ]
 
 
-def _positions_of(sequences: ByCondition) -> dict[str, int]:
+def _position_counts(sequences: ByCondition) -> dict[str, int]:
     """The number of positions in each sequence: fewer than its tokens if the original ones keep
     their positions."""
     return {name: int(sequence.position_ids.max()) + 1 for name, sequence in sequences.items()}
@@ -407,7 +410,7 @@ def check_side(
     if boundary is None:
         return
 
-    counts = _positions_of(sequences)
+    counts = _position_counts(sequences)
     longest = max(counts, key=counts.__getitem__)
     shortest = min(counts, key=counts.__getitem__)
 

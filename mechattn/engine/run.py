@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tqdm.auto import tqdm
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
-from mechattn.engine.batches import Cost, batch_plan, in_halves, measure_batch
+from mechattn.engine.batches import batch_plan, in_halves, measure_batch, row_bytes
 from mechattn.engine.engines import (
     ENGINES,
     Engine,
@@ -120,7 +121,7 @@ class Plan:
     analyses: Sequence[Analysis]
     layers: list[int]
     options: RunOptions
-    paths: bool
+    paths: bool  # whether the full path of a checkpoint is recorded
 
     def sequences(self, prompts: Sequence[Prompt]) -> Sequences:
         """The sequence of every prompt under every condition, checked."""
@@ -128,7 +129,7 @@ class Plan:
             self.conditions, prompts, self.model, self.options.seed, self.analyses
         )
         for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
-            checks.check_read(prompt, prompt_sequences)
+            checks.check_insertions_are_read(prompt, prompt_sequences)
         return sequences
 
     def calibrated(self, prompts: Sequence[Prompt]) -> Run:
@@ -157,7 +158,7 @@ class Run:
 
     plan: Plan
     forward: Forward
-    reason: str  # for this engine
+    engine_reason: str
     blind: BlindScores
     # How much the prompts of the whole run repeat each other, in words, and how many these are;
     # empty if they don't. A merge of several runs has an entry of each.
@@ -170,36 +171,51 @@ class Run:
         ``Plan.sequences``."""
         start = time.monotonic()
         plan = self.plan
-        model = plan.model
-        ids = [prompt.id for prompt in prompts]
-        lengths = []  # of each prompt, under each condition
-        for by_condition in sequences:
-            lengths.append([len(sequence) for sequence in by_condition.values()])
-        baseline_lengths = [len(by_condition[BASELINE]) for by_condition in sequences]
-
-        # What is measured goes into one collector for each analysis.
+        # The most tokens of each prompt under any condition.
+        longest = [max(map(len, by_condition.values())) for by_condition in sequences]
         coords: dict[str, list] = {
-            "prompt": ids,
+            "prompt": [prompt.id for prompt in prompts],
             "condition": list(plan.conditions),
             "layer": plan.layers,
         }
         widths = {
-            "key": max(max(of_prompt) for of_prompt in lengths),
-            "original_key": max(baseline_lengths),
+            "key": max(longest),
+            "original_key": max(len(by_condition[BASELINE]) for by_condition in sequences),
         }
         collectors = [
             Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
         ]
 
-        # About how many numbers are in memory at the same time for each position of a sequence.
-        width = 8 * int(model.cfg.d_model) + 3 * int(model.cfg.d_mlp or 4 * model.cfg.d_model)
-        is_by_hooks = self.forward is forward_through_hooks
-        cost = Cost(model.cfg.n_heads, width, holds_pattern=is_by_hooks)
-        sides = checks.sides_of(model, sequences)
-        planned = batch_plan(lengths, cost, plan.options.memory, sides)
+        by_hooks = self.forward is forward_through_hooks
+        bytes_of_row = partial(row_bytes, plan.model.cfg, holds_pattern=by_hooks)
+        sides = checks.sides_of(plan.model, sequences)
+        conditions = len(plan.conditions)
+        batches = batch_plan(longest, conditions, bytes_of_row, plan.options.memory, sides)
+        halved = self._measure(batches, prompts, sequences, collectors)
 
-        pad = getattr(model.tokenizer, "pad_token_id", None) or 0
+        datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
+        datasets["sequences"] = sequences_dataset(plan.model, prompts, sequences, places)
+        about = self._description(prompts, sequences[0])
+        about["halved"] = [
+            {"prompts": len(indices), "first": prompts[indices[0]].id} for indices in halved
+        ]
+        about["seconds"] = round(time.monotonic() - start, 3)
+        return Result(datasets, about)
+
+    def _measure(
+        self,
+        batches: Sequence[list[int]],
+        prompts: Sequence[Prompt],
+        sequences: Sequences,
+        collectors: Sequence[Collector],
+    ) -> list[list[int]]:
+        """Measure batches of prompts into the collectors; returns those that had to be halved."""
+        plan = self.plan
+        model = plan.model
+        ids = [prompt.id for prompt in prompts]
         windows = {layer: hooks.attention_window(model, layer) for layer in plan.layers}
+        # Without one, any token will do: no token sees what comes after it.
+        pad = getattr(model.tokenizer, "pad_token_id", None) or 0
 
         def measure(indices: Sequence[int]) -> tuple[Batch, list[LayerValues]]:
             """Measure these prompts, under all conditions, in one pass."""
@@ -212,19 +228,13 @@ class Run:
 
         halved = []
         # The bar of one of several chunks disappears when it is done.
-        for indices in tqdm(planned, desc="prompts", unit="batch", delay=2, leave=None):
+        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
             measured, too_large = in_halves(indices, measure)
-            halved += [{"prompts": len(part), "first": ids[part[0]]} for part in too_large]
+            halved += too_large
             for batch, values in measured:
                 for collector, by_layer in zip(collectors, values, strict=True):
                     collector.add(batch, by_layer)
-
-        datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
-        datasets["sequences"] = sequences_dataset(model, prompts, sequences, places)
-        about = self._description(prompts, sequences[0])
-        about["halved"] = halved
-        about["seconds"] = round(time.monotonic() - start, 3)
-        return Result(datasets, about)
+        return halved
 
     def _description(
         self, prompts: Sequence[Prompt], first_sequences: Mapping[str, TokenSequence]
@@ -254,7 +264,7 @@ class Run:
             "versions": provenance.versions(),
             "time": provenance.now(),
             "engine": ENGINES[self.forward],
-            "engine_reason": self.reason,
+            "engine_reason": self.engine_reason,
             "seed": plan.options.seed,
             "memory": plan.options.memory,
             "keep": plan.options.keep,

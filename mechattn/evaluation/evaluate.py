@@ -109,7 +109,7 @@ def evaluate(
     else:
         reader = unloaded(model)
 
-    sequences = request_checks.made_sequences(named, prompts, reader, seed)
+    sequences = request_checks.condition_sequences(named, prompts, reader, seed)
     requests = _requests(prompts, sequences, sampling.samples)
     for by_condition in sequences:
         request_checks.check_is_unchanged(by_condition[BASELINE])

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Channels = Float[Tensor, "*token channel"]
@@ -128,9 +128,10 @@ def counts_between(x: Float[Tensor, "*any"], edges: Float[Tensor, " edge"]) -> I
 Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
 Scope = Literal["token", "tensor"]
 Control = Literal["random_direction", "random_channels", "shuffled_signs"]
-KAPPA = 1.4826  # makes the MAD of normal data equal to their standard deviation
+_KAPPA = 1.4826  # makes the MAD of normal data equal to their standard deviation
+# The least and the largest share of the entries that are moved.
 _SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
-_LEAST_MAD = 1e-12
+_LEAST_MAD = 1e-12  # keeps the threshold above 0 where most entries are equal
 _HIGH = 0.75  # above this percentile, finding the largest entries is faster than sorting all
 
 
@@ -188,8 +189,11 @@ def redistribute(
         selected = sizes <= _percentile(sizes, 100 * c)
         upper = _percentile(sizes, p1)
     else:
-        ordered = sizes.sort(-1).values
-        selected = _smallest(sizes, ordered, _count(ordered, c, _SHARES[form]))
+        # The first among equals comes first.
+        ordered, order = sizes.sort(dim=-1, stable=True)
+        ranks = torch.arange(sizes.shape[-1], device=sizes.device)
+        is_moved = ranks < _moved_count(ordered, c, _SHARES[form])[:, None]
+        selected = torch.empty_like(is_moved).scatter_(-1, order, is_moved)
         upper = _percentile(rows, p1).clamp(min=0)
 
     # An entry moves on its own side of 0: up to the percentile, or down to the row's smallest
@@ -235,42 +239,29 @@ def as_control(change: Channels, uniform: Channels, control: Control) -> Channel
     return torch.where(uniform < 0.5, -change, change)
 
 
-def _count(ordered: Entries, c: float, shares: tuple[float, float]) -> PerRow:
-    """The number of entries to move in each row, from the sorted absolute values."""
-    n = ordered.shape[-1]
-    middle = (n - 1) // 2
-    median = ordered[:, middle : middle + 1]
+def mad_threshold(ordered: Entries, c: float) -> Float[Tensor, "row 1"]:
+    """ARM's ε of each row, ``1.4826 · c · MAD(|x|)``, with lower medians; above 0.
 
+    Args:
+        ordered: The absolute values of each row, in ascending order.
+        c: The factor of the threshold.
+    """
+    middle = (ordered.shape[-1] - 1) // 2
+    median = ordered[:, middle : middle + 1]
     deviations = (ordered - median).abs()
     mad = deviations.kthvalue(middle + 1, dim=-1, keepdim=True).values
-    threshold = KAPPA * c * mad.clamp(min=_LEAST_MAD)
+    return _KAPPA * c * mad.clamp(min=_LEAST_MAD)
+
+
+def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> PerRow:
+    """The number of entries to move in each row, from the sorted absolute values."""
+    n = ordered.shape[-1]
+    threshold = mad_threshold(ordered, c)
 
     # In float64: a whole tensor may have more entries than float32 can count.
     share = (ordered <= threshold).sum(-1).double() / n
     count = share.clamp(*shares) * n
     return count.round().long()
-
-
-def _smallest(
-    sizes: Entries,
-    ordered: Entries,
-    count: PerRow,
-) -> Bool[Tensor, "row entry"]:
-    """The ``count`` smallest entries of each row, the first among equals, from their sorted
-    values."""
-    # The last entry that is selected, or the first of a row where none is.
-    last = (count - 1).clamp(min=0)
-    threshold = ordered.gather(-1, last.unsqueeze(-1))
-    below = sizes < threshold
-    equal = sizes == threshold
-
-    # What is left of the count goes to the first of the entries that equal the threshold.
-    room = (count - below.sum(-1)).clamp(min=0)
-    is_first_of_equals = equal.cumsum(-1) <= room.unsqueeze(-1)
-    among_equals = equal & is_first_of_equals
-
-    any_selected = (count > 0).unsqueeze(-1)
-    return below & any_selected | among_equals
 
 
 def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
@@ -289,6 +280,7 @@ def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
     return torch.lerp(from_rank[:, :1], above, position - rank)
 
 
+# The constants of SplitMix64, as signed integers: torch has no unsigned ones of 64 bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND_FACTOR = 0x94D049BB133111EB - 2**64

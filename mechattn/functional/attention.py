@@ -13,6 +13,7 @@ from torch import Tensor
 
 Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or scores
 Tokens = Int[Tensor, "batch pos"]
+Stream = Float[Tensor, "batch pos d_model"]  # the residual stream, or a direction in it
 Marked = Bool[Tensor, "batch pos"]  # some tokens of each sequence
 Queries = Int[Tensor, "batch query"]  # positions of some queries of each sequence
 Sequences = Int[Tensor, " chosen"]  # some sequences of a batch
@@ -31,6 +32,11 @@ _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 def working_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which statistics and outputs are computed: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def in_working_dtype(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Convert to float32 at least."""
+    return tensor.to(working_dtype(tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +309,7 @@ class _BlockKernel:
 
         # The most scores that a block has; a window leaves out the keys before it.
         most_keys = length
-        if attention.window:
+        if attention.window is not None:
             most_keys = min(length, attention.window + block)
         most_rows = min(block, length)
         size = batch * heads * most_rows * most_keys
@@ -313,7 +319,7 @@ class _BlockKernel:
     def keys_before(self, queries: slice) -> slice:
         """The keys up to the last query, without those that no query of the block sees."""
         window = self.attention.window
-        if not window:
+        if window is None:
             return slice(0, queries.stop)
 
         # The block's first query sees furthest back.
@@ -360,16 +366,14 @@ class _BlockKernel:
         window = self.attention.window
         edge_mask = self.attention.edge_mask
         rows = queries.stop - queries.start
-        window_hides_keys = window is not None and queries.stop > window
 
         # Only the block's own keys, the last ones here, can come after one of its queries.
         own_keys = slice(queries.start - keys.start, None)
         scores[..., own_keys] += self.future[:rows, :rows]
-        if edge_mask is None and not window_hides_keys:
-            return
-
         positions = torch.arange(queries.start, queries.stop, device=scores.device)
-        if window is not None and window_hides_keys:
+
+        # The window of an early query reaches back to the first key, and hides nothing.
+        if window is not None and queries.stop > window:
             # ``keys`` starts at or after the first query's window. Each later query's window starts
             # one key later, so only the first ``rows`` keys can be outside one.
             stop = min(keys.start + rows, keys.stop)
@@ -446,8 +450,3 @@ def for_each_head(
     """
     group = heads // x.shape[1]
     return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=group)
-
-
-def in_working_dtype(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Convert to float32 at least."""
-    return tensor.to(working_dtype(tensor))

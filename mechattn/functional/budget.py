@@ -85,6 +85,7 @@ class Rotation:
 
 
 NO_ROTATION = Rotation(torch.zeros(0))  # of a layer without positions in its queries and keys
+_ROUNDINGS = 8  # of the largest entry: two rotations instead of one differ by less
 
 
 def before_hidden_states(
@@ -162,7 +163,7 @@ def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, " row"]:
     are_equal = []
     for x_before, x_after in ((before.q, after.q), (before.k, after.k)):
         largest = x_after.abs().amax((1, 2, 3))
-        rounding = 8 * torch.finfo(x_after.dtype).eps * largest
+        rounding = _ROUNDINGS * torch.finfo(x_after.dtype).eps * largest
         difference = (x_before - x_after).abs().amax((1, 2, 3))
         are_equal.append(difference <= rounding)
 

@@ -207,12 +207,15 @@ def looked_up_mass(pattern: Pattern, places: Places) -> PerHead:
         places: Sequence, row and column of each key, as three index tensors of one length.
 
     Returns:
-        The sum of these probabilities for each query, 0 for one without such a key.
+        The sum of these probabilities for each query, in float32 at least; 0 for one without such a
+        key.
     """
     row, query, key = places
     batch, heads, queries, _ = pattern.shape
-    mass = pattern.new_zeros(batch, queries, heads)
-    probabilities = pattern[row, :, query, key]
+
+    # Added up one by one: in half precision, many small ones would be lost.
+    probabilities = in_working_dtype(pattern[row, :, query, key])
+    mass = probabilities.new_zeros(batch, queries, heads)
     mass.index_put_((row, query), probabilities, accumulate=True)
     return mass.transpose(1, 2)
 

@@ -193,7 +193,9 @@ def _kernel(
     # Zeros on the right change no score, and no value that is kept.
     widest = max(q.shape[-1], d_v)
     width = widest + -widest % _MULTIPLE
-    q, k, v = (pad(vectors, (0, width - vectors.shape[-1])) for vectors in (q, k, v))
+    q = pad(q, (0, width - q.shape[-1]))
+    k = pad(k, (0, width - k.shape[-1]))
+    v = pad(v, (0, width - d_v))
 
     # The kernels' own operators: torch.nn.functional shows no log-sum-exp.
     aten = torch.ops.aten

@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, mix, working_dtype
+from mechattn.functional.attention import Marked, Pattern, Stream, mix, working_dtype
 
 Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
 Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
@@ -45,7 +45,7 @@ def update_norm(z: Z, factor: Factor) -> PerHead:
 def update_product(
     z: Z,
     w_o: Weights,
-    direction: Float[Tensor, "batch pos d_model"],
+    direction: Stream,
 ) -> PerHead:
     """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is
     built.
@@ -87,10 +87,24 @@ def counts_in_bins(
 
 
 def counts_in_pairs_of_bins(
-    first: PerPart, second: PerPart, edges: tuple[Edges, Float[Tensor, " edge2"]], counted: Marked
+    first: PerPart,
+    second: PerPart,
+    first_edges: Edges,
+    second_edges: Float[Tensor, " edge2"],
+    counted: Marked,
 ) -> Float[Tensor, "batch bin bin2"]:
-    """The same for two values at once, over all parts together."""
-    first_edges, second_edges = edges
+    """The number of counted tokens in each pair of bins of two values, over all parts together.
+
+    Args:
+        first: A value of each part and token; NaN is not counted.
+        second: Another, likewise.
+        first_edges: The edges of the first value's bins, as in :func:`counts_in_bins`.
+        second_edges: Those of the second value's bins.
+        counted: The tokens that count.
+
+    Returns:
+        Counts; those of several prompts can be added.
+    """
     second_bins = len(second_edges) + 1
     pair = _bins(first, first_edges) * second_bins + _bins(second, second_edges)
     is_counted = counted[:, None] & ~first.isnan() & ~second.isnan()
@@ -134,7 +148,7 @@ class Split:
 
 
 def split(
-    pattern: Float[Tensor, "batch head query key"],
+    pattern: Pattern,
     v: Float[Tensor, "batch kv_head key d_head"],
     inserted: Bool[Tensor, "batch key"],
     aligned: Aligned,

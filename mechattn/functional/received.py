@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mechattn.functional.attention import EdgeMask, Marked, Pattern, for_each_head
+from mechattn.functional.attention import EdgeMask, Marked, Pattern, Stream, for_each_head
 
 PerKey = Float[Tensor, "batch head key"]
 PerQuery = Float[Tensor, "batch head query"]
@@ -54,38 +54,6 @@ def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -
         Probabilities, one for each row.
     """
     return pattern.diagonal(first_query - first_key, -2, -1)
-
-
-def _sums_over_seeing(
-    weight: Shaped[Tensor, "batch query"], window: int | None, include_self: bool
-) -> CountOfKey:
-    """For each key the sum of the weights of the queries that can see it, from one cumulative
-    sum.
-
-    Args:
-        weight: The weight of each query, 0 for one that does not count.
-        window: How many keys a query sees, including its own; None for all.
-        include_self: Whether a key's own query counts.
-
-    Returns:
-        Sums of weights in float64.
-    """
-    length = weight.shape[-1]
-
-    # The sum of all weights from each position on; beyond the end there is nothing.
-    from_last = weight.double().flip(-1)
-    sums_from = from_last.cumsum(-1).flip(-1)
-    sums_from = torch.nn.functional.pad(sums_from, (0, length + 1))
-
-    # Of key k, the first query that sees it is k + first, and the first that doesn't k + end.
-    first = 0 if include_self else 1
-    end = length
-    if window is not None:
-        end = min(max(window, first), length)
-
-    from_first = sums_from[:, first : first + length]
-    from_end = sums_from[:, end : end + length]
-    return from_first - from_end
 
 
 def visible_counts(
@@ -140,14 +108,46 @@ def seeing_queries(
     return sums.round().float()
 
 
-def received_attention(sums: PerKey, queries: CountOfKey) -> PerKey:
+def _sums_over_seeing(
+    weight: Shaped[Tensor, "batch query"], window: int | None, include_self: bool
+) -> CountOfKey:
+    """For each key the sum of the weights of the queries that can see it, from one cumulative
+    sum.
+
+    Args:
+        weight: The weight of each query, 0 for one that does not count.
+        window: How many keys a query sees, including its own; None for all.
+        include_self: Whether a key's own query counts.
+
+    Returns:
+        Sums of weights in float64.
+    """
+    length = weight.shape[-1]
+
+    # The sum of all weights from each position on; beyond the end there is nothing.
+    from_last = weight.double().flip(-1)
+    sums_from = from_last.cumsum(-1).flip(-1)
+    sums_from = torch.nn.functional.pad(sums_from, (0, length + 1))
+
+    # Of key k, the first query that sees it is k + first, and the first that doesn't k + end.
+    first = 0 if include_self else 1
+    end = length
+    if window is not None:
+        end = min(max(window, first), length)
+
+    from_first = sums_from[:, first : first + length]
+    from_end = sums_from[:, end : end + length]
+    return from_first - from_end
+
+
+def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
     """Mean attention that each key receives from the counted queries after it.
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
     Args:
         sums: Attention of each key, summed over the counted queries after it.
-        queries: The number of these queries, see :func:`seeing_queries`.
+        query_counts: The number of these queries, see :func:`seeing_queries`.
 
     Returns:
         Probabilities; NaN for a key that no counted query sees.
@@ -155,8 +155,8 @@ def received_attention(sums: PerKey, queries: CountOfKey) -> PerKey:
     Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
     # A factor of NaN, because a sum of 0 over no queries is no measurement.
-    nan_without_queries = torch.where(queries > 0, 1.0, torch.nan)
-    divisor = queries.clamp(min=1)
+    nan_without_queries = torch.where(query_counts > 0, 1.0, torch.nan)
+    divisor = query_counts.clamp(min=1)
     return nan_without_queries[:, None] * sums / divisor[:, None]
 
 
@@ -262,9 +262,7 @@ def value_norms(
     return value_norm, written.norm(dim=-1)
 
 
-def massive(
-    stream: Float[Tensor, "batch pos d_model"], real: Marked, least: float, ratio: float
-) -> dict[str, OfSequence]:
+def massive(stream: Stream, real: Marked, least: float, ratio: float) -> dict[str, OfSequence]:
     """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their
     sequence.
 
@@ -297,7 +295,7 @@ def massive(
     }
 
 
-def _medians(size: Float[Tensor, "batch pos d_model"], real: Marked) -> OfSequence:
+def _medians(size: Stream, real: Marked) -> OfSequence:
     """The median of each sequence's entries, the lower of the two in the middle."""
     if size.device.type != "cpu":  # without waiting for it
         nan_at_padding = size.masked_fill(~real[:, :, None], torch.nan)

@@ -23,13 +23,10 @@ def alibi_slopes(heads: int) -> PerHead:
     and its code.
     """
     power = 2 ** int(math.log2(heads))
-    others = heads - power
-    exponents = [-8 * (head + 1) / power for head in range(power)]
-    exponents += [-4 * (2 * head + 1) / power for head in range(others)]
-
     # In float64, so that each slope is rounded once.
-    slopes = torch.tensor(exponents, dtype=torch.float64).exp2()
-    return slopes.float()
+    ranks = torch.arange(1, power + 1, dtype=torch.float64)
+    exponents = torch.cat([-8 * ranks / power, -4 * (2 * ranks - 1) / power])
+    return exponents[:heads].exp2().float()
 
 
 def mpt_slopes(heads: int, largest: float = 8.0) -> PerHead:

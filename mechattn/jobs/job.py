@@ -62,7 +62,7 @@ class Job:
     prompts: Sequence[Prompt]
     conditions: Mapping[str, Condition] | None = None
     analyses: Sequence[Analysis] | Analysis | None = None
-    options: RunOptions = RunOptions()  # noqa: RUF009, a frozen value
+    options: RunOptions = RunOptions()
     dtype: str = "auto"
     device: str | None = field(default=None, compare=False)
     verify: bool = True

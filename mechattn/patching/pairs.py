@@ -20,7 +20,7 @@ from mechattn.engine.request_checks import (
     check_side,
     check_size,
     check_variants,
-    made_sequences,
+    condition_sequences,
     with_baseline,
 )
 from mechattn.errors import ModelError, OptionError, PromptError, check_choice, memory_bytes, warn
@@ -131,7 +131,7 @@ class PatchingRequest:
             MechattnError: They cannot be patched.
         """
         named = with_baseline({_OTHER: self.condition})
-        sequences = made_sequences(named, self.prompts, self.model, self.seed)
+        sequences = condition_sequences(named, self.prompts, self.model, self.seed)
         _check_sequences(self.model, self.prompts, sequences)
         measures = measures_of(self.metric, self.prompts, self.model)
 

@@ -271,6 +271,16 @@ class Batch:
         return self.segment >= 0
 
     @property
+    def positions(self) -> Int[Tensor, " pos"]:
+        """0, 1, 2 …, on the batch's device."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device)
+
+    @property
+    def original(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions hold a token of the prompt itself."""
+        return self.origin >= 0
+
+    @property
     def inserted(self) -> Bool[Tensor, "batch pos"]:
         """Which positions a condition inserted."""
         return self.origin == INSERTED
@@ -278,7 +288,7 @@ class Batch:
     @property
     def after_inserted(self) -> Bool[Tensor, "batch pos"]:
         """The original tokens that come after an inserted one."""
-        return (self.inserted.cumsum(-1) > 0) & (self.origin >= 0)
+        return (self.inserted.cumsum(-1) > 0) & self.original
 
     def of_segment(self, name: str) -> Bool[Tensor, "batch pos"]:
         """Which positions belong to the segment ``name``."""
@@ -386,6 +396,9 @@ class Pairs:
     reach: tuple[int, ...]
 
 
+@lru_cache(
+    maxsize=8
+)  # for all blocks and layers, as it waits for a GPU; a batch on each of several
 def pairs_of(batch: Batch) -> Pairs:
     """The pairs of a batch that holds all conditions of its prompts."""
     row_of_baseline = {

@@ -33,7 +33,7 @@ def test_scores_of_a_model_that_rotates(no_forward):
         ma.run(no_forward, PROMPT, analyses=ma.analyses.ScoreDecomposition())
 
 
-@pytest.mark.parametrize("option", [{"threshold": 1.2}, {"massive": (1.0,)}])
+@pytest.mark.parametrize("option", [{"threshold": 1.2}, {"massive": (1.0,)}, {"massive": 5}])
 def test_options_of_sinks(option):
     with pytest.raises(OptionError, match=next(iter(option))):
         ma.analyses.AttentionSinks(**option)

@@ -31,6 +31,10 @@ PROMPT = "Tom has 3 apples."
             lambda: ma.analyses.MlpActivations("quantile", 25),
             "value=25: give a quantile",
         ),
+        (
+            lambda: ma.analyses.MlpActivations(edges=(0.0, float("nan"), 1.0)),
+            "edges: give at least two numbers in increasing order",
+        ),
     ],
 )
 def test_options(make, message):

@@ -6,7 +6,7 @@ import torch
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
 from tests.model.unusual import unusual_model
-from tests.tiny_families import bridge_of
+from tests.tiny_families import bridge_of, tiny_model
 
 
 def loaded(name):
@@ -63,6 +63,12 @@ def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
     with pytest.raises(PromptTooLong, match="dynamic NTK"):
         ma.head_means(model, [prompt_of(40, tokenizer)])
     assert ma.run(model, prompt_of(32, tokenizer))
+
+
+def test_head_means_of_a_prompt_that_is_too_long(tokenizer):
+    model = bridge_of(tiny_model("GPT-2"), verify=False)
+    with pytest.raises(PromptTooLong, match="has 300 tokens"):
+        ma.head_means(model, [prompt_of(300, tokenizer)])
 
 
 def test_ids_before_the_first_row_of_a_table(tokenizer):

@@ -17,6 +17,19 @@ Q = torch.zeros(2, 4, 5, 8)
         ({"v": Q[:, :2]}, "alike but for the number of heads"),
         ({"lengths": [5, 6]}, "give 2 numbers of positions, 1 to 5"),
         ({"lengths": [5]}, "give 2 numbers of positions"),
+        (
+            {"counted": torch.ones(2, 4, dtype=bool)},
+            r"counted has the shape \[2, 4\]: give .* \[2, 5\]",
+        ),
+        (
+            {"segments": {"first": torch.ones(5, dtype=bool)}},
+            r"first has the shape \[5\]: give \[batch",
+        ),
+        (
+            {"scores": ma.AttentionScores(alibi=torch.ones(3))},
+            r"alibi has the shape \[3\]: give .* \[4\]",
+        ),
+        ({"scores": ma.AttentionScores(sinks=torch.ones(1))}, r"sinks has the shape \[1\]"),
     ],
 )
 def test_shapes(changed, message):

@@ -78,7 +78,8 @@ def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, some, whole, 
 def test_a_single_prompt_that_does_not_fit_is_refused_with_a_sentence(toy, prompts, monkeypatch):
     full(0, MemoryError("16 GiB"), 0, monkeypatch)
     with pytest.raises(
-        ModelError, match=r"alone with all its conditions does not fit in memory \(16 GiB\)"
+        ModelError,
+        match=r"alone with all its conditions does not fit in memory \(MemoryError: 16 GiB\)",
     ):
         ma.run(toy, prompts[:2], CONDITIONS)
 

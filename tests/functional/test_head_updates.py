@@ -37,7 +37,7 @@ def test_counts_in_pairs_of_bins():
     one[0, 0, 0] = torch.nan
     counted = torch.rand(2, 40, generator=generator) < 0.7
     edges = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.3, 0.6])
-    both = fn.counts_in_pairs_of_bins(one, other, edges, counted)
+    both = fn.counts_in_pairs_of_bins(one, other, *edges, counted)
     bins = [[-9, *values.tolist(), 9] for values in edges]
     for row, tokens in enumerate(counted):
         is_kept = tokens & ~one[row].isnan()

@@ -34,6 +34,17 @@ def repeated_mass(pattern, tokens, after, first_query=0, first_key=0):
     return looked_up_mass(pattern, repeats.nonzero(as_tuple=True))
 
 
+def test_many_small_masses_in_half_precision():
+    """Added up in float16 itself, what comes after the first half would be lost."""
+    pattern = torch.full((1, 1, 1, 4096), 2.0**-12, dtype=torch.float16)
+    tokens = torch.zeros(1, 4097, dtype=torch.long)
+    assert repeated_mass(pattern, tokens, 0, first_query=4096).item() == 1
+    lossy = torch.zeros(1, dtype=torch.float16).index_put_(
+        (torch.zeros(4096, dtype=torch.long),), pattern.flatten(), accumulate=True
+    )
+    assert lossy.item() < 1, "control"
+
+
 @pytest.mark.parametrize("after", PATTERNS)
 def test_the_places_are_those_of_transformer_lens(tokens, pattern, after):
     for row in range(2):

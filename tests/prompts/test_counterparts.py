@@ -10,7 +10,7 @@ import pytest
 import mechattn as ma
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.conditions import Counterpart
-from mechattn.engine.request_checks import made_sequences, with_baseline
+from mechattn.engine.request_checks import condition_sequences, with_baseline
 from mechattn.errors import ConditionError, OptionError, PromptError
 from mechattn.prompts.counterparts import _partners
 from mechattn.prompts.tokenization import tokenize
@@ -22,7 +22,7 @@ def model(toy):
 
 
 def both(model, prompt, condition):
-    made = made_sequences(with_baseline({"other": condition}), [prompt], model, 0)[0]
+    made = condition_sequences(with_baseline({"other": condition}), [prompt], model, 0)[0]
     return made[BASELINE], made["other"]
 
 
@@ -97,10 +97,10 @@ def test_every_other_condition_has_the_same_segments(model):
     prompt = ma.Prompt(tokens=(1, 20, 30, 40, 50), counterpart=(1, 20, 31, 40, 50))
     slash = ma.MeaninglessTokens("/", count=4)
     conditions = with_baseline({"other": Counterpart(), "slash": slash})
-    (sequences,) = made_sequences(conditions, [prompt], model, 0)
+    (sequences,) = condition_sequences(conditions, [prompt], model, 0)
     own_segments = sequences["slash"].segment[~sequences["slash"].inserted]
     assert own_segments.equal(sequences[BASELINE].segment)
-    (alone,) = made_sequences(with_baseline({"slash": slash}), [prompt], model, 0)
+    (alone,) = condition_sequences(with_baseline({"slash": slash}), [prompt], model, 0)
     assert not alone[BASELINE].of_segment("changed").any()
 
 
