@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
-from mechattn.render.words import says
+from mechattn.render.words import in_digits, interval_of, number_words, says
 
 if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
@@ -59,9 +60,9 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     figure = draw.panels()
     _legend_of_edges(figure)
     largest = table.effect.abs().max()
-    for row in table[::-1].itertuples():  # the largest on top
-        for node in read_by[row.reader]:
-            _arc(figure, row, places[row.writer], places[node], largest)
+    for _, edge in table[::-1].iterrows():  # the largest on top
+        for node in read_by[edge.reader]:
+            _arc(figure, edge, places[edge.writer], places[node], largest)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
     ticks = ["embedding", *map(str, layers), "logits"]
@@ -134,12 +135,12 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
 
 def _arc(
     figure: go.Figure,
-    edge: Any,
+    edge: pd.Series,
     start: tuple[float, float],
     end: tuple[float, float],
     largest: float,
 ) -> None:
-    """Draw an edge, which enters a head where its queries, keys or values are.
+    """Draw an edge; into a head it goes where that reads queries, keys or values.
 
     Args:
         figure: The figure that gets it.
@@ -160,12 +161,12 @@ def _arc(
     bend = width * np.sin(np.pi * fraction)
 
     q = edge.q_effect
-    if np.isnan(q):
+    if np.isnan(q):  # no effect lies below 0, so the comparison is with a random direction
         q = edge.q_beyond_random
     hover = (
         f"{edge.writer} → {edge.reader}<br>"
-        f"{edge.effect:+.3g} [{edge.effect_low:+.3g}, {edge.effect_high:+.3g}]<br>"
-        f"q = {q:.2g}<br>random direction {edge.random:+.3g}"
+        f"{number_words(interval_of(edge, 'effect'), '+.3g')}<br>"
+        f"q = {q:.2g}<br>random direction {in_digits(edge.random, '+.3g')}"
     )
 
     colour = WITH if edge.effect > 0 else WITHOUT
@@ -184,13 +185,14 @@ def _arc(
 
 def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     """Where a node is drawn; layers count upwards, the MLPs are on the right."""
-    match = _OF_LAYER.match(name)
-    if match is None:  # the embedding below, or the logits above
-        height = -1
-        if name == "logits":
-            height = len(layers)
-        return (heads - 1) / 2, height
+    middle = (heads - 1) / 2
+    if name == "embedding":
+        return middle, -1
+    if name == "logits":
+        return middle, len(layers)
 
+    match = _OF_LAYER.match(name)
+    assert match is not None  # every other node is a head or an MLP
     height = layers.index(int(match[1]))
     if match[2]:
         return float(match[2]), height

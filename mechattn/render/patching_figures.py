@@ -12,9 +12,8 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import GREY, THIRD, WITH
 from mechattn.render.figure_declaration import declare
-from mechattn.render.words import in_digits, number_words, says
+from mechattn.render.words import in_digits, interval_of, number_words, says
 from mechattn.results.result import head_name
-from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
     from mechattn.patching.effects import Patching
@@ -82,9 +81,10 @@ def _largest_words(patching: Patching, table: pd.DataFrame, has_share: bool) -> 
     largest_row = int(np.nanargmax(table.effect.abs()))
     largest = table.iloc[largest_row]
     cell = table[patching.labels].iloc[largest_row].to_dict()
-    effect = number_words(Interval(largest.effect, largest.effect_low, largest.effect_high))
-    share = f", {largest.share:.0%} of the whole effect" if has_share else ""
-    return f"{_cell_words(cell)}, {effect}{share}"
+    words = f"{_cell_words(cell)}, {number_words(interval_of(largest, 'effect'))}"
+    if has_share:
+        words += f", {largest.share:.0%} of the whole effect"
+    return words
 
 
 @declare("patching")
@@ -133,12 +133,7 @@ def patching_effects(
         title_text=_effect_on(patching),
         range=[low - room, high + room],
     )
-    figure.update_yaxes(
-        tickvals=rows,
-        ticktext=labels,
-        zeroline=False,
-        range=[-0.8, len(table) - 0.4],
-    )
+    figure.update_yaxes(draw.named_ticks(labels), zeroline=False, range=[-0.8, len(table) - 0.4])
 
     sentence = f"{int(differs.sum())} of {len(table)} rows differ {compared} (q < 0.05)"
     if table.attrs["skewed"]:
@@ -155,12 +150,11 @@ def _effect_points(
         (f"effect: differs {compared} (q < 0.05)", differs, WITH),
         ("effect: does not", ~differs, "white"),
     ):
-        estimates = table.loc[mask, ["effect", "effect_low", "effect_high"]]
         outline = dict(color=WITH, width=1.6)
         draw.points(
             figure,
             rows[mask],
-            estimates.values.T,
+            interval_of(table[mask], "effect"),
             words,
             WITH,
             sideways=True,
