@@ -31,7 +31,7 @@ from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, Interval
 
 NAME = "mlp_activations"
-_POINTS: dict[str, Any] = {"marker": dict(size=7), "hovertemplate": "%{customdata}: %{y:.3g}"}
+_POINT_STYLE: dict[str, Any] = {"marker": dict(size=7), "hovertemplate": "%{customdata}: %{y:.3g}"}
 _METRICS = {
     "near_zero": "near-zero share",
     "l1": "L1 norm",
@@ -161,7 +161,7 @@ def activation_metrics(
                 phrases = [f"{name} {percent_words(change)}" for name, change in changes.items()]
                 sentences.append(model_sentence(result, phrases))
 
-        draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINTS)
+        draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINT_STYLE)
         draw.rule(figure, y=0, column=column)
 
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
@@ -209,7 +209,9 @@ def near_zero_by_class(
 
         apart = 0.8 / len(names)
         series = intervals.items()
-        draw.side_by_side(figure, classes, series, COLOURS, column=column, apart=apart, **_POINTS)
+        draw.side_by_side(
+            figure, classes, series, COLOURS, column=column, apart=apart, **_POINT_STYLE
+        )
 
         labels = [
             f"{token_class}<br>n = {count}"
@@ -278,7 +280,7 @@ def agreement(
             phrases.append(f"{name} {number_words(interval_of(row, 'cosine'))}")
         sentences.append(model_sentence(result, phrases))
 
-    draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINTS)
+    draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINT_STYLE)
     draw.rule(figure, y=0)
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
 

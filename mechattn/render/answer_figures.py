@@ -4,7 +4,7 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
 from typing import TYPE_CHECKING
 
@@ -62,8 +62,7 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
         _accuracy_by_condition(figure, tables, names)
 
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    count = _count_words(list(tables.values()))
-    note = f"n = {count}; bars: 95 % intervals"
+    note = f"n = {_count_words(tables.values())}; bars: 95 % intervals"
     draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
     return figure
 
@@ -278,7 +277,7 @@ def dose_curves(
         raise OptionError(f"{name!r} was {words}; give both")
 
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
-    figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
+    figure = draw.panels(titles, rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12)
     upper = accuracy({"right answers": answers}, over)
     lower = changes(result, None, quantity, segment, layer, over=over)
 
@@ -316,16 +315,14 @@ def _percents(
     return [100 * rows[column] for column in (estimate, "low", "high")]
 
 
-def _count_words(tables: Sequence[pd.DataFrame]) -> str:
+def _count_words(tables: Iterable[pd.DataFrame]) -> str:
     """The number of problems, or of groups of problems, that the tables are over."""
-    counts = sorted({int(table.n.iloc[0]) for table in tables})
-    units = {table.attrs.get("unit", "prompts") for table in tables}
-    words = "problems or groups of them"
-    if len(units) == 1:
-        words = units.pop()
-    if words == "prompts":
-        words = "problems"
-    return f"{', '.join(map(str, counts))} {words}"
+    counts = []
+    for table in tables:
+        unit = table.attrs.get("unit", "prompts")
+        words = "problems" if unit == "prompts" else unit
+        counts.append(f"{table.n.iloc[0]} {words}")
+    return " or ".join(dict.fromkeys(counts))
 
 
 def _pair_words(table: pd.DataFrame) -> str:

@@ -341,13 +341,7 @@ def by_position(
     null_kind: Null,
 ) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and their null."""
-    untitled = len(panels) * (len(rows) - 1)  # the panels below the first row
-    figure = draw.panels(
-        [*titles, *([""] * untitled)],
-        len(rows),
-        vertical_spacing=0.16,
-        horizontal_spacing=0.06,
-    )
+    figure = draw.panels(titles, rows=len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
 
     for column, panel in enumerate(panels, 1):
         for row, lines in enumerate(rows, 1):

@@ -108,13 +108,16 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     changed = [result.condition(name) for name in names]
 
     titles = ["without (baseline)", *(f"with {name}" for name in changed)]
+    columns = len(titles)
     rows = 1
     height = 380
     if changed:
         titles += ["mean over layers", *(f"question to itself, {name}" for name in changed)]
         rows = 2
         height = 660
-    figure = draw.panels(titles, rows, vertical_spacing=0.24, horizontal_spacing=0.055)
+    figure = draw.panels(
+        titles, rows=rows, cols=columns, vertical_spacing=0.24, horizontal_spacing=0.055
+    )
 
     for column, condition in enumerate([BASELINE, *changed], 1):
         _stack(figure, result, condition, column)

@@ -18,12 +18,12 @@ from mechattn.render.words import in_digits, interval_of, number_words, says
 if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
 
-_POINTS = 9  # of an arc
-_OF_LAYER = re.compile(r"L(\d+)(?:H(\d+)|MLP)")  # a head or an MLP
-_WIDEST = 7.0
+_ARC_POINTS = 9
+_HEAD_OR_MLP = re.compile(r"L(\d+)(?:H(\d+)|MLP)")
+_WIDEST = 7.0  # pixels, of the edge with the largest score
 _BESIDE_THE_AXES = re.compile(r"L\d+H?|embedding|logits")  # of a node's name, what an axis says
 # Where an edge enters a head, so that its three inputs are told apart.
-_ASIDE = {"q": -0.15, "v": 0.15}
+_SHIFT_OF_INPUT = {"q": -0.15, "v": 0.15}
 
 
 @declare("circuit")
@@ -53,7 +53,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         for reader in table.reader
     }
     nodes = sorted({*table.writer, *chain.from_iterable(read_by.values())})
-    matches = [_OF_LAYER.match(node) for node in nodes]
+    matches = [_HEAD_OR_MLP.match(node) for node in nodes]
     layers = sorted({int(match[1]) for match in matches if match})
     places = {node: _place(node, heads, layers) for node in nodes}
 
@@ -152,10 +152,10 @@ def _arc(
     _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
-    x1 += _ASIDE.get(reader_input, 0.0)
+    x1 += _SHIFT_OF_INPUT.get(reader_input, 0.0)
 
     # Half a sine to the side, so that edges over several layers do not hide each other.
-    fraction = np.linspace(0, 1, _POINTS)
+    fraction = np.linspace(0, 1, _ARC_POINTS)
     side = 1 if x1 >= x0 else -1
     width = 0.35 * side * min(1.0, (y1 - y0) / 2)
     bend = width * np.sin(np.pi * fraction)
@@ -191,7 +191,7 @@ def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     if name == "logits":
         return middle, len(layers)
 
-    match = _OF_LAYER.match(name)
+    match = _HEAD_OR_MLP.match(name)
     assert match is not None  # every other node is a head or an MLP
     height = layers.index(int(match[1]))
     if match[2]:

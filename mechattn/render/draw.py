@@ -96,9 +96,15 @@ def named_ticks(words: Sequence[str]) -> dict[str, Any]:
     return dict(tickvals=list(range(len(words))), ticktext=list(words))
 
 
-def panels(titles: Sequence[str] = ("",), rows: int = 1, **options: Any) -> go.Figure:
-    """Panels in rows, each with its title; one without a title by default."""
-    return make_subplots(rows, len(titles) // rows, subplot_titles=list(titles), **options)
+def panels(titles: Sequence[str] = ("",), **options: Any) -> go.Figure:
+    """Panels with their titles, row by row: by default in one row, and one without a title.
+
+    Args:
+        titles: The titles; further panels have none.
+        options: As for plotly's ``make_subplots``, such as rows and cols.
+    """
+    options = {"cols": len(titles)} | options
+    return make_subplots(subplot_titles=list(titles), **options)
 
 
 def points(

@@ -58,9 +58,8 @@ def focus_and_impact(
     """
     table = table_of(result, condition, segment)
     groups = [(words, rows) for words, rows in table.groupby("layers", sort=False)]
-    titles = [str(words) for words, _ in groups]
     figure = draw.panels(
-        [*titles, *("" for _ in titles)],
+        [str(words) for words, _ in groups],
         rows=2,
         row_heights=[0.76, 0.24],
         vertical_spacing=0.05,

@@ -31,7 +31,7 @@ from mechattn.store.atomic_writes import check_writable, write_whole
 
 DIGITS = 3  # of an attention map; further ones would only make the page larger
 GENERATOR = '<meta name="generator" content="mechattn'  # in the head of each of our pages
-_HEAD = 2**16  # bytes at the start of a file that must contain it, before any style or script
+_HEAD_BYTES = 2**16  # at the start of a file, which must contain it before any style or script
 Script = Literal["circuitsvis", "plotly"]
 
 
@@ -152,13 +152,13 @@ def received_text(
     lines = 0
     for (name, texts), token_values in zip(tokens.items(), values, strict=True):
         caption = f"{start}: attention received, “{name}”"
-        body += _text(caption, texts, token_values[: len(texts)], top)
+        body += _coloured_tokens(caption, texts, token_values[: len(texts)], top)
         lines += len(texts) // 12 + 1
 
     return View(body, 130 + 24 * lines, None)
 
 
-def _text(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
+def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
     """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not
     escape tokens.
     """
@@ -365,7 +365,7 @@ def _is_ours(path: Path) -> bool:
     """Whether mechattn wrote a page, or the file is empty."""
     try:
         with open(path, "rb") as stored:
-            head = stored.read(_HEAD).decode("utf-8", "replace")
+            head = stored.read(_HEAD_BYTES).decode("utf-8", "replace")
     except OSError:
         return False
     return not head or GENERATOR in head.partition("<style")[0].partition("<script")[0]

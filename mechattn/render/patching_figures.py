@@ -48,14 +48,15 @@ def patching_map(patching: Patching) -> go.Figure:
 
     across = patching.labels[1]
     table = patching.table()
-    has_share = bool(table.share.notna().all())
+    if table.share.isna().any():  # the whole effect may be 0
+        table = table.drop(columns="share")
     q_column = f"q_{table.attrs['tested']}"
     hovered = {"low": "effect_low", "high": "effect_high", "q": q_column}
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
     for column, form in _HOVERED.items():
-        if column in table and (has_share or column != "share"):
+        if column in table:
             hover += form.replace("NUMBER", f"customdata[{len(hovered)}]")
             hovered[column] = column
 
@@ -69,20 +70,19 @@ def patching_map(patching: Patching) -> go.Figure:
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
-        f"{significant} of {len(table)} {across}s at q < 0.05."
-        f" Largest: {_largest_words(patching, table, has_share)}; it was selected as the largest,"
-        " so"
-        ' its interval is too optimistic (table(select="half") avoids this).',
+        f"{significant} of {len(table)} {across}s at q < 0.05. Largest:"
+        f" {_largest_words(patching, table)}; it was selected as the largest, so its interval is"
+        ' too optimistic (table(select="half") avoids this).',
     )
 
 
-def _largest_words(patching: Patching, table: pd.DataFrame, has_share: bool) -> str:
+def _largest_words(patching: Patching, table: pd.DataFrame) -> str:
     """The cell with the largest effect, with its interval and its share of the whole effect."""
     largest_row = int(np.nanargmax(table.effect.abs()))
     largest = table.iloc[largest_row]
     cell = table[patching.labels].iloc[largest_row].to_dict()
     words = f"{_cell_words(cell)}, {number_words(interval_of(largest, 'effect'))}"
-    if has_share:
+    if "share" in table:
         words += f", {largest.share:.0%} of the whole effect"
     return words
 

@@ -36,7 +36,7 @@ _DECADES = {
     "tickvals": _EXPONENTS,
     "ticktext": [f"{10**exponent:.1g}" for exponent in _EXPONENTS],
 }
-_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
+_NULL_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
 
 @declare(READINGS, report=[{}])
@@ -87,7 +87,7 @@ def update_histogram(
         f", head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %",
     )
 
-    draw.rule(figure, **_RULE, x=null)
+    draw.rule(figure, **_NULL_RULE, x=null)
     figure.update_xaxes(axis, title_text=_AXIS[quantity], range=_reach(figure, "x", null))
     figure.update_yaxes(title_text="head", **draw.steps(heads))
     return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
@@ -133,8 +133,8 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
 
     head_count = int(result.provenance["model"]["heads"])
     uniform = np.log10(1 / head_count)
-    draw.rule(figure, **_RULE, y=0)
-    draw.rule(figure, **_RULE, x=uniform)
+    draw.rule(figure, **_NULL_RULE, y=0)
+    draw.rule(figure, **_NULL_RULE, x=uniform)
     figure.update_xaxes(_DECADES, title_text=_AXIS["magnitude"], range=_reach(figure, "x", uniform))
     figure.update_yaxes(title_text=_AXIS["orientation"], range=_reach(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
@@ -200,10 +200,8 @@ def update_by_position(
         )
 
     prompts = result["sequences"].sizes["prompt"]
-    texts = None
-    if prompts == 1:
-        first_prompt = result["sequences"].first_prompt_text.sel(condition=condition).values
-        texts = [html.escape(str(text)).replace("\n", "⏎") for text in first_prompt]
+    first_prompt = result["sequences"].first_prompt_text.sel(condition=condition).values
+    tokens = [html.escape(str(text)).replace("\n", "⏎") for text in first_prompt]
 
     heads = updates.sizes["head"]
     bar = dict(title="head", **draw.steps(heads))
@@ -214,33 +212,25 @@ def update_by_position(
         counts = layer_values.magnitude_at_n.values
         is_shown = np.isfinite(magnitude) & (counts >= prompts / 2)
         head, position = np.nonzero(is_shown)
+        details = [f", n = {int(count)}" for count in counts[is_shown]]
+        if prompts == 1:
+            details = [f" “{tokens[index]}”" for index in position]
+        point_words = f"layer {layer}, head %{{customdata}}, position %{{x}}%{{text}}"
         figure.add_scattergl(
             x=position,
-            y=magnitude[head, position].astype(np.float32),
+            y=magnitude[is_shown].astype(np.float32),
             mode="markers",
-            text=_point_words(head, position, counts[head, position], texts),
+            text=details,
+            customdata=head,
             marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=bar, opacity=0.7),
-            hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>",
+            hovertemplate=f"{point_words}: %{{y:.3f}}<extra></extra>",
             showlegend=False,
         )
 
-    draw.rule(figure, **_RULE, y=1 / heads)
+    draw.rule(figure, **_NULL_RULE, y=1 / heads)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     return _by_layer(figure, result, updates, "head updates by position", 500)
-
-
-def _point_words(
-    heads: np.ndarray, positions: np.ndarray, counts: np.ndarray, texts: Sequence[str] | None
-) -> list[str]:
-    """What each point is: its head, its position, and its token or the number of prompts."""
-    words = []
-    for head, position, count in zip(heads, positions, counts, strict=True):
-        detail = f", n = {int(count)}"
-        if texts is not None:
-            detail = f" “{texts[position]}”"
-        words.append(f"head {head}, position {position}{detail}")
-    return words
 
 
 def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
