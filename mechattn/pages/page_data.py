@@ -28,7 +28,12 @@ from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed
 from mechattn.pages.first_screen import ShownModel, captions
 from mechattn.render.attention_figures import inserted_span
-from mechattn.render.html_views import prompt_tokens, squeezed, tokens_in_segments
+from mechattn.render.html_views import (
+    prompt_tokens,
+    received_by_prompt,
+    squeezed,
+    tokens_in_segments,
+)
 from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result
 from mechattn.stats.units import RESAMPLES
@@ -374,11 +379,11 @@ def head_texts(result: Result) -> dict[str, Any]:
         receives [layer, head, key], if the run kept single prompts.
     """
     tokens = {condition: tokens_in_segments(result, condition) for condition in result.conditions}
-    values = _received_in_first_prompt(result)
+    values = received_by_prompt(result.datasets.get(RECEIVED, xr.Dataset()))
     if values is None:
         return {"tokens": tokens, "missing": MISSING["text"]}
 
-    values = values.transpose("condition", "layer", "head", "key")
+    values = values.isel(prompt=0).transpose("condition", "layer", "head", "key")
     received = {}
     for condition, token_list in tokens.items():
         condition_values = values.sel(condition=condition).values[..., : len(token_list)]
@@ -386,17 +391,6 @@ def head_texts(result: Result) -> dict[str, Any]:
         received[condition] = packed(condition_values, kind)
 
     return {"tokens": tokens, "received": received}
-
-
-def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
-    """What each position of the first prompt receives; None if only means over prompts were
-    kept."""
-    dataset = result.datasets.get(RECEIVED, xr.Dataset())
-    if "received_per_prompt" in dataset:
-        return dataset["received_per_prompt"].isel(prompt=0)
-    if "received" in dataset and result["sequences"].sizes["prompt"] == 1:
-        return dataset["received"]
-    return None
 
 
 def head_patterns(result: Result) -> dict[str, Any]:

@@ -167,9 +167,9 @@ def _line_options(result: Result, condition: str, choice: HeadChoice) -> dict[st
     return {"layer": layer, "heads": None, "top": top}
 
 
-def prompt_section(result: Result, condition: str | None = None) -> Section:
+def prompt_section(result: Result) -> Section:
     """The first prompt of a result as the model reads it, with each segment marked."""
-    condition = result.shown_condition(condition)
+    condition = result.shown_condition()
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
     tokens = tokens_in_segments(result, condition)
     return Section(title, "The first of the prompts.", tokens=tokens)

@@ -123,11 +123,8 @@ def received_text(
     """
     condition = result.shown_condition(condition)
     dataset = result["received_attention"]
-    if "received_per_prompt" in dataset:
-        received = dataset.received_per_prompt
-    elif dataset.sizes["prompt"] == 1:
-        received = dataset.received.expand_dims("prompt")
-    else:
+    received = received_by_prompt(dataset)
+    if received is None:
         raise OptionError(
             'the result has only means over prompts; run with keep="prompts" to see one prompt'
         )
@@ -330,6 +327,15 @@ def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
     if prompt == 0:
         tokens = sequences.first_prompt_text
     return [str(token) for token in tokens.values[:length]]
+
+
+def received_by_prompt(dataset: xr.Dataset) -> xr.DataArray | None:
+    """What each position of every prompt receives; None if only means over prompts were kept."""
+    if "received_per_prompt" in dataset:
+        return dataset.received_per_prompt
+    if "received" in dataset and dataset.sizes["prompt"] == 1:
+        return dataset.received.expand_dims("prompt")
+    return None
 
 
 def tokens_in_segments(result: Result, condition: str) -> list[tuple[str, str]]:
