@@ -195,7 +195,7 @@ def near_zero_by_class(
     for column, result in enumerate(results, 1):
         shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
 
-        # Every condition shows the same prompts. A class that fewer of them have has no interval.
+        # Every condition shows the same prompts. A class that too few of them have is left out.
         has_class = shares.notnull().all("condition")
         counts = has_class.sum("prompt")
         counts = counts[counts >= FEWEST]

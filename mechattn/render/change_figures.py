@@ -95,7 +95,8 @@ def change_map(
         column = "beyond"
         number_name = f"relative to {null_name}"
         bar_words += f" beyond {null_name}"
-        change_words += f" {number_name}" if to == BASELINE else f", {number_name}"
+        comma = "" if to == BASELINE else ","
+        change_words += f"{comma} {number_name}"
     hovered = {
         "change": "difference",
         "q": f"q_{column}",
@@ -129,14 +130,16 @@ def _map_small_print(contrast: Contrast, table: pd.DataFrame, is_beyond: bool) -
     if "resampled" in about:
         count += f", tested by {about['resampled']}"
     against = about["null"]
+    significant = _significant(table, "difference")
     if is_beyond:
         against = f"against {against}"
+        significant = _significant(table, "beyond")
     elif table.null.notna().any() and not about["predicts_no_change"]:
         against += " predicts no difference"
 
     phrases = [
         f"“{contrast.condition}”{_relative_to(contrast.to)}",
-        f"{_significant(table, 'beyond' if is_beyond else 'difference')} at q < 0.05",
+        f"{significant} at q < 0.05",
         f"n = {count}",
         against,
     ]
