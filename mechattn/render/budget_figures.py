@@ -283,11 +283,11 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
             row = [
                 condition,
                 PAYER_WORDS[budget.payer],
-                _points(budget, "baseline"),
-                _points(budget, "value"),
-                _signed_points(budget, "change"),
+                _points(budget, "baseline", ".1f"),
+                _points(budget, "value", ".1f"),
+                _points(budget, "change"),
             ]
-            row += [_signed_points(budget, cause) if cause in budget else "–" for cause in causes]
+            row += [_points(budget, cause) if cause in budget else "–" for cause in causes]
             rows.append(row)
 
     return PageTable("As a table: who pays, and why", columns, rows)
@@ -304,7 +304,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
     # The question's own change has a sentence of its own beside what the inserted tokens take.
     left_out = ("inserted", "question") if takes else ("inserted",)
     changes = [
-        f"{PAYER_WORDS[payer]} {_signed_points(table.loc[payer], 'change')}"
+        f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
         for payer in reversed(table.index)
         if payer not in left_out
     ]
@@ -316,7 +316,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
         sentences = [
             _SENTENCES["taken"].format(
                 condition=condition,
-                inserted=_points(table.loc["inserted"], "value"),
+                inserted=_points(table.loc["inserted"], "value", ".1f"),
                 most=f"{layer_budget.value['inserted']:.1f}",
                 layer=layer,
             ),
@@ -327,11 +327,11 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
 
     cause_words = _cause_words(result)
     causes = [
-        f"{cause_words[cause]} {_signed_points(question, cause)}"
+        f"{cause_words[cause]} {_points(question, cause)}"
         for cause in known_causes(result, condition)
     ]
     if causes:
-        total = _signed_points(question, "change")
+        total = _points(question, "change")
         sentences.append(_SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
 
     return sentences
@@ -357,17 +357,13 @@ def own_attention_words(result: Result, condition: str) -> str:
         amount = "less to itself than"
 
     return (
-        f"{amount} without insertion: {_signed_points(change, 'change')} of 100 points over all"
-        f" layers, and {_signed_points(layer_budget, 'change')} in layer {layer}, the largest"
+        f"{amount} without insertion: {_points(change, 'change')} of 100 points over all"
+        f" layers, and {_points(layer_budget, 'change')} in layer {layer}, the largest"
         f" change of {len(layers)} layers"
     )
 
 
-def _signed_points(budget: pd.Series, name: str) -> str:
-    """A change of points with its interval, which fewer than three prompts lack."""
-    return _points(budget, name, "+.1f")
-
-
-def _points(budget: pd.Series, name: str, form: str = ".1f") -> str:
-    """A number of points with its interval, which fewer than three prompts lack."""
+def _points(budget: pd.Series, name: str, form: str = "+.1f") -> str:
+    """A number of points with its interval, which fewer than three prompts lack; with its sign by
+    default, as most are changes."""
     return number_words(interval_of(budget, name), form)

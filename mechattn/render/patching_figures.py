@@ -123,7 +123,7 @@ def patching_effects(
     low, high = _control_points(figure, table, rows - 0.36)
     draw.rule(figure, x=0)
 
-    note = _run_words(patching, f"q over {table.attrs['family']}; bars: 95 % intervals; ")
+    note = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
     heading = f"{patching.about['model']}: patching effects"
     height = 190 + 30 * len(table)
     draw.title(figure, heading, note, height, top=120)
@@ -244,12 +244,12 @@ def _cell_words(cell: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _run_words(patching: Patching, details: str = "") -> str:
+def _run_words(patching: Patching) -> str:
     """How the effects were measured, and the whole effect that they are part of."""
     about = patching.about
     return (
-        f"{about['direction']}, {about['method']}; n = {patching.units.words}; {details}"
-        f"whole effect {number_words(patching.whole)}"
+        f"{about['direction']}, {about['method']}; n = {patching.units.words};"
+        f" whole effect {number_words(patching.whole)}"
     )
 
 
