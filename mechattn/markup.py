@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from mechattn.errors import visible
@@ -43,21 +44,16 @@ def _row(tag: str, cells: Sequence[Any], style: str) -> str:
 def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
     """Tokens with their segment as background colour, and a legend of the segments."""
     texts = list(texts)
-    present = [name for name in GROUNDS if any(name == segment for _, segment in texts)]
-    key = " ".join(_token(name, name) for name in present)
+    present = {segment for _, segment in texts}
+    legend = " ".join(_token(name, name) for name in GROUNDS if name in present)
     spans = "".join(_token(visible(text), segment) for text, segment in texts)
     style = "font-family:monospace;line-height:1.9;overflow-wrap:anywhere"
-    return f'<p>{html.escape(caption)} {key}</p><p style="{style}">{spans}</p>'
+    return f'<p>{html.escape(caption)} {legend}</p><p style="{style}">{spans}</p>'
 
 
 def fields_table(value: Any) -> str:
     """A dataclass as a table of its fields, for ``_repr_html_``."""
-    from dataclasses import fields
-
-    rows = []
-    for field in fields(value):
-        if field.repr:
-            rows.append((field.name, repr(getattr(value, field.name))))
+    rows = [(field.name, repr(getattr(value, field.name))) for field in fields(value) if field.repr]
     return table(rows, type(value).__name__)
 
 

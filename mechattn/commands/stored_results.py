@@ -114,7 +114,7 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
     for kind, figure in FIGURES.items():
         if kind in LEADING:
             continue
-        for dataset, options in figure.shown(result, layer):
+        for dataset, options in figure.in_report(result, layer):
             rank = len(analysis_names)  # an analysis of the user's own comes last
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import re
 from functools import cache
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mechattn.render.draw import DARK, DIVERGING, faint
-from mechattn.render.html_views import in_script, view_script
+from mechattn.render.html_views import in_script, squeezed, view_script
 
 Kind = Literal["f4", "f2", "u2"]
 Packed = dict[str, Any]
@@ -52,12 +51,6 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
     content = np.ascontiguousarray(numbers.astype(f"<{kind}")).tobytes()
     data = base64.b64encode(content).decode()
     return {"shape": list(numbers.shape), "kind": kind, "data": data}
-
-
-def squeezed(text: str) -> str:
-    """Compress text with gzip and base64, which a browser reads offline; equal texts stay equal."""
-    content = gzip.compress(text.encode("utf-8"), 6, mtime=0)
-    return base64.b64encode(content).decode()
 
 
 def kind_for(size: int) -> Kind:

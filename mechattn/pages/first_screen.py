@@ -15,13 +15,15 @@ from mechattn.contrast.question import first_token_words
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.budget_figures import budget_sentences, own_attention_words
 from mechattn.render.words import (
+    UNSURE,
+    OtherCondition,
     largest_layer_words,
     model_caption,
     numbered,
     percent,
     percent_number,
     percent_words,
-    stated,
+    verdict_in_words,
 )
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
@@ -32,12 +34,8 @@ SENTENCES = {
         "With “{condition}”, the attention that a token of the question receives from all tokens"
         " after it changes on average by {amount}{unsure}."
     ),
-    "less": (
-        "With “{condition}”, each token of the question receives on average {amount} less"
-        " attention than without it, in {models} models."
-    ),
-    "more": (
-        "With “{condition}”, each token of the question receives on average {amount} more"
+    "clear": (
+        "With “{condition}”, each token of the question receives on average {amount} {direction}"
         " attention than without it, in {models} models."
     ),
     "unclear": (
@@ -49,8 +47,8 @@ SENTENCES = {
         " {amount}."
     ),
 }
-DIRECTIONS = {"more": "more", "less": "less", "unclear": "no clear difference"}
-UNSURE = ", which cannot be distinguished from 0"
+DIRECTIONS = ("more", "less", "no clear difference")
+UNCLEAR = DIRECTIONS[-1]
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_TICKS = 6
 
@@ -66,7 +64,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """The change with its interval."""
+        """The change with its interval, or why there is none."""
         return percent_words(self.verdict.change) if self.verdict else self.problem
 
 
@@ -117,17 +115,15 @@ class ShownModel:
                 conditions.setdefault(row.problem, []).append(row.condition)
         return conditions
 
-    @cached_property
-    def change_from_control(self) -> tuple[str, Interval] | None:
-        """The matched control of the first condition, and the change from it; None without one."""
-        condition = self.result.shown_condition()
-        if condition not in self.verdicts:
-            return None
+    def control_of(self, condition: str) -> OtherCondition | None:
+        """The matched control of a condition, and the change from it; None if one of the two has no
+        verdict."""
+        verdicts = self.verdicts
         control = matched_control(self.result, condition)
-        if control is None:
+        if control is None or not {condition, control} <= set(verdicts):
             return None
         change, _ = Contrast(self.result, condition, to=control).overall()
-        return control, change
+        return OtherCondition(control, verdicts[control], change)
 
 
 @dataclass(frozen=True)
@@ -206,16 +202,14 @@ def picture(rows: Sequence[Change]) -> Picture | None:
 
 def change_sentence(rows: Sequence[Change]) -> str:
     """The picture in words: how attention changes with the first condition."""
-    measured = [row for row in rows if row.verdict is not None]
+    if not rows:
+        return ""
+    measured = [(row.condition, row.verdict.change) for row in rows if row.verdict is not None]
     if not measured:
-        return f"{rows[0].model}: {rows[0].problem}." if rows else ""
+        return f"{rows[0].model}: {rows[0].problem}."
 
-    condition = measured[0].condition
-    intervals = [
-        row.verdict.change
-        for row in measured
-        if row.verdict is not None and row.condition == condition
-    ]
+    condition, _ = measured[0]
+    intervals = [change for name, change in measured if name == condition]
     unsure_models = sum(bool(change.low <= 0 <= change.high) for change in intervals)
     unsure = UNSURE if unsure_models else ""
     if len(intervals) == 1:
@@ -226,21 +220,25 @@ def change_sentence(rows: Sequence[Change]) -> str:
         unsure += f" in {unsure_models} of them"
     direction = _direction(intervals)
     estimates = [float(change.estimate) for change in intervals]
-    amount = _range_words(estimates, "+.1f")
-    if direction != "unclear":  # the sentence says whether it is more or less
-        amount = _range_words([abs(estimate) for estimate in estimates], ".1f")
-    return SENTENCES[direction].format(
-        condition=condition, amount=amount, models=len(intervals), unsure=unsure
+    count = len(intervals)
+    if direction == UNCLEAR:
+        amount = _range_words(estimates, "+.1f")
+        return SENTENCES["unclear"].format(
+            condition=condition, amount=amount, models=count, unsure=unsure
+        )
+    amount = _range_words([abs(estimate) for estimate in estimates], ".1f")
+    return SENTENCES["clear"].format(
+        condition=condition, amount=amount, models=count, direction=direction
     )
 
 
 def _direction(intervals: Sequence[Interval]) -> str:
-    """Whether all intervals are on one side of 0."""
+    """Whether all intervals are on one side of 0: one of ``DIRECTIONS``."""
     if all(change.high < 0 for change in intervals):
         return "less"
     if all(change.low > 0 for change in intervals):
         return "more"
-    return "unclear"
+    return UNCLEAR
 
 
 def _range_words(changes: Sequence[float], form: str) -> str:
@@ -256,19 +254,19 @@ def _range_words(changes: Sequence[float], form: str) -> str:
 def control_sentence(models: Sequence[ShownModel]) -> str:
     """How the first condition differs from its matched control, in the models that have both; empty
     if no model has a control."""
-    intervals: dict[tuple[str, str], list[Interval]] = {}  # by condition and control
+    differences: dict[tuple[str, str], list[Interval]] = {}  # by condition and control
     for model in models:
-        if model.change_from_control is not None:
-            control, change = model.change_from_control
-            condition = model.result.shown_condition()
-            intervals.setdefault((condition, control), []).append(change)
+        condition = model.result.shown_condition()
+        control = model.control_of(condition)
+        if control is not None:
+            differences.setdefault((condition, control.name), []).append(control.difference)
 
     sentences = []
-    for (condition, control), changes_from_control in intervals.items():
-        amount = percent_words(changes_from_control[0])
-        if len(changes_from_control) > 1:
-            amount = _counted_directions(changes_from_control)
-        words = SENTENCES["control"].format(condition=condition, control=control, amount=amount)
+    for (condition, name), intervals in differences.items():
+        amount = percent_words(intervals[0])
+        if len(intervals) > 1:
+            amount = _counted_directions(intervals)
+        words = SENTENCES["control"].format(condition=condition, control=name, amount=amount)
         sentences.append(words)
     return " ".join(sentences)
 
@@ -277,9 +275,7 @@ def _counted_directions(intervals: Sequence[Interval]) -> str:
     """The range of changes, and in how many models they are clear."""
     counts = Counter(_direction([change]) for change in intervals)
     count_words = ", ".join(
-        f"{words} in {counts[direction]}"
-        for direction, words in DIRECTIONS.items()
-        if direction in counts
+        f"{direction} in {counts[direction]}" for direction in DIRECTIONS if direction in counts
     )
     estimates = [change.estimate for change in intervals]
     low = percent(min(estimates))
@@ -287,49 +283,53 @@ def _counted_directions(intervals: Sequence[Interval]) -> str:
     return f"{low} to {high} ({count_words} of {len(intervals)} models)"
 
 
-def layer_sentence(models: Sequence[ShownModel]) -> str:
-    """In which layer attention changes most; empty for several models, or without a verdict."""
-    if len(models) != 1:
-        return ""
-    (model,) = models
+def layer_sentence(model: ShownModel) -> str:
+    """In which layer attention changes most with the first condition; empty without a verdict."""
     condition = model.result.shown_condition()
-    if condition not in model.verdicts:
-        return ""
-    words = largest_layer_words(model.result, condition, "question")
+    words = ""
+    if condition in model.verdicts:
+        words = largest_layer_words(model.result, condition, "question")
     return f"{words}." if words else ""
 
 
 def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
-    """The answer of a page, the most important sentence first."""
-    own_attention = own_attention_sentence(models)
-    sentences = [own_attention]
+    """The answer of a page, the most important sentence first; of several models, what is said of
+    each alone is left out."""
+    sentences = []
+    received_sentences = [change_sentence(changes(models))]
+    if len(models) == 1:
+        sentences += budget_answer(models[0].result)
+        received_sentences.append(layer_sentence(models[0]))
+
+    has_budget = bool(sentences)
     for model in models:
         condition = model.result.shown_condition()
         if condition != BASELINE:
-            if len(models) == 1:
-                sentences += taken_sentences(model.result, condition)
             sentences.append(first_token_words(model.result, condition))
 
-    received_sentences = [
-        change_sentence(changes(models)),
-        layer_sentence(models),
-        control_sentence(models),
-    ]
+    received_sentences.append(control_sentence(models))
     received = " ".join(filter(None, received_sentences))
-    if own_attention and received:
+    if has_budget and received:
         received = f"Received attention is another measure. {received}"
     return list(filter(None, [*sentences, received]))
 
 
-def own_attention_sentence(models: Sequence[ShownModel]) -> str:
-    """How the question's attention to itself changes with the first condition and its control;
-    empty for several models, or without a budget."""
-    if len(models) != 1 or "attention_budget" not in models[0].result.datasets:
-        return ""
-    result = models[0].result
+def budget_answer(result: Result) -> list[str]:
+    """How the question's attention to itself changes with the first condition, and what its tokens
+    and those of its control take; empty without a budget."""
     condition = result.shown_condition()
-    if condition == BASELINE:
-        return ""
+    if condition == BASELINE or "attention_budget" not in result.datasets:
+        return []
+
+    sentences = [own_attention_sentence(result, condition)]
+    for name in filter(None, (condition, matched_control(result, condition))):
+        taken = budget_sentences(result, name)[:2]
+        sentences.append(" ".join(taken))
+    return sentences
+
+
+def own_attention_sentence(result: Result, condition: str) -> str:
+    """How the question's attention to itself changes with a condition and with its control."""
     words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}."
     control = matched_control(result, condition)
     if control is not None:
@@ -338,30 +338,16 @@ def own_attention_sentence(models: Sequence[ShownModel]) -> str:
     return words
 
 
-def taken_sentences(result: Result, condition: str) -> list[str]:
-    """What the tokens of a condition and of its control take, and from what."""
-    if "attention_budget" not in result.datasets:
-        return []
-    names = filter(None, (condition, matched_control(result, condition)))
-    return [" ".join(budget_sentences(result, name)[:2]) for name in names]
-
-
 def verdict_sentences(model: ShownModel) -> list[str]:
-    """One sentence per condition; controls are reported with what they match."""
+    """The verdict on each condition in words, beside its control, or why there is none."""
     result = model.result
     caption = model_caption(result)
     sentences = []
     for problem, conditions in model.problems.items():
         sentences.append(f"{caption}, {', '.join(conditions)}: {problem}.")
-
-    verdicts = model.verdicts
-    for condition, verdict in verdicts.items():
-        control = matched_control(result, condition)
-        compared = None
-        if control is not None and control in verdicts:
-            change, _ = Contrast(result, condition, to=control).overall()
-            compared = (control, verdicts[control], change)
-        words = stated(result, condition, verdict, "question", compared)
+    for condition, verdict in model.verdicts.items():
+        control = model.control_of(condition)
+        words = verdict_in_words(result, condition, verdict, other=control)
         sentences.append(f"{caption}: {words}")
 
     return sentences

@@ -150,20 +150,15 @@ def sections_of(
     for result in results:
         check_memory(result)
 
-    figures_of_models: list[Drawing] = []
-    figures_of_result: list[Drawing] = []
-    for draw, options in figures:
-        compares_models = FIGURES[draw.__name__].draws_several_results
-        group = figures_of_models if compares_models else figures_of_result
-        group.append((draw, options))
-
     sections: list[Section] = []
     missing: list[str] = []
 
-    def add_drawn(figures: Figures, results: Result | list[Result]) -> None:
+    def add_drawn(subject: str, drawn: Result | Sequence[Result]) -> None:
         for draw, options in figures:
+            if FIGURES[draw.__name__].subject != subject:
+                continue
             try:
-                sections.append(drawn_section(draw, results, options))
+                sections.append(drawn_section(draw, drawn, options))
             except MemoryOptionError:
                 raise
             except OptionError as error:
@@ -173,8 +168,8 @@ def sections_of(
         sections += lead_sections(result, choice)
     for result in results:
         sections.append(prompt_section(result))
-        add_drawn(figures_of_result, result)
-    add_drawn(figures_of_models, list(results))
+        add_drawn("result", result)
+    add_drawn("results", results)
     return sections, missing
 
 
@@ -213,6 +208,7 @@ def write_page(
 
 
 def _environment() -> Any:
+    """The templates, with the functions that they call."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -221,8 +217,8 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for words in (model_caption, percent, percent_words, heads_that_change, time_words):
-        environment.globals[words.__name__] = words
+    for function in (model_caption, percent, percent_words, heads_that_change, time_words):
+        environment.globals[function.__name__] = function
     return environment
 
 
@@ -263,34 +259,26 @@ def _template_values(
 
 def subtitle(results: Sequence[Result]) -> str:
     """The subtitle of a page of stored results."""
-    prompt_counts = {result["sequences"].sizes["prompt"] for result in results}
+    prompt_counts = sorted({result["sequences"].sizes["prompt"] for result in results})
     subject = "Attention"
     if any(len(result.conditions) > 1 for result in results):
         subject = "Attention with and without inserted tokens"
     counts = ", ".join(map(str, prompt_counts))
-    noun = "prompt" if prompt_counts == {1} else "prompts"
+    noun = "prompt" if prompt_counts == [1] else "prompts"
     sentences = [f"{subject}, {counts} {noun}."]
-    for words_of in (_inserted, alike_words):
-        for result in results:
-            words = words_of(result)
-            if words and words not in sentences:
-                sentences.append(words)
-    return " ".join(sentences)
+    sentences += map(_inserted_words, results)
+    sentences += map(alike_words, results)
+    return " ".join(filter(None, dict.fromkeys(sentences)))
 
 
-def _inserted(result: Result) -> str:
+def _inserted_words(result: Result) -> str:
     """What the first condition and its control insert, and where."""
     condition = result.shown_condition()
     if condition == BASELINE:
         return ""
 
-    names = [condition]
-    control = matched_control(result, condition)
-    if control is not None:
-        names.append(control)
-
     phrases = []
-    for name in names:
+    for name in filter(None, (condition, matched_control(result, condition))):
         stored = stored_condition(result, name)
         words = _condition_words(stored.kind, stored.options)
         if words:

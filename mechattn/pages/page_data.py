@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -26,10 +25,15 @@ from mechattn.contrast.quantities import has_dilution, head_quantities, layer_bl
 from mechattn.contrast.table import DEFAULT_MARGINS, marked
 from mechattn.contrast.table import table as contrast_table
 from mechattn.errors import MemoryOptionError, OptionError, visible
-from mechattn.pages.embedded import kind_for, packed, squeezed
+from mechattn.pages.embedded import kind_for, packed
 from mechattn.pages.first_screen import ShownModel, captions
 from mechattn.render.attention_figures import inserted_span
-from mechattn.render.html_views import prompt_tokens
+from mechattn.render.html_views import (
+    prompt_tokens,
+    received_by_prompt,
+    squeezed,
+    tokens_in_segments,
+)
 from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result
 from mechattn.stats.units import RESAMPLES
@@ -94,7 +98,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
         heads, the last with ``from_separate_run``: whether another run measured them.
     """
     result = model.result
-    layers = _measured_layers(result)
+    layers = measured_layers(result)
     names = head_quantities(result)
     heads = int(result.provenance["model"]["heads"]) if names else 0
 
@@ -115,13 +119,6 @@ def model_data(model: ShownModel) -> dict[str, Any]:
             else:
                 lacking[name] = next(iter(quantity["missing"].values()))
 
-    datasets = {}
-    for name in ("sequences", RECEIVED):
-        if name in result.datasets:
-            datasets[name] = _with_all_layers(result[name], layers)
-
-    on_map = replace(result, datasets=datasets)
-
     maps_result = result
     if model.maps is not None:
         maps_result = model.maps
@@ -134,26 +131,18 @@ def model_data(model: ShownModel) -> dict[str, Any]:
         "start": start,
         "quantities": quantities,
         "lacking": lacking,
-        "curves": head_curves(on_map),
-        "texts": head_texts(on_map),
+        "curves": head_curves(result),
+        "texts": head_texts(result),
         "patterns": patterns,
     }
 
 
-def _measured_layers(result: Result) -> list[int]:
-    """The layers that any analysis has measured."""
-    layers: set[int] = set()
+def measured_layers(result: Result) -> list[int]:
+    """The layers of a result, which all of its analyses share; none if no analysis has any."""
     for dataset in result.datasets.values():
-        if "layer" in dataset:
-            layers.update(dataset.layer.values.tolist())
-    return sorted(layers)
-
-
-def _with_all_layers(dataset: xr.Dataset, layers: list[int]) -> xr.Dataset:
-    """Extend a dataset to all layers of the map; NaN in layers that were not measured."""
-    if "layer" not in dataset.dims or dataset.layer.values.tolist() == layers:
-        return dataset
-    return dataset.reindex(layer=layers)
+        if "layer" in dataset.dims:
+            return dataset.layer.values.tolist()
+    return []
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
@@ -162,7 +151,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     Args:
         result: The result.
         quantity: The quantity; of its segments, the question is shown.
-        layers: The layers of the map, which any analysis has measured.
+        layers: The layers of the map.
         heads: The number of heads in each layer.
 
     Returns:
@@ -286,7 +275,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     for condition in result.conditions:
         if condition == BASELINE:
             continue
-        inserted[condition] = _inserted(result, condition)
+        inserted[condition] = _inserted_curves(result, condition)
         if has_dilution((result, condition), "received", "question"):
             by_key = shares_by_position(result, condition)[..., :keys]
             shares[condition] = packed(by_key, kind_for(by_key.size))
@@ -318,18 +307,16 @@ def _means(
     statistics = at_positions(cells, quantity, {}, prompt_numbers)
     with np.errstate(invalid="ignore", divide="ignore"):
         relative_half_width = statistics.high / statistics.mean - 1
-    relative_half_width = np.where(statistics.mean > 0, relative_half_width, 0.0)
-
-    mean_cells = np.full(cells.sizes["cell"], np.nan)
-    mean_cells[statistics.at] = statistics.mean
-    half_width_cells = np.full(cells.sizes["cell"], np.nan)
-    half_width_cells[statistics.at] = relative_half_width
 
     shape = [dataset.sizes[dim] for dim in dims]
-    return mean_cells.reshape(shape), half_width_cells.reshape(shape)
+    means = np.full(shape, np.nan)
+    means.flat[statistics.at] = statistics.mean
+    half_widths = np.full(shape, np.nan)
+    half_widths.flat[statistics.at] = np.where(statistics.mean > 0, relative_half_width, 0.0)
+    return means, half_widths
 
 
-def _inserted(result: Result, condition: str) -> dict[str, Any] | None:
+def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
     """Where inserted tokens are, and what they receive [layer, head, key]; None if prompts
     differ, or other tokens stand between them."""
     span = inserted_span(result, condition)
@@ -391,20 +378,12 @@ def head_texts(result: Result) -> dict[str, Any]:
         By condition: in ``tokens`` each token with its segment, and in ``received`` what each token
         receives [layer, head, key], if the run kept single prompts.
     """
-    sequences = result["sequences"].isel(prompt=0)
-    tokens = {}
-    for condition in result.conditions:
-        texts = prompt_tokens(result, condition, 0)
-        indices = sequences.segment_index.sel(condition=condition).values[: len(texts)]
-        tokens[condition] = [
-            [visible(text), SEGMENTS[index]] for text, index in zip(texts, indices, strict=True)
-        ]
-
-    values = _received_in_first_prompt(result)
+    tokens = {condition: tokens_in_segments(result, condition) for condition in result.conditions}
+    values = received_by_prompt(result.datasets.get(RECEIVED, xr.Dataset()))
     if values is None:
         return {"tokens": tokens, "missing": MISSING["text"]}
 
-    values = values.transpose("condition", "layer", "head", "key")
+    values = values.isel(prompt=0).transpose("condition", "layer", "head", "key")
     received = {}
     for condition, token_list in tokens.items():
         condition_values = values.sel(condition=condition).values[..., : len(token_list)]
@@ -412,17 +391,6 @@ def head_texts(result: Result) -> dict[str, Any]:
         received[condition] = packed(condition_values, kind)
 
     return {"tokens": tokens, "received": received}
-
-
-def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
-    """What each position of the first prompt receives; None if only means over prompts were
-    kept."""
-    dataset = result.datasets.get(RECEIVED, xr.Dataset())
-    if "received_per_prompt" in dataset:
-        return dataset["received_per_prompt"].isel(prompt=0)
-    if "received" in dataset and result["sequences"].sizes["prompt"] == 1:
-        return dataset["received"]
-    return None
 
 
 def head_patterns(result: Result) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from typing import Any
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.means import choose_heads
-from mechattn.errors import check_counts, visible
+from mechattn.errors import check_counts
+from mechattn.pages.page_data import measured_layers
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget
 from mechattn.render.draw import take_heading
-from mechattn.render.figure_declaration import FIGURES, check_heads, several
-from mechattn.render.html_views import in_script
+from mechattn.render.figure_declaration import FIGURES, PageTable, check_heads, several
+from mechattn.render.html_views import in_script, tokens_in_segments
 from mechattn.render.model_figures import received_by_model
 from mechattn.render.words import model_caption, sentence_of
 from mechattn.results.provenance import matched_control
@@ -45,7 +46,7 @@ class Section:
         leads: Whether it stands open before the map.
         results: What the figure shows.
         citation: How to cite it.
-        rows_title: The heading of a folded table; it has ``columns`` and ``rows``.
+        table: The numbers of the figure as a table, if it has one.
     """
 
     title: str
@@ -57,9 +58,7 @@ class Section:
     leads: bool = False
     results: Sequence[Result] = ()
     citation: str = ""
-    rows_title: str = ""
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    table: PageTable | None = None
 
     @property
     def names(self) -> list[str]:
@@ -83,29 +82,14 @@ class HeadChoice:
     top: int = 3
 
     def named_head(self, result: Result) -> tuple[int, int] | None:
-        """The layer, by default the first that was measured, and the head that were named first;
-        None if the data choose."""
+        """The layer, by default the first of the result, and the head that were named first; None
+        if the data choose."""
         if not self.heads:
             return None
         layer = self.layer
         if layer is None:
-            layer = result.provenance["measured_layers"][0]
+            layer = measured_layers(result)[0]
         return layer, int(self.heads[0])
-
-
-@dataclass(frozen=True)
-class LineHeads:
-    """The heads whose lines lead a page.
-
-    Args:
-        layer: Their layer.
-        heads: The heads; None if the data choose them.
-        top: How many of the layer the data choose; None if they are listed.
-    """
-
-    layer: int
-    heads: Sequence[int] | None
-    top: int | None
 
 
 def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
@@ -124,42 +108,39 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     """The figures that lead a page: of the first condition, and beside its control."""
     figures: list[Drawing] = []
     condition = result.shown_condition()
-    compares = condition != BASELINE
-    control = matched_control(result, condition) if compares else None
+    compared = [] if condition == BASELINE else [condition]
+    control = matched_control(result, condition) if compared else None
+    if control is not None:
+        compared.append(control)
     if "attention_budget" in result.datasets:
-        compared = [name for name in (condition, control) if name not in (None, BASELINE)]
         figures.append((attention_budget, {"conditions": compared}))
     if "received_attention" not in result.datasets:
         return figures
 
-    lines = _line_heads(result, condition, choice)
-    options = {"condition": condition, **vars(lines)}
-    figures.append((received_attention, options))
-    if not compares:
+    lines = {"condition": condition} | _line_options(result, condition, choice)
+    figures.append((received_attention, lines))
+    if not compared:
         return figures
 
-    first_listed = None
-    first_head = replace(lines, top=1)
-    if lines.heads is not None:
-        first_listed = lines.heads[0]
-        first_head = replace(lines, heads=[first_listed])
+    # Of the listed heads the first, or the one that the data choose.
+    first_head = {"top": 1}
+    if lines["heads"] is not None:
+        first_head = {"heads": lines["heads"][:1]}
 
     if control is not None:
-        both = (condition, control)
-        figures.append(
-            (received_by_model, {"layer": lines.layer, "conditions": both, "heads": first_listed})
-        )
+        options = {"layer": lines["layer"], "conditions": tuple(compared)}
+        figures.append((received_by_model, options | {"heads": first_head.get("heads")}))
 
     first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
     if len(first_layers) > 1:
-        options = {"condition": condition, **vars(first_head), "layer": first_layers}
-        figures.append((received_attention, options))
+        figures.append((received_attention, lines | first_head | {"layer": first_layers}))
 
     return figures
 
 
-def _line_heads(result: Result, condition: str, choice: HeadChoice) -> LineHeads:
-    """The heads of a choice.
+def _line_options(result: Result, condition: str, choice: HeadChoice) -> dict[str, Any]:
+    """The options ``layer``, ``heads`` and ``top`` of the lines, the last two as for
+    ``received_attention``.
 
     The layer is that of the head that changes most, unless one is named. Without prompts to choose
     by, the first heads are shown.
@@ -170,33 +151,27 @@ def _line_heads(result: Result, condition: str, choice: HeadChoice) -> LineHeads
     if layer is None:
         layer = int(dataset.layer.values[0])
     if choice.heads is not None:
-        return LineHeads(layer, check_heads(choice.heads, head_count, layer), None)
+        heads = check_heads(choice.heads, head_count, layer)
+        return {"layer": layer, "heads": heads, "top": None}
 
     check_counts(top=choice.top)
     top = min(choice.top, head_count)
     units = units_of(result)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
-        return LineHeads(layer, list(range(top)), None)
+        return {"layer": layer, "heads": list(range(top)), "top": None}
 
     if choice.layer is None:
         choosing, _ = units.halves()
         ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
-    return LineHeads(layer, None, top)
+    return {"layer": layer, "heads": None, "top": top}
 
 
-def prompt_section(result: Result, condition: str | None = None) -> Section:
+def prompt_section(result: Result) -> Section:
     """The first prompt of a result as the model reads it, with each segment marked."""
-    condition = result.shown_condition(condition)
+    condition = result.shown_condition()
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
-    sequences = result["sequences"].sel(condition=condition)
-    texts = sequences.first_prompt_text.values
-    segment_indices = sequences.segment_index.isel(prompt=0).values
-    tokens = [
-        (visible(str(text)), SEGMENTS[index])
-        for text, index in zip(texts, segment_indices, strict=True)
-        if index >= 0  # below, beyond the end of the prompt
-    ]
+    tokens = tokens_in_segments(result, condition)
     return Section(title, "The first of the prompts.", tokens=tokens)
 
 
@@ -219,9 +194,7 @@ def drawn_section(
         height=int(figure.layout.height or 450),
         results=result_list,
         citation=citation(title, result_list),
-        rows_title=words.rows_title,
-        columns=words.columns,
-        rows=words.rows,
+        table=words.table,
     )
 
 

@@ -20,7 +20,7 @@ def pattern(
     model: Any,
     prompt: Prompt | str,
     layer: int,
-    heads: Sequence[int] | int | None = None,
+    heads: Sequence[int | str] | int | str | None = None,
     condition: Condition | None = None,
     *,
     difference: bool = False,
@@ -33,7 +33,7 @@ def pattern(
         model: A hooked model, or anything that ``load_model`` takes.
         prompt: A prompt or a text.
         layer: The layer, from 0.
-        heads: The heads, from 0; all by default.
+        heads: The heads, from 0, or by name, such as "L1H2"; all by default.
         condition: The condition to apply to the prompt; the baseline by default.
         difference: Whether to show how the condition changes attention between the original tokens;
             orange is more, blue is less.
@@ -46,14 +46,12 @@ def pattern(
     """
     model = load_model(model)
     count = model.cfg.n_heads
-    if heads is None:
-        heads = range(count)
-    elif isinstance(heads, int):
-        heads = [heads]
+    numbers = check_heads(range(count) if heads is None else heads, count, layer)
 
-    head_list = check_heads(list(heads), count)
-
-    name = BASELINE if condition is None else type(condition).__name__
-    conditions = {} if condition is None else {name: condition}
+    name = BASELINE
+    conditions = {}
+    if condition is not None:
+        name = type(condition).__name__
+        conditions[name] = condition
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
-    return html_views.pattern(result, layer, head_list, name, difference=difference)
+    return html_views.pattern(result, layer, numbers, name, difference=difference)

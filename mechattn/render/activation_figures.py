@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from mechattn.render import draw
 from mechattn.render.draw import COLOURS
 from mechattn.render.figure_declaration import declare, several
 from mechattn.render.words import (
-    count_words,
+    counts_words,
+    interval_of,
     mean_words,
     model_caption,
     model_sentence,
@@ -30,7 +31,7 @@ from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, Interval
 
 NAME = "mlp_activations"
-_POINTS: dict[str, Any] = {"marker": dict(size=7), "hovertemplate": "%{customdata}: %{y:.3g}"}
+_POINT_STYLE: dict[str, Any] = {"marker": dict(size=7), "hovertemplate": "%{customdata}: %{y:.3g}"}
 _METRICS = {
     "near_zero": "near-zero share",
     "l1": "L1 norm",
@@ -78,7 +79,7 @@ def activation_histogram(
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
 
-    note = f"layer {layer}, question tokens; {_prompt_counts(results)}"
+    note = f"layer {layer}, question tokens; n = {counts_words(results)}"
     note += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
     draw.title(figure, "activations of the MLP", note, 480, top=150)
     return says(figure, "Near-zero share:", *sentences)
@@ -115,11 +116,10 @@ def _histogram_lines(
 
 
 def _near_zero_threshold(result: Result, layer: int) -> float:
-    """Below which an activation of a layer counts as near zero."""
+    """The size below which an activation of a layer counts as near zero."""
     thresholds = result.provenance["analyses"][NAME]["thresholds"]
-    if layer in thresholds:
-        return float(thresholds[layer])
-    return float(thresholds[str(layer)])  # a stored result has the numbers of layers as text
+    by_number = {int(key): value for key, value in thresholds.items()}  # text in a stored result
+    return float(by_number[layer])
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -154,19 +154,19 @@ def activation_metrics(
                 interval, _ = contrast.overall(layer)
                 changes[name] = interval
 
-            percents = 100 * np.array(list(changes.values()))  # [condition, estimate and ends]
-            series.append((model_caption(result), percents.T))
+            percents = 100 * np.transpose(list(changes.values()))  # [estimate and ends, condition]
+            series.append((model_caption(result), percents))
 
             if metric == "near_zero":
                 phrases = [f"{name} {percent_words(change)}" for name, change in changes.items()]
                 sentences.append(model_sentence(result, phrases))
 
-        draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINTS)
+        draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINT_STYLE)
         draw.rule(figure, y=0, column=column)
 
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = (
-        f"layer {layer}, {segment} tokens; {_prompt_counts(results)}; bars: 95 % t intervals of"
+        f"layer {layer}, {segment} tokens; n = {counts_words(results)}; bars: 95 % t intervals of"
         " the log-ratio of prompts' means"
     )
     draw.title(figure, "changes of the MLP's activations", note, 520, top=130)
@@ -195,38 +195,30 @@ def near_zero_by_class(
     for column, result in enumerate(results, 1):
         shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
 
-        # Every condition shows the same prompts. A class that fewer of them have has no interval.
+        # Every condition shows the same prompts. A class that too few of them have is left out.
         has_class = shares.notnull().all("condition")
         counts = has_class.sum("prompt")
         counts = counts[counts >= FEWEST]
         classes = counts.token_class.values
         shares = shares.where(has_class).sel(token_class=classes)
 
-        intervals = {}
+        intervals = {}  # by condition, of the classes
         for name in names:
             condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
             intervals[name] = mean_over_prompts(result, condition_shares)
 
         apart = 0.8 / len(names)
         series = intervals.items()
-        draw.side_by_side(figure, classes, series, COLOURS, column=column, apart=apart, **_POINTS)
+        draw.side_by_side(
+            figure, classes, series, COLOURS, column=column, apart=apart, **_POINT_STYLE
+        )
 
         labels = [
             f"{token_class}<br>n = {count}"
             for token_class, count in zip(classes, counts.values, strict=True)
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
-
-        phrases = []
-        for number, token_class in enumerate(classes):
-            words = []
-            for name, interval in intervals.items():
-                class_interval = Interval(
-                    interval.estimate[number], interval.low[number], interval.high[number]
-                )
-                words.append(f"{name} {number_words(class_interval)}")
-            phrases.append(f"{token_class}: {', '.join(words)}")
-        sentences.append(model_sentence(result, phrases))
+        sentences.append(model_sentence(result, _class_phrases(classes, intervals)))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = (
@@ -235,6 +227,18 @@ def near_zero_by_class(
     )
     draw.title(figure, "near-zero activations by class of token", note, 500, top=150)
     return says(figure, "Near-zero share.", *sentences)
+
+
+def _class_phrases(classes: Sequence[str], intervals: Mapping[str, Interval]) -> list[str]:
+    """The share of each class in every condition."""
+    phrases = []
+    for number, token_class in enumerate(classes):
+        shares = []
+        for name, ends in intervals.items():
+            class_interval = Interval(*np.transpose(ends)[number])
+            shares.append(f"{name} {number_words(class_interval)}")
+        phrases.append(f"{token_class}: {', '.join(shares)}")
+    return phrases
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -269,22 +273,20 @@ def agreement(
         result.condition(condition)
         table = result.agreement(condition, controls[0], controls=controls[1:])
         layer_rows = table[table.layer == layer]
-        cosines = layer_rows[["cosine", "cosine_low", "cosine_high"]].to_numpy()
-        series.append((model_caption(result), cosines.T))
+        series.append((model_caption(result), interval_of(layer_rows, "cosine")))
 
-        phrases = [
-            f"{name} {number_words(Interval(*ends))}"
-            for name, ends in zip(controls, cosines, strict=True)
-        ]
+        phrases = []
+        for name, (_, row) in zip(controls, layer_rows.iterrows(), strict=True):
+            phrases.append(f"{name} {number_words(interval_of(row, 'cosine'))}")
         sentences.append(model_sentence(result, phrases))
 
-    draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINTS)
+    draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINT_STYLE)
     draw.rule(figure, y=0)
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
 
     note = (
-        f"of changes from the baseline, layer {layer}, question tokens; {_prompt_counts(results)};"
-        " bars: 95 % t intervals"
+        f"of changes from the baseline, layer {layer}, question tokens; n = {counts_words(results)}"
+        "; bars: 95 % t intervals"
     )
     draw.title(figure, f"agreement with “{condition}”", note, 460, top=130)
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
@@ -303,8 +305,8 @@ def _checked_results(
     have.
     """
     result_list = several(results)
-    candidates = conditions or result_list[0].conditions
-    names = [name for name in dict.fromkeys(candidates) if name != BASELINE]
+    candidates = dict.fromkeys(conditions or result_list[0].conditions)
+    names = [name for name in candidates if name != BASELINE]
     if not names:
         example = result_list[0].condition()  # refuses a result of the baseline alone
         raise OptionError(
@@ -318,13 +320,3 @@ def _checked_results(
             result.condition(name)
 
     return result_list, names
-
-
-def _prompt_counts(results: Sequence[Result]) -> str:
-    """The number of prompts, or the numbers where models differ."""
-    words = {count_words(result) for result in results}
-    if len(words) == 1:
-        return f"n = {words.pop()}"
-
-    counts = sorted({result["sequences"].sizes["prompt"] for result in results})
-    return f"n = {', '.join(map(str, counts))} prompts"

@@ -4,8 +4,8 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +15,23 @@ import plotly.graph_objects as go
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.change_figures import changes, numbers_or_words, swept_conditions
+from mechattn.render.change_figures import (
+    changes,
+    option_words,
+    swept_conditions,
+)
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
-from mechattn.render.words import model_caption, quantity_words, says, sentence_of
+from mechattn.render.words import (
+    interval_of,
+    model_caption,
+    number_words,
+    quantity_words,
+    says,
+    sentence_of,
+)
 from mechattn.results.result import Result
+from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
     from mechattn.evaluation.while_answering import WhileAnswering
@@ -45,49 +57,53 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     names = _conditions(tables)
     figure = draw.panels()
     if over:
-        x, names = _swept_options(names, over)
-        option_words = "inserted tokens" if over == "count" else over
-        figure.update_xaxes(title_text=option_words)
-
-    rows_of_model = {
-        model: table.set_index("condition").reindex(names) for model, table in tables.items()
-    }
-    if over:
-        for (model, rows), colour in zip(rows_of_model.items(), cycle(COLOURS)):
-            draw.points(
-                figure,
-                x,
-                _percents(rows),
-                model,
-                colour,
-                mode="lines+markers",
-                customdata=names,
-                hovertemplate=_HOVER,
-            )
+        _accuracy_over_option(figure, tables, names, over)
     else:
-        series = [(model, _percents(rows)) for model, rows in rows_of_model.items()]
-        draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
-        for rows, colour in zip(rows_of_model.values(), cycle(COLOURS)):
-            draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
+        _accuracy_by_condition(figure, tables, names)
 
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    count = _count_words(list(tables.values()))
-    note = f"n = {count}; bars: 95 % intervals"
+    note = f"n = {_count_words(tables.values())}; bars: 95 % intervals"
     draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
     return figure
 
 
-def _swept_options(names: Sequence[str], over: str) -> tuple[list[str | float], list[str]]:
-    """The values of a swept option on an axis, and the conditions that have them.
-
-    Over the number of tokens, the baseline is at 0.
-    """
+def _accuracy_over_option(
+    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str], over: str
+) -> None:
+    """A line of each model over the values of a swept option."""
     conditions = swept_conditions(names, over)
     swept_names = [condition.name for condition in conditions]
-    values = numbers_or_words([condition.value for condition in conditions])
-    if over == "count":
-        return [0.0, *values], [BASELINE, *swept_names]
-    return list(values), swept_names
+    x = [condition.value for condition in conditions]
+    if over == "count":  # the baseline is at 0 tokens
+        swept_names = [BASELINE, *swept_names]
+        x = [0.0, *x]
+
+    for (model, table), colour in zip(tables.items(), cycle(COLOURS)):
+        draw.points(
+            figure,
+            x,
+            _percents(table, "condition", swept_names, "accuracy"),
+            model,
+            colour,
+            mode="lines+markers",
+            customdata=swept_names,
+            hovertemplate=_HOVER,
+        )
+    figure.update_xaxes(title_text=option_words(over))
+
+
+def _accuracy_by_condition(
+    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str]
+) -> None:
+    """A point of each model for each condition, and a dotted line at its baseline."""
+    series = [
+        (model, _percents(table, "condition", names, "accuracy")) for model, table in tables.items()
+    ]
+    draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
+    for (_, (accuracies, _, _)), colour in zip(series, cycle(COLOURS)):
+        baseline = accuracies.get(BASELINE, np.nan)
+        if np.isfinite(baseline):
+            draw.rule(figure, y=baseline, colour=colour, dash="dot")
 
 
 @declare("evaluation")
@@ -107,8 +123,8 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
         counts = sorted(set(table.k))
         series = []
         for name in names:
-            rows = table[table.condition == name].set_index("k").reindex(counts)
-            series.append((name, _percents(rows, "estimate")))
+            rows = table[table.condition == name]
+            series.append((name, _percents(rows, "k", counts, "estimate")))
 
         draw.side_by_side(
             figure,
@@ -162,8 +178,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     labels = [
         f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()
     ]
-    rows = list(range(len(table)))
-    figure.update_yaxes(tickvals=rows, ticktext=labels, autorange="reversed", row=1, col=1)
+    figure.update_yaxes(draw.named_ticks(labels), autorange="reversed", row=1, col=1)
 
     heading = f"{measured.about}: attention of {measured.queries}"
     note = (
@@ -182,7 +197,7 @@ def _answer_marks(
     draw.points(
         figure,
         rows,
-        [100 * table[f"{correctness}{end}"] for end in ("", "_low", "_high")],
+        100 * np.array(interval_of(table, correctness)),
         f"{correctness} answers",
         colour,
         sideways=True,
@@ -210,7 +225,7 @@ def _pair_marks(figure: go.Figure, table: pd.DataFrame) -> None:
     draw.points(
         figure,
         np.arange(len(table)),
-        [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")],
+        100 * np.array(interval_of(table, "beyond")),
         "pairs",
         WITHOUT,
         column=2,
@@ -254,15 +269,15 @@ def dose_curves(
         OptionError: No condition is named after the option, or the evaluation and the result have
             different conditions.
     """
-    evaluated = {name for name in answers.condition if f"{over}=" in name}
-    measured = {name for name in result.conditions if f"{over}=" in name}
+    evaluated = {condition.name for condition in swept_conditions(answers.condition, over)}
+    measured = {condition.name for condition in swept_conditions(result.conditions, over)}
     if evaluated != measured:
-        name = sorted(evaluated ^ measured)[0]
-        done = "run" if name in measured else "evaluated"
-        raise OptionError(f"{name!r} was {done} but not the other; give both")
+        name = min(evaluated ^ measured)
+        words = "run but not evaluated" if name in measured else "evaluated but not run"
+        raise OptionError(f"{name!r} was {words}; give both")
 
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
-    figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
+    figure = draw.panels(titles, rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12)
     upper = accuracy({"right answers": answers}, over)
     lower = changes(result, None, quantity, segment, layer, over=over)
 
@@ -287,39 +302,39 @@ def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     if not tables:
         raise OptionError("there are no tables to show; give {model: evaluation.accuracy()}")
 
-    names: dict[str, None] = {}
-    for table in tables.values():
-        names |= dict.fromkeys(table.condition)
-    return list(names)
+    names = chain.from_iterable(table.condition for table in tables.values())
+    return list(dict.fromkeys(names))
 
 
-def _percents(rows: pd.DataFrame, estimate: str = "accuracy") -> list[pd.Series]:
-    """An estimate with the ends of its interval, in percent."""
+def _percents(
+    table: pd.DataFrame, index: str, values: Sequence[object], estimate: str
+) -> list[pd.Series]:
+    """An estimate with the ends of its interval, in percent, at these values of a column; NaN where
+    the table has none."""
+    rows = table.set_index(index).reindex(values)
     return [100 * rows[column] for column in (estimate, "low", "high")]
 
 
-def _count_words(tables: Sequence[pd.DataFrame]) -> str:
+def _count_words(tables: Iterable[pd.DataFrame]) -> str:
     """The number of problems, or of groups of problems, that the tables are over."""
-    counts = sorted({int(table.n.iloc[0]) for table in tables})
-    units = {table.attrs.get("unit", "prompts") for table in tables}
-    words = "problems or groups of them"
-    if len(units) == 1:
-        words = units.pop()
-    if words == "prompts":
-        words = "problems"
-    return f"{', '.join(map(str, counts))} {words}"
+    counts = []
+    for table in tables:
+        unit = table.attrs.get("unit", "prompts")
+        words = "problems" if unit == "prompts" else unit
+        counts.append(f"{table.n.iloc[0]} {words}")
+    return " or ".join(dict.fromkeys(counts))
 
 
 def _pair_words(table: pd.DataFrame) -> str:
     """The result of the pairs, condition by condition."""
     phrases = []
-    for row in table.itertuples():
+    for _, row in table.iterrows():
         if np.isnan(row.beyond):
             phrases.append(f"{row.condition}: {row.pairs} pairs, too few to compare")
             continue
-        ends = f"[{100 * row.beyond_low:+.2f}, {100 * row.beyond_high:+.2f}]"
-        difference = f"{100 * row.beyond:+.2f} points {ends}"
+        points = Interval(*(100 * np.array(interval_of(row, "beyond"))))
         phrases.append(
-            f"{row.condition}: {difference} in {row.pairs} pairs, p = {row.p_beyond:.2g}"
+            f"{row.condition}: {number_words(points, '+.2f')} points in {row.pairs} pairs,"
+            f" p = {row.p_beyond:.2g}"
         )
     return f"Right minus wrong, beyond uniform attention. {'; '.join(phrases)}."

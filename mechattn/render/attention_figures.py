@@ -21,15 +21,10 @@ from mechattn.contrast.means import (
 )
 from mechattn.contrast.quantities import Null, check_layer, values_of
 from mechattn.contrast.table import Ranking
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.render import draw
 from mechattn.render.draw import SHADE, WITH, WITHOUT
-from mechattn.render.figure_declaration import (
-    PageWords,
-    check_heads,
-    declare,
-    listed_or_chosen,
-)
+from mechattn.render.figure_declaration import PageWords, check_heads, declare, head_list
 from mechattn.render.words import (
     band_words,
     change_words,
@@ -64,9 +59,9 @@ class Panel(NamedTuple):
 
 
 class PositionLine(NamedTuple):
-    """A condition of each panel: received attention by original position, or by position."""
+    """A line of each panel: received attention by position in a condition."""
 
-    quantity: str  # "received_by_origin" or "received"
+    quantity: str  # "received_by_origin" at the original tokens, "received" at all positions
     condition: str
     label: str
     colour: str
@@ -83,9 +78,8 @@ class _NullLine(NamedTuple):
 
 def _page_words(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
     """The words of a page, for these options."""
-    return replace(
-        words, note=received_note(result, options), title_end=received_title_end(result, options)
-    )
+    note = received_note(result, options)
+    return replace(words, note=note, title_end=received_title_end(result, options))
 
 
 @declare(NAME, report=[{}], page_words=_page_words)
@@ -131,17 +125,7 @@ def received_attention(
     layers = _layers(result[NAME], layer)
 
     check_choice(Ranking, by=by)
-    listed, top = listed_or_chosen(heads, top)
-    if top is None:
-        if by != "difference":
-            raise OptionError(f"by={by!r} ranks heads, so say top=… too, how many of them")
-        panels = listed_panels(result, layers, listed)
-        choice = "as given"
-    else:
-        panels = chosen_panels(result, layers, top, condition, by)
-        largest = "distances from uniform attention" if is_alone else _RANKED_BY[by]
-        choice = f"with the largest {largest} in the other half of the prompts"
-
+    panels, choice = _panels(result, layers, heads, top, condition, by)
     titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
     figure = by_position(panels, titles, _lines_by_row(condition), null_kind)
     span = inserted_span(result, condition)
@@ -167,9 +151,36 @@ def received_attention(
     sentences = []
     for number in dict.fromkeys(panel.layer for panel in panels):
         layer_heads = [panel.head for panel in panels if panel.layer == number]
-        sentences.append(_in_words(result, condition, number, layer_heads, prompts, null_kind))
+        words = _layer_words(result, condition, number, layer_heads, prompts, null_kind)
+        sentences.append(words)
 
     return says(figure, *sentences)
+
+
+def _panels(
+    result: Result,
+    layers: Sequence[int | None],
+    heads: Sequence[int | str] | int | str | None,
+    top: int | None,
+    condition: str,
+    by: Ranking,
+) -> tuple[list[Panel], str]:
+    """The panels of the heads that are listed or chosen, and how these were chosen in words."""
+    if heads is not None and top is None:
+        if by != "difference":
+            raise OptionError(f"by={by!r} ranks heads, so say top=… too, how many of them")
+        return listed_panels(result, layers, heads), "as given"
+
+    if heads is not None or top is None:
+        raise OptionError(
+            f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
+        )
+    check_counts(top=top)
+    largest = _RANKED_BY[by]
+    if condition == BASELINE:
+        largest = "distances from uniform attention"
+    choice = f"with the largest {largest} in the other half of the prompts"
+    return chosen_panels(result, layers, top, condition, by), choice
 
 
 def _lines_by_row(condition: str) -> list[list[PositionLine]]:
@@ -197,25 +208,26 @@ def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]
 
 
 def listed_panels(
-    result: Result, layers: Sequence[int | None], heads: Sequence[int | str]
+    result: Result, layers: Sequence[int | None], heads: Sequence[int | str] | int | str
 ) -> list[Panel]:
     """A panel for each listed head of each layer; of any layer, they have to be named."""
     dataset = result[NAME]
     head_count = dataset.sizes["head"]
     prompts = np.arange(dataset.sizes["prompt"])
+    listed = head_list(heads)
+
     panels = []
     for layer in layers:
-        for head in heads:
+        for head in listed:
             head_layer = layer
-            named_head = head_named(head)
-            if layer is None and named_head is not None:
-                head_layer, _ = named_head
+            if layer is None:
+                head_layer, _ = head_named(head) or (None, head)
             if head_layer is None:
                 raise OptionError(
-                    f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
+                    f'heads={listed}: without a layer, give names, such as ["L0H3", "L1H2"]'
                 )
             check_layer(head_layer, dataset)
-            (number,) = check_heads([head], head_count, head_layer)
+            (number,) = check_heads(head, head_count, head_layer)
             panels.append(Panel(result, head_layer, number, prompts))
 
     if not panels:
@@ -273,7 +285,7 @@ def common_null(contrasts: Sequence[Contrast]) -> Null:
     return "uniform"
 
 
-def _in_words(
+def _layer_words(
     result: Result,
     condition: str,
     layer: int,
@@ -305,12 +317,12 @@ def _in_words(
 def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     """The first and last inserted position, if these are the same in all prompts."""
     origin = result["sequences"].origin.sel(condition=condition)
-    inserted = origin.values == -1  # [prompt, pos]
-    differ = (inserted != inserted[0]).any()
-    if not inserted.any() or differ:
+    is_inserted = origin.values == -1  # [prompt, pos]
+    differ = (is_inserted != is_inserted[0]).any()
+    if not is_inserted.any() or differ:
         return None
 
-    positions = np.flatnonzero(inserted[0])
+    positions = np.flatnonzero(is_inserted[0])
     return int(positions[0]), int(positions[-1])
 
 
@@ -329,13 +341,7 @@ def by_position(
     null_kind: Null,
 ) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and their null."""
-    untitled = len(panels) * (len(rows) - 1)  # the panels below the first row
-    figure = draw.panels(
-        [*titles, *([""] * untitled)],
-        len(rows),
-        vertical_spacing=0.16,
-        horizontal_spacing=0.06,
-    )
+    figure = draw.panels(titles, rows=len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
 
     for column, panel in enumerate(panels, 1):
         for row, lines in enumerate(rows, 1):
@@ -379,8 +385,6 @@ def _draw_line(
         line.colour,
         column=column,
         row=row,
-        mode="lines",
-        line=dict(color=line.colour, width=1.6),
         customdata=np.stack([means.n, interval.low, interval.high], -1),
         meta=["n", "low", "high"],
         hovertemplate="%{y:.4f} (n = %{customdata[0]})",

@@ -25,8 +25,14 @@ from mechattn.contrast.budget_table import (
 )
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
-from mechattn.render.figure_declaration import PageWords, declare
-from mechattn.render.words import count_words, model_caption, number_words, says
+from mechattn.render.figure_declaration import PageTable, PageWords, declare
+from mechattn.render.words import (
+    count_words,
+    interval_of,
+    model_caption,
+    number_words,
+    says,
+)
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
@@ -54,10 +60,9 @@ CAUSE_WORDS = {
     "mass": "attention taken",
     "hidden states": "hidden states",
 }
-HOVER = "%{y:.2f} [%{customdata[0]:.2f}, %{customdata[1]:.2f}]<extra></extra>"
-LOWER = "legend2"  # of the panels below
-ONE_CAUSE = {"hidden states": "distance and hidden states"}
-SENTENCES = {
+_HOVER = "%{y:.2f} [%{customdata[0]:.2f}, %{customdata[1]:.2f}]<extra></extra>"
+_LOWER_LEGEND = "legend2"  # of the panels below
+_SENTENCES = {
     "taken": (
         "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's"
         " attention, averaged over all layers and heads ({most} in layer {layer})."
@@ -74,9 +79,9 @@ SENTENCES = {
 
 
 def _with_table(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
-    """What a page says beside the figure, with a table."""
-    columns, rows = budget_rows(result, options.get("conditions"))
-    return replace(words, rows_title="As a table: who pays, and why", columns=columns, rows=rows)
+    """What a page says beside the figure, with a table of the conditions, if any are shown."""
+    table = page_table(result, options.get("conditions"))
+    return replace(words, table=table) if table.rows else words
 
 
 @declare(NAME, report=[{}], page_words=_with_table)
@@ -100,52 +105,43 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     """
     dataset = result[NAME]
     names = result.conditions[1:] if conditions is None else list(conditions)
-    shown = [result.condition(name) for name in names]
+    changed = [result.condition(name) for name in names]
 
-    titles = ["without (baseline)", *(f"with {name}" for name in shown)]
-    if shown:
-        titles += ["mean over layers", *(f"question to itself, {name}" for name in shown)]
-    rows = 2 if shown else 1
-    figure = draw.panels(titles, rows, vertical_spacing=0.24, horizontal_spacing=0.055)
+    titles = ["without (baseline)", *(f"with {name}" for name in changed)]
+    columns = len(titles)
+    rows = 1
+    height = 380
+    if changed:
+        titles += ["mean over layers", *(f"question to itself, {name}" for name in changed)]
+        rows = 2
+        height = 660
+    figure = draw.panels(
+        titles, rows=rows, cols=columns, vertical_spacing=0.24, horizontal_spacing=0.055
+    )
 
-    for column, condition in enumerate([BASELINE, *shown], 1):
+    for column, condition in enumerate([BASELINE, *changed], 1):
         _stack(figure, result, condition, column)
-    if shown:
-        tables = {name: budget_table(result, name) for name in shown}
-        _changes_by_payer(figure, tables)
-    for column, condition in enumerate(shown, 2):
-        _causes(figure, result, condition, column)
-
     figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
-    if shown:
-        figure.update_xaxes(title_text="", row=2, col=1)
-        figure.update_yaxes(title_text="change (points)", row=2, col=1)
-
-        # The panels of causes have one range, so that conditions can be compared.
-        first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
-        for column in range(3, len(shown) + 2):
-            figure.update_yaxes(matches=first_axis, row=2, col=column)
+    if changed:
+        _changes(figure, result, changed)
 
     note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
     one_cause = str(dataset.attrs.get("one_cause", ""))
     if one_cause:
         note += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    height = 660 if shown else 380
     draw.title(figure, heading, note, height, 104)
 
-    lower = dict(orientation="h", x=0, y=0.46, yanchor="bottom", xanchor="left")
-    figure.update_layout(barmode="relative", bargap=0.06, legend_traceorder="normal", legend2=lower)
-    return says(figure, *(budget_words(result, name) for name in shown))
-
-
-def _cause_words(result: Result) -> dict[str, str]:
-    """The causes in words; where positions cannot be moved, distance is one with hidden states."""
-    if result[NAME].attrs.get("one_cause"):
-        return CAUSE_WORDS | ONE_CAUSE
-    return CAUSE_WORDS
+    lower_legend = dict(orientation="h", x=0, y=0.46, yanchor="bottom", xanchor="left")
+    figure.update_layout(
+        barmode="relative", bargap=0.06, legend_traceorder="normal", legend2=lower_legend
+    )
+    sentences = []
+    for condition in changed:
+        sentences += budget_sentences(result, condition)
+    return says(figure, *sentences)
 
 
 def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> None:
@@ -160,7 +156,7 @@ def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> No
             name=words,
             legendgroup=payer,
             marker=dict(color=PAYER_COLOURS[payer], line_width=0),
-            hovertemplate=f"layer %{{x}}, {words}: {HOVER}",
+            hovertemplate=f"layer %{{x}}, {words}: {_HOVER}",
             row=1,
             col=column,
         )
@@ -177,23 +173,36 @@ def _bars(figure: go.Figure, interval: Interval, layers: np.ndarray, **style: An
     )
 
 
-def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
+def _changes(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
+    """The lower row: the change by payer over all layers, and the causes for each condition."""
+    _changes_by_payer(figure, result, conditions)
+    for column, condition in enumerate(conditions, 2):
+        _causes(figure, result, condition, column)
+
+    # The panels of causes have one range, so that conditions can be compared.
+    first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
+    for column in range(3, len(conditions) + 2):
+        figure.update_yaxes(matches=first_axis, row=2, col=column)
+
+
+def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
     """The change of what each payer gets over all layers, one mark for each condition."""
     # Conditions differ by symbol: above and beside, a colour says who receives, or why.
     symbols = cycle(("circle", "diamond-open", "square", "triangle-up-open"))
     apart = 0.22
-    middle = (len(tables) - 1) / 2
-    for number, ((condition, table), symbol) in enumerate(zip(tables.items(), symbols)):
+    middle = (len(conditions) - 1) / 2
+    for number, (condition, symbol) in enumerate(zip(conditions, symbols)):
+        table = budget_table(result, condition)
         places = np.arange(len(table)) + apart * (number - middle)
         draw.points(
             figure,
             places,
-            (table.change, table.change_low, table.change_high),
+            interval_of(table, "change"),
             condition,
             "#444",
             column=1,
             row=2,
-            legend=LOWER,
+            legend=_LOWER_LEGEND,
             marker=dict(size=8, symbol=symbol),
             customdata=table.payer,
             meta=["payer"],
@@ -202,9 +211,11 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
 
     draw.rule(figure, y=0, column=1, row=2)
 
-    names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in table.payer]
-    ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names}
-    figure.update_xaxes(tickfont_size=10, row=2, col=1, **ticks)
+    names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in payers(result)]
+    figure.update_xaxes(
+        draw.named_ticks(names), title_text="", tickfont_size=10, tickmode="array", row=2, col=1
+    )
+    figure.update_yaxes(title_text="change (points)", row=2, col=1)
 
 
 def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> None:
@@ -218,10 +229,10 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
             by_layer(result, dataset.by_cause.sel(cause=cause), "question"),
             layers,
             name=words[cause],
-            legend=LOWER,
+            legend=_LOWER_LEGEND,
             legendgroup=cause,
             marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
-            hovertemplate=f"layer %{{x}}, {cause}: {HOVER}",
+            hovertemplate=f"layer %{{x}}, {cause}: {_HOVER}",
             row=2,
             col=column,
         )
@@ -238,57 +249,54 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
         line=dict(width=1),
         marker=dict(size=4),
         legendgroup="total",
-        legend=LOWER,
+        legend=_LOWER_LEGEND,
         hovertemplate="layer %{x}, all causes: %{y:.2f}<extra></extra>",
     )
     draw.rule(figure, y=0, column=column, row=2)
 
 
-def budget_rows(
-    result: Result, conditions: Sequence[str] | None = None
-) -> tuple[list[str], list[list[str]]]:
-    """The columns and rows of the budget as a table of words: a row a condition and payer, a column
-    a cause.
+def _cause_words(result: Result) -> dict[str, str]:
+    """The causes in words; where positions cannot be moved, distance is one with hidden states."""
+    if result[NAME].attrs.get("one_cause"):
+        return CAUSE_WORDS | {"hidden states": "distance and hidden states"}
+    return CAUSE_WORDS
+
+
+def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageTable:
+    """The budget as a table of words, in points of 100: a row for each condition and payer, a
+    column for each cause.
 
     Args:
         result: A result with the budget.
         conditions: The conditions; all but the baseline by default.
-
-    Returns:
-        The names of the columns, and the cells of each row, in points of 100.
     """
-    shown = result.conditions[1:] if conditions is None else list(conditions)
+    names = result.conditions[1:] if conditions is None else conditions
     words = _cause_words(result)
-    known = {cause for condition in shown for cause in known_causes(result, condition)}
+    known = {cause for condition in names for cause in known_causes(result, condition)}
     causes = [cause for cause in CAUSES if cause in known]
     columns = ["condition", "payer", "without", "with", "change (points of 100)"]
     columns += [f"by {words[cause]}" for cause in causes]
 
     rows = []
-    for condition in shown:
-        for _, payer in budget_table(result, condition).iterrows():
+    for condition in names:
+        for _, budget in budget_table(result, condition).iterrows():
             row = [
                 condition,
-                PAYER_WORDS[payer.payer],
-                _points(payer, "baseline", signed=False),
-                _points(payer, "value", signed=False),
-                _points(payer, "change"),
+                PAYER_WORDS[budget.payer],
+                _points(budget, "baseline", ".1f"),
+                _points(budget, "value", ".1f"),
+                _points(budget, "change"),
             ]
-            row += [_points(payer, cause) if cause in payer else "–" for cause in causes]
+            row += [_points(budget, cause) if cause in budget else "–" for cause in causes]
             rows.append(row)
 
-    return columns, rows
-
-
-def budget_words(result: Result, condition: str) -> str:
-    """The budget of a condition in words: what the inserted tokens take, who pays, and why the
-    question's changes.
-    """
-    return " ".join(budget_sentences(result, condition))
+    return PageTable("As a table: who pays, and why", columns, rows)
 
 
 def budget_sentences(result: Result, condition: str) -> list[str]:
-    """The sentences of :func:`budget_words`, the most important first."""
+    """The budget of a condition in words, the most important first: what the inserted tokens take,
+    who pays, and why the question's attention to itself changes.
+    """
     table = budget_table(result, condition).set_index("payer")
     question = table.loc["question"]
     takes = "inserted" in table.index and table.change["inserted"] > 0
@@ -300,22 +308,22 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
         for payer in reversed(table.index)
         if payer not in left_out
     ]
-    words = {"condition": condition, "changes": ", ".join(changes)}
+    change_words = ", ".join(changes)
 
     if takes:
         layer = busiest_layer(result, condition)
         layer_budget = budget_table(result, condition, layer).set_index("payer")
         sentences = [
-            SENTENCES["taken"].format(
+            _SENTENCES["taken"].format(
                 condition=condition,
-                inserted=_points(table.loc["inserted"], "value", signed=False),
+                inserted=_points(table.loc["inserted"], "value", ".1f"),
                 most=f"{layer_budget.value['inserted']:.1f}",
                 layer=layer,
             ),
-            SENTENCES["paid"].format(**words),
+            _SENTENCES["paid"].format(changes=change_words),
         ]
     else:
-        sentences = [SENTENCES["not_inserted"].format(**words)]
+        sentences = [_SENTENCES["not_inserted"].format(condition=condition, changes=change_words)]
 
     cause_words = _cause_words(result)
     causes = [
@@ -324,7 +332,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
     ]
     if causes:
         total = _points(question, "change")
-        sentences.append(SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
+        sentences.append(_SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
 
     return sentences
 
@@ -349,14 +357,13 @@ def own_attention_words(result: Result, condition: str) -> str:
         amount = "less to itself than"
 
     return (
-        f"{amount} without insertion: {_points(change, 'change')} of 100 points over all layers, "
-        f"and {_points(layer_budget, 'change')} in layer {layer}, the largest change of"
-        f" {len(layers)} layers"
+        f"{amount} without insertion: {_points(change, 'change')} of 100 points over all"
+        f" layers, and {_points(layer_budget, 'change')} in layer {layer}, the largest"
+        f" change of {len(layers)} layers"
     )
 
 
-def _points(row: pd.Series, name: str, signed: bool = True) -> str:
-    """A number of points with its interval, which fewer than three prompts lack."""
-    interval = Interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
-    form = "+.1f" if signed else ".1f"
-    return number_words(interval, form)
+def _points(budget: pd.Series, name: str, form: str = "+.1f") -> str:
+    """A number of points with its interval, which fewer than three prompts lack; with its sign by
+    default, as most are changes."""
+    return number_words(interval_of(budget, name), form)

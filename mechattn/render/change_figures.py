@@ -25,17 +25,19 @@ from mechattn.render.words import (
     beside_null,
     count_words,
     in_digits,
+    interval_of,
     model_caption,
+    number_words,
     percent,
+    percent_words,
     quantity_words,
     says,
-    with_ends,
 )
 from mechattn.results.result import Result, head_name
 from mechattn.stats.paired import ROUNDING
 
 # The null of a condition among others; over an option it is a dotted line.
-NULL_MARK = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
+_NULL_MARK = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
 
 
 @declare(compares=True, report=[{}])
@@ -65,12 +67,14 @@ def change_map(
             that is not known.
 
     Raises:
-        OptionError: There is no such condition, quantity, segment or null, or the quantity has
-            several numbers per head.
+        OptionError: There is no such condition, quantity, segment or null, or the quantity has no
+            heads, or several numbers per head.
     """
     condition = result.condition(condition)
     contrast = Contrast(result, condition, to, quantity, segment, null=null)
     table = contrast.table(columns="all")
+    if "head" not in table:
+        raise OptionError(f"{quantity!r} has no heads, which a map needs; use by_layer")
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
 
@@ -81,14 +85,18 @@ def change_map(
         # Another condition may have the same null, which then cancels.
         is_beyond = bool((table.null.abs() > ROUNDING).any())
 
-    null_name = NULL_NAMES[contrast.null_used]
+    quantity_name = quantity_words(quantity, segment)
+    change_words = f"change{_relative_to(to)}"
     column = "difference"
     number_name = "change"
-    beyond = ""
+    bar_words = f"change of {quantity_name}"
     if is_beyond:
+        null_name = NULL_NAMES[contrast.null_used]
         column = "beyond"
         number_name = f"relative to {null_name}"
-        beyond = f" beyond {null_name}"
+        bar_words += f" beyond {null_name}"
+        comma = "" if to == BASELINE else ","
+        change_words += f"{comma} {number_name}"
     hovered = {
         "change": "difference",
         "q": f"q_{column}",
@@ -97,39 +105,41 @@ def change_map(
     }
     hover = f"{number_name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    quantity_name = quantity_words(quantity, segment)
-    bar_words = f"change of {quantity_name}{beyond} ({table.scale.iloc[0]})"
+    bar_words += f" ({table.scale.iloc[0]})"
     figure = draw.head_map(table, column, f"q_{column}", hovered, hover, number_name, bar_words)
 
-    versus = ""
-    if to != BASELINE:
-        versus = f" relative to “{to}”"
-    heading = f"{model_caption(result)}: {quantity_name}, change{versus}"
-    if is_beyond:
-        heading += f", {number_name}" if versus else f" {number_name}"
-
-    small_print = _map_small_print(result, condition, table, column, versus)
+    heading = f"{model_caption(result)}: {quantity_name}, {change_words}"
+    small_print = _map_small_print(contrast, table, is_beyond)
     draw.title(figure, heading, small_print, draw.map_height(table), top=110)
-    return says(figure, _map_words(table, column, null_name, versus))
+    if is_beyond:
+        return says(figure, _beyond_words(contrast, table))
+    return says(figure, _difference_words(contrast, table))
 
 
-def _map_small_print(
-    result: Result, condition: str, table: pd.DataFrame, column: str, versus: str
-) -> str:
+def _relative_to(condition: str) -> str:
+    """What a change is relative to, where it is not the baseline."""
+    if condition == BASELINE:
+        return ""
+    return f" relative to “{condition}”"
+
+
+def _map_small_print(contrast: Contrast, table: pd.DataFrame, is_beyond: bool) -> str:
     """How many heads are significant, of how many prompts, and against what."""
     about = table.attrs
-    count = count_words(result)
+    count = count_words(contrast.result)
     if "resampled" in about:
         count += f", tested by {about['resampled']}"
     against = about["null"]
-    if column == "beyond":
+    significant = _significant(table, "difference")
+    if is_beyond:
         against = f"against {against}"
+        significant = _significant(table, "beyond")
     elif table.null.notna().any() and not about["predicts_no_change"]:
         against += " predicts no difference"
 
     phrases = [
-        f"“{condition}”{versus}",
-        f"{_significant(table, column)} at q < 0.05",
+        f"“{contrast.condition}”{_relative_to(contrast.to)}",
+        f"{significant} at q < 0.05",
         f"n = {count}",
         against,
     ]
@@ -146,46 +156,53 @@ def _significant(table: pd.DataFrame, column: str) -> str:
     return f"{int(is_significant.sum())} of {len(table)} heads"
 
 
-def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) -> str:
-    """The number of significant heads, and the head furthest from the null (without it: most
-    changed).
-    """
-    furthest_row = int(np.nanargmax(table[column].abs()))
-    furthest = table.iloc[furthest_row]
-    is_ratio = table.scale.iloc[0] == "log-ratio"
-    if is_ratio:
-        names = ["change", "change_low", "change_high", "change_null"]
-        numbers = [percent(number) for number in furthest[names]]
-    else:
-        names = ["difference", "difference_low", "difference_high", "null"]
-        numbers = [in_digits(number, "+.3f") for number in furthest[names]]
-
-    *interval, null_change = numbers
-    name = head_name(furthest.layer, furthest["head"])
-    head = f"{name}: {with_ends(*interval)}"
-    picked = ""
-    if len(table) > 1:
-        picked = (
-            f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
-            '(select="half" avoids this)'
-        )
-
-    count = _significant(table, column)
-    if column == "difference":
-        null = ""
-        if not versus:
-            null = f"; {table.attrs['null']}"
-        return (
-            f"{count} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."
-        )
-
-    times = ""
-    if is_ratio:
-        ratio = np.exp(furthest.beyond)
-        times = f" ({ratio:.2f} × {null_name})"
+def _difference_words(contrast: Contrast, table: pd.DataFrame) -> str:
+    """The number of heads that changed, and the head that changed most."""
+    count = _significant(table, "difference")
+    null = f"; {table.attrs['null']}" if contrast.to == BASELINE else ""
+    head = _head_words(_furthest(table, "difference"))
     return (
-        f"{count} differ from {null_name} at q < 0.05. The largest difference is in {head}, "
-        f"under {null_name} {null_change}{times}{picked}."
+        f"{count} changed{_relative_to(contrast.to)} at q < 0.05{null}. The largest change is in"
+        f" {head}{_selected(table)}."
+    )
+
+
+def _beyond_words(contrast: Contrast, table: pd.DataFrame) -> str:
+    """The number of heads that differ from the null, and the head that is furthest from it."""
+    null_name = NULL_NAMES[contrast.null_used]
+    furthest = _furthest(table, "beyond")
+    null_change = in_digits(furthest.null, "+.3f")
+    if furthest.scale == "log-ratio":
+        times = f"{np.exp(furthest.beyond):.2f} × {null_name}"
+        null_change = f"{percent(furthest.change_null)} ({times})"
+    return (
+        f"{_significant(table, 'beyond')} differ from {null_name} at q < 0.05. The largest"
+        f" difference is in {_head_words(furthest)}, under {null_name}"
+        f" {null_change}{_selected(table)}."
+    )
+
+
+def _furthest(table: pd.DataFrame, column: str) -> pd.Series:
+    """The row with the largest number of a column, of either sign."""
+    row = int(np.nanargmax(table[column].abs()))
+    return table.iloc[row]
+
+
+def _head_words(row: pd.Series) -> str:
+    """The name of a head with its change and interval."""
+    words = number_words(interval_of(row, "difference"), "+.3f")
+    if row.scale == "log-ratio":
+        words = percent_words(interval_of(row, "change"))
+    return f"{head_name(row.layer, row['head'])}: {words}"
+
+
+def _selected(table: pd.DataFrame) -> str:
+    """The warning that a head was selected, where there was a choice."""
+    if len(table) == 1:
+        return ""
+    return (
+        f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
+        '(select="half" avoids this)'
     )
 
 
@@ -225,7 +242,7 @@ def changes(
             inserts another number of tokens than ``to``.
     """
     names = list(conditions or [name for name in result.conditions[1:] if name != to])
-    names = names or [result.condition()]
+    names = names or [result.condition()]  # which refuses a result of the baseline alone
     lines = _lines_of(names, over, quantity)
     if null is None:
         drawn = [name for line in lines for name in line.conditions]
@@ -243,14 +260,11 @@ def changes(
         sentences.append(f"{'; '.join(phrases)}.")
     draw.rule(figure, y=0)
 
-    quantity_name = quantity_words(quantity, segment)
-    if to != BASELINE:
-        quantity_name += f" relative to “{to}”"
+    quantity_name = f"{quantity_words(quantity, segment)}{_relative_to(to)}"
     heading = f"{model_caption(result)}: change of {quantity_name}"
     if over:
         heading += f", by {over}"
-        option_words = "inserted tokens" if over == "count" else over
-        figure.update_xaxes(title_text=option_words)
+        figure.update_xaxes(title_text=option_words(over))
     figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
 
     heads = "mean over layers and heads"
@@ -275,18 +289,18 @@ def _draw_changes(
         Each change in words.
     """
     x = list(line.x)
-    changes: list[np.ndarray] = []
+    percents: list[np.ndarray] = []  # the estimate and its ends at each x
     nulls: list[float] = []
     phrases = []
     if over == "count" and contrasts[0].to == BASELINE:
         # Where nothing is inserted, nothing changes.
         x = [0.0, *x]
-        changes = [np.zeros(3)]
+        percents = [np.zeros(3)]
         nulls = [0.0]
 
     for contrast in contrasts:
         change, null_change = contrast.overall(layer)
-        changes.append(100 * np.array(change))
+        percents.append(100 * np.array(change))
         if null_change is not None:
             nulls.append(100 * float(null_change.estimate))
         words = beside_null(change, null_change, contrast.null_used)
@@ -294,7 +308,8 @@ def _draw_changes(
 
     mode = "lines+markers" if over else "markers"
     hover = "%{x}: %{y:.1f} %<extra></extra>"
-    draw.points(figure, x, np.transpose(changes), line.name, colour, mode=mode, hovertemplate=hover)
+    estimates = np.transpose(percents)
+    draw.points(figure, x, estimates, line.name, colour, mode=mode, hovertemplate=hover)
     if len(nulls) == len(x):
         null_name = NULL_NAMES[contrasts[0].null_used] + line.null_suffix
         draw.dotted(
@@ -305,7 +320,7 @@ def _draw_changes(
             colour,
             mode=mode,
             hovertemplate=f"%{{x}}, {null_name}: %{{y:.1f}} %<extra></extra>",
-            marker={} if over else NULL_MARK,
+            marker={} if over else _NULL_MARK,
         )
     return phrases
 
@@ -320,7 +335,7 @@ class _Line(NamedTuple):
 
 
 def _lines_of(names: Sequence[str], over: str, quantity: str) -> list[_Line]:
-    """The lines of a figure of changes, each from left to right."""
+    """The lines of a figure of changes."""
     names = list(dict.fromkeys(names))
     if not over:
         return [_Line("measured", "", names, names)]
@@ -335,7 +350,7 @@ def _lines_of(names: Sequence[str], over: str, quantity: str) -> list[_Line]:
         if other_options and len(swept) > 1:
             null_suffix = f", {other_options}"
         line_names = [condition.name for condition in conditions]
-        x = numbers_or_words([condition.value for condition in conditions])
+        x = [condition.value for condition in conditions]
         lines.append(_Line(other_options or quantity, null_suffix, line_names, x))
     return lines
 
@@ -345,17 +360,17 @@ class SweptCondition(NamedTuple):
 
     Args:
         name: Its name, such as "slash, count=5, place=start".
-        value: The value of the option in it, such as "5".
+        value: The value of the option in it, such as "start"; a number, such as 5.0, if all are.
         without_option: The rest of the name, such as "slash, place=start".
     """
 
     name: str
-    value: str
+    value: str | float
     without_option: str
 
 
 def swept_conditions(names: Sequence[str], option: str) -> list[SweptCondition]:
-    """The conditions that are named after a swept option, in their order.
+    """The conditions that are named after a swept option, by its values if these are numbers.
 
     Args:
         names: Names of conditions, as ``ma.sweep`` gives them.
@@ -380,12 +395,13 @@ def swept_conditions(names: Sequence[str], option: str) -> list[SweptCondition]:
         raise OptionError(
             f"no condition is named {option}=…; run or evaluate with conditions=ma.sweep(…)"
         )
-    return conditions
-
-
-def numbers_or_words(values: Sequence[str]) -> Sequence[str | float]:
-    """The values of a swept option on an axis: as numbers, if all of them are."""
     try:
-        return [float(value) for value in values]
-    except ValueError:
-        return values
+        numbers = [condition._replace(value=float(condition.value)) for condition in conditions]
+    except ValueError:  # words are in the order of the sweep
+        return conditions
+    return sorted(numbers, key=lambda condition: condition.value)
+
+
+def option_words(option: str) -> str:
+    """What the axis of a swept option says."""
+    return "inserted tokens" if option == "count" else option

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import re
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
-from mechattn.render.words import says
+from mechattn.render.words import in_digits, interval_of, number_words, says
 
 if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
 
-_POINTS = 9  # of an arc
-_OF_LAYER = re.compile(r"L(\d+)(?:H(\d+)|MLP)")  # a head or an MLP
-_WIDEST = 7.0
+_ARC_POINTS = 9
+_HEAD_OR_MLP = re.compile(r"L(\d+)(?:H(\d+)|MLP)")
+_WIDEST = 7.0  # pixels, of the edge with the largest score
 _BESIDE_THE_AXES = re.compile(r"L\d+H?|embedding|logits")  # of a node's name, what an axis says
 # Where an edge enters a head, so that its three inputs are told apart.
-_ASIDE = {"q": -0.15, "v": 0.15}
+_SHIFT_OF_INPUT = {"q": -0.15, "v": 0.15}
 
 
 @declare("circuit")
@@ -52,16 +53,16 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         for reader in table.reader
     }
     nodes = sorted({*table.writer, *chain.from_iterable(read_by.values())})
-    matches = [_OF_LAYER.match(node) for node in nodes]
+    matches = [_HEAD_OR_MLP.match(node) for node in nodes]
     layers = sorted({int(match[1]) for match in matches if match})
     places = {node: _place(node, heads, layers) for node in nodes}
 
     figure = draw.panels()
     _legend_of_edges(figure)
     largest = table.effect.abs().max()
-    for row in table[::-1].itertuples():  # the largest on top
-        for node in read_by[row.reader]:
-            _arc(figure, row, places[row.writer], places[node], largest)
+    for _, edge in table[::-1].iterrows():  # the largest on top
+        for node in read_by[edge.reader]:
+            _arc(figure, edge, places[edge.writer], places[node], largest)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
     ticks = ["embedding", *map(str, layers), "logits"]
@@ -134,12 +135,12 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
 
 def _arc(
     figure: go.Figure,
-    edge: Any,
+    edge: pd.Series,
     start: tuple[float, float],
     end: tuple[float, float],
     largest: float,
 ) -> None:
-    """Draw an edge, which enters a head where its queries, keys or values are.
+    """Draw an edge; into a head it goes where that reads queries, keys or values.
 
     Args:
         figure: The figure that gets it.
@@ -151,21 +152,21 @@ def _arc(
     _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
-    x1 += _ASIDE.get(reader_input, 0.0)
+    x1 += _SHIFT_OF_INPUT.get(reader_input, 0.0)
 
     # Half a sine to the side, so that edges over several layers do not hide each other.
-    fraction = np.linspace(0, 1, _POINTS)
+    fraction = np.linspace(0, 1, _ARC_POINTS)
     side = 1 if x1 >= x0 else -1
     width = 0.35 * side * min(1.0, (y1 - y0) / 2)
     bend = width * np.sin(np.pi * fraction)
 
     q = edge.q_effect
-    if np.isnan(q):
+    if np.isnan(q):  # no effect lies below 0, so the comparison is with a random direction
         q = edge.q_beyond_random
     hover = (
         f"{edge.writer} → {edge.reader}<br>"
-        f"{edge.effect:+.3g} [{edge.effect_low:+.3g}, {edge.effect_high:+.3g}]<br>"
-        f"q = {q:.2g}<br>random direction {edge.random:+.3g}"
+        f"{number_words(interval_of(edge, 'effect'), '+.3g')}<br>"
+        f"q = {q:.2g}<br>random direction {in_digits(edge.random, '+.3g')}"
     )
 
     colour = WITH if edge.effect > 0 else WITHOUT
@@ -184,13 +185,14 @@ def _arc(
 
 def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     """Where a node is drawn; layers count upwards, the MLPs are on the right."""
-    match = _OF_LAYER.match(name)
-    if match is None:  # the embedding below, or the logits above
-        height = -1
-        if name == "logits":
-            height = len(layers)
-        return (heads - 1) / 2, height
+    middle = (heads - 1) / 2
+    if name == "embedding":
+        return middle, -1
+    if name == "logits":
+        return middle, len(layers)
 
+    match = _HEAD_OR_MLP.match(name)
+    assert match is not None  # every other node is a head or an MLP
     height = layers.index(int(match[1]))
     if match[2]:
         return float(match[2]), height

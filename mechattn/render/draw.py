@@ -30,21 +30,28 @@ NEUTRAL = "#f4f4f2"  # no change, on every map of signed numbers
 DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, none, more
 SEQUENTIAL = "Cividis"
 FADED = "rgba(255, 255, 255, 0.75)"  # over what is not significant
+FADED_CELLS = "faded"  # the name of a trace that lies over a map and has no numbers
 DARK = {  # on a dark background
     WITHOUT: "#56b4e9", WITH: "#ff9a4d", THIRD: "#3fcf9f", NEUTRAL: "#262b31", "#000000": "#e6e6e3",
     "#7a5c00": "#c9a227", "#444": "#bbb", FADED: "rgba(22, 24, 28, 0.75)",
 }  # fmt: skip
 GREY = "#888"
 LEAST_MARKED = 0.05  # of the largest on a map: what is smaller has no dot, however sure it is
-_HEADING, _SMALL_PRINT = 72, 110  # letters of a line, which fit into the 700 pixels of a notebook
-_HEADING_LINE = 22  # pixels
+# Letters of a line, which fit into the 700 pixels of a notebook.
+_HEADING_LETTERS = 72
+_SMALL_PRINT_LETTERS = 110
+# The heights of their lines, in pixels.
+_HEADING_LINE = 22
+_SMALL_PRINT_LINE = 17
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-LAYOUT = dict(
-    template="plotly_white", font=dict(family=FONT, size=13), hoverlabel=dict(font_family=FONT)
-)
 MARGIN = dict(l=70, r=20, t=90, b=60)
-LAYOUT["margin"] = MARGIN
+LAYOUT = dict(
+    template="plotly_white",
+    font=dict(family=FONT, size=13),
+    hoverlabel=dict(font_family=FONT),
+    margin=MARGIN,
+)
 
 
 def faint(colour: str, alpha: float = 0.2) -> str:
@@ -84,9 +91,20 @@ def steps(count: int) -> dict[str, Any]:
     return dict(tick0=0, dtick=1 if count <= 8 else 5)
 
 
-def panels(titles: Sequence[str] = ("",), rows: int = 1, **options: Any) -> go.Figure:
-    """Panels in rows, each with its title; one without a title by default."""
-    return make_subplots(rows, len(titles) // rows, subplot_titles=list(titles), **options)
+def named_ticks(words: Sequence[str]) -> dict[str, Any]:
+    """An axis with a word at each number from 0."""
+    return dict(tickvals=list(range(len(words))), ticktext=list(words))
+
+
+def panels(titles: Sequence[str] = ("",), **options: Any) -> go.Figure:
+    """Panels with their titles, row by row: by default in one row, and one without a title.
+
+    Args:
+        titles: The titles; further panels have none.
+        options: As for plotly's ``make_subplots``, such as rows and cols.
+    """
+    options = {"cols": len(titles)} | options
+    return make_subplots(subplot_titles=list(titles), **options)
 
 
 def points(
@@ -113,8 +131,7 @@ def points(
         sideways: Whether the numbers are on the horizontal axis, and ``x`` on the other.
         style: As for plotly's scatter.
     """
-    middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
-
+    middle, low, high = np.array(estimates, dtype=np.float64)
     bars = dict(
         type="data",
         array=high - middle,
@@ -156,11 +173,10 @@ def side_by_side(
     """
     series = list(series)
     middle = (len(series) - 1) / 2
-    places = np.arange(len(words))
     for number, ((name, estimates), colour) in enumerate(zip(series, cycle(colours))):
         points(
             figure,
-            places + apart * (number - middle),
+            np.arange(len(words)) + apart * (number - middle),
             estimates,
             name,
             colour,
@@ -170,7 +186,7 @@ def side_by_side(
             **style,
         )
 
-    figure.update_xaxes(tickvals=places, ticktext=list(words), row=1, col=column)
+    figure.update_xaxes(named_ticks(words), row=1, col=column)
 
 
 def line_and_band(
@@ -194,9 +210,10 @@ def line_and_band(
         colour: Of the line; the band is a faint one.
         column: The panel, from 1.
         row: The panel's row, from 1.
-        style: Of the line, as for plotly's scatter.
+        style: Of the line, as for plotly's scatter; by default it is thin and has no marks.
     """
     estimate, low, high = interval
+    style = {"mode": "lines", "line": dict(color=colour, width=1.6)} | style
     has_band = np.isfinite(low)
     if has_band.any():
         band = (x[has_band], low[has_band], high[has_band])
@@ -345,7 +362,7 @@ def _fade(figure: go.Figure, x: np.ndarray, y: np.ndarray, is_faded: np.ndarray)
         x=x,
         y=y,
         z=np.where(is_faded, 0.0, np.nan),
-        name="faded",
+        name=FADED_CELLS,
         colorscale=[[0, FADED], [1, FADED]],
         showscale=False,
         hoverinfo="skip",
@@ -371,15 +388,16 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
         top: The room above the panels, in pixels; the legend then has a row of its own under the
             title, at any width.
     """
-    heading_lines = wrap(heading, _HEADING)
-    note_lines = wrap(note, _SMALL_PRINT)
-    further_lines = 17 * (len(note_lines) - 1) + _HEADING_LINE * (len(heading_lines) - 1)  # pixels
-    height += further_lines
+    heading_lines = wrap(heading, _HEADING_LETTERS)
+    note_lines = wrap(note, _SMALL_PRINT_LETTERS)
+    further_height = _HEADING_LINE * (len(heading_lines) - 1)
+    further_height += _SMALL_PRINT_LINE * (len(note_lines) - 1)
+    height += further_height
     figure.update_layout(
         LAYOUT,
         title_text=f"{'<br>'.join(heading_lines)}<br><sup>{'<br>'.join(note_lines)}</sup>",
         height=height,
-        margin_t=(top or MARGIN["t"]) + further_lines,
+        margin_t=(top or MARGIN["t"]) + further_height,
     )
 
     if top is None:
@@ -388,7 +406,7 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
         orientation="h",
         x=0.03,
         xref="container",
-        y=1 - (66 + further_lines) / height,
+        y=1 - (66 + further_height) / height,
         yref="container",
         yanchor="top",
     )

@@ -15,7 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError, check_counts
+from mechattn.errors import OptionError
 from mechattn.results.result import Result, head_named
 
 Draw = TypeVar("Draw", bound=Callable)
@@ -24,8 +24,19 @@ _MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")
 _NOT_DRAWN = ("template", "meta", "type")
 
 
-# From what a page says of a figure, with its result and options, to what it says with more.
-AddWords = Callable[["PageWords", Result, Mapping[str, Any]], "PageWords"]
+@dataclass(frozen=True)
+class PageTable:
+    """A table of words that is folded under a figure.
+
+    Args:
+        title: Its heading.
+        columns: The names of the columns.
+        rows: The cells of each row.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -35,14 +46,16 @@ class PageWords:
     Args:
         note: How to read it.
         title_end: What follows its title.
-        rows_title: The heading of a folded table; it has ``columns`` and ``rows``.
+        table: Its numbers as a table, if the page has one.
     """
 
     note: str
     title_end: str = ""
-    rows_title: str = ""
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    table: PageTable | None = None
+
+
+# From what a page says of a figure, with its result and options, to what it says with more.
+AddWords = Callable[[PageWords, Result, Mapping[str, Any]], PageWords]
 
 
 @dataclass(frozen=True)
@@ -72,20 +85,24 @@ class Declared:
         return {option.name: option.default for option in options}
 
     @property
-    def draws_several_results(self) -> bool:
-        """Whether it compares results: then its first parameter is called ``results``."""
-        first_argument, *_ = inspect.signature(self.draw).parameters
-        return first_argument == "results"
+    def subject(self) -> str:
+        """What it draws, which is the name of its first parameter: a "result", "results" beside
+        each other, or such as "patching"."""
+        first_parameter, *_ = inspect.signature(self.draw).parameters
+        return first_parameter
 
     @property
     def draws_results(self) -> bool:
         """Whether it draws results, and not an evaluation or patching."""
-        first_argument, *_ = inspect.signature(self.draw).parameters
-        return first_argument in ("result", "results")
+        return self.subject in ("result", "results")
 
-    def shown(self, result: Result, layer: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The datasets and options with which a report shows it; none if the result lacks what it
-        needs.
+    def in_report(self, result: Result, layer: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The dataset and the options of each time that a report shows it; none if the result
+        lacks what it needs.
+
+        Args:
+            result: The result.
+            layer: The layer of a figure that shows one.
         """
         condition = result.shown_condition()
         if self.compares and condition == BASELINE:
@@ -220,45 +237,30 @@ def several(results: Sequence[Result] | Result) -> list[Result]:
     return list(results)
 
 
-def listed_or_chosen(
-    heads: Sequence[int | str] | int | str | None, top: int | None
-) -> tuple[list[int | str], int | None]:
-    """The named heads, or the number of heads to choose.
+def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
+    """One head or several as a list."""
+    if isinstance(heads, (int, np.integer, str)):
+        return [heads]
+    return list(heads)
+
+
+def check_heads(
+    heads: Sequence[int | str] | int | str, count: int, layer: int | None = None
+) -> list[int]:
+    """The heads as numbers.
 
     Args:
-        heads: Heads by number or name, one or several; None if they are chosen.
-        top: How many are chosen; None if they are listed.
-
-    Returns:
-        The listed heads and None, or an empty list and the number to choose.
+        heads: Heads by number or name, one or several.
+        count: How many heads a layer has.
+        layer: The layer that is shown; None if all layers show the same heads.
 
     Raises:
-        OptionError: Both are given, or neither.
-    """
-    if (heads is None) == (top is None):
-        raise OptionError(
-            f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
-        )
-
-    if heads is None:
-        check_counts(top=top)
-        return [], top
-
-    listed = [heads] if isinstance(heads, (int, str)) else list(heads)
-    return listed, None
-
-
-def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None) -> list[int]:
-    """The heads as numbers; refuses those that a layer doesn't have, and names such as "L1H2" of
-    another layer.
+        OptionError: The layer has no such head, a name such as "L1H2" is of another layer, or there
+            are no heads.
     """
     numbers = []
-    for head in heads:
-        named_head = head_named(head)
-        head_layer = layer
-        number = head
-        if named_head is not None:  # "L1H2" is (1, 2)
-            head_layer, number = named_head
+    for head in head_list(heads):
+        head_layer, number = head_named(head) or (layer, head)
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
             raise OptionError(
                 f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"

@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechattn.errors import OptionError
+from mechattn.render.draw import FADED_CELLS
 from mechattn.render.print_size import without_markup
 
 TABLE_COLUMNS = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
@@ -26,8 +27,7 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     Raises:
         OptionError: It draws no series of numbers, as a circuit's.
     """
-    traces = [trace for trace in figure.data if _is_series(trace)]
-    tables = [_trace_table(figure, trace) for trace in traces]
+    tables = [_trace_table(figure, trace) for trace in figure.data if _is_series(trace)]
     if not tables:
         raise OptionError(
             "this figure draws no series of numbers; circuit.table() has the edges of a circuit"
@@ -36,26 +36,19 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     table = pd.concat(tables, ignore_index=True)
     table = table.reindex(columns=TABLE_COLUMNS)
     table = table.dropna(axis=1, how="all")
-    return table.map(_without_markup)
-
-
-def _without_markup(cell: Any) -> Any:
-    """A cell of the table, whose words may have had tags for plotly."""
-    if isinstance(cell, str):
-        return without_markup(cell)
-    return cell
+    # Words may have tags for plotly.
+    return table.map(lambda cell: without_markup(cell) if isinstance(cell, str) else cell)
 
 
 def _is_series(trace: Any) -> bool:
     """Whether a trace has numbers of its own: it isn't a band, an entry of the legend alone, or
     what fades a map."""
     is_band = getattr(trace, "fill", None) == "toself"
-    if trace.name in (None, "faded") or is_band:
+    if trace.name in (None, FADED_CELLS) or is_band:
         return False
 
     # An entry of the legend alone is drawn at x = [None].
-    places = np.atleast_1d(trace.x)
-    return pd.notna(places).any()
+    return pd.notna(np.atleast_1d(trace.x)).any()
 
 
 def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
@@ -72,13 +65,10 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
     }
 
     if trace.type == "heatmap":
+        columns["z_is"] = trace.colorbar.title.text
         x, y = np.meshgrid(x, y)
         z = np.asarray(trace.z, dtype=np.float64)
-        columns["x"] = x.ravel()
-        columns["y"] = y.ravel()
-        columns["z_is"] = trace.colorbar.title.text
-        columns["z"] = z.ravel()
-        return pd.DataFrame(columns)
+        return pd.DataFrame(columns | {"x": x.ravel(), "y": y.ravel(), "z": z.ravel()})
 
     columns["x"] = _in_words(x, x_axis)
     columns["y"] = _in_words(y, y_axis)
@@ -108,8 +98,10 @@ def _axis(figure: go.Figure, trace: Any, kind: str) -> Any:
 
 def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
     """The words over a panel; a figure of one panel has none."""
-    left, right = x_axis.domain or (1, 0)
-    _, top = y_axis.domain or (0, 1)
+    if x_axis.domain is None:  # a figure of one panel
+        return ""
+    left, right = x_axis.domain
+    _, top = y_axis.domain
 
     # plotly keeps titles of panels as notes on the whole figure, each above the middle of its
     # panel.
@@ -122,10 +114,9 @@ def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
 def _in_words(numbers: np.ndarray, axis: Any) -> np.ndarray:
     """Places on an axis as the words beside it, where it has a word at each number from 0."""
     words = np.array(axis.ticktext or [], dtype=object)
-    last = len(words) - 1
     if not len(words) or list(axis.tickvals) != list(range(len(words))):
         return numbers
 
     # Series beside each other stand a little to the left or right of their word.
     nearest = np.rint(numbers.astype(np.float64)).astype(int)
-    return words[nearest.clip(0, last)]
+    return words[nearest.clip(0, len(words) - 1)]

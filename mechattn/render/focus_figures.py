@@ -58,9 +58,8 @@ def focus_and_impact(
     """
     table = table_of(result, condition, segment)
     groups = [(words, rows) for words, rows in table.groupby("layers", sort=False)]
-    titles = [str(words) for words, _ in groups]
     figure = draw.panels(
-        [*titles, *("" for _ in titles)],
+        [str(words) for words, _ in groups],
         rows=2,
         row_heights=[0.76, 0.24],
         vertical_spacing=0.05,
@@ -112,8 +111,6 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
         None,
         colour,
         column=column,
-        mode="lines",
-        line=dict(color=colour, width=1.6),
         hoverinfo="skip",
     )
 
@@ -133,9 +130,10 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
 
 
 def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> None:
+    """A bar for each bin of attention: the share of the queries that are in it."""
     words = _bin_words(rows)
     figure.add_bar(
-        x=list(range(len(rows))),
+        x=np.arange(len(rows)),
         y=100 * rows.share,
         marker_color=draw.GREY,
         customdata=np.column_stack([words, rows.queries]),
@@ -144,13 +142,7 @@ def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> Non
         row=2,
         col=column,
     )
-    figure.update_xaxes(
-        tickvals=list(range(len(rows))),
-        ticktext=words,
-        tickangle=-90,
-        row=2,
-        col=column,
-    )
+    figure.update_xaxes(draw.named_ticks(words), tickangle=-90, row=2, col=column)
 
 
 _RANGES = (

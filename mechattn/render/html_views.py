@@ -20,25 +20,25 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.quantities import check_condition, check_layer
 from mechattn.errors import OptionError, OutputError, visible
 from mechattn.render.draw import FONT, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import check_heads
 from mechattn.render.words import model_caption
-from mechattn.results.result import Result, head_name, head_named
+from mechattn.results.result import Result, head_name
 from mechattn.store.atomic_writes import check_writable, write_whole
 
-DIGITS = 3
+DIGITS = 3  # of an attention map; further ones would only make the page larger
 GENERATOR = '<meta name="generator" content="mechattn'  # in the head of each of our pages
-_HEAD = 2**16  # bytes at the start of a file that must contain it, before any style or script
+_HEAD_BYTES = 2**16  # at the start of a file, which must contain it before any style or script
 Script = Literal["circuitsvis", "plotly"]
 
 
 def pattern(
     result: Result,
     layer: int,
-    heads: Sequence[int],
+    heads: Sequence[int | str] | int | str,
     condition: str | None = None,
     prompt: int = 0,
     *,
@@ -50,7 +50,7 @@ def pattern(
     Args:
         result: A result with an attention map.
         layer: The layer, from 0.
-        heads: The heads, from 0.
+        heads: The heads, from 0, or by name, such as "L1H2".
         condition: The condition of the prompt; the baseline by default, of a difference the first
             that isn't.
         prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
@@ -64,10 +64,17 @@ def pattern(
     if difference:
         condition = result.condition(condition)
     condition = condition or BASELINE
+    dataset = result["attention_map"]
+    check_layer(layer, dataset)
+    check_condition(result, condition)
+    _check_prompt(prompt, dataset)
+    heads = check_heads(heads, dataset.sizes["head"], layer)
+
+    names = [head_name(layer, head) for head in heads]
     maps, tokens = _map(result, layer, heads, condition, prompt)
     start = f"{model_caption(result)}, layer {layer}"
     if not difference:
-        return _heads_view(maps, tokens, layer, heads, f"{start}, condition “{condition}”")
+        return _heads_view(maps, tokens, names, f"{start}, condition “{condition}”")
 
     without, tokens = _map(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
@@ -81,8 +88,7 @@ def pattern(
     return _heads_view(
         change,
         tokens,
-        layer,
-        heads,
+        names,
         caption,
         minValue=-reach,
         maxValue=reach,
@@ -94,7 +100,7 @@ def pattern(
 def received_text(
     result: Result,
     layer: int,
-    heads: Sequence[int] | None = None,
+    heads: Sequence[int | str] | int | str | None = None,
     condition: str | None = None,
     prompt: int = 0,
 ) -> View:
@@ -117,11 +123,8 @@ def received_text(
     """
     condition = result.shown_condition(condition)
     dataset = result["received_attention"]
-    if "received_per_prompt" in dataset:
-        received = dataset.received_per_prompt
-    elif dataset.sizes["prompt"] == 1:
-        received = dataset.received.expand_dims("prompt")
-    else:
+    received = received_by_prompt(dataset)
+    if received is None:
         raise OptionError(
             'the result has only means over prompts; run with keep="prompts" to see one prompt'
         )
@@ -132,16 +135,11 @@ def received_text(
     heads = check_heads(range(head_count) if heads is None else heads, head_count, layer)
     received = received.isel(prompt=prompt, head=heads).sel(layer=layer).mean("head")
 
-    tokens = {}
-    values = {}
-    for name in (BASELINE, condition):
-        tokens[name] = prompt_tokens(result, name, prompt)
-        length = len(tokens[name])
-        values[name] = received.sel(condition=name).values[:length]
-
-    numbers = np.concatenate(list(values.values()))
-    known = np.sort(numbers[np.isfinite(numbers)])
-    top = float(known[-2:].min())
+    names = dict.fromkeys([BASELINE, condition])
+    tokens = {name: prompt_tokens(result, name, prompt) for name in names}
+    values = received.sel(condition=list(names)).values
+    finite = np.sort(values[np.isfinite(values)])  # beyond the end of a prompt there is none
+    top = float(finite[-2:].min())
 
     head_words = "all heads"
     if len(heads) < head_count:
@@ -149,15 +147,15 @@ def received_text(
     start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
     body = ""
     lines = 0
-    for name, texts in tokens.items():
+    for (name, texts), token_values in zip(tokens.items(), values, strict=True):
         caption = f"{start}: attention received, “{name}”"
-        body += _text(caption, texts, values[name], top)
+        body += _coloured_tokens(caption, texts, token_values[: len(texts)], top)
         lines += len(texts) // 12 + 1
 
     return View(body, 130 + 24 * lines, None)
 
 
-def _text(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
+def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
     """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not
     escape tokens.
     """
@@ -183,12 +181,8 @@ def _map(
     result: Result, layer: int, heads: Sequence[int], condition: str, prompt: int
 ) -> tuple[np.ndarray, list[str]]:
     """The map [head, query, key] of one prompt, and its tokens."""
-    dataset = result["attention_map"]
-    check_layer(layer, dataset)
-    check_condition(result, condition)
-    _check_prompt(prompt, dataset)
-    heads = check_heads(heads, dataset.sizes["head"], layer)
-    maps = dataset.pattern.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads)
+    maps = result["attention_map"].pattern.sel(layer=layer, condition=condition)
+    maps = maps.isel(prompt=prompt, head=heads)
     tokens = prompt_tokens(result, condition, prompt)
     length = len(tokens)
     return maps.values[:, :length, :length], tokens
@@ -204,17 +198,11 @@ def _check_prompt(prompt: int, dataset: xr.Dataset) -> None:
 def _heads_view(
     maps: np.ndarray,
     tokens: list[str],
-    layer: int,
-    heads: Sequence[int],
+    names: list[str],
     caption: str,
     **colours: Any,
 ) -> View:
     """Maps [head, query, key], and the line of script with which circuitsvis draws them."""
-    names = []
-    for head in heads:
-        head_layer, number = head_named(head) or (layer, int(head))
-        names.append(head_name(head_layer, number))
-
     properties = {
         "attention": np.round(maps.astype(np.float64), DIGITS).tolist(),
         "attentionHeadNames": names,
@@ -283,11 +271,9 @@ class View:
         )
 
     def _repr_html_(self) -> str:
-        # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it,
+        # Squeezed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it,
         # without a request.
-        compressed = gzip.compress(self.page().encode("utf-8"), mtime=0)
-        packed = base64.b64encode(compressed).decode()
-        source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
+        source = html.escape(_UNPACKS.replace("PACKED", squeezed(self.page())), quote=True)
         style = f"width:100%;height:{self.height}px;border:0"
         return f'<iframe srcdoc="{source}" style="{style}"></iframe>'
 
@@ -302,6 +288,12 @@ _UNPACKS = """<!doctype html><meta charset="utf-8"><script>
   document.close();
 })();
 </script>"""
+
+
+def squeezed(text: str) -> str:
+    """Compress text with gzip and base64, which a browser reads offline; equal texts stay equal."""
+    content = gzip.compress(text.encode("utf-8"), 6, mtime=0)
+    return base64.b64encode(content).decode()
 
 
 @cache
@@ -337,6 +329,23 @@ def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
     return [str(token) for token in tokens.values[:length]]
 
 
+def received_by_prompt(dataset: xr.Dataset) -> xr.DataArray | None:
+    """What each position of every prompt receives; None if only means over prompts were kept."""
+    if "received_per_prompt" in dataset:
+        return dataset.received_per_prompt
+    if "received" in dataset and dataset.sizes["prompt"] == 1:
+        return dataset.received.expand_dims("prompt")
+    return None
+
+
+def tokens_in_segments(result: Result, condition: str) -> list[tuple[str, str]]:
+    """The tokens of the first prompt as text, each with its segment."""
+    texts = prompt_tokens(result, condition, 0)
+    segment_index = result["sequences"].segment_index.sel(condition=condition).isel(prompt=0)
+    indices = segment_index.values[: len(texts)]
+    return [(visible(text), SEGMENTS[index]) for text, index in zip(texts, indices, strict=True)]
+
+
 def check_page_place(path: str | Path, force: bool = False) -> None:
     """Check that a page can be written here, before the run."""
     if not isinstance(path, (str, os.PathLike)):
@@ -359,9 +368,10 @@ def save_page(path: str | Path, text: str, force: bool = False) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
+    """Whether mechattn wrote a page, or the file is empty."""
     try:
         with open(path, "rb") as stored:
-            head = stored.read(_HEAD).decode("utf-8", "replace")
+            head = stored.read(_HEAD_BYTES).decode("utf-8", "replace")
     except OSError:
         return False
     return not head or GENERATOR in head.partition("<style")[0].partition("<script")[0]

@@ -68,9 +68,9 @@ def heads_by_layer(
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
 
-    names = layer_quantity.names
-    figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
-    for column, (name, colour) in enumerate(draw.condition_colours(names), 1):
+    conditions = layer_quantity.conditions
+    figure = draw.panels(conditions, shared_yaxes=True, horizontal_spacing=0.04)
+    for column, (name, colour) in enumerate(draw.condition_colours(conditions), 1):
         _strips(figure, result, variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
         _null_line(figure, layer_quantity, name, colour, column)
@@ -114,7 +114,7 @@ def by_layer(
     figure = draw.panels(blocks, horizontal_spacing=0.08)
     for column, block in enumerate(blocks, 1):
         panel_values = variable.sel(block=block) if block else variable
-        for name, colour in draw.condition_colours(layer_quantity.names):
+        for name, colour in draw.condition_colours(layer_quantity.conditions):
             _line(figure, result, panel_values.sel(condition=name), name, colour, column)
             _null_line(figure, layer_quantity, name, colour, column)
 
@@ -157,21 +157,7 @@ def scale_by_layer(
 
     titles = ["attention left to the original keys (λ)", "what λ · output + Σσ misses"]
     figure = draw.panels(titles)
-    scale = dataset.scale.transpose("prompt", "layer", "head")
-    head_means = np.sort(mean_over_prompts(result, scale).estimate, axis=1)
-    faint_line = dict(width=0.7, color=faint(WITH, 0.45))
-    for head_line in head_means.T:
-        figure.add_scatter(
-            x=layers,
-            y=head_line,
-            mode="lines",
-            showlegend=False,
-            hoverinfo="skip",
-            line=faint_line,
-            row=1,
-            col=1,
-        )
-
+    _head_lines(figure, result, dataset.scale)
     uniform = _over_heads(result, dataset.scale_uniform).estimate
     for values, name, colour, column in (
         (dataset.scale, "λ, mean of the heads", WITH, 1),
@@ -195,6 +181,22 @@ def scale_by_layer(
     )
 
 
+def _head_lines(figure: go.Figure, result: Result, scale: xr.DataArray) -> None:
+    """Thin lines through the means of heads, sorted within each layer."""
+    means = mean_over_prompts(result, scale.transpose("prompt", "layer", "head")).estimate
+    for line in np.sort(means, axis=1).T:
+        figure.add_scatter(
+            x=scale.layer.values,
+            y=line,
+            mode="lines",
+            showlegend=False,
+            hoverinfo="skip",
+            line=dict(width=0.7, color=faint(WITH, 0.45)),
+            row=1,
+            col=1,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _LayerQuantity:
     """What a figure by layer shows: a quantity of some conditions, with its null.
@@ -203,7 +205,7 @@ class _LayerQuantity:
         result: The result.
         quantity: The quantity, as it was asked for.
         segment: Of the queries or tokens, if the quantity has segments.
-        names: The conditions.
+        conditions: The conditions that have a value of it.
         variable: The quantity [prompt, condition, layer, …].
         null: The same under the null; None if there is none.
         null_kind: Which null that is.
@@ -212,7 +214,7 @@ class _LayerQuantity:
     result: Result
     quantity: str
     segment: str
-    names: Sequence[str]
+    conditions: Sequence[str]
     variable: xr.DataArray
     null: xr.DataArray | None
     null_kind: Null
@@ -317,7 +319,7 @@ def _sentence(layer_quantity: _LayerQuantity) -> str:
     variable = layer_quantity.variable
 
     phrases = []
-    for condition in layer_quantity.names:
+    for condition in layer_quantity.conditions:
         mean = mean_words(result, variable.sel(condition=condition))
         phrase = f"{condition} {mean}"
         null = layer_quantity.null_of(condition)
@@ -333,7 +335,7 @@ def _sentence(layer_quantity: _LayerQuantity) -> str:
 
 
 def _line(
-    figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int
+    figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
 ) -> None:
     """A line over layers with its band."""
     interval = _over_heads(result, values)
@@ -342,14 +344,14 @@ def _line(
         figure,
         values.layer.values,
         draw.within(interval, values.attrs["units"]),
-        words,
+        name,
         colour,
         column=column,
         customdata=np.stack([interval.low, interval.high], -1),
         meta=["low", "high"],
         mode="lines+markers",
         line=dict(color=colour),
-        hovertemplate=f"{hover}<extra>{words}</extra>",
+        hovertemplate=f"{hover}<extra>{name}</extra>",
     )
 
 

@@ -38,7 +38,7 @@ from mechattn.render.words import (
     band_words,
     beside_null,
     change_words,
-    count_words,
+    counts_words,
     heads_words,
     model_caption,
     numbered,
@@ -75,10 +75,12 @@ def received_by_model(
         null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
 
     Raises:
-        OptionError: There is no such layer, head, condition or null, the numbers of heads and
-            models differ, or a head cannot be chosen.
+        OptionError: There is no such layer, head, condition or null, there are not two conditions,
+            the numbers of heads and models differ, or a head cannot be chosen.
     """
     results = several(results)
+    if len(conditions) != 2:
+        raise OptionError(f"conditions={conditions!r}: give two, such as ('slash', 'sentence')")
     for result in results:
         check_layer(layer, result[NAME])
         for name in conditions:
@@ -92,7 +94,7 @@ def received_by_model(
     ]
     lines = [
         PositionLine("received", name, name, colour)
-        for name, colour in zip(conditions, (WITH, THIRD), strict=False)
+        for name, colour in zip(conditions, (WITH, THIRD), strict=True)
     ]
     figure = by_position(panels, titles, [lines], null_kind)
     for column, result in enumerate(results, 1):
@@ -195,8 +197,7 @@ def verdicts(
     heading = f"Change of {quantity_words('received', segment)}"
     if len(set(names)) == 1:
         heading += f" with “{names[0]}”"
-    counts = dict.fromkeys(count_words(result) for result in results)
-    note = f"mean over all layers and heads; {' or '.join(counts)}"
+    note = f"mean over all layers and heads; {counts_words(results)}"
     height = 200 + 64 * len(verdict_list)
     draw.title(figure, heading, note, height, top=120)
 
@@ -223,11 +224,7 @@ def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high:
     )
 
     labels = [words.replace(" (", "<br>(", 1) for words in row_words]
-    figure.update_yaxes(
-        tickvals=list(range(len(labels))),
-        ticktext=labels,
-        range=[len(labels) - 0.5, -0.8],
-    )
+    figure.update_yaxes(draw.named_ticks(labels), range=[len(labels) - 0.5, -0.8])
 
 
 def _verdict_marks(
@@ -275,15 +272,13 @@ def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     """What each row is: its model, its condition where they differ, and a number where that is not
     enough.
     """
-    counts = [
-        inserted_words(result, name) for result, name in zip(results, conditions, strict=True)
-    ]
+    inserted = list(map(inserted_words, results, conditions))
     rows = []
-    for result, condition, count in zip(results, conditions, counts, strict=True):
+    for result, condition, count in zip(results, conditions, inserted, strict=True):
         words = [model_caption(result)]
         if len(set(conditions)) > 1:
             words.append(condition)
-        if len(set(counts)) > 1:  # what takes more tokens takes more attention
+        if len(set(inserted)) > 1:  # what takes more tokens takes more attention
             words.append(count)
         rows.append(", ".join(words))
     return numbered(rows)

@@ -12,9 +12,8 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import GREY, THIRD, WITH
 from mechattn.render.figure_declaration import declare
-from mechattn.render.words import in_digits, number_words, says
+from mechattn.render.words import in_digits, interval_of, number_words, says
 from mechattn.results.result import head_name
-from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
     from mechattn.patching.effects import Patching
@@ -49,14 +48,15 @@ def patching_map(patching: Patching) -> go.Figure:
 
     across = patching.labels[1]
     table = patching.table()
-    has_share = bool(table.share.notna().all())
+    if table.share.isna().any():  # the whole effect may be 0
+        table = table.drop(columns="share")
     q_column = f"q_{table.attrs['tested']}"
     hovered = {"low": "effect_low", "high": "effect_high", "q": q_column}
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
     for column, form in _HOVERED.items():
-        if column in table and (has_share or column != "share"):
+        if column in table:
             hover += form.replace("NUMBER", f"customdata[{len(hovered)}]")
             hovered[column] = column
 
@@ -70,21 +70,21 @@ def patching_map(patching: Patching) -> go.Figure:
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
-        f"{significant} of {len(table)} {across}s at q < 0.05."
-        f" Largest: {_largest_words(patching, table, has_share)}; it was selected as the largest,"
-        " so"
-        ' its interval is too optimistic (table(select="half") avoids this).',
+        f"{significant} of {len(table)} {across}s at q < 0.05. Largest:"
+        f" {_largest_words(patching, table)}; it was selected as the largest, so its interval is"
+        ' too optimistic (table(select="half") avoids this).',
     )
 
 
-def _largest_words(patching: Patching, table: pd.DataFrame, has_share: bool) -> str:
+def _largest_words(patching: Patching, table: pd.DataFrame) -> str:
     """The cell with the largest effect, with its interval and its share of the whole effect."""
     largest_row = int(np.nanargmax(table.effect.abs()))
     largest = table.iloc[largest_row]
     cell = table[patching.labels].iloc[largest_row].to_dict()
-    effect = number_words(Interval(largest.effect, largest.effect_low, largest.effect_high))
-    share = f", {largest.share:.0%} of the whole effect" if has_share else ""
-    return f"{_cell_words(cell)}, {effect}{share}"
+    words = f"{_cell_words(cell)}, {number_words(interval_of(largest, 'effect'))}"
+    if "share" in table:
+        words += f", {largest.share:.0%} of the whole effect"
+    return words
 
 
 @declare("patching")
@@ -123,7 +123,7 @@ def patching_effects(
     low, high = _control_points(figure, table, rows - 0.36)
     draw.rule(figure, x=0)
 
-    note = _run_words(patching, f"q over {table.attrs['family']}; bars: 95 % intervals; ")
+    note = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
     heading = f"{patching.about['model']}: patching effects"
     height = 190 + 30 * len(table)
     draw.title(figure, heading, note, height, top=120)
@@ -133,12 +133,7 @@ def patching_effects(
         title_text=_effect_on(patching),
         range=[low - room, high + room],
     )
-    figure.update_yaxes(
-        tickvals=rows,
-        ticktext=labels,
-        zeroline=False,
-        range=[-0.8, len(table) - 0.4],
-    )
+    figure.update_yaxes(draw.named_ticks(labels), zeroline=False, range=[-0.8, len(table) - 0.4])
 
     sentence = f"{int(differs.sum())} of {len(table)} rows differ {compared} (q < 0.05)"
     if table.attrs["skewed"]:
@@ -155,12 +150,11 @@ def _effect_points(
         (f"effect: differs {compared} (q < 0.05)", differs, WITH),
         ("effect: does not", ~differs, "white"),
     ):
-        estimates = table.loc[mask, ["effect", "effect_low", "effect_high"]]
         outline = dict(color=WITH, width=1.6)
         draw.points(
             figure,
             rows[mask],
-            estimates.values.T,
+            interval_of(table[mask], "effect"),
             words,
             WITH,
             sideways=True,
@@ -250,12 +244,12 @@ def _cell_words(cell: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _run_words(patching: Patching, details: str = "") -> str:
+def _run_words(patching: Patching) -> str:
     """How the effects were measured, and the whole effect that they are part of."""
     about = patching.about
     return (
-        f"{about['direction']}, {about['method']}; n = {patching.units.words}; {details}"
-        f"whole effect {number_words(patching.whole)}"
+        f"{about['direction']}, {about['method']}; n = {patching.units.words};"
+        f" whole effect {number_words(patching.whole)}"
     )
 
 

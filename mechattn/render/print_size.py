@@ -20,11 +20,11 @@ from mechattn.render.words import sentence_of
 Column = Literal["single", "double"]
 _MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
 _PIXELS = 96  # pixels per inch, as in SVG and PDF
-_TALLEST = 235 / 25.4 * _PIXELS  # the height of the text on a page
-_SIZE = 8 / 72 * _PIXELS  # of letters: 8 points, in pixels
-_LINE = 1.45 * _SIZE
-_LETTER = 0.58 * _SIZE  # the mean width of a letter
-_SHRUNK = 0.75  # a figure's height in print, of that on a screen
+_PAGE_HEIGHT = 235 / 25.4 * _PIXELS  # the height of the text on a page
+_LETTER_SIZE = 8 / 72 * _PIXELS  # of letters: 8 points, in pixels
+_LINE_HEIGHT = 1.45 * _LETTER_SIZE
+_LETTER_WIDTH = 0.58 * _LETTER_SIZE  # the mean width of a letter
+_HEIGHT_IN_PRINT = 0.75  # a figure's height in print, of that on a screen
 _FORMATS = (".pdf", ".svg", ".png")
 _PATIENCE = 100  # seconds; kaleido's own limit for a figure is 90
 # What a figure sets for the screen; in print the template decides.
@@ -52,13 +52,13 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
         )
 
     width = _MILLIMETRES[column] / 25.4 * _PIXELS
-    height = min(_SHRUNK * (figure.layout.height or 450), _TALLEST)
+    height = min(_HEIGHT_IN_PRINT * (figure.layout.height or 450), _PAGE_HEIGHT)
 
     paper = go.Figure(figure)
     for name in _OF_THE_SCREEN:
         paper.layout[name] = None
     paper.update_traces(legend=None, selector=lambda trace: trace.type != "heatmap")
-    paper.update_annotations(font_size=_SIZE)
+    paper.update_annotations(font_size=_LETTER_SIZE)
 
     title_lines = 0
     for note in paper.select_annotations(dict(xref="paper", yref="paper")):
@@ -69,7 +69,7 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
     paper.for_each_xaxis(lambda axis: _wrap_title(axis, width / side_by_side))
     paper.for_each_yaxis(lambda axis: _wrap_title(axis, 0.7 * height / rows))
     paper.update_layout(
-        template=_template(), width=width, height=height, margin_t=_LINE * title_lines + 8
+        template=_template(), width=width, height=height, margin_t=_LINE_HEIGHT * title_lines + 8
     )
     return paper
 
@@ -79,7 +79,12 @@ def _template() -> go.layout.Template:
     below the panels.
     """
     template = go.layout.Template(pio.templates["simple_white"])
-    axis = dict(automargin=True, title_standoff=8, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
+    axis = dict(
+        automargin=True,
+        title_standoff=8,
+        title_font_size=_LETTER_SIZE,
+        tickfont_size=0.9 * _LETTER_SIZE,
+    )
     legend = dict(
         orientation="h",
         x=0.5,
@@ -88,13 +93,15 @@ def _template() -> go.layout.Template:
         y=0,
         yref="container",  # at the figure's end, so that plotly keeps the panels above it
         yanchor="bottom",
-        font_size=_SIZE,
+        font_size=_LETTER_SIZE,
         traceorder="normal",
     )
 
-    bar = dict(thickness=9, nticks=5, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
+    bar = dict(
+        thickness=9, nticks=5, title_font_size=_LETTER_SIZE, tickfont_size=0.9 * _LETTER_SIZE
+    )
     template.layout.update(
-        font=dict(family=FONT, size=_SIZE),
+        font=dict(family=FONT, size=_LETTER_SIZE),
         margin=dict(l=10, r=10, t=8, b=0),
         legend=legend,
         shapedefaults_opacity=1,  # the white page's shapes are faded
@@ -113,7 +120,7 @@ def _wrap_title(axis: Any, width: float) -> None:
 
 def _wrapped(text: str, width: float) -> str:
     """The text in lines that fit into a width in pixels, besides those that it has."""
-    letters = max(8, int(width / _LETTER))
+    letters = max(8, int(width / _LETTER_WIDTH))
     lines = []
     for line in text.split("<br>"):
         lines += wrap(line, letters, break_long_words=False)
@@ -162,7 +169,7 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drawn(paper, path)
+        _write(paper, path)
     except RuntimeError as error:
         if "Chrome" not in str(error):  # plotly has no error of its own for a missing one
             raise
@@ -177,7 +184,7 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
     return path
 
 
-def _drawn(figure: go.Figure, path: Path) -> None:
+def _write(figure: go.Figure, path: Path) -> None:
     """Draw with a time limit and two attempts, because kaleido sometimes waits forever for a
     Chromium that is gone.
     """

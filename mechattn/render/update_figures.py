@@ -4,8 +4,9 @@ position."""
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -35,7 +36,7 @@ _DECADES = {
     "tickvals": _EXPONENTS,
     "ticktext": [f"{10**exponent:.1g}" for exponent in _EXPONENTS],
 }
-_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
+_NULL_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
 
 @declare(READINGS, report=[{}])
@@ -64,38 +65,30 @@ def update_histogram(
     check_choice(Quantity, quantity=quantity)
     updates = _updates(result, condition, reading)
     counts = summed(result, updates[f"{quantity}_counts"])
-    bin_axis = f"{quantity}_bin"
-    bins = counts[bin_axis].values
     heads = counts.sizes["head"]
-
-    # Bins without an end on the axis are left out: of magnitudes both outermost ones, of
-    # orientations the first.
-    is_magnitude = quantity == "magnitude"
-    if is_magnitude:
-        inner = slice(1, -1)
-        x = np.log10(_middles(bins))[inner]
-        uniform = np.log10(1 / heads)
+    if quantity == "magnitude":
+        bins = _magnitude_bins(counts)
+        null = np.log10(1 / heads)
+        axis = _DECADES
     else:
-        inner = slice(1, None)
-        x = _middles(bins)[inner]
-        uniform = 0.0
+        bins = _orientation_bins(counts)
+        null = 0.0
+        axis = {}
 
+    bin_axis = f"{quantity}_bin"
     totals = counts.sum(bin_axis)
-    shares = counts.isel({bin_axis: inner}) / totals.where(totals > 0)
-    range_words = _ranges(bins)[inner]
+    shares = counts.isel({bin_axis: bins.drawn}) / totals.where(totals > 0)
     figure = _heatmaps(
         shares.transpose("layer", "head", ...),
-        x,
+        bins.middles,
         counts["head"].values,
-        np.broadcast_to(range_words, (heads, len(x))),
+        [bins.words] * heads,
         "% of<br>tokens",
         f", head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %",
     )
 
-    draw.rule(figure, **_RULE, x=uniform)
-    figure.update_xaxes(title_text=_AXIS[quantity], range=_reach(figure, "x", uniform))
-    if is_magnitude:
-        figure.update_xaxes(_DECADES)
+    draw.rule(figure, **_NULL_RULE, x=null)
+    figure.update_xaxes(axis, title_text=_AXIS[quantity], range=_reach(figure, "x", null))
     figure.update_yaxes(title_text="head", **draw.steps(heads))
     return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
 
@@ -119,22 +112,20 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     """
     updates = _updates(result, condition, reading)
     counts = summed(result, updates["joint_counts"])
-    magnitudes = counts.magnitude_bin.values
-    orientations = counts.orientation_bin.values
-    magnitude_words = _ranges(magnitudes)[1:-1]
-    orientation_words = _ranges(orientations)[1:]
+    magnitudes = _magnitude_bins(counts)
+    orientations = _orientation_bins(counts)
     cell_words = [
-        [f"magnitude {size}, orientation {turn}" for size in magnitude_words]
-        for turn in orientation_words
+        [f"magnitude {magnitude}, orientation {orientation}" for magnitude in magnitudes.words]
+        for orientation in orientations.words
     ]
 
     totals = counts.sum(["magnitude_bin", "orientation_bin"])
     shares = counts / totals.clip(1)
-    shares = shares.isel(magnitude_bin=slice(1, -1), orientation_bin=slice(1, None))
+    shares = shares.isel(magnitude_bin=magnitudes.drawn, orientation_bin=orientations.drawn)
     figure = _heatmaps(
         shares.transpose("layer", "orientation_bin", "magnitude_bin"),
-        np.log10(_middles(magnitudes)[1:-1]),
-        _middles(orientations)[1:],
+        magnitudes.middles,
+        orientations.middles,
         cell_words,
         "% of<br>updates",
         ": %{customdata}: %{z:.2f} %",
@@ -142,8 +133,8 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
 
     head_count = int(result.provenance["model"]["heads"])
     uniform = np.log10(1 / head_count)
-    draw.rule(figure, **_RULE, y=0)
-    draw.rule(figure, **_RULE, x=uniform)
+    draw.rule(figure, **_NULL_RULE, y=0)
+    draw.rule(figure, **_NULL_RULE, x=uniform)
     figure.update_xaxes(_DECADES, title_text=_AXIS["magnitude"], range=_reach(figure, "x", uniform))
     figure.update_yaxes(title_text=_AXIS["orientation"], range=_reach(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
@@ -153,7 +144,7 @@ def _heatmaps(
     shares: xr.DataArray,
     x: np.ndarray,
     y: np.ndarray,
-    cell_words: Any,
+    cell_words: Sequence[Sequence[str]],
     bar_title: str,
     hover: str,
 ) -> go.Figure:
@@ -209,13 +200,8 @@ def update_by_position(
         )
 
     prompts = result["sequences"].sizes["prompt"]
-    texts = None
-    if prompts == 1:
-        first = result["sequences"].first_prompt_text.sel(condition=condition).values
-        texts = []
-        for text in first:
-            escaped = html.escape(str(text))
-            texts.append(escaped.replace("\n", "⏎"))
+    first_prompt = result["sequences"].first_prompt_text.sel(condition=condition).values
+    tokens = [html.escape(str(text)).replace("\n", "⏎") for text in first_prompt]
 
     heads = updates.sizes["head"]
     bar = dict(title="head", **draw.steps(heads))
@@ -226,33 +212,25 @@ def update_by_position(
         counts = layer_values.magnitude_at_n.values
         is_shown = np.isfinite(magnitude) & (counts >= prompts / 2)
         head, position = np.nonzero(is_shown)
+        details = [f", n = {int(count)}" for count in counts[is_shown]]
+        if prompts == 1:
+            details = [f" “{tokens[index]}”" for index in position]
+        point_words = f"layer {layer}, head %{{customdata}}, position %{{x}}%{{text}}"
         figure.add_scattergl(
             x=position,
-            y=magnitude[head, position].astype(np.float32),
+            y=magnitude[is_shown].astype(np.float32),
             mode="markers",
-            text=_point_words(head, position, counts[head, position], texts),
+            text=details,
+            customdata=head,
             marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=bar, opacity=0.7),
-            hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>",
+            hovertemplate=f"{point_words}: %{{y:.3f}}<extra></extra>",
             showlegend=False,
         )
 
-    draw.rule(figure, **_RULE, y=1 / heads)
+    draw.rule(figure, **_NULL_RULE, y=1 / heads)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     return _by_layer(figure, result, updates, "head updates by position", 500)
-
-
-def _point_words(
-    heads: np.ndarray, positions: np.ndarray, counts: np.ndarray, texts: Sequence[str] | None
-) -> list[str]:
-    """What each point is: its head, its position, and its token or the number of prompts."""
-    words = []
-    for head, position, count in zip(heads, positions, counts, strict=True):
-        detail = f", n = {int(count)}"
-        if texts is not None:
-            detail = f" “{texts[position]}”"
-        words.append(f"head {head}, position {position}{detail}")
-    return words
 
 
 def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
@@ -264,29 +242,35 @@ def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
     return dataset.rename(names).assign_attrs(reading=reading)
 
 
-def _middles(edges: np.ndarray) -> np.ndarray:
-    """The middle of each bin, on a log scale for magnitudes; the outermost bins are as wide as
-    their neighbours.
-    """
-    is_log = edges[0] == 0  # the bins of magnitudes; those of orientations begin at -inf
-    starts = edges[1:]
-    if is_log:
-        starts = np.log10(starts)
+class _Bins(NamedTuple):
+    """The bins of an axis; those without an end there are not drawn."""
 
-    half = (starts[1] - starts[0]) / 2
-    middles = np.concatenate([starts[:1] - half, starts + half])
-    if is_log:
-        return 10**middles
-    return middles
+    drawn: slice
+    middles: np.ndarray
+    words: list[str]
 
 
-def _ranges(edges: np.ndarray) -> np.ndarray:
-    """Each bin in words."""
-    ends = [*edges[1:], np.inf]
-    words = []
-    for low, high in zip(edges, ends, strict=True):
-        words.append(f"{low:.3g} to {high:.3g}")
-    return np.array(words)
+def _magnitude_bins(counts: xr.DataArray) -> _Bins:
+    """The bins on an axis of logarithms: the first begins at 0, and the last has no end."""
+    edges = counts.magnitude_bin.values[1:]
+    starts = np.log10(edges[:-1])
+    return _Bins(slice(1, -1), _middles(starts), _ranges(edges))
+
+
+def _orientation_bins(counts: xr.DataArray) -> _Bins:
+    """The bins of cosines: the first, below −1, is empty, and the last has those of 1."""
+    starts = counts.orientation_bin.values[1:]
+    return _Bins(slice(1, None), _middles(starts), _ranges([*starts, np.inf]))
+
+
+def _middles(starts: np.ndarray) -> np.ndarray:
+    """The middles of bins of one width."""
+    return starts + (starts[1] - starts[0]) / 2
+
+
+def _ranges(edges: Iterable[float]) -> list[str]:
+    """The bins between these edges in words."""
+    return [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
 
 
 def _by_layer(

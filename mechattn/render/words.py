@@ -5,10 +5,10 @@ under a figure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import xarray as xr
 
@@ -19,7 +19,7 @@ from mechattn.contrast.quantities import Null
 from mechattn.contrast.question import first_token_words
 from mechattn.contrast.table import DEFAULT_MARGINS
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.results.result import Result, alike_words, units_of
+from mechattn.results.result import Result, alike_words, part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval
 
 NULL_NAMES: dict[Null, str] = {
@@ -27,6 +27,7 @@ NULL_NAMES: dict[Null, str] = {
     "uniform": "uniform attention",
     "blind": "attention by position alone",
 }
+UNSURE = ", which cannot be distinguished from 0"  # ends what is said of a change
 _QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
 # How to read a figure of received attention.
 _READING = {
@@ -133,22 +134,24 @@ def percent_number(change: float | np.ndarray, form: str = "+.1f") -> str:
     return in_digits(rounded, form)
 
 
-def with_ends(estimate: str, low: str, high: str) -> str:
-    """A number with its interval."""
-    return f"{estimate} [{low}, {high}]"
+def interval_of(rows: pd.Series | pd.DataFrame, name: str) -> Interval:
+    """A number of a table with the ends of its interval: such as ``effect``, ``effect_low`` and
+    ``effect_high``, of one row or of several."""
+    return Interval(rows[name], rows[f"{name}_low"], rows[f"{name}_high"])
 
 
 def percent_words(interval: Interval) -> str:
     """A relative change with its interval."""
-    return with_ends(*map(percent, interval))
+    estimate, low, high = map(percent, interval)
+    return f"{estimate} [{low}, {high}]"
 
 
 def number_words(interval: Interval, form: str = ".3g") -> str:
     """A number with its interval, if it has one; to three digits by default."""
-    numbers = [in_digits(end, form) for end in interval]
+    estimate, low, high = (in_digits(number, form) for number in interval)
     if not np.isfinite(interval.low):
-        return numbers[0]
-    return with_ends(*numbers)
+        return estimate
+    return f"{estimate} [{low}, {high}]"
 
 
 def count_words(result: Result) -> str:
@@ -159,6 +162,11 @@ def count_words(result: Result) -> str:
     if alike_words(result):
         words += " (much alike, so intervals are too narrow)"
     return words
+
+
+def counts_words(results: Sequence[Result]) -> str:
+    """The number of prompts of several results, or the numbers where they differ."""
+    return " or ".join(dict.fromkeys(map(count_words, results)))
 
 
 def mean_words(result: Result, values: xr.DataArray) -> str:
@@ -189,7 +197,7 @@ def change_words(
     if condition == BASELINE:
         return ""
 
-    drawn = _restricted(result, prompt=prompts, head=list(heads))
+    drawn = part_of(part_of(result, "prompt", prompts), "head", np.array(heads))
     try:
         contrast = Contrast(drawn, condition, null=null)
         change, null_change = contrast.overall(layer)
@@ -199,15 +207,6 @@ def change_words(
         return ""
 
     return beside_null(change, null_change, contrast.null_used)
-
-
-def _restricted(result: Result, **indices: Any) -> Result:
-    """The result of some prompts and heads, by their indices."""
-    datasets = {
-        name: dataset.isel(indices, missing_dims="ignore")
-        for name, dataset in result.datasets.items()
-    }
-    return replace(result, datasets=datasets)
 
 
 def beside_null(change: Interval, null_change: Interval | None, null_kind: Null) -> str:
@@ -304,30 +303,36 @@ def verdict_words(
     condition = result.condition(condition)
     verdict = result.verdict(condition, segment, margin=margin)
     if to is None:
-        return stated(result, condition, verdict, segment, None)
+        return verdict_in_words(result, condition, verdict, segment)
 
-    apart = result.verdict(condition, segment, to=to).change
-    other = (to, result.verdict(to, segment), apart)
-    return stated(result, condition, verdict, segment, other)
+    difference = result.verdict(condition, segment, to=to).change
+    other = OtherCondition(to, result.verdict(to, segment), difference)
+    return verdict_in_words(result, condition, verdict, segment, other)
 
 
-def stated(
+class OtherCondition(NamedTuple):
+    """A condition that another is told beside."""
+
+    name: str
+    verdict: Verdict
+    difference: Interval  # the change from it to the other
+
+
+def verdict_in_words(
     result: Result,
     condition: str,
     verdict: Verdict,
-    segment: str,
-    other: tuple[str, Verdict, Interval] | None,
+    segment: str = "question",
+    other: OtherCondition | None = None,
 ) -> str:
-    """The sentences of a verdict; beside that of another condition, and the relative difference
-    between both.
+    """The sentences of a verdict that is known.
 
     Args:
         result: A result with received attention.
         condition: The condition of the verdict.
         verdict: The verdict.
         segment: The segment that it is about.
-        other: Another condition, its verdict, and the change from it to ``condition``; None for
-            none.
+        other: A condition that is told beside it.
     """
     sizes = result["received_attention"].sizes
     layers = _count_of("layer", sizes["layer"])
@@ -343,10 +348,9 @@ def stated(
     ]
 
     if other is not None:
-        name, other_verdict, difference = other
         sentences.append(
-            f"With “{name}” it changes by {percent_words(other_verdict.change)} (“{condition}”"
-            f" relative to “{name}”: {percent_words(difference)})"
+            f"With “{other.name}” it changes by {percent_words(other.verdict.change)}"
+            f" (“{condition}” relative to “{other.name}”: {percent_words(other.difference)})"
         )
 
     if verdict.null_kind == "dilution":
@@ -394,11 +398,13 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
         return ""
 
     units = units_of(result)
-    choosing = telling = np.arange(units.prompts)
-    choice = f"the largest of {len(layers)}, on the prompts that made it so"
     if units.n >= 2 * FEWEST:
-        choosing, telling = units.halves()
+        choosing, measuring = units.halves()
         choice = "chosen on one half of the prompts, measured on the other"
+    else:
+        choosing = np.arange(units.prompts)
+        measuring = choosing
+        choice = f"the largest of {len(layers)}, on the prompts that made it so"
 
     # All layers at once; a Contrast of each would copy the result thirty times.
     received = result["received_attention"].received_by_segment.sel(segment=segment)
@@ -407,12 +413,10 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     layer_changes = np.expm1(over_units(result, ratios.transpose("prompt", "layer")).mean(0))
     layer = layers[int(np.argmax(np.abs(layer_changes)))]
 
-    contrast = Contrast(_restricted(result, prompt=telling), condition, segment=segment)
+    contrast = Contrast(part_of(result, "prompt", measuring), condition, segment=segment)
     change, _ = contrast.overall(layer)
 
-    unsure = ""
-    if change.low <= 0 <= change.high:
-        unsure = ", which cannot be distinguished from 0"
+    unsure = UNSURE if change.low <= 0 <= change.high else ""
     return f"It changes most in layer {layer}: {percent_words(change)} ({choice}){unsure}"
 
 

@@ -277,5 +277,5 @@ def test_dose_curves_hold_accuracy_and_attention(toy, prompts):
     assert list(figure.data[0].y) == [100, 100, 0]
     change = 100 * float(result.verdict("count=9").change.estimate)
     assert figure.data[1].y[-1] == pytest.approx(change)
-    with pytest.raises(OptionError, match="'count=9' was evaluated but not the other"):
+    with pytest.raises(OptionError, match="'count=9' was evaluated but not run"):
         ma.render.dose_curves(accuracy, result.sel(condition=["baseline", "count=3"]))

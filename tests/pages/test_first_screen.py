@@ -10,6 +10,7 @@ from mechattn.contrast.contrast import Verdict
 from mechattn.pages.first_screen import (
     Change,
     ShownModel,
+    answer_sentences,
     change_sentence,
     changes,
     control_sentence,
@@ -56,7 +57,8 @@ def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy)
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionBudget(), ma.analyses.SegmentFlow()]
     questions = ["What is 3 + 4?", "Add 2 and 9, please.", "Tom has 5 apples. How many?"]
     result = ma.run(toy, questions, conditions, analyses)
-    opening = own_attention_sentence([ShownModel(result)])
+    opening = own_attention_sentence(result, "slash")
+    assert answer_sentences([ShownModel(result)])[0] == opening
 
     own = result["segment_flow"].flow.sel(segment="question", to_segment="question")
     points = 100 * own.astype(np.float64)
@@ -76,7 +78,7 @@ def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy)
         in_layer = rf"and {re.escape(largest)} \[.*?\] in layer {layer}, the largest"
         assert re.search(in_layer, opening)
 
-    assert own_attention_sentence([ShownModel(result)] * 2) == ""
+    assert opening not in answer_sentences([ShownModel(result)] * 2)
 
 
 MORE = (0.2, 0.18, 0.22)
@@ -131,8 +133,9 @@ def controlled(toy, prompts):
 
 def test_the_first_condition_stands_against_its_control(controlled):
     model = ShownModel(controlled)
-    control, found = model.change_from_control
-    assert control == "sentence"
+    control = model.control_of("slash")
+    found = control.difference
+    assert control.name == "sentence"
     np.testing.assert_allclose(list(found), by_prompt(controlled, "slash", "sentence"), rtol=1e-5)
     wrong = by_prompt(controlled, "slash", "baseline")
     assert abs(wrong[0] - float(found.estimate)) > 1e-3, "another condition would be noticed"

@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose
 import mechattn as ma
 from mechattn.contrast.budget_table import PAYERS, budget_table, busiest_layer
 from mechattn.pages.sections import drawn_section
-from mechattn.render.budget_figures import budget_rows
+from mechattn.render.budget_figures import page_table
 from tests.render.by_hand import t_interval
 
 CAUSES = ("distance", "mass", "hidden states")
@@ -117,14 +117,16 @@ def test_the_tidy_table_has_a_row_a_payer_and_cause(result, layer):
 
 
 def test_a_page_has_the_budget_as_a_table(result):
-    columns, rows = budget_rows(result, ["slash"])
-    assert columns[:2] == ["condition", "payer"]
+    words = page_table(result, ["slash"])
+    assert words.columns[:2] == ["condition", "payer"]
     table = budget_table(result, "slash")
-    assert len(rows) == len(table)
+    assert len(words.rows) == len(table)
+    assert all(len(row) == len(words.columns) for row in words.rows)
     change = f"{table.change[0]:+.1f} [{table.change_low[0]:+.1f}, {table.change_high[0]:+.1f}]"
-    assert rows[0][columns.index("change (points of 100)")] == change.replace("-", "−")
+    column = words.columns.index("change (points of 100)")
+    assert words.rows[0][column] == change.replace("-", "−")
     drawn = drawn_section(ma.render.attention_budget, result, {"conditions": ["slash"]})
-    assert (drawn.columns, drawn.rows) == (columns, rows)
+    assert drawn.table == words
 
 
 def test_the_sentence_has_the_numbers_of_the_table(result):

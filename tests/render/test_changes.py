@@ -48,6 +48,8 @@ def test_received_by_model(measured):
     assert set(by_default) == {"slash", "sentence", "dilution, slash", "dilution, sentence"}
     with pytest.raises(OptionError, match="one head per model"):
         ma.render.received_by_model([measured, measured], heads=[1])
+    with pytest.raises(OptionError, match="give two, such as"):
+        ma.render.received_by_model(measured, conditions=["slash", "sentence", "masked"])
 
 
 def test_a_first_token_does_not_set_the_axis_and_is_named(measured):
@@ -77,6 +79,8 @@ def test_change_map_marks_what_is_significant(measured):
     q = table.pivot(index="layer", columns="head", values="q_beyond").values
     assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
     assert 0 < (q >= 0.05).sum() < q.size, "the test would notice either alone"
+    with pytest.raises(OptionError, match="has no heads, which a map needs"):
+        ma.render.change_map(measured, "sentence", quantity="block_magnitude")
     assert key.name == "faded: q ≥ 0.05"
     said = heat.colorbar.title.text.replace("<br>", " ")
     assert said.endswith("the original keys (λ) beyond uniform attention (log-ratio)")
@@ -93,6 +97,8 @@ def test_sweeps(swept):
     uniform = lines(ma.render.changes(swept, over="count", null="uniform"))["uniform attention"]
     assert abs(uniform.y[2] - shown["dilution"].y[2]) > 1, "negative control"
     assert measured.y[0] == 0
+    backwards = ma.render.changes(swept, ["count=25", "count=10"], over="count")
+    np.testing.assert_array_equal(lines(backwards)["received"].y, measured.y)
     places = lines(ma.render.changes(swept, over="place"))["there"]
     assert list(places.x) == ["start", "random"]
     with pytest.raises(OptionError, match="named text="):
