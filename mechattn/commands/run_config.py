@@ -315,7 +315,7 @@ def _check_layers_and_heads(figures: Sequence[Figure], layers: list[int], head_c
                 )
         heads = shown_options(figure).get("heads")
         if heads is not None:
-            check_heads(_listed(heads), head_count)
+            check_heads(_listed(heads), range(head_count))
 
 
 def _layers_of(figure: Figure) -> list[int]:

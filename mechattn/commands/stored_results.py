@@ -95,7 +95,7 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured_layers}")
         if heads is not None:
             head_count = int(result.provenance["model"]["heads"])
-            check_heads(heads, head_count)
+            check_heads(heads, range(head_count))
 
     choice = HeadChoice(layer, heads, top)
     sections, missing = sections_of(results, figures_of(results[0], layer), choice)

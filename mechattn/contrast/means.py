@@ -183,8 +183,9 @@ def choose_heads(
         log_ratio = ratios.copy(data=np.log(ratios.values))
         unit_values = over_units(result, log_ratio)
         unit_values = unit_values.reshape(-1, log_ratio[0].size)
-        layer_indices, heads = np.indices(log_ratio.shape[1:]).reshape(2, -1)
-        layers = values.layer.values[layer_indices]
+        layer_indices, head_indices = np.indices(log_ratio.shape[1:]).reshape(2, -1)
+        layers = log_ratio.layer.values[layer_indices]
+        heads = log_ratio["head"].values[head_indices]
     else:
         tested = what_is_tested(Question(half, condition), layer, by=by)
         unit_values = tested.values

@@ -145,21 +145,21 @@ def _line_options(result: Result, condition: str, choice: HeadChoice) -> dict[st
     The layer is that of the head that changes most, unless one is named. Without prompts to choose
     by, the first heads are shown.
     """
-    head_count = int(result.provenance["model"]["heads"])
     dataset = result["received_attention"]
+    measured = dataset["head"].values.tolist()
     layer = choice.layer
     if layer is None:
         layer = int(dataset.layer.values[0])
     if choice.heads is not None:
-        heads = check_heads(choice.heads, head_count, layer)
+        heads = check_heads(choice.heads, measured, layer)
         return {"layer": layer, "heads": heads, "top": None}
 
     check_counts(top=choice.top)
-    top = min(choice.top, head_count)
+    top = min(choice.top, len(measured))
     units = units_of(result)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
-        return {"layer": layer, "heads": list(range(top)), "top": None}
+        return {"layer": layer, "heads": measured[:top], "top": None}
 
     if choice.layer is None:
         choosing, _ = units.halves()

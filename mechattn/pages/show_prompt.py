@@ -45,8 +45,8 @@ def pattern(
             condition whose difference could be shown.
     """
     model = load_model(model)
-    count = model.cfg.n_heads
-    numbers = check_heads(range(count) if heads is None else heads, count, layer)
+    model_heads = range(model.cfg.n_heads)
+    numbers = check_heads(model_heads if heads is None else heads, model_heads, layer)
 
     name = BASELINE
     conditions = {}

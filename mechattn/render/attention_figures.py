@@ -212,7 +212,7 @@ def listed_panels(
 ) -> list[Panel]:
     """A panel for each listed head of each layer; of any layer, they have to be named."""
     dataset = result[NAME]
-    head_count = dataset.sizes["head"]
+    measured = dataset["head"].values.tolist()
     prompts = np.arange(dataset.sizes["prompt"])
     listed = head_list(heads)
 
@@ -227,7 +227,7 @@ def listed_panels(
                     f'heads={listed}: without a layer, give names, such as ["L0H3", "L1H2"]'
                 )
             check_layer(head_layer, dataset)
-            (number,) = check_heads(head, head_count, head_layer)
+            (number,) = check_heads(head, measured, head_layer)
             panels.append(Panel(result, head_layer, number, prompts))
 
     if not panels:

@@ -245,13 +245,13 @@ def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
 
 
 def check_heads(
-    heads: Sequence[int | str] | int | str, count: int, layer: int | None = None
+    heads: Sequence[int | str] | int | str, measured: Sequence[int], layer: int | None = None
 ) -> list[int]:
     """The heads as numbers.
 
     Args:
         heads: Heads by number or name, one or several.
-        count: How many heads a layer has.
+        measured: The heads that a layer of the model, or of the result, has.
         layer: The layer that is shown; None if all layers show the same heads.
 
     Raises:
@@ -273,8 +273,11 @@ def check_heads(
             raise OptionError(
                 f"heads holds {head!r}, but {why}; give heads of that layer, such as [0, 3]"
             )
-        if not 0 <= number < count:
-            raise OptionError(f"head {number} is out of range: heads are 0 to {count - 1}")
+        if number not in measured:
+            heads_words = ", ".join(map(str, measured))
+            if list(measured) == list(range(len(measured))):
+                heads_words = f"0 to {len(measured) - 1}"
+            raise OptionError(f"head {number} is out of range: heads are {heads_words}")
         numbers.append(int(number))
 
     if not numbers:

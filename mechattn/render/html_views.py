@@ -68,7 +68,7 @@ def pattern(
     check_layer(layer, dataset)
     check_condition(result, condition)
     _check_prompt(prompt, dataset)
-    heads = check_heads(heads, dataset.sizes["head"], layer)
+    heads = check_heads(heads, dataset["head"].values.tolist(), layer)
 
     names = [head_name(layer, head) for head in heads]
     maps, tokens = _map(result, layer, heads, condition, prompt)
@@ -131,9 +131,9 @@ def received_text(
 
     check_layer(layer, dataset)
     _check_prompt(prompt, dataset)
-    head_count = dataset.sizes["head"]
-    heads = check_heads(range(head_count) if heads is None else heads, head_count, layer)
-    received = received.isel(prompt=prompt, head=heads).sel(layer=layer).mean("head")
+    measured = dataset["head"].values.tolist()
+    heads = check_heads(measured if heads is None else heads, measured, layer)
+    received = received.isel(prompt=prompt).sel(layer=layer, head=heads).mean("head")
 
     names = dict.fromkeys([BASELINE, condition])
     tokens = {name: prompt_tokens(result, name, prompt) for name in names}
@@ -142,7 +142,7 @@ def received_text(
     top = float(finite[-2:].min())
 
     head_words = "all heads"
-    if len(heads) < head_count:
+    if len(heads) < len(measured):
         head_words = f"heads {', '.join(map(str, heads))}"
     start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
     body = ""
@@ -181,8 +181,8 @@ def _map(
     result: Result, layer: int, heads: Sequence[int], condition: str, prompt: int
 ) -> tuple[np.ndarray, list[str]]:
     """The map [head, query, key] of one prompt, and its tokens."""
-    maps = result["attention_map"].pattern.sel(layer=layer, condition=condition)
-    maps = maps.isel(prompt=prompt, head=heads)
+    maps = result["attention_map"].pattern.isel(prompt=prompt)
+    maps = maps.sel(layer=layer, condition=condition, head=heads)
     tokens = prompt_tokens(result, condition, prompt)
     length = len(tokens)
     return maps.values[:, :length, :length], tokens

@@ -197,7 +197,7 @@ def change_words(
     if condition == BASELINE:
         return ""
 
-    drawn = part_of(part_of(result, "prompt", prompts), "head", np.array(heads))
+    drawn = part_of(result, "prompt", prompts).sel(head=list(heads))
     try:
         contrast = Contrast(drawn, condition, null=null)
         change, null_change = contrast.overall(layer)
@@ -237,8 +237,8 @@ def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
     shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
     by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
     return (
-        f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {shared} of"
-        f" both choices in common ({by_chance} by chance)."
+        f"Of the heads of layer {layer} that either of two random halves of the prompts chooses,"
+        f" both choose {shared} ({by_chance} by chance)."
     )
 
 

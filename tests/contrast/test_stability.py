@@ -176,7 +176,7 @@ def test_within_a_layer_and_in_a_note(slash_result):
     assert beyond.jaccard[0] == pytest.approx(overlap_of_halves(log_ratio - log_ratio_dilution))
     assert beyond.jaccard[0] != pytest.approx(overlap), "negative control"
     words = choice_words(slash_result, "slash", 1, 3)
-    in_common = f"have {100 * overlap:.0f}\u00a0% of both choices in common"
+    in_common = f"both choose {100 * overlap:.0f}\u00a0%"
     assert f"{in_common} ({100 * table.by_chance[0]:.0f}\u00a0% by chance)" in words
     assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"
     with pytest.raises(OptionError, match="layer 7 was not measured"):

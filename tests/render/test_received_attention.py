@@ -209,3 +209,13 @@ def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, pr
     at = at.isel(prompt=halves_of(len(prompts))[0])
     far = abs(np.log(at.received_by_segment / at.received_by_segment_uniform).mean("prompt")).values
     assert drawn_heads(figure) == [(1, head) for head in sorted(np.argsort(-far)[:2])]
+
+
+def test_the_heads_of_a_selection_are_drawn_by_their_numbers(slash_result):
+    some = slash_result.sel(head=[3, 5])
+    drawn = ma.render.received_attention(some, 0, heads=[5])
+    expected = ma.render.received_attention(slash_result, 0, heads=[5])
+    assert_allclose(drawn.data[0].y, expected.data[0].y, rtol=0)
+    assert drawn_heads(ma.render.received_attention(some, 0, top=2)) == [(0, 3), (0, 5)]
+    with pytest.raises(OptionError, match="head 0 is out of range: heads are 3, 5"):
+        ma.render.received_attention(some, 0, heads=[0])
