@@ -76,7 +76,7 @@ class KeptAnswers:
     about: dict[str, Any]
 
     def note(self, name: str, value: Any) -> None:
-        """Record one more fact about where the answers come from, and write the file anew."""
+        """Record one more fact about where the answers come from, and write the file again."""
         self.about[name] = value
         if self.path is not None:
             write_answers(self.path, self.about, self.answers.values())

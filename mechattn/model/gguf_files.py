@@ -214,12 +214,13 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
 
     class QuickReader(base):
         def _get(
-            self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None
+            self, offset: Any, dtype: Any, count: Any = 1, override_order: str | None = None
         ) -> np.ndarray:
             """Numbers or bytes of the file, as in gguf 0.17 to 0.19.
 
             A vocabulary is read item by item, and a slice of np.memmap for each costs four times as
-            much as this. numpy refuses what lies beyond the end of the file.
+            much as this. numpy refuses what lies beyond the end of the file. Offsets and counts are
+            numbers of numpy or of Python.
             """
             in_order = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
             return np.frombuffer(self.data, in_order, int(count), int(offset))

@@ -48,8 +48,8 @@ def test_options(make, message):
         (ma.interventions.ARM(layers=9), "layer 9 is out of range"),
         (ma.interventions.AffineAttention(scale=torch.ones(3)), "scale has the shape .* 8 heads"),
         (
-            ma.interventions.AffineAttention(shift=torch.zeros(8)),
-            r"give a number, or \[head d_head\]",
+            ma.interventions.AffineAttention(shift=torch.zeros(3, 16)),
+            r"give a number, or \[head d_head\] of 8 heads",
         ),
         (
             ma.interventions.RecordedAffine({"other": {}}, 0, "elsewhere"),

@@ -248,8 +248,8 @@ def test_what_cannot_be_compared(measured, toy, prompts):
         measured.heads("dots")
     with pytest.raises(OptionError, match="to='answers': choose one of"):
         measured.table("answers")
-    with pytest.raises(OptionError, match="level=95: give a probability"):
-        simulated(effect=0.05, confounded=False).table(level=95)
+    with pytest.raises(OptionError, match=r"level=95\.0: give a probability"):
+        simulated(effect=0.05, confounded=False).table(level=95.0)
     with pytest.raises(OptionError, match="there is no condition 'dots'; the evaluation has"):
         ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], {"dots": SLASH["slash"]})
     with pytest.raises(OptionError, match="prompt 6 was not evaluated"):
