@@ -50,7 +50,8 @@ def small(job, tmp_path_factory):
     return ma.run_job(job, tmp_path_factory.mktemp("small") / "small.zarr")
 
 
-def test_a_large_run_at_an_address(bucket, job, small, tmp_path, monkeypatch):
+def test_a_large_run_at_an_address(bucket, job, small, tmp_path, tmp_path_factory, monkeypatch):
+    """One shard lies at the address, the other in a folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
     monkeypatch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
@@ -60,9 +61,10 @@ def test_a_large_run_at_an_address(bucket, job, small, tmp_path, monkeypatch):
     place = place_of(f"{bucket}/r.zarr")
     place.files.rm_file(place.full_name("received_attention/received_by_segment/c/1/0/0/0/0"))
     assert ma.run_job(job, f"{bucket}/r.zarr").digest() == small.digest()
-    for shard in ("2/2", "1/2"):
-        ma.run_job(job, f"{bucket}/s.zarr", shard=shard)
-    merge_stored(f"{bucket}/all.zarr", [f"{bucket}/s-{number}-of-2.zarr" for number in (1, 2)])
+    folder = tmp_path_factory.mktemp("shards")
+    ma.run_job(job, f"{bucket}/s.zarr", shard="2/2")
+    ma.run_job(job, folder / "s.zarr", shard="1/2")
+    merge_stored(f"{bucket}/all.zarr", [folder / "s-1-of-2.zarr", f"{bucket}/s-2-of-2.zarr"])
     merged = ma.load_result(f"{bucket}/all.zarr")
     assert merged.conditions == small.conditions
     pd.testing.assert_frame_equal(
