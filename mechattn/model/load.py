@@ -171,7 +171,7 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
             logits.
         length: The number of tokens in the probe; more if needed to exceed a window of at most 128.
             Loading uses 8.
-        **options: Passed to ``load_model``.
+        **options: Passed to ``load_model``, but for ``verify``.
 
     Returns:
         The report: ``report.passed`` is True if results of this model are verified;

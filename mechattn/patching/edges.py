@@ -70,8 +70,8 @@ def edges(
 
     ``score(u → v) = Σ (z_u of the other run − z_u) · ∂metric/∂(input of v)``, summed over tokens
     that both versions have. Writers u are the embedding, heads and MLPs; readers v are the queries,
-    keys and values of heads, MLPs and the logits. LayerHead a norm follows attention (Gemma 2 and 3),
-    a head writes its share of what comes after the norm, in each run with that run's scale.
+    keys and values of heads, MLPs and the logits. Where a norm follows attention (Gemma 2 and 3), a
+    head writes its share of what comes after the norm, in each run with that run's scale.
 
     With one step the gradient is that of the patched run (EAP). With more it is averaged over
     points between the two runs' embeddings, the middles of ``steps`` equal parts (EAP-IG); the

@@ -28,7 +28,7 @@ have. Each effect comes with two controls, what another prompt's activation and 
 equal length do at the same place.
 
 *Attribution* replaces the patch by its first-order estimate, the gradient of the metric times the
-difference of activations: one backward pass for all heads. LayerHead attention is saturated the
+difference of activations: one backward pass for all heads. Where attention is saturated the
 gradient is nearly 0 and the effect is not, so eight heads are also patched.
 
 ``paths.py`` patches what one head passes to another, ``edges.py`` attributes every such edge of a

@@ -4,6 +4,7 @@ model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import cycle
 from typing import NamedTuple
@@ -383,7 +384,7 @@ def swept_conditions(names: Sequence[str], option: str) -> list[SweptCondition]:
     for name in names:
         rest = []
         value = None
-        for phrase in name.split(", "):
+        for phrase in re.split(r", (?=\w+=)", name):  # a value may hold a comma
             if phrase.startswith(f"{option}="):
                 value = phrase.removeprefix(f"{option}=")
             else:

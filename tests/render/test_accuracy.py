@@ -44,8 +44,8 @@ def test_a_sweep_begins_at_the_baseline():
     assert_allclose(figure.data[0].y, [90, 80, 70])
     backwards = table(["count=55", "count=10", "baseline"], [0.7, 0.8, 0.9])
     assert_allclose(ma.render.accuracy({"a": backwards}, "count").data[0].y, [90, 80, 70])
-    places = ma.render.accuracy({"a": table(["baseline", "place=start"], [0.9, 0.8])}, over="place")
-    assert list(places.data[0].x) == ["start"]
+    texts = table(["baseline", "text=Wait, then answer."], [0.9, 0.8])
+    assert list(ma.render.accuracy({"a": texts}, over="text").data[0].x) == ["Wait, then answer."]
 
 
 def test_a_model_without_a_baseline_has_no_line():
