@@ -103,9 +103,12 @@ class ReceivedAttention(AnalysisBase):
             return (
                 f"has no {self.queries} tokens, the only ones that queries={self.queries!r} counts"
             )
-        first_query = int(self.skip_first) + int(not self.include_self)
-        counted = _counted(self.queries, pad_right([sequence], [(0, "")], 0))[0]
-        if not counted[first_query:].any():
+
+        # The first key that counts, and the first query that sees it: its own, or the next.
+        first_key = 1 if self.skip_first else 0
+        first_query = first_key if self.include_self else first_key + 1
+        batch = pad_right([sequence], rows=[(0, "")], pad_token=0)
+        if not _counted(self.queries, batch)[0, first_query:].any():
             return "has no key before a counted query, so no attention is received"
         return None
 
@@ -145,11 +148,11 @@ class ReceivedAttention(AnalysisBase):
         if not self.include_self:
             attended = columns - sums["own"] * _counted(self.queries, batch)[:, None]
 
-        received, by_segment, mass = _weights(self, batch, window)
+        key_weights, segment_weights, mass_weights = _weights(self, batch, window)
         values = {
-            "received": attended * received,
-            "received_by_segment": attended @ by_segment.mT,
-            "mass_by_segment": columns @ mass.mT,
+            "received": attended * key_weights,
+            "received_by_segment": attended @ segment_weights.mT,
+            "mass_by_segment": columns @ mass_weights.mT,
         }
         if "by_query" in sums:
             values |= _diluted(self, sums, batch, window, values)
@@ -178,6 +181,7 @@ def _weights(
         looked_at[:, 0] = False
 
     seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
+    # A sum of 1 divided by the number of queries that see the key: what a mean multiplies with.
     per_key = fn.received_attention(torch.ones_like(seeing)[:, None], seeing)
     per_key = nan_outside(per_key, looked_at)
 

@@ -185,8 +185,8 @@ def start_probe(
     """
     # A run that is resumed has the questions of its first probe.
     first_answers = {
-        (prompt, name): Reference(*answer)  # a text, and log-probabilities unless it is an old file
-        for prompt, name, *answer in earlier.get("texts", ())
+        (prompt, name): Reference(text, prompt_logprobs)
+        for prompt, name, text, prompt_logprobs in earlier.get("texts", ())
         if (prompt, name) in sent
     }
     is_resumed = bool(first_answers)
