@@ -61,14 +61,14 @@ def started(folder: Path) -> int:
 
 def finished(folder: Path) -> tuple[str, float]:
     """Run to the end: the digest of the result, and the seconds it took."""
-    from mechattn.results.arrays import digest
+    from mechattn.results.arrays import datasets_digest
     from mechattn.store.reading import load_result
 
     begun = time.monotonic()
     _, status = os.waitpid(started(folder), 0)
     if status:
         raise SystemExit(f"the command ended with {os.waitstatus_to_exitcode(status)}")
-    return digest(load_result(folder / "result.zarr").datasets), time.monotonic() - begun
+    return datasets_digest(load_result(folder / "result.zarr").datasets), time.monotonic() - begun
 
 
 def interrupted(folder: Path, after: float) -> str:

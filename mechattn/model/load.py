@@ -35,6 +35,7 @@ from mechattn.model.given_objects import (
     warn_of_rounded_frequencies,
 )
 from mechattn.model.hooked import (
+    FACTS_NAME,
     alone,
     model_creation_lock,
     original_of,
@@ -185,13 +186,13 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     hooked = load_model(model, verify=False, **options)
     facts = known_facts(hooked)
     if native is not None:
-        facts.native = native.eval()
-        facts.why_not_native = ""
+        facts = replace(facts, native=native.eval(), why_not_native="")
     facts.streaming = tried(check_streaming, hooked)
     facts.fused = None
     report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.state = state_of(hooked)
+    setattr(hooked, FACTS_NAME, facts)  # only now, as a wrong ``native`` ends in an error above
     return facts.report
 
 

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
+from mechattn.errors import ModelError
 from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, pattern_hook
@@ -194,6 +195,10 @@ def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
     processed = boot("Llama")
     processed.enable_compatibility_mode(disable_warnings=True)
     assert "processed" in ma.verify_model(processed)["logits"].detail
+    wrong = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError):
+        ma.verify_model(processed, native=wrong)
+    assert facts_of(processed).native is not wrong, "a failed call leaves the model as it was"
     assert ma.verify_model(processed, native=tiny_model("Llama")).passed
 
 
