@@ -219,7 +219,7 @@ class AttentionFocus(AnalysisBase):
         return values
 
 
-def _places_of_repeats(rows: AttentionRows, after: int) -> fn.Places:
+def _places_of_repeats(rows: AttentionRows, after: int) -> fn.PairIndices:
     """Where in a block the keys of ``fn.repeats_of`` are: as row, query and key."""
     queries, keys = rows.queries, rows.keys
     return _repeats(rows.batch, after, queries.start, queries.stop, keys.start, keys.stop)
@@ -229,7 +229,7 @@ def _places_of_repeats(rows: AttentionRows, after: int) -> fn.Places:
 @lru_cache(maxsize=256)
 def _repeats(
     batch: Batch, after: int, first_query: int, end_query: int, first_key: int, end_key: int
-) -> fn.Places:
+) -> fn.PairIndices:
     """The same for a block given by its ends, which can be a key of the cache."""
     queries = slice(first_query, end_query)
     keys = slice(first_key, end_key)

@@ -13,8 +13,8 @@ Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
 KeyOfQuery = Int[Tensor, "*batch query"]
 PerHead = Float[Tensor, "batch head query"]
-Place = Int[Tensor, " place"]
-Places = tuple[Place, Place, Place]  # row of the batch, query, key
+Indices = Int[Tensor, " pair"]
+PairIndices = tuple[Indices, Indices, Indices]  # row of the batch, query, key
 _CHUNK = 32  # keys
 # Elements; beyond this the logarithms leave the CPU's cache, which is four times as slow.
 _PIECE = 2**18
@@ -199,7 +199,7 @@ def repeats_of(
     return is_same & is_before_query & (key >= after)
 
 
-def looked_up_mass(pattern: Pattern, places: Places) -> PerHead:
+def looked_up_mass(pattern: Pattern, places: PairIndices) -> PerHead:
     """Each query's attention to some keys, of which there are few in a text.
 
     Args:

@@ -52,9 +52,11 @@ class StackedArray(BackendArray):
         last are read."""
         rows = np.atleast_1d(self.order[key[0]])
         integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
-        spans = [
-            index if isinstance(index, slice) else slice(index, index + 1) for index in key[1:]
-        ]
+        spans = []
+        for index in key[1:]:
+            if not isinstance(index, slice):
+                index = slice(index, index + 1)  # its axis stays until the end
+            spans.append(index)
         sizes = [
             len(range(*span.indices(size)))
             for span, size in zip(spans, self.shape[1:], strict=True)
@@ -71,18 +73,25 @@ class StackedArray(BackendArray):
                 last = int(rows_of_array.max())
                 # An array that is smaller than the stack gives fewer values, or none.
                 values = array[(slice(first, last + 1), *spans)].values[rows_of_array - first]
-                filled: Any = (in_block, *map(slice, values.shape[1:]))
-                block[filled] = values
+                selection: list[Any] = [in_block]
+                for size in values.shape[1:]:
+                    selection.append(slice(size))
+                block[tuple(selection)] = values
             start = stop
 
         return block.squeeze(integer_axes)
+
+
+def is_in_memory(variable: xr.Variable) -> bool:
+    """Whether an array is in memory; xarray has no public way to ask that does not load it."""
+    return variable._in_memory
 
 
 def lazy_variables(result: Any) -> Iterator[xr.Variable]:
     """A result's arrays that are not in memory."""
     for dataset in result.datasets.values():
         for variable in dataset.variables.values():
-            if not variable._in_memory:
+            if not is_in_memory(variable):
                 yield variable
 
 
@@ -132,7 +141,7 @@ def canonical(values: np.ndarray) -> np.ndarray:
 
 def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
     """The numbers of a variable; if not in memory, some rows of its first dimension at a time."""
-    if variable._in_memory or not variable.ndim:
+    if is_in_memory(variable) or not variable.ndim:
         yield variable.values
         return
     bytes_of_row = variable.dtype.itemsize * prod(variable.shape[1:])

@@ -13,7 +13,13 @@ import xarray as xr
 from xarray.core import indexing
 
 from mechattn.errors import OptionError
-from mechattn.results.arrays import SOURCES, TEXT_KINDS, StackedArray, names_of_means
+from mechattn.results.arrays import (
+    SOURCES,
+    TEXT_KINDS,
+    StackedArray,
+    is_in_memory,
+    names_of_means,
+)
 from mechattn.results.provenance import added_hash
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Moments
@@ -189,7 +195,7 @@ def _in_prompt_order(
     stack_type = np.result_type(*(variable.dtype for variable in variables))
     fill = np.array(PADDING_BY_KIND[dtype.kind], stack_type)
     stack = StackedArray(variables, shape, order, fill)
-    if all(variable._in_memory for variable in variables):
+    if all(is_in_memory(variable) for variable in variables):
         return stack.read((slice(None),) * len(dims))
     return indexing.LazilyIndexedArray(stack)
 
