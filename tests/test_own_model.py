@@ -64,7 +64,8 @@ def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys, mo
 
 def test_a_config_without_a_count_suits_the_tokenizer(halving, tmp_path):
     sections = '[conditions.slash]\n[conditions.sentence]\nkind = "RandomSentence"\n[conditions.eight]\ncount = 8\n'
-    run_from_config(write(tmp_path, sections, model=halving))
+    written = run_from_config(write(tmp_path, sections, model=halving))
+    assert written == [tmp_path / "r.zarr"]
     result = ma.load_result(tmp_path / "r.zarr")
     assert {name: inserted(result, name) for name in ("slash", "sentence", "eight")} == {
         "slash": {56},

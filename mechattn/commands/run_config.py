@@ -110,7 +110,11 @@ def run_from_config(
         result, is_new = compute(job, place, chosen_shard, chosen_executor, fresh)
         results.append(result)
         if is_new:
-            written.append(shard_place(place, chosen_shard))
+            stored = str(shard_place(place, chosen_shard))
+            if "://" in stored:  # an address, which a Path would change
+                written.append(stored)
+            else:
+                written.append(Path(stored))
 
     if output.page is not None and chosen_shard == WHOLE:
         if config.figures is None:
