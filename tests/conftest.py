@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
@@ -196,6 +197,23 @@ def short_problems(count, with_answer=True):
         answer = f"{first} + {second} = {first + second}" if with_answer else ""
         problems.append(ma.Prompt(question, answer=answer, system="Solve.", id=str(index)))
     return problems
+
+
+@pytest.fixture(scope="module")
+def read_on_demand():
+    """However small a result is, its per-prompt values are read when they are needed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+        patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
+        yield
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, as in a terminal; a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

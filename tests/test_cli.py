@@ -1,6 +1,5 @@
 """The commands, run as a user runs them."""
 
-import ast
 import inspect
 import json
 import os
@@ -16,12 +15,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from typer.main import get_command
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.commands import figures
-from mechattn.commands.main import app, main
+from mechattn.commands.main import main
 from mechattn.commands.run_config import read_config
 from mechattn.jobs.executors import Local
 from tests.results.small import small_result
@@ -82,25 +80,15 @@ def test_import_is_lazy():
     assert out.split() == ["False", "torch"], "not imported, until it is needed"
 
 
-@pytest.mark.parametrize("module", [ma.render, ma.interventions, ma.analyses, ma.conditions])
-def test_completion_shows_what_is_public_and_no_files(module):
-    """What a module imports under its own name (``import X as X``)."""
-    imports = [
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.ImportFrom)
-    ]
-    public = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
-    assert public == {name for name in dir(module) if not name.startswith("_")}
-    assert not any(inspect.ismodule(getattr(module, name)) for name in public)
-    assert sorted(ma.__all__) == sorted(dir(ma))
-
-
 def test_every_public_name_is_there():
     for name in ma.__all__:
         assert getattr(ma, name) is not None
     with pytest.raises(AttributeError, match="attribute runn"):
         ma.runn
+    for module in (ma.render, ma.interventions, ma.analyses, ma.conditions):
+        shown = [name for name in dir(module) if not name.startswith("_")]
+        assert not any(inspect.ismodule(getattr(module, name)) for name in shown)
+    assert sorted(ma.__all__) == sorted(dir(ma))
 
 
 @pytest.fixture
@@ -231,7 +219,7 @@ def test_verify_prints_the_report_and_fails_where_a_model_does(here):
 
 
 @pytest.fixture
-def interrupted(monkeypatch):
+def interrupted(monkeypatch, interruptible):
     """Small results in place of computed ones; and Ctrl-C, once, at the second chunk."""
     pressed = []
 
@@ -245,10 +233,6 @@ def interrupted(monkeypatch):
     monkeypatch.setattr(Local, "parts", held_up)
     for module in ("reading", "writing"):
         monkeypatch.setattr(f"mechattn.store.{module}.problem_of", lambda *given: None)
-    # A shell that starts the tests in the background lets them ignore SIGINT.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupted):
@@ -310,6 +294,7 @@ def test_the_first_look_names_every_command(here):
         "--install-completion",
     ):
         assert name in printed
+    assert "[evaluation]" in here("evaluate", "--help"), "which Rich takes for markup"
     assert here("--version").strip() == f"mechattn {ma.__version__}"
 
 
@@ -333,18 +318,6 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
     more = here(*command, *asked, "--place", "before_answer", code=2)
     assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in more
-
-
-@pytest.mark.parametrize(
-    "name", [None, *(command.name for command in get_command(app).commands.values())]
-)
-def test_help_has_every_word_of_ours(name, here, monkeypatch):
-    """Rich takes words in brackets for markup."""
-    monkeypatch.setenv("COLUMNS", "200")
-    command = get_command(app).commands[name] if name else get_command(app)
-    printed = " ".join(here(*[name] * bool(name), "--help").replace("│", " ").split())
-    about = [command.help, *(option.help for option in command.params)]
-    assert [text for text in about if " ".join(text.split()) not in printed] == []
 
 
 def test_show_and_report(slash_result, tmp_path, here):

@@ -10,7 +10,7 @@ from beartype import beartype
 from jaxtyping import Float
 from torch import Tensor
 
-from tests.conftest import TYPED, need, pytest_collection_modifyitems, pytest_runtest_setup
+from tests.conftest import need, pytest_collection_modifyitems, pytest_runtest_setup
 
 
 def outcome(monkeypatch, ci, without, there=False):
@@ -39,21 +39,14 @@ def test_what_asks_for_a_browser_is_marked(request):
     assert request.node.get_closest_marker("browser")
 
 
-@pytest.mark.parametrize("folder", ["functional", "bad_input"])
-def test_types_are_checked_in_the_folders_that_are_named(folder, request, monkeypatch):
-    path = Path(__file__).parent / folder / "test_any.py"
-    node = SimpleNamespace(path=path)
-
+def test_types_are_checked_in_a_folder_that_is_named(request):
     @jaxtyping.jaxtyped(typechecker=beartype)
     def transposed(rows: Float[Tensor, "a b"]) -> Float[Tensor, "a b"]:
         return rows.T
 
-    pytest_runtest_setup(node)
+    pytest_runtest_setup(SimpleNamespace(path=Path(__file__).parent / "functional" / "test_any.py"))
     try:
-        if folder in TYPED:
-            with pytest.raises(jaxtyping.TypeCheckError):
-                transposed(torch.ones(2, 3))
-        else:
-            assert transposed(torch.ones(2, 3)).shape == (3, 2)
+        with pytest.raises(jaxtyping.TypeCheckError):
+            transposed(torch.ones(2, 3))
     finally:
         pytest_runtest_setup(request.node)

@@ -1,10 +1,6 @@
 """What an installed package holds, and that it is found whatever folder Python is started in."""
 
-import dataclasses
-import importlib
 import os
-import pkgutil
-import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -56,41 +52,3 @@ def test_a_folder_of_its_name_does_not_hide_it(tmp_path):
     assert done.stdout.strip() == "MechattnError", (
         f"{done.stderr}: install it by path, as make does"
     )
-
-
-def test_of_xarray_only_what_its_manual_documents():
-    """Of ``xarray.core`` the page on new backends documents these names, in all versions since 2022."""
-    code = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
-    imports = {
-        found
-        for text in code.values()
-        for found in re.findall(r"^\s*from (xarray\S*) import (.*)$", text, re.M)
-    }
-    assert imports == {("xarray.backends", "BackendArray"), ("xarray.core", "indexing")}
-    names = {
-        name
-        for text in code.values()
-        if "xarray.core" in text
-        for name in re.findall(r"\bindexing\.(\w+)", text)
-    }
-    assert names == {
-        "ExplicitIndexer",
-        "IndexingSupport",
-        "LazilyIndexedArray",
-        "explicit_indexing_adapter",
-    }
-
-
-def test_what_holds_arrays_is_compared_by_identity():
-    """Two arrays are equal element by element, so a dataclass of them would raise when it is compared."""
-    compared = {True: [], False: []}
-    for module in pkgutil.walk_packages(mechattn.__path__, "mechattn."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if dataclasses.is_dataclass(value) and isinstance(value, type):
-                types = [str(field.type) for field in dataclasses.fields(value)]
-                if any(
-                    re.search(r"^(?!Callable).*(Tensor|ndarray|xr\.|pd\.)", name) for name in types
-                ):
-                    compared[value.__dataclass_params__.eq].append(value.__name__)
-    assert {"TokenSequence", "Paired"} < set(compared[False])
-    assert compared[True] == []

@@ -1,6 +1,5 @@
 """A real model that somebody else trained: it moves little where the toys fall, and the README's figures are these."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -8,20 +7,14 @@ import numpy as np
 import pytest
 
 import mechattn as ma
+from tests.scripts import loaded
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "stories"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
-def loaded_script():
-    spec = importlib.util.spec_from_file_location("stories_measure", FOLDER / "measure.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-measure = loaded_script()
+measure = loaded(FOLDER / "measure.py", "stories_measure")
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,6 @@ def test_the_forward_guard_can_fail(no_forward):
     [
         ([], {}, PromptError, "no prompts"),
         ("   ", {}, PromptError, "empty question"),
-        (["fine", ""], {}, PromptError, "empty question"),
         (torch.ones(3), {}, PromptError, r"integer tensor \[batch, pos\]"),
         (torch.tensor([[1]]), {}, PromptError, "single token"),
         (torch.tensor([[1, 5, 99999]]), {}, PromptError, "outside the vocabulary"),
@@ -368,14 +367,6 @@ def test_config_files(tmp_path, change, message):
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",
         ),
-        (
-            lambda: ma.sweep(ma.conditions.RepeatQuestion(), count=[10, 20]),
-            "RepeatQuestion has no option 'count' to vary",
-        ),
-        (
-            lambda: ma.sweep(ma.MeaninglessTokens(), masked=[False, True]),
-            "MeaninglessTokens has no option 'masked' to vary",
-        ),
     ],
 )
 def test_options_that_cannot_be(make, message):
@@ -407,12 +398,6 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
     result.save(tmp_path / "r.zarr")
     with pytest.raises(OutputError, match=r"there is r\.zarr in it"):
         ma.load_result(tmp_path)
-    root = tmp_path / "r.zarr" / "zarr.json"
-    content = json.loads(root.read_text())
-    content["attributes"]["objects"] = 5
-    root.write_text(json.dumps(content))
-    with pytest.raises(OutputError, match=r"r\.zarr exists and is not a stored result"):
-        result.save(tmp_path / "r.zarr")
 
 
 @pytest.mark.parametrize("path", ["", "memory://", "memory:///", "file://"])

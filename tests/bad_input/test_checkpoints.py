@@ -9,16 +9,7 @@ from safetensors.torch import load_file
 
 import mechattn as ma
 from mechattn.errors import ModelError
-
-
-class Runs:
-    """A pickle that makes a file when it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
+from tests.security.test_code_in_results import Runs
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import mechattn as ma
 from mechattn.commands.figures import make_figures
 from mechattn.commands.from_config import build_conditions
-from mechattn.commands.run_config import read_config, run_from_config
+from mechattn.commands.run_config import read_config
 from mechattn.errors import ModelError, OptionError
 from mechattn.toml_sections import Condition, tomllib
 from tests.figures_config import figures_config
@@ -76,9 +76,8 @@ def test_models_whose_files_have_one_name_are_found_when_the_config_is_read(tmp_
     message = (
         rf"config\.toml: the models '{models[0]}' and '{models[1]}' would both write to files named"
     )
-    for read in (read_config, run_from_config):
-        with pytest.raises(OptionError, match=message):
-            read(path)
+    with pytest.raises(OptionError, match=message):
+        read_config(path)
     with pytest.raises(OptionError, match="would both write to files named"):
         make_figures(figures_config(tmp_path / "out", models, "word-problems", 6, 0, [0]))
     path.write_text(text.replace(models[1], "B/other"))

@@ -11,9 +11,6 @@ import mechattn as ma
 from mechattn.pages.embedded import packed_plotly
 from tests.browser.conftest import OTHER_SCRIPTS, drawn, unfold
 
-UNPACKED_LATER = """const real = Response.prototype.text;
-    const until = new Promise((done) => { window.unpack = done; });
-    Response.prototype.text = async function () { await until; return real.call(this); };"""
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"
 
@@ -193,23 +190,6 @@ def test_the_keyboard_reaches_everything(opened, slash_page):
     page.locator("#theme").focus()
     page.keyboard.press("Enter")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-def test_before_its_numbers_are_unpacked_the_page_says_so(tab, slash_page):
-    page, _, _ = tab
-    page.goto("about:blank")
-    devtools = page.context.new_cdp_session(page)
-    devtools.send("Page.enable")
-    held = devtools.send("Page.addScriptToEvaluateOnNewDocument", {"source": UNPACKED_LATER})
-    page.goto(slash_page.as_uri())
-    devtools.send("Page.removeScriptToEvaluateOnNewDocument", held)
-    devtools.detach()
-    assert page.locator("#loading").is_visible()
-    assert not page.locator("#condition").is_visible()
-    page.evaluate("window.unpack()")
-    page.wait_for_function("document.documentElement.dataset.ready")
-    assert not page.locator("#loading").is_visible()
-    assert page.locator("#condition").is_visible()
 
 
 def test_without_scripts_nothing_is_empty(browser, slash_page):

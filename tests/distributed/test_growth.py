@@ -1,25 +1,19 @@
 """The bytes that are foretold for a large run are those of a small one."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
 import mechattn as ma
+from tests.scripts import loaded
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "benchmarks" / "growth.py"
 
 
 @pytest.fixture(scope="module")
 def growth():
-    spec = importlib.util.spec_from_file_location("growth", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["growth"] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT, "growth")
 
 
 @pytest.mark.parametrize("keep", ["moments", "prompts"])

@@ -1,6 +1,5 @@
 """The pictures of the concept pages are those that the script makes, and their numbers are what mechattn computes."""
 
-import importlib.util
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,12 +10,11 @@ import torch
 from mechattn.functional.focus import mean_distance, top_two
 from mechattn.functional.head_outputs import orientation
 from mechattn.functional.received import received_attention
+from tests.scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-spec = importlib.util.spec_from_file_location("pictures", ROOT / "experiments" / "pictures.py")
-pictures = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(pictures)
+pictures = loaded(ROOT / "experiments" / "pictures.py", "pictures")
 
 
 def square(rows):

@@ -37,13 +37,7 @@ class LazyArray(BackendArray):
         )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def read_on_demand():
-    """However small a result is, its per-prompt values are read when they are needed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
-        patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
-        yield
+pytestmark = pytest.mark.usefixtures("read_on_demand")
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,3 @@ def small_job(prompts):
     """A job of two chunks, which the first two small results stand for."""
     conditions = {"slash": ma.MeaninglessTokens(count=2)}
     return ma.Job("toy:llama", prompts[:2], conditions, chunk=1, verify=False)
-
-
-@pytest.fixture(scope="module")
-def read_on_demand():
-    """However small a result is, its per-prompt values are read when they are needed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
-        patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
-        yield

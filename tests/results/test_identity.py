@@ -1,6 +1,5 @@
 """What decides the numbers is told in the same words on another day, and in other words when it is something else."""
 
-import importlib.util
 import linecache
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.results.provenance import identity, versions
+from tests.scripts import loaded
 
 SLASH = ma.MeaninglessTokens(count=5)
 OURS = [
@@ -123,20 +123,17 @@ def test_what_holds_itself_comes_to_an_end():
     assert identity(one).count("…") == 1
 
 
-def loaded(path, text):
+def own_module(path, text):
     """A module that is written anew."""
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-    module = sys.modules[f"own_{path.stem}"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(path, f"own_{path.stem}")
 
 
 def test_another_source_is_another_class(tmp_path):
     text = "class Own:\n    def add(self, x):\n        return x + 1\nclass Heir(Own):\n    pass\n"
-    first = loaded(tmp_path / "a.py", text)
-    same = loaded(tmp_path / "b.py", text)
-    other = loaded(tmp_path / "c.py", text.replace("+ 1", "+ 2"))
+    first = own_module(tmp_path / "a.py", text)
+    same = own_module(tmp_path / "b.py", text)
+    other = own_module(tmp_path / "c.py", text.replace("+ 1", "+ 2"))
     for name in ("Own", "Heir"):
         words = identity(getattr(first, name)())
         assert words == identity(getattr(same, name)())

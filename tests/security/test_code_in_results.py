@@ -9,7 +9,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from tests.security.test_sizes import listed
+from tests.security.test_sizes import declare, listed
 
 
 class Runs:
@@ -72,12 +72,6 @@ def test_without_the_guard_the_attack_runs_code(as_before, tmp_path):  # negativ
     assert (tmp_path / "ran").exists()
 
 
-def changed(stored, variable, **changes):
-    path = stored / variable / "zarr.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    listed(stored, f"{variable}/zarr.json")
-
-
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
 
@@ -97,7 +91,7 @@ ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
 )
 def test_codecs_and_formats_that_mechattn_does_not_write(stored, monkeypatch, change):
     monkeypatch.setattr(xr, "open_datatree", None)  # refused before Zarr sees it
-    changed(stored, "received_attention/received", **change)
+    declare(stored, "received_attention/received", **change)
     with pytest.raises(
         OutputError,
         match=r"received_attention/received/zarr\.json .* is not in the format that mechattn writes",

@@ -82,26 +82,23 @@ def texts(folder):
     listed(folder, name)
 
 
+def chunk_of(folder):
+    """A file of a stored array."""
+    return next(p for p in (folder / "received_attention/received/c").rglob("*") if p.is_file())
+
+
 def cut(folder):
     """An object with half of its bytes, and the right checksum."""
-    name = next(
-        p.relative_to(folder).as_posix()
-        for p in (folder / "received_attention/received/c").rglob("0")
-        if p.is_file()
-    )
-    (folder / name).write_bytes((folder / name).read_bytes()[:1000])
-    listed(folder, name)
+    path = chunk_of(folder)
+    path.write_bytes(path.read_bytes()[:1000])
+    listed(folder, path.relative_to(folder).as_posix())
 
 
 def lost(folder):
     """An object that is neither there nor listed, and would read as NaN."""
-    name = next(
-        p.relative_to(folder).as_posix()
-        for p in (folder / "received_attention/received/c").rglob("0")
-        if p.is_file()
-    )
-    (folder / name).unlink()
-    listed(folder, name)
+    path = chunk_of(folder)
+    path.unlink()
+    listed(folder, path.relative_to(folder).as_posix())
 
 
 @pytest.mark.parametrize("attack", [constant, longer, many, texts, cut, lost])
@@ -160,9 +157,8 @@ def link_to_secret(path):
 )
 def test_pipes_sockets_devices_and_links_in_a_result(stored, where, make, monkeypatch):
     monkeypatch.chdir(stored)
-    chunk = next(p for p in (stored / "received_attention/received/c").rglob("*") if p.is_file())
     path = {
-        "chunk": chunk,
+        "chunk": chunk_of(stored),
         "metadata": stored / "sequences/zarr.json",
         "beside": stored / "sequences/notes",
     }[where]

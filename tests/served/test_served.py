@@ -22,14 +22,18 @@ def local(toy, prompts):
     return ma.evaluate(toy, prompts, CONDITIONS, new_tokens=LIMIT)
 
 
+def assert_same_answers(here, served_ones):
+    for ours, theirs in zip(here, served_ones, strict=True):
+        assert replace(theirs, logprob=0.0) == replace(ours, logprob=0.0)
+        assert theirs.logprob == pytest.approx(ours.logprob, abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["name", "model", "tokenizer"])
 def test_answers_are_those_of_the_loop_here(toy, prompts, server, local, kind):
     model = {"name": "toy:llama", "model": toy, "tokenizer": toy.tokenizer}[kind]
     evaluation = served(server, prompts, CONDITIONS, model, LIMIT)
     assert {answer.finished for answer in local.answers} == {True, False}
-    for ours, theirs in zip(local.answers, evaluation.answers, strict=True):
-        assert replace(theirs, logprob=0.0) == replace(ours, logprob=0.0)
-        assert theirs.logprob == pytest.approx(ours.logprob, abs=1e-4)
+    assert_same_answers(local.answers, evaluation.answers)
     probe = evaluation.provenance["probe"]
     assert (probe["sent"], probe["model"]) == ("token ids", "toy")
     shares = [figures["alike"] for figures in probe["rounds"]]
@@ -74,9 +78,7 @@ def test_ids_and_log_probabilities_as_llama_cpp_tells_them(prompts, local, serve
     server.change = as_llama_cpp
     evaluation = served(server, prompts, new_tokens=LIMIT)
     expected = [answer for answer in local.answers if answer.condition == "baseline"]
-    for ours, theirs in zip(expected, evaluation.answers, strict=True):
-        assert replace(theirs, logprob=0.0) == replace(ours, logprob=0.0)
-        assert theirs.logprob == pytest.approx(ours.logprob, abs=1e-4)
+    assert_same_answers(expected, evaluation.answers)
 
 
 def test_what_is_sent(toy, prompts, server):
@@ -204,14 +206,6 @@ def test_a_run_goes_on_wherever_the_server_is_now(prompts, engine, tmp_path):
     rounds = first["probe"].pop("rounds")
     assert continued["probe"].pop("rounds")[: len(rounds)] == rounds
     assert continued == first
-
-
-def test_a_server_does_not_go_on_with_a_run_of_the_model_here(toy, prompts, server, tmp_path):
-    path = tmp_path / "answers.jsonl"
-    ma.evaluate(toy, prompts[:1], new_tokens=12, out=path)
-    with pytest.raises(OptionError, match=r"another run \(served_model differs\)"):
-        served(server, prompts, out=path)
-    assert not server.bodies
 
 
 def test_a_run_does_not_go_on_with_another_model(toy, prompts, engine, tmp_path, changed_engine):

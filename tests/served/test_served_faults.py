@@ -7,8 +7,7 @@ import threading
 import pytest
 
 import mechattn as ma
-from mechattn.errors import Interrupted, OutputError, ServerError
-from mechattn.evaluation.answer_file import KeptAnswers
+from mechattn.errors import Interrupted, ServerError
 from tests.served.stand_in import StandIn, running, served
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -147,24 +146,6 @@ def stuck(server):
     server.fault = wait
     yield server
     released.set()
-
-
-def test_nothing_more_is_asked_for_where_nothing_can_be_written(prompts, stuck, monkeypatch):
-    def full(self, answer):
-        raise OutputError("there is no room")
-
-    monkeypatch.setattr(KeptAnswers, "add", full)
-    with pytest.raises(OutputError, match="no room"):
-        served(stuck, prompts, SLASH, batch=1)
-    assert len(stuck.answers_asked(12)) <= 3
-
-
-@pytest.fixture
-def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, as in a terminal; a shell's background jobs ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

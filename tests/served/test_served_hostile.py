@@ -143,14 +143,6 @@ def test_an_odd_reply_is_refused(prompts, server, kind):
         served(server, prompts)
 
 
-@pytest.mark.parametrize("models", [[{"id": []}, {"id": "b"}], None])
-def test_a_list_of_models_that_is_none(prompts, server, models):
-    server.fault = lambda handler, body: body is None and handler.send(200, {"data": models})
-    with pytest.raises(ServerError, match="give model="):
-        served(server, prompts)
-    assert len(served(server, prompts, served_model="toy").answers) == 3
-
-
 def test_a_server_without_a_count_of_what_it_read(prompts, server):
     server.change = lambda reply: reply | {"usage": None}
     with pytest.raises(ServerError, match="does not say how many tokens it has read"):
