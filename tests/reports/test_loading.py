@@ -92,6 +92,17 @@ def test_the_text_model_of_a_multimodal_model_is_loaded_by_itself(kind, tokenize
     assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
 
 
+def test_a_multimodal_checkpoint_too(tokenizer, processes, tmp_path):
+    given = multimodal("Gemma3", tokenizer)
+    given.generation_config.eos_token_id = [1, 7]
+    given.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    expected = received(bridge_of(given, verify=False))
+    model = ma.load_model(str(tmp_path), verify=False)
+    assert_close(received(model), expected, rtol=0, atol=1e-6, equal_nan=True)
+    assert not processes
+
+
 def test_a_multimodal_checkpoint_without_a_tokenizer(tokenizer, tmp_path):
     """As any directory without one: a model whose prompts are token ids."""
     given = multimodal("Gemma3", tokenizer)

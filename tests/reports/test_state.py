@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import mechattn as ma
 from mechattn.errors import ModelError
+from mechattn.model.hooked import measuring
 from tests.tiny_families import bridge_of
 
 QUESTIONS = ["Tom has 3 apples. How many?", "What is 3 + 4? I want to know."]
@@ -183,3 +184,16 @@ def test_values_and_gradients_are_those_outside_the_block(plain):
             inside = measured()
         for got, outside in zip(inside, expected, strict=True):
             assert_close(got, outside, rtol=0, atol=0, equal_nan=True)
+
+
+def test_threads_that_overlap_leave_the_default_dtype_as_it_was(default_dtype):
+    """Two models: the first thread leaves while the second still measures."""
+    default_dtype(torch.float64)
+    first = measuring(object())
+    second = measuring(object())
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.get_default_dtype() is torch.float32
+    second.__exit__(None, None, None)
+    assert torch.get_default_dtype() is torch.float64
