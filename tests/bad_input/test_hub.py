@@ -11,6 +11,7 @@ from huggingface_hub import constants
 import mechattn as ma
 from mechattn.errors import ModelError, PromptError
 from mechattn.model.checkpoint import text_config, tokenizer_named
+from mechattn.model.hooked import facts_of
 
 
 @pytest.fixture
@@ -53,6 +54,18 @@ def test_a_result_names_the_commit_of_its_model(monkeypatch, checkpoint, tmp_pat
     for name, revision in (("some/model", commit), (str(checkpoint), None)):
         result = ma.run(ma.load_model(name, verify=False), "What is 3 + 4?")
         assert result.provenance["model"]["revision"] == revision
+
+
+def test_a_directory_named_like_a_model_on_the_hub_has_no_commit(
+    nobody, monkeypatch, checkpoint, tmp_path
+):
+    """The hub was asked for it, and its commit stored, though the weights came from here."""
+    shutil.copytree(checkpoint, tmp_path / "some" / "model")
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names, **_: asked.append(names))
+    assert facts_of(ma.load_model("some/model", verify=False)).revision is None
+    assert asked == []
 
 
 def test_another_commit_is_another_job(monkeypatch, prompts, checkpoint, tmp_path):

@@ -208,6 +208,14 @@ def test_a_run_goes_on_wherever_the_server_is_now(prompts, engine, tmp_path):
     assert continued == first
 
 
+def test_a_server_does_not_go_on_with_a_run_of_the_model_here(toy, prompts, server, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    ma.evaluate(toy, prompts[:1], new_tokens=12, out=path)
+    with pytest.raises(OptionError, match=r"another run \(served_model differs\)"):
+        served(server, prompts, out=path)
+    assert not server.bodies
+
+
 def test_a_run_does_not_go_on_with_another_model(toy, prompts, engine, tmp_path, changed_engine):
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine)) as server:
