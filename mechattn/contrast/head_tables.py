@@ -61,24 +61,12 @@ def ranked_heads(
         quantities.check_present(values, quantity, segment, (result, condition))
 
         unit_values = _of_units(values, units)
-        reported = unit_values[reported_units]
-        mean, low, high = t_interval(reported, level)
-        layer, head = np.indices(values.shape[1:]).reshape(2, -1)
-        columns = {
-            "layer": values.layer.values[layer],
-            "head": values["head"].values[head],
-            quantity: mean,
-            "low": low,
-            "high": high,
-            "uniform": np.nan,
-            "n": len(reported),
-            "error": reported.std(0, ddof=1) / np.sqrt(len(reported)),
-            "ranked_by": unit_values[ranking_units].mean(0),
-        }
+        block = _heads_of_block(values, quantity, unit_values[reported_units], level)
+        block["ranked_by"] = unit_values[ranking_units].mean(0)
         if null is not None:
             null_of_units = _of_units(null.broadcast_like(values), units)
-            columns["uniform"] = null_of_units[reported_units].mean(0)
-        blocks.append(pd.DataFrame(columns))
+            block["uniform"] = null_of_units[reported_units].mean(0)
+        blocks.append(block)
     table = pd.concat(blocks, ignore_index=True)
     if table.ranked_by.isna().all():
         raise quantities.absent_error(units.prompts, quantity, segment, (result, condition))
@@ -101,6 +89,33 @@ def ranked_heads(
         "level": level,
     }
     return ranked
+
+
+def _heads_of_block(
+    values: xr.DataArray, quantity: str, reported: np.ndarray, level: float
+) -> pd.DataFrame:
+    """The means of each head of some layers with their intervals; the null is not known yet.
+
+    Args:
+        values: The values of these layers [prompt, layer, head].
+        quantity: The name of the column of means.
+        reported: Those of the reported units [unit, cell].
+        level: The level of the intervals.
+    """
+    mean, low, high = t_interval(reported, level)
+    layer, head = np.indices(values.shape[1:]).reshape(2, -1)
+    return pd.DataFrame(
+        {
+            "layer": values.layer.values[layer],
+            "head": values["head"].values[head],
+            quantity: mean,
+            "low": low,
+            "high": high,
+            "uniform": np.nan,
+            "n": len(reported),
+            "error": reported.std(0, ddof=1) / np.sqrt(len(reported)),
+        }
+    )
 
 
 def _first_quantity(result: Result) -> str:
