@@ -81,7 +81,7 @@ def activation_histogram(
 
     note = f"layer {layer}, question tokens; n = {counts_words(results)}"
     note += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
-    draw.title(figure, "activations of the MLP", note, 480, top=150)
+    draw.title_above_legend(figure, "activations of the MLP", note, 480, top=150)
     return says(figure, "Near-zero share:", *sentences)
 
 
@@ -169,7 +169,7 @@ def activation_metrics(
         f"layer {layer}, {segment} tokens; n = {counts_words(results)}; bars: 95 % t intervals of"
         " the log-ratio of prompts' means"
     )
-    draw.title(figure, "changes of the MLP's activations", note, 520, top=130)
+    draw.title_above_legend(figure, "changes of the MLP's activations", note, 520, top=130)
     return says(figure, "Change of the near-zero share:", *sentences)
 
 
@@ -225,7 +225,7 @@ def near_zero_by_class(
         f"layer {layer}; n: prompts with such a token under each; bars: 95 % t intervals over"
         " prompts"
     )
-    draw.title(figure, "near-zero activations by class of token", note, 500, top=150)
+    draw.title_above_legend(figure, "near-zero activations by class of token", note, 500, top=150)
     return says(figure, "Near-zero share.", *sentences)
 
 
@@ -288,7 +288,7 @@ def agreement(
         f"of changes from the baseline, layer {layer}, question tokens; n = {counts_words(results)}"
         "; bars: 95 % t intervals"
     )
-    draw.title(figure, f"agreement with “{condition}”", note, 460, top=130)
+    draw.title_above_legend(figure, f"agreement with “{condition}”", note, 460, top=130)
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
 
 

@@ -185,7 +185,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform"
         " attention"
     )
-    draw.title(figure, heading, note, 260 + 60 * len(table), top=150)
+    draw.title_above_legend(figure, heading, note, 260 + 60 * len(table), top=150)
     return says(figure, _pair_words(table))
 
 
@@ -293,7 +293,7 @@ def dose_curves(
         note += f"; dotted: {nulls[0]}"
 
     heading = f"{model_caption(result)}: answers and attention by {over}"
-    draw.title(figure, heading, note, 640, top=150)
+    draw.title_above_legend(figure, heading, note, 640, top=150)
     return says(figure, sentence_of(lower))
 
 

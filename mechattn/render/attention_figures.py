@@ -146,7 +146,7 @@ def received_attention(
         small_print.append("each panel has its own vertical scale")
     heading = f"{model_caption(result)}: received attention"
     height = 400 if is_alone else 640
-    draw.title(figure, heading, "; ".join(small_print), height, 125)
+    draw.title_above_legend(figure, heading, "; ".join(small_print), height, 125)
 
     sentences = []
     for number in dict.fromkeys(panel.layer for panel in panels):

@@ -132,7 +132,7 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     if one_cause:
         note += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    draw.title(figure, heading, note, height, 104)
+    draw.title_above_legend(figure, heading, note, height, 104)
 
     lower_legend = dict(orientation="h", x=0, y=0.46, yanchor="bottom", xanchor="left")
     figure.update_layout(

@@ -111,7 +111,7 @@ def change_map(
 
     heading = f"{model_caption(result)}: {quantity_name}, {change_words}"
     small_print = _map_small_print(contrast, table, is_beyond)
-    draw.title(figure, heading, small_print, draw.map_height(table), top=110)
+    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), top=110)
     if is_beyond:
         return says(figure, _beyond_words(contrast, table))
     return says(figure, _difference_words(contrast, table))

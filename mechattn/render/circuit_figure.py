@@ -81,7 +81,9 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     note = "{metric}; {kept} of {edges} edges, {method}; ranked on {ranked_on}. {carried}".format(
         **circuit.about, kept=len(table), edges=edges, carried=carried
     )
-    draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 80 * len(ticks), top=110)
+    draw.title_above_legend(
+        figure, f"{circuit.about['model']}: circuit", note, 200 + 80 * len(ticks), top=110
+    )
     return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
 
 

@@ -4,7 +4,7 @@ heads, titles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import unescape
 from itertools import cycle
 from textwrap import wrap
@@ -43,6 +43,9 @@ _SMALL_PRINT_LETTERS = 110
 # The heights of their lines, in pixels.
 _HEADING_LINE = 22
 _SMALL_PRINT_LINE = 17
+# What encloses the small print under a heading.
+_NOTE_START = "<br><sup>"
+_NOTE_END = "</sup>"
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MARGIN = dict(l=70, r=20, t=90, b=60)
@@ -153,7 +156,7 @@ def points(
 def side_by_side(
     figure: go.Figure,
     words: Sequence[str],
-    series: Iterable[tuple[str, Any]],
+    series: Collection[tuple[str, Any]],
     colours: Sequence[str],
     *,
     column: int = 1,
@@ -171,15 +174,14 @@ def side_by_side(
         apart: The distance of the series; 1 is that of the words.
         style: As for plotly's scatter.
     """
-    series = list(series)
     middle = (len(series) - 1) / 2
-    for number, ((name, estimates), colour) in enumerate(zip(series, cycle(colours))):
+    for index, (name, estimates) in enumerate(series):
         points(
             figure,
-            np.arange(len(words)) + apart * (number - middle),
+            np.arange(len(words)) + apart * (index - middle),
             estimates,
             name,
-            colour,
+            colours[index % len(colours)],
             column,
             customdata=list(words),
             legendgroup=name,
@@ -278,14 +280,16 @@ def rule(
     column: int = 1,
     row: int = 1,
 ) -> None:
-    """A line across a panel at a value with a meaning, such as no change; plotly draws none across
-    an empty panel, so what it crosses comes first.
+    """A line across a panel at a value with a meaning, such as no change: upright at ``x``, or
+    level at ``y``.
+
+    plotly draws none across an empty panel, so what it crosses comes first.
     """
     line = dict(width=width, dash=dash, color=colour)
-    if x is None:
-        figure.add_hline(y, line=line, row=row, col=column)
-    else:
+    if x is not None:
         figure.add_vline(x, line=line, row=row, col=column)
+    if y is not None:
+        figure.add_hline(y, line=line, row=row, col=column)
 
 
 def head_map(
@@ -295,7 +299,7 @@ def head_map(
     hovered: Mapping[str, str],
     hover: str,
     name: str,
-    unit: str,
+    bar_words: str,
     across: str = "head",
 ) -> go.Figure:
     """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded
@@ -303,16 +307,19 @@ def head_map(
 
     Args:
         table: A row a cell, with ``layer`` and ``across``.
-        column: What is coloured.
-        q_column: The q-values.
-        hovered: Columns that are there on hover, by their labels.
+        column: The column whose numbers are coloured.
+        q_column: The column of their q-values.
+        hovered: Columns that the words on hover may use, by their labels in a table of the figure.
         hover: What is said of a cell, as a template of plotly's.
-        name: Of the map, for a table of the figure.
-        unit: Beside the bar of colours.
-        across: What is on the horizontal axis.
+        name: The name of the map in a table of the figure.
+        bar_words: What stands beside the bar of colours.
+        across: The column on the horizontal axis: "head", or one of words, which keep their order.
     """
     cells = table.set_index(["layer", across]).to_xarray()
-    if across != "head":  # in the table's order
+    if across == "head":
+        ticks = steps(cells.sizes["head"])
+    else:
+        ticks = {}
         cells = cells.sel({across: table[across].unique()})
 
     x = cells[across].values
@@ -320,9 +327,10 @@ def head_map(
     coloured = cells[column].values
     q = cells[q_column].values
 
-    # Both colours end at the same distance from 0, which is in the middle.
+    # Both colours end at the same distance from 0, which is in the middle; a map of zeros has a
+    # scale too.
     largest = float(np.nanmax(abs(coloured))) or 1.0
-    bar_title = "<br>".join(wrap(unit, 24, break_on_hyphens=False))
+    bar_title = "<br>".join(wrap(bar_words, 24, break_on_hyphens=False))
     figure = panels()
     figure.add_heatmap(
         z=coloured,
@@ -350,7 +358,6 @@ def head_map(
     )
     _fade(figure, x, y, q >= 0.05)
 
-    ticks = steps(len(x)) if across == "head" else {}
     figure.update_xaxes(title_text=across, **ticks)
     figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(y)))
     return figure
@@ -377,7 +384,7 @@ def _fade(figure: go.Figure, x: np.ndarray, y: np.ndarray, is_faded: np.ndarray)
     )
 
 
-def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
+def title(figure: go.Figure, heading: str, note: str, height: int) -> None:
     """Set the title with its small print, in lines that fit, and the height.
 
     Args:
@@ -385,23 +392,24 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
         heading: What it shows, and of which model.
         note: The small print.
         height: In pixels, for a heading and a note of one line each.
-        top: The room above the panels, in pixels; the legend then has a row of its own under the
-            title, at any width.
     """
-    heading_lines = wrap(heading, _HEADING_LETTERS)
-    note_lines = wrap(note, _SMALL_PRINT_LETTERS)
-    further_height = _HEADING_LINE * (len(heading_lines) - 1)
-    further_height += _SMALL_PRINT_LINE * (len(note_lines) - 1)
-    height += further_height
-    figure.update_layout(
-        LAYOUT,
-        title_text=f"{'<br>'.join(heading_lines)}<br><sup>{'<br>'.join(note_lines)}</sup>",
-        height=height,
-        margin_t=(top or MARGIN["t"]) + further_height,
-    )
+    _set_title(figure, heading, note, height, MARGIN["t"])
 
-    if top is None:
-        return
+
+def title_above_legend(figure: go.Figure, heading: str, note: str, height: int, top: int) -> None:
+    """Set the title and the height as :func:`title` does, and put the legend into a row of its own
+    under the title, at any width.
+
+    Args:
+        figure: The figure.
+        heading: What it shows, and of which model.
+        note: The small print.
+        height: In pixels, for a heading and a note of one line each.
+        top: The room for title and legend above the panels, in pixels, for the same.
+    """
+    further_height = _set_title(figure, heading, note, height, top)
+    height += further_height
+    # Distances from the top in pixels, of which plotly takes fractions of the height.
     legend = dict(
         orientation="h",
         x=0.03,
@@ -410,15 +418,30 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
         yref="container",
         yanchor="top",
     )
-
     place = dict(x=0.03, y=1 - 20 / height, yanchor="top")
     figure.update_layout(title=place, legend=legend, margin_l=80)
+
+
+def _set_title(figure: go.Figure, heading: str, note: str, height: int, top: int) -> int:
+    """Set title, height and upper margin; return the height of the lines after the first ones."""
+    heading_lines = wrap(heading, _HEADING_LETTERS)
+    note_lines = wrap(note, _SMALL_PRINT_LETTERS)
+    further_height = _HEADING_LINE * (len(heading_lines) - 1)
+    further_height += _SMALL_PRINT_LINE * (len(note_lines) - 1)
+    figure.update_layout(
+        LAYOUT,
+        title_text="<br>".join(heading_lines) + _NOTE_START + "<br>".join(note_lines) + _NOTE_END,
+        height=height + further_height,
+        margin_t=top + further_height,
+    )
+    return further_height
 
 
 def take_heading(figure: go.Figure) -> str:
     """Remove the title but for its small print, with the room that it takes; return its words."""
     layout = figure.layout
-    heading, _, note = layout.title.text.partition("<br><sup>")
+    # From the title, whose names are escaped: what :func:`title` was given is not.
+    heading, _, note = layout.title.text.partition(_NOTE_START)
     room = _HEADING_LINE * len(heading.split("<br>"))
     height = layout.height - room
 
@@ -426,7 +449,7 @@ def take_heading(figure: go.Figure) -> str:
     if layout.legend.yref == "container":
         layout.legend.y = 1 - ((1 - layout.legend.y) * layout.height - room) / height
     margin = {"t": layout.margin.t - room}
-    note = note.removesuffix("</sup>")
+    note = note.removesuffix(_NOTE_END)
     figure.update_layout(title_text=note, title_font_size=13, height=height, margin=margin)
     return unescape(heading.replace("<br>", " "))
 

@@ -21,7 +21,7 @@ from mechattn.results.result import Result, head_named
 Draw = TypeVar("Draw", bound=Callable)
 # Every "<" except in tags that our own titles and hovers use.
 _MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")
-_NOT_DRAWN = ("template", "meta", "type")
+_NOT_DRAWN = ("template", "meta", "type")  # properties whose texts plotly shows nowhere
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Declared:
     Args:
         draw: The function.
         needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
+            Of a figure that draws no result, what it draws, such as "patching".
         compares: Whether it needs a condition other than the baseline.
         report: With which options a report shows it, besides layer and condition.
         chooses_heads: Whether the data choose its heads where none are listed.
@@ -104,23 +105,19 @@ class Declared:
             result: The result.
             layer: The layer of a figure that shows one.
         """
+        takes = self.takes
         condition = result.shown_condition()
         if self.compares and condition == BASELINE:
             return
 
-        values = {
-            "condition": condition,
-            "conditions": result.conditions[1:],
-            "layer": layer,
-        }
-        selected = {}
-        for name, default in self.takes.items():
-            # A figure whose condition or layer is None by default chooses for each result.
-            if name in values and default in (inspect.Parameter.empty, 0, BASELINE):
-                selected[name] = values[name]
+        selected: dict[str, Any] = {}
+        if "condition" in takes:
+            selected["condition"] = condition
+        if takes.get("layer") is not None:  # None is the mean over all layers
+            selected["layer"] = layer
 
         for extra in self.report:
-            dataset = self.dataset(result, {**self.takes, **extra})
+            dataset = self.dataset(result, {**takes, **extra})
             if dataset is not None:
                 yield dataset, selected | dict(extra)
 
@@ -128,9 +125,7 @@ class Declared:
         """The dataset of a result that it shows with these options, if the result has it."""
         if self.needs:
             analysis = self.analysis(options)
-            if analysis in result.datasets:
-                return analysis
-            return None
+            return analysis if analysis in result.datasets else None
 
         names = {options["quantity"], f"{options['quantity']}_by_segment"}
         for dataset_name, dataset in result.datasets.items():
@@ -164,14 +159,13 @@ def declare(
     chooses_heads: bool = False,
     page_words: AddWords | None = None,
 ) -> Callable[[Draw], Draw]:
-    """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its
-    names are escaped.
+    """Declare a figure, for reports, config files and the gallery; its names are escaped.
 
     Args:
-        needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
+        needs: As for :class:`Declared`, like those that follow.
         compares: Whether it needs a condition other than the baseline.
-        report: With which options a report shows it, besides layer and condition.
-        chooses_heads: Whether the data choose its heads where none are listed.
+        report: With which options a report shows it.
+        chooses_heads: Whether the data choose its heads.
         page_words: Adds to what a page says beside it, which is the docstring up to the arguments.
 
     Returns:
@@ -211,7 +205,6 @@ def with_plain_names(figure: go.Figure) -> go.Figure:
         for name, value in element.to_plotly_json().items():
             if name not in _NOT_DRAWN:
                 element[name] = _escaped(value)
-
     return figure
 
 
@@ -260,24 +253,27 @@ def check_heads(
     """
     numbers = []
     for head in head_list(heads):
-        head_layer, number = head_named(head) or (layer, head)
+        named = head_named(head)
+        if named is None:
+            number = head
+        elif named[0] == layer:
+            number = named[1]
+        else:
+            shown = "all layers show the same heads; give numbers"
+            if layer is not None:
+                shown = f"layer {layer} is shown; give heads of that layer"
+            raise OptionError(f"heads holds {head!r}, but {shown}, such as [0, 3]")
+
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
             raise OptionError(
                 f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"
                 ' ["L1H2"]'
             )
-        if head_layer != layer:
-            why = f"layer {layer} is shown"
-            if layer is None:
-                why = "all layers show the same heads"
-            raise OptionError(
-                f"heads holds {head!r}, but {why}; give heads of that layer, such as [0, 3]"
-            )
         if number not in measured:
-            heads_words = ", ".join(map(str, measured))
+            measured_words = ", ".join(map(str, measured))
             if list(measured) == list(range(len(measured))):
-                heads_words = f"0 to {len(measured) - 1}"
-            raise OptionError(f"head {number} is out of range: heads are {heads_words}")
+                measured_words = f"0 to {len(measured) - 1}"
+            raise OptionError(f"head {number} is out of range: heads are {measured_words}")
         numbers.append(int(number))
 
     if not numbers:

@@ -27,7 +27,8 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     Raises:
         OptionError: It draws no series of numbers, as a circuit's.
     """
-    tables = [_trace_table(figure, trace) for trace in figure.data if _is_series(trace)]
+    series = filter(_is_series, figure.data)
+    tables = [_trace_table(figure, trace) for trace in series]
     if not tables:
         raise OptionError(
             "this figure draws no series of numbers; circuit.table() has the edges of a circuit"
@@ -36,14 +37,20 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     table = pd.concat(tables, ignore_index=True)
     table = table.reindex(columns=TABLE_COLUMNS)
     table = table.dropna(axis=1, how="all")
-    # Words may have tags for plotly.
-    return table.map(lambda cell: without_markup(cell) if isinstance(cell, str) else cell)
+    return table.map(_without_tags)
+
+
+def _without_tags(cell: Any) -> Any:
+    """A cell of the table; words may have tags for plotly."""
+    if isinstance(cell, str):
+        return without_markup(cell)
+    return cell
 
 
 def _is_series(trace: Any) -> bool:
-    """Whether a trace has numbers of its own: it isn't a band, an entry of the legend alone, or
-    what fades a map."""
-    is_band = getattr(trace, "fill", None) == "toself"
+    """Whether a trace has numbers of its own: it has a name, and is no band, no entry of the legend
+    alone, and not what fades a map."""
+    is_band = getattr(trace, "fill", None) == "toself"  # heatmaps have no property ``fill``
     if trace.name in (None, FADED_CELLS) or is_band:
         return False
 
@@ -74,15 +81,14 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
     columns["y"] = _in_words(y, y_axis)
 
     # A trace has bars along one axis at most.
-    x_bars = getattr(trace, "error_x", None)
-    y_bars = getattr(trace, "error_y", None)
-    for numbers, bars in ((x, x_bars), (y, y_bars)):
-        if bars is not None and bars.array is not None:
+    for numbers, bars in ((x, trace.error_x), (y, trace.error_y)):
+        if bars.array is not None:
             columns["low"] = numbers - bars.arrayminus
             columns["high"] = numbers + bars.array
 
     if trace.meta:
-        # The ends of a band, or a number that is drawn at the edge.
+        # Numbers on hover, with their names in ``meta``: the ends of a band, or a number beyond the
+        # axis, which is drawn at its edge.
         customdata = np.asarray(trace.customdata).reshape(len(x), -1)
         hover_numbers = pd.DataFrame(customdata, columns=list(trace.meta))
         columns |= hover_numbers.filter(["x", "low", "high"]).to_dict("list")
@@ -98,7 +104,7 @@ def _axis(figure: go.Figure, trace: Any, kind: str) -> Any:
 
 def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
     """The words over a panel; a figure of one panel has none."""
-    if x_axis.domain is None:  # a figure of one panel
+    if x_axis.domain is None:  # plotly's figure without panels
         return ""
     left, right = x_axis.domain
     _, top = y_axis.domain

@@ -87,7 +87,7 @@ def focus_and_impact(
     if f"magnitude{BEFORE_NORM}" in result["head_updates"]:
         note += "; after the norm that follows attention"
     heading = f"{model_caption(result)}: what heads write where they look at the first token"
-    draw.title(figure, heading, note, 580, top=110)
+    draw.title_above_legend(figure, heading, note, 580, top=110)
     figure.update_layout(showlegend=False, bargap=0.15)
     return says(figure, _measured_answer(result, condition, segment))
 

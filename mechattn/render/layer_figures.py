@@ -172,7 +172,9 @@ def scale_by_layer(
     figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
     note = f"{condition}, {segment} queries, n = {count_words(result)}; bars: 95 % intervals"
-    draw.title(figure, f"{model_caption(result)}: the affine reading", note, 470, top=150)
+    draw.title_above_legend(
+        figure, f"{model_caption(result)}: the affine reading", note, 470, top=150
+    )
     return says(
         figure,
         f"Means over layers and heads with “{condition}”: λ = {mean_words(result, dataset.scale)},"

@@ -113,7 +113,7 @@ def received_by_model(
     if heads is None:
         small_print.append("the head with the largest change in the other half of the prompts")
     heading = f"{' and '.join(conditions)}: received attention"
-    draw.title(figure, heading, "; ".join(small_print), 450, 150)
+    draw.title_above_legend(figure, heading, "; ".join(small_print), 450, 150)
 
     sentences = ["Change of the attention received by the question's tokens."]
     for panel, title in zip(panels, titles, strict=True):
@@ -199,7 +199,7 @@ def verdicts(
         heading += f" with “{names[0]}”"
     note = f"mean over all layers and heads; {counts_words(results)}"
     height = 200 + 64 * len(verdict_list)
-    draw.title(figure, heading, note, height, top=120)
+    draw.title_above_legend(figure, heading, note, height, top=120)
 
     row_words = _rows(results, names)
     _verdict_axes(figure, row_words, low, high)

@@ -65,7 +65,7 @@ def patching_map(patching: Patching) -> go.Figure:
     )
     note = f"{patching.about['metric']}; {_run_words(patching)}"
     heading = f"{patching.about['model']}: patching effect by {across}"
-    draw.title(figure, heading, note, draw.map_height(table), top=110)
+    draw.title_above_legend(figure, heading, note, draw.map_height(table), top=110)
 
     significant = int((table[q_column] < 0.05).sum())
     return says(
@@ -126,7 +126,7 @@ def patching_effects(
     note = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
     heading = f"{patching.about['model']}: patching effects"
     height = 190 + 30 * len(table)
-    draw.title(figure, heading, note, height, top=120)
+    draw.title_above_legend(figure, heading, note, height, top=120)
 
     room = 0.05 * (high - low)
     figure.update_xaxes(
