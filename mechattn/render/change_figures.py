@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import cycle
-from typing import NamedTuple
+from itertools import chain, cycle
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,7 +23,7 @@ from mechattn.render.draw import OTHERS, WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
 from mechattn.render.words import (
     NULL_NAMES,
-    beside_null,
+    change_beside_null,
     count_words,
     in_digits,
     interval_of,
@@ -38,7 +38,7 @@ from mechattn.results.result import Result, head_name
 from mechattn.stats.paired import ROUNDING
 
 # The null of a condition among others; over an option it is a dotted line.
-_NULL_MARK = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
+_NULL_MARK: dict[str, Any] = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
 
 
 @declare(compares=True, report=[{}])
@@ -79,42 +79,98 @@ def change_map(
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
 
-    # What is beyond a null of no change is the change itself.
-    has_null = bool(table.null.notna().any())
-    is_beyond = has_null and not table.attrs["predicts_no_change"]
-    if is_beyond and to != BASELINE:
-        # Another condition may have the same null, which then cancels.
-        is_beyond = bool((table.null.abs() > ROUNDING).any())
-
-    quantity_name = quantity_words(quantity, segment)
-    change_words = f"change{_relative_to(to)}"
-    column = "difference"
-    number_name = "change"
-    bar_words = f"change of {quantity_name}"
-    if is_beyond:
-        null_name = NULL_NAMES[contrast.null_used]
-        column = "beyond"
-        number_name = f"relative to {null_name}"
-        bar_words += f" beyond {null_name}"
-        comma = "" if to == BASELINE else ","
-        change_words += f"{comma} {number_name}"
+    shown = _difference_map(contrast, table)
+    if _is_beyond_null(contrast, table):
+        shown = _beyond_map(contrast, table)
     hovered = {
         "change": "difference",
-        "q": f"q_{column}",
-        "low": f"{column}_low",
-        "high": f"{column}_high",
+        "q": f"q_{shown.column}",
+        "low": f"{shown.column}_low",
+        "high": f"{shown.column}_high",
     }
-    hover = f"{number_name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
+    hover = f"{shown.number} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    bar_words += f" ({table.scale.iloc[0]})"
-    figure = draw.head_map(table, column, f"q_{column}", hovered, hover, number_name, bar_words)
+    bar_words = f"{shown.bar} ({table.scale.iloc[0]})"
+    figure = draw.head_map(
+        table, shown.column, f"q_{shown.column}", hovered, hover, shown.number, bar_words
+    )
 
-    heading = f"{model_caption(result)}: {quantity_name}, {change_words}"
-    small_print = _map_small_print(contrast, table, is_beyond)
+    quantity_name = quantity_words(quantity, segment)
+    heading = f"{model_caption(result)}: {quantity_name}, {shown.title}"
+    small_print = _map_small_print(contrast, table, shown)
     draw.title_above_legend(figure, heading, small_print, draw.map_height(table), top=110)
-    if is_beyond:
-        return says(figure, _beyond_words(contrast, table))
-    return says(figure, _difference_words(contrast, table))
+    return says(figure, shown.sentence)
+
+
+class _ShownChange(NamedTuple):
+    """Which column of a table of changes a map shows, and how it is worded."""
+
+    column: str  # "difference" or "beyond", with q_…, …_low and …_high beside it
+    number: str  # on hover
+    title: str  # after the quantity
+    bar: str  # beside the bar of colours
+    against: str  # what the tests are against, in the small print
+    sentence: str  # under the figure
+
+
+def _is_beyond_null(contrast: Contrast, table: pd.DataFrame) -> bool:
+    """Whether the change relative to the null is another number than the change itself."""
+    if table.null.isna().all() or table.attrs["predicts_no_change"]:
+        return False
+    if contrast.to == BASELINE:
+        return True
+    # Another condition may have the same null, which then cancels.
+    return bool((table.null.abs() > ROUNDING).any())
+
+
+def _difference_map(contrast: Contrast, table: pd.DataFrame) -> _ShownChange:
+    """The change itself, where no null is known or it predicts no change."""
+    null = table.attrs["null"]
+    against = null
+    if table.null.notna().any() and not table.attrs["predicts_no_change"]:
+        against = f"{null} predicts no difference"
+
+    quantity_name = quantity_words(contrast.quantity, contrast.segment)
+    relative_to = _relative_to(contrast.to)
+    sentences = [f"{_significant(table, 'difference')} changed{relative_to} at q < 0.05"]
+    if contrast.to == BASELINE:
+        sentences.append(null)
+    largest = _head_words(_furthest(table, "difference"))
+    return _ShownChange(
+        column="difference",
+        number="change",
+        title=f"change{relative_to}",
+        bar=f"change of {quantity_name}",
+        against=against,
+        sentence=f"{'; '.join(sentences)}. The largest change is in {largest}{_selected(table)}.",
+    )
+
+
+def _beyond_map(contrast: Contrast, table: pd.DataFrame) -> _ShownChange:
+    """The change relative to that under the null."""
+    null_name = NULL_NAMES[contrast.null_used]
+    quantity_name = quantity_words(contrast.quantity, contrast.segment)
+    title = f"change relative to {null_name}"
+    if contrast.to != BASELINE:
+        title = f"change{_relative_to(contrast.to)}, relative to {null_name}"
+
+    furthest = _furthest(table, "beyond")
+    null_change = in_digits(furthest.null, "+.3f")
+    if furthest.scale == "log-ratio":
+        times = f"{np.exp(furthest.beyond):.2f} × {null_name}"
+        null_change = f"{percent(furthest.change_null)} ({times})"
+    return _ShownChange(
+        column="beyond",
+        number=f"relative to {null_name}",
+        title=title,
+        bar=f"change of {quantity_name} beyond {null_name}",
+        against=f"against {table.attrs['null']}",
+        sentence=(
+            f"{_significant(table, 'beyond')} differ from {null_name} at q < 0.05. The largest"
+            f" difference is in {_head_words(furthest)}, under {null_name}"
+            f" {null_change}{_selected(table)}."
+        ),
+    )
 
 
 def _relative_to(condition: str) -> str:
@@ -124,25 +180,18 @@ def _relative_to(condition: str) -> str:
     return f" relative to “{condition}”"
 
 
-def _map_small_print(contrast: Contrast, table: pd.DataFrame, is_beyond: bool) -> str:
+def _map_small_print(contrast: Contrast, table: pd.DataFrame, shown: _ShownChange) -> str:
     """How many heads are significant, of how many prompts, and against what."""
     about = table.attrs
     count = count_words(contrast.result)
     if "resampled" in about:
         count += f", tested by {about['resampled']}"
-    against = about["null"]
-    significant = _significant(table, "difference")
-    if is_beyond:
-        against = f"against {against}"
-        significant = _significant(table, "beyond")
-    elif table.null.notna().any() and not about["predicts_no_change"]:
-        against += " predicts no difference"
 
     phrases = [
         f"“{contrast.condition}”{_relative_to(contrast.to)}",
-        f"{significant} at q < 0.05",
+        f"{_significant(table, shown.column)} at q < 0.05",
         f"n = {count}",
-        against,
+        shown.against,
     ]
     if about["smallest_q"] >= 0.05:
         phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_q']:.2g})")
@@ -155,32 +204,6 @@ def _significant(table: pd.DataFrame, column: str) -> str:
     """How many heads have q < 0.05."""
     is_significant = table[f"q_{column}"] < 0.05
     return f"{int(is_significant.sum())} of {len(table)} heads"
-
-
-def _difference_words(contrast: Contrast, table: pd.DataFrame) -> str:
-    """The number of heads that changed, and the head that changed most."""
-    count = _significant(table, "difference")
-    null = f"; {table.attrs['null']}" if contrast.to == BASELINE else ""
-    head = _head_words(_furthest(table, "difference"))
-    return (
-        f"{count} changed{_relative_to(contrast.to)} at q < 0.05{null}. The largest change is in"
-        f" {head}{_selected(table)}."
-    )
-
-
-def _beyond_words(contrast: Contrast, table: pd.DataFrame) -> str:
-    """The number of heads that differ from the null, and the head that is furthest from it."""
-    null_name = NULL_NAMES[contrast.null_used]
-    furthest = _furthest(table, "beyond")
-    null_change = in_digits(furthest.null, "+.3f")
-    if furthest.scale == "log-ratio":
-        times = f"{np.exp(furthest.beyond):.2f} × {null_name}"
-        null_change = f"{percent(furthest.change_null)} ({times})"
-    return (
-        f"{_significant(table, 'beyond')} differ from {null_name} at q < 0.05. The largest"
-        f" difference is in {_head_words(furthest)}, under {null_name}"
-        f" {null_change}{_selected(table)}."
-    )
 
 
 def _furthest(table: pd.DataFrame, column: str) -> pd.Series:
@@ -242,12 +265,17 @@ def changes(
         OptionError: There is no such condition, or none that is named after the option; or one
             inserts another number of tokens than ``to``.
     """
-    names = list(conditions or [name for name in result.conditions[1:] if name != to])
-    names = names or [result.condition()]  # which refuses a result of the baseline alone
-    lines = _lines_of(names, over, quantity)
+    if conditions is None:
+        result.condition()  # refuses a result of the baseline alone
+        conditions = [name for name in result.conditions[1:] if name != to]
+    if not conditions:
+        raise OptionError(
+            f"there is no condition to compare with {to!r}; give at least one in conditions"
+        )
+    lines = _lines_of(conditions, over, quantity)
     if null is None:
-        drawn = [name for line in lines for name in line.conditions]
-        null = common_null([Contrast(result, name, to, quantity, segment) for name in drawn])
+        names = chain.from_iterable(line.conditions for line in lines)
+        null = common_null([Contrast(result, name, to, quantity, segment) for name in names])
 
     figure = draw.panels()
     sentences = []
@@ -255,7 +283,7 @@ def changes(
         contrasts = [
             Contrast(result, name, to, quantity, segment, null=null) for name in line.conditions
         ]
-        phrases = _draw_changes(figure, line, contrasts, layer, over, colour)
+        phrases = _draw_changes(figure, line, contrasts, layer, colour)
         if over:
             phrases = phrases[-1:]  # the last value speaks for its line
         sentences.append(f"{'; '.join(phrases)}.")
@@ -281,7 +309,6 @@ def _draw_changes(
     line: _Line,
     contrasts: Sequence[Contrast],
     layer: int | None,
-    over: str,
     colour: str,
 ) -> list[str]:
     """Draw the changes of a line in percent, and those under the null where it is known for all.
@@ -293,7 +320,7 @@ def _draw_changes(
     percents: list[np.ndarray] = []  # the estimate and its ends at each x
     nulls: list[float] = []
     phrases = []
-    if over == "count" and contrasts[0].to == BASELINE:
+    if line.over == "count" and contrasts[0].to == BASELINE:
         # Where nothing is inserted, nothing changes.
         x = [0.0, *x]
         percents = [np.zeros(3)]
@@ -304,10 +331,14 @@ def _draw_changes(
         percents.append(100 * np.array(change))
         if null_change is not None:
             nulls.append(100 * float(null_change.estimate))
-        words = beside_null(change, null_change, contrast.null_used)
+        words = change_beside_null(change, null_change, contrast.null_used)
         phrases.append(f"{contrast.condition}: {words}")
 
-    mode = "lines+markers" if over else "markers"
+    mode = "markers"
+    null_mark = _NULL_MARK
+    if line.over:
+        mode = "lines+markers"
+        null_mark = {}
     hover = "%{x}: %{y:.1f} %<extra></extra>"
     estimates = np.transpose(percents)
     draw.points(figure, x, estimates, line.name, colour, mode=mode, hovertemplate=hover)
@@ -321,7 +352,7 @@ def _draw_changes(
             colour,
             mode=mode,
             hovertemplate=f"%{{x}}, {null_name}: %{{y:.1f}} %<extra></extra>",
-            marker={} if over else _NULL_MARK,
+            marker=null_mark,
         )
     return phrases
 
@@ -333,26 +364,27 @@ class _Line(NamedTuple):
     null_suffix: str  # tells the nulls of several lines apart
     conditions: Sequence[str]
     x: Sequence[str | float]  # a value for each condition
+    over: str  # the swept option; "" without a sweep
 
 
-def _lines_of(names: Sequence[str], over: str, quantity: str) -> list[_Line]:
+def _lines_of(conditions: Sequence[str], over: str, quantity: str) -> list[_Line]:
     """The lines of a figure of changes."""
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(conditions))
     if not over:
-        return [_Line("measured", "", names, names)]
+        return [_Line("measured", "", names, names, over)]
 
     swept: dict[str, list[SweptCondition]] = {}
     for condition in swept_conditions(names, over):
         swept.setdefault(condition.without_option, []).append(condition)
 
     lines = []
-    for other_options, conditions in swept.items():
+    for other_options, swept_alike in swept.items():
         null_suffix = ""
         if other_options and len(swept) > 1:
             null_suffix = f", {other_options}"
-        line_names = [condition.name for condition in conditions]
-        x = [condition.value for condition in conditions]
-        lines.append(_Line(other_options or quantity, null_suffix, line_names, x))
+        line_names = [condition.name for condition in swept_alike]
+        x = [condition.value for condition in swept_alike]
+        lines.append(_Line(other_options or quantity, null_suffix, line_names, x, over))
     return lines
 
 

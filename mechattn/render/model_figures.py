@@ -36,7 +36,7 @@ from mechattn.render.draw import THIRD, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import declare, several
 from mechattn.render.words import (
     band_words,
-    beside_null,
+    change_beside_null,
     change_words,
     counts_words,
     heads_words,
@@ -206,7 +206,7 @@ def verdicts(
 
     sentences = []
     for words, verdict in zip(row_words, verdict_list, strict=True):
-        changed = beside_null(verdict.change, verdict.null, verdict.null_kind)
+        changed = change_beside_null(verdict.change, verdict.null, verdict.null_kind)
         sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
 
     return says(figure, *sentences)

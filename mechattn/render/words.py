@@ -28,6 +28,12 @@ NULL_NAMES: dict[Null, str] = {
     "blind": "attention by position alone",
 }
 UNSURE = ", which cannot be distinguished from 0"  # ends what is said of a change
+_QUANTITY_WORDS = {
+    "received": "attention received by the {segment}",
+    "mass": "attention to all of the {segment}",
+    "scale": "attention that the {segment} leaves to the original keys (λ)",
+}
+# Whose queries received attention is measured over.
 _QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
 # How to read a figure of received attention.
 _READING = {
@@ -60,17 +66,13 @@ _DOTTED_MEANS = {
 
 def quantity_words(quantity: str, segment: str) -> str:
     """The name of a segment's quantity in a title."""
-    words = {
-        "received": "attention received by the {}",
-        "mass": "attention to all of the {}",
-        "scale": "attention that the {} leaves to the original keys (λ)",
-    }
-    return words.get(quantity, quantity + " of the {}").format(segment)
+    words = _QUANTITY_WORDS.get(quantity, f"{quantity} of the {{segment}}")
+    return words.format(segment=segment)
 
 
 def model_caption(result: Result) -> str:
-    """The model's name and size; a toy is called a toy, and weights from a quantised file are
-    called so.
+    """The model's name and size; of a toy, that it is one, and of weights from a quantised file, how
+    they were stored.
     """
     model = result.provenance["model"]
     size = model["parameters"]
@@ -81,9 +83,9 @@ def model_caption(result: Result) -> str:
     details = [parameters]
     if str(model["name"]).startswith("toy:"):
         details.insert(0, "toy")
-    stored = model.get("gguf", {}).get("words", "")
-    if stored:
-        details.append(stored)
+    storage = model.get("gguf", {}).get("words", "")
+    if storage:  # empty if the file is not quantised
+        details.append(storage)
     return f"{model['name']} ({', '.join(details)})"
 
 
@@ -113,7 +115,9 @@ def says(figure: go.Figure, *sentences: str) -> go.Figure:
 def sentence_of(figure: go.Figure) -> str:
     """The sentence of a figure; empty if it was not drawn by this library."""
     meta: Any = figure.layout.meta
-    return str(meta.get("says", "")) if isinstance(meta, dict) else ""
+    if not isinstance(meta, dict):
+        return ""
+    return str(meta.get("says", ""))
 
 
 def in_digits(value: float | np.ndarray, form: str) -> str:
@@ -197,19 +201,19 @@ def change_words(
     if condition == BASELINE:
         return ""
 
-    drawn = part_of(result, "prompt", prompts).sel(head=list(heads))
+    shown = part_of(result, "prompt", prompts).sel(head=list(heads))
     try:
-        contrast = Contrast(drawn, condition, null=null)
+        contrast = Contrast(shown, condition, null=null)
         change, null_change = contrast.overall(layer)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
         return ""
 
-    return beside_null(change, null_change, contrast.null_used)
+    return change_beside_null(change, null_change, contrast.null_used)
 
 
-def beside_null(change: Interval, null_change: Interval | None, null_kind: Null) -> str:
+def change_beside_null(change: Interval, null_change: Interval | None, null_kind: Null) -> str:
     """A relative change with its interval, and that under the null."""
     if null_change is None:
         return percent_words(change)
@@ -218,15 +222,16 @@ def beside_null(change: Interval, null_change: Interval | None, null_kind: Null)
 
 
 def band_words(result: Result) -> str:
-    """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
-    units = units_of(result)
-    if units.of is None:
+    """What follows "bands" at positions if prompts have groups, which these ignore: they are from
+    moments over prompts."""
+    if units_of(result).of is None:
         return ""
     return ", which treat prompts as independent"
 
 
-def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
-    """How much the data-driven choice of a layer's heads depends on the prompts; "" if unknown."""
+def choice_words(result: Result, condition: str, layer: int | None, top: int) -> str:
+    """How much the data-driven choice of heads, of a layer or of all, depends on the prompts; "" if
+    unknown."""
     try:
         table = result.stability(condition, top=top, layer=layer)
     except MemoryOptionError:
@@ -234,10 +239,13 @@ def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
     except OptionError:  # too few prompts, or every head is chosen
         return ""
 
+    heads = "the heads"
+    if layer is not None:
+        heads = f"the heads of layer {layer}"
     shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
     by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
     return (
-        f"Of the heads of layer {layer} that either of two random halves of the prompts chooses,"
+        f"Of {heads} that either of two random halves of the prompts chooses,"
         f" both choose {shared} ({by_chance} by chance)."
     )
 
@@ -245,10 +253,14 @@ def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
 def received_title_end(result: Result, options: Mapping[str, Any]) -> str:
     """What the title of received attention has on a page: layers, choice of heads, condition."""
     condition = result.shown_condition(options.get("condition"))
-    layers = ", ".join(map(str, np.atleast_1d(options["layer"])))
-    # Heads that are named, or the first ones where there are too few prompts to choose by.
-    choice = "chosen" if options.get("heads") is None else "not chosen"
-    return f", layer {layers}, heads {choice} by the data, condition “{condition}”"
+    layers = "any layer"
+    if options["layer"] is not None:
+        layers = f"layer {', '.join(map(str, np.atleast_1d(options['layer'])))}"
+    choice = "chosen"
+    if options.get("heads") is not None:
+        # They are named, or the first ones, where there are too few prompts to choose by.
+        choice = "not chosen"
+    return f", {layers}, heads {choice} by the data, condition “{condition}”"
 
 
 def received_note(result: Result, options: Mapping[str, Any]) -> str:
@@ -262,11 +274,11 @@ def received_note(result: Result, options: Mapping[str, Any]) -> str:
     if condition == BASELINE:
         return " ".join([*sentences, _READING["baseline"], _READING["bands"]])
 
-    null_kind = Contrast(result, condition).null_used
+    null_kind = Contrast(result, condition, null=options.get("null")).null_used
     sentences.append(_READING["condition"].format(null=_DOTTED_MEANS[null_kind]))
     sentences.append(_READING["bands"])
     top = options.get("top")
-    if isinstance(top, int):
+    if top is not None:
         for layer in np.atleast_1d(options["layer"]).tolist():
             sentences.append(choice_words(result, condition, layer, top))
 
@@ -334,19 +346,10 @@ def verdict_in_words(
         segment: The segment that it is about.
         other: A condition that is told beside it.
     """
-    sizes = result["received_attention"].sizes
-    layers = _count_of("layer", sizes["layer"])
-    heads = _count_of("head", sizes["head"])
-    points = points_words(result, condition, segment)
-    prompts = units_of(result).words
     sentences = [
-        (
-            f"With “{condition}”, attention received by the {segment} changes by"
-            f" {percent_words(verdict.change)} over {layers} × {heads}{points} ({prompts})"
-        ),
+        _change_sentence(result, condition, verdict, segment),
         largest_layer_words(result, condition, segment),
     ]
-
     if other is not None:
         sentences.append(
             f"With “{other.name}” it changes by {percent_words(other.verdict.change)}"
@@ -371,20 +374,25 @@ def verdict_in_words(
     return " ".join(filter(None, remarks))
 
 
-def points_words(result: Result, condition: str, segment: str) -> str:
-    """The change of a segment's mass in points of 100, with its interval; "" if it was not
-    measured.
-    """
+def _change_sentence(result: Result, condition: str, verdict: Verdict, segment: str) -> str:
+    """The change of received attention in percent, and of the segment's mass, where it was measured,
+    in points of 100."""
     dataset = result["received_attention"]
-    if "mass_by_segment" not in dataset:
-        return ""
-    masses = dataset.mass_by_segment.sel(segment=segment)
-    change = masses.sel(condition=condition) - masses.sel(condition=BASELINE)
-    points = overall_mean(result, 100 * change)
-    if not np.isfinite(points.estimate):
-        return ""
+    layers = _count_of("layer", dataset.sizes["layer"])
+    heads = _count_of("head", dataset.sizes["head"])
+    words = (
+        f"With “{condition}”, attention received by the {segment} changes by"
+        f" {percent_words(verdict.change)} over {layers} × {heads}"
+    )
 
-    return f", and all of it by {number_words(points, '+.1f')} points of 100"
+    if "mass_by_segment" in dataset:
+        masses = dataset.mass_by_segment.sel(segment=segment)
+        change = masses.sel(condition=condition) - masses.sel(condition=BASELINE)
+        points = overall_mean(result, 100 * change)
+        if np.isfinite(points.estimate):
+            words += f", and all of it by {number_words(points, '+.1f')} points of 100"
+
+    return f"{words} ({units_of(result).words})"
 
 
 def largest_layer_words(result: Result, condition: str, segment: str) -> str:
@@ -406,7 +414,7 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
         measuring = choosing
         choice = f"the largest of {len(layers)}, on the prompts that made it so"
 
-    # All layers at once; a Contrast of each would copy the result thirty times.
+    # All layers at once; a Contrast of each would copy the result as often as there are layers.
     received = result["received_attention"].received_by_segment.sel(segment=segment)
     head_means = received.isel(prompt=choosing).mean("head")
     ratios = np.log(head_means.sel(condition=condition) / head_means.sel(condition=BASELINE))
@@ -427,7 +435,7 @@ def _count_of(name: str, count: int) -> str:
 
 
 def heads_words(verdict: Verdict) -> str:
-    """How many heads fall and how many rise by more than the margin, and not by chance."""
+    """How many heads fall and how many rise by more than the margin and not by chance, in words."""
     if not verdict.findable:
         return f"With {verdict.n} {verdict.unit} no head could be shown to change (q < 0.05)"
 
