@@ -1,11 +1,15 @@
-"""Conditions that differ in one option or more."""
+"""Conditions that differ in one option or more, and what their names say of these.
+
+The names are all that tables of answers keep of a sweep, so figures read the values from them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from mechattn.errors import OptionError
 from mechattn.prompts.conditions import Condition, Variant
@@ -48,3 +52,49 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
 def _printable(value: Any) -> str:
     """A value as a part of a name: a newline as "\\n"."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+
+
+class SweptCondition(NamedTuple):
+    """A condition of a sweep.
+
+    Args:
+        name: Its name, such as "slash, count=5, place=start".
+        value: The value of an option in it, such as "start"; a number, such as 5.0, if all are.
+        without_option: The rest of the name, such as "slash, count=5".
+    """
+
+    name: str
+    value: str | float
+    without_option: str
+
+
+def swept_conditions(names: Iterable[str], option: str) -> list[SweptCondition]:
+    """The conditions that :func:`sweep` named after an option: from the lowest value to the highest
+    if these are numbers, else in their order.
+
+    Args:
+        names: Names of conditions, which may begin with words such as "slash, ".
+        option: The option, such as "count".
+
+    Raises:
+        OptionError: No condition is named after the option.
+    """
+    start = f"{option}="
+    conditions = []
+    for name in names:
+        phrases = re.split(r", (?=\w+=)", name)  # a value may hold a comma
+        rest = [phrase for phrase in phrases if not phrase.startswith(start)]
+        if len(rest) < len(phrases):
+            value = next(phrase for phrase in phrases if phrase.startswith(start))
+            without_option = ", ".join(rest)
+            conditions.append(SweptCondition(name, value.removeprefix(start), without_option))
+
+    if not conditions:
+        raise OptionError(
+            f"no condition is named {option}=…; run or evaluate with conditions=ma.sweep(…)"
+        )
+    try:
+        numbers = [condition._replace(value=float(condition.value)) for condition in conditions]
+    except ValueError:  # values in words
+        return conditions
+    return sorted(numbers, key=lambda condition: condition.value)

@@ -14,12 +14,9 @@ import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.prompts.sweeps import swept_conditions
 from mechattn.render import draw
-from mechattn.render.change_figures import (
-    changes,
-    option_words,
-    swept_conditions,
-)
+from mechattn.render.change_figures import changes, option_words
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
 from mechattn.render.words import (

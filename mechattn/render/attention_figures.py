@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,12 @@ DOTTED_WORDS = {
     "uniform": "dotted: uniform attention",
 }
 
-# What heads are chosen by, in words.
+# The axis of each quantity by position.
+_AXIS_WORDS = {
+    "received_by_origin": "original token position",
+    "received": "position in the sequence",
+}
+# What heads are chosen by.
 _RANKED_BY = {"difference": "changes", "beyond": "changes relative to the null"}
 
 
@@ -120,7 +126,7 @@ def received_attention(
         OptionError: There is no such layer, head, condition or null, or heads cannot be chosen.
     """
     condition = result.shown_condition(condition)
-    is_alone = condition == BASELINE
+    is_baseline = condition == BASELINE
     null_kind = null_by_position([result], [condition], null)
     layers = _layers(result[NAME], layer)
 
@@ -139,21 +145,20 @@ def received_attention(
     ]
     if span is not None:
         small_print.append("shaded: the inserted tokens")
-    elif not is_alone:
+    elif not is_baseline:
         small_print.append("inserted at positions that differ between prompts")
 
     if len(panels) > 1:
         small_print.append("each panel has its own vertical scale")
     heading = f"{model_caption(result)}: received attention"
-    height = 400 if is_alone else 640
+    height = 400 if is_baseline else 640
     draw.title_above_legend(figure, heading, "; ".join(small_print), height, 125)
 
     sentences = []
-    for number in dict.fromkeys(panel.layer for panel in panels):
-        layer_heads = [panel.head for panel in panels if panel.layer == number]
-        words = _layer_words(result, condition, number, layer_heads, prompts, null_kind)
+    for shown_layer in dict.fromkeys(panel.layer for panel in panels):
+        layer_heads = [panel.head for panel in panels if panel.layer == shown_layer]
+        words = _layer_words(result, condition, shown_layer, layer_heads, prompts, null_kind)
         sentences.append(words)
-
     return says(figure, *sentences)
 
 
@@ -176,10 +181,10 @@ def _panels(
             f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
         )
     check_counts(top=top)
-    largest = _RANKED_BY[by]
+    ranked_by = _RANKED_BY[by]
     if condition == BASELINE:
-        largest = "distances from uniform attention"
-    choice = f"with the largest {largest} in the other half of the prompts"
+        ranked_by = "distances from uniform attention"
+    choice = f"with the largest {ranked_by} in the other half of the prompts"
     return chosen_panels(result, layers, top, condition, by), choice
 
 
@@ -210,25 +215,24 @@ def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]
 def listed_panels(
     result: Result, layers: Sequence[int | None], heads: Sequence[int | str] | int | str
 ) -> list[Panel]:
-    """A panel for each listed head of each layer; of any layer, they have to be named."""
+    """A panel for each listed head of each layer; where a layer is None, heads have to be named."""
     dataset = result[NAME]
     measured = dataset["head"].values.tolist()
     prompts = np.arange(dataset.sizes["prompt"])
     listed = head_list(heads)
 
     panels = []
-    for layer in layers:
-        for head in listed:
-            head_layer = layer
-            if layer is None:
-                head_layer, _ = head_named(head) or (None, head)
-            if head_layer is None:
+    for layer, head in product(layers, listed):
+        if layer is None:
+            named = head_named(head)
+            if named is None:
                 raise OptionError(
                     f'heads={listed}: without a layer, give names, such as ["L0H3", "L1H2"]'
                 )
-            check_layer(head_layer, dataset)
-            (number,) = check_heads(head, measured, head_layer)
-            panels.append(Panel(result, head_layer, number, prompts))
+            layer, _ = named
+            check_layer(layer, dataset)
+        (number,) = check_heads(head, measured, layer)
+        panels.append(Panel(result, layer, number, prompts))
 
     if not panels:
         raise OptionError("heads=[] is empty; give at least one head")
@@ -254,8 +258,8 @@ def chosen_panels(
 def null_by_position(
     results: Sequence[Result], conditions: Sequence[str], null: Null | None
 ) -> Null:
-    """The null that lines by position show: that of the comparison of every condition, where it is
-    known by position.
+    """The null that lines by position show: the one that is asked for, or else that of the
+    comparisons of all conditions.
     """
     if null not in (None, *DOTTED_WORDS):
         raise OptionError(
@@ -269,7 +273,8 @@ def null_by_position(
             if name == BASELINE:
                 continue
             if null == "dilution":
-                values_of(result, name, "received", "question", null)  # refuses where it has none
+                # Refuses a result without it.
+                values_of(result, name, "received", "question", null)
             contrasts.append(Contrast(result, name, null=null))
 
     return common_null(contrasts)
@@ -280,9 +285,7 @@ def common_null(contrasts: Sequence[Contrast]) -> Null:
     attention.
     """
     null_kinds = {contrast.null_used for contrast in contrasts}
-    if null_kinds == {"dilution"}:
-        return "dilution"
-    return "uniform"
+    return "dilution" if null_kinds == {"dilution"} else "uniform"
 
 
 def _layer_words(
@@ -294,12 +297,11 @@ def _layer_words(
     null_kind: Null,
 ) -> str:
     """The sentence on a layer: the change of its heads, or in the baseline their mean beside
-    uniform attention; empty if there is no change to report.
+    uniform attention; empty if the change is not known.
     """
     head_words = f"head {heads[0]}"
     if len(heads) > 1:
         head_words = f"heads {', '.join(map(str, heads))} (mean)"
-
     start = f"Attention received by the question's tokens in layer {layer} {head_words}"
     if condition != BASELINE:
         change = change_words(result, condition, layer, heads, prompts, null_kind)
@@ -345,7 +347,9 @@ def by_position(
 
     for column, panel in enumerate(panels, 1):
         for row, lines in enumerate(rows, 1):
-            means_of_lines = [_draw_line(figure, panel, line, column, row) for line in lines]
+            means_of_lines = []
+            for line in lines:
+                means_of_lines.append(_draw_line(figure, panel, line, column, row))
             for null in _null_lines(panel, lines, means_of_lines, null_kind):
                 draw.dotted(
                     figure,
@@ -361,10 +365,7 @@ def by_position(
             _cut_first_token(figure, means_of_lines, lines, column, row)
 
     for row, lines in enumerate(rows, 1):
-        words = "original token position"
-        if lines[0].quantity == "received":
-            words = "position in the sequence"
-        figure.update_xaxes(title_text=words, row=row)
+        figure.update_xaxes(title_text=_AXIS_WORDS[lines[0].quantity], row=row)
 
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     return figure.update_layout(hovermode="x unified")
@@ -398,7 +399,8 @@ def _null_lines(
     means_of_lines: Sequence[Positions],
     null_kind: Null,
 ) -> list[_NullLine]:
-    """What the null would give beside each line; one line where uniform attention is the same."""
+    """What the null would give beside each line; one line for all where uniform attention is the
+    same."""
     nulls = []
     for line, means in zip(lines, means_of_lines, strict=True):
         values = _null_values(panel, line, null_kind)
@@ -413,14 +415,14 @@ def _null_lines(
             and np.allclose(first.values, null.values)
             for null in others
         ]
-        if all(are_same):  # one line would hide the others
+        if all(are_same):  # each would hide the one before
             return [first._replace(label="uniform attention", colour=WITHOUT)]
     return nulls
 
 
 def _null_values(panel: Panel, line: PositionLine, null_kind: Null) -> np.ndarray | None:
-    """The null beside a line, by position; the baseline is what dilution is made of, so it has
-    none."""
+    """The null beside a line, by position; None beside the baseline, whose attention dilution
+    dilutes."""
     if null_kind == "uniform":
         cell = {"condition": line.condition, "layer": panel.layer}
         return uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
@@ -449,25 +451,24 @@ def _cut_first_token(
 
     The first token is the sink of most models: it gets a hundred times what any other gets.
     """
-    top = 0.0
+    largest = 0.0
     for means in means_of_lines:
         # Too few prompts at a position give a mean without an interval.
         upper = np.where(np.isfinite(means.high), means.high, means.mean)
-        largest = upper[means.at > 0].max(initial=0.0)
-        top = max(top, 1.08 * largest)
-
-    if top <= 0:
+        largest = max(largest, upper[means.at > 0].max(initial=0.0))
+    if largest <= 0:
         return
+    top = 1.08 * largest
     figure.update_yaxes(range=[0, top], row=row, col=column)
 
-    beyond = []
+    text_lines = ["↑ first token:"]
     for means, line in zip(means_of_lines, lines, strict=True):
+        # One number, or none where too few prompts have the token.
         for value in means.mean[means.at == 0]:
             if value > top:
-                beyond.append(f"{value:.2g} {line.label}")
+                text_lines.append(f"{value:.2g} {line.label}")
 
-    if beyond:
-        text_lines = ["↑ first token:", *beyond]
+    if len(text_lines) > 1:
         figure.add_annotation(
             x=0,
             y=top,

@@ -4,7 +4,6 @@ model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import chain, cycle
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import Null
 from mechattn.errors import OptionError
+from mechattn.prompts.sweeps import SweptCondition, swept_conditions
 from mechattn.render import draw
 from mechattn.render.attention_figures import common_null
 from mechattn.render.draw import OTHERS, WITH, WITHOUT
@@ -386,53 +386,6 @@ def _lines_of(conditions: Sequence[str], over: str, quantity: str) -> list[_Line
         x = [condition.value for condition in swept_alike]
         lines.append(_Line(other_options or quantity, null_suffix, line_names, x, over))
     return lines
-
-
-class SweptCondition(NamedTuple):
-    """A condition of a sweep.
-
-    Args:
-        name: Its name, such as "slash, count=5, place=start".
-        value: The value of the option in it, such as "start"; a number, such as 5.0, if all are.
-        without_option: The rest of the name, such as "slash, place=start".
-    """
-
-    name: str
-    value: str | float
-    without_option: str
-
-
-def swept_conditions(names: Sequence[str], option: str) -> list[SweptCondition]:
-    """The conditions that are named after a swept option, by its values if these are numbers.
-
-    Args:
-        names: Names of conditions, as ``ma.sweep`` gives them.
-        option: The option, such as "count".
-
-    Raises:
-        OptionError: No condition is named after the option.
-    """
-    conditions = []
-    for name in names:
-        rest = []
-        value = None
-        for phrase in re.split(r", (?=\w+=)", name):  # a value may hold a comma
-            if phrase.startswith(f"{option}="):
-                value = phrase.removeprefix(f"{option}=")
-            else:
-                rest.append(phrase)
-        if value is not None:
-            conditions.append(SweptCondition(name, value, ", ".join(rest)))
-
-    if not conditions:
-        raise OptionError(
-            f"no condition is named {option}=…; run or evaluate with conditions=ma.sweep(…)"
-        )
-    try:
-        numbers = [condition._replace(value=float(condition.value)) for condition in conditions]
-    except ValueError:  # words are in the order of the sweep
-        return conditions
-    return sorted(numbers, key=lambda condition: condition.value)
 
 
 def option_words(option: str) -> str:

@@ -1,4 +1,6 @@
-"""Figures by layer: one number per head as lines, means over heads, λ and the rank of the shift."""
+"""Figures by layer: one number per head as strips of points, means over heads, and λ with the error
+of the affine form.
+"""
 
 from __future__ import annotations
 
@@ -107,13 +109,14 @@ def by_layer(
     layer_quantity = _LayerQuantity.of(result, quantity, segment, conditions)
     variable = layer_quantity.variable
 
-    blocks = [""]
+    values_by_title = {"": variable}
     if "block" in variable.dims:
-        blocks = [str(block) for block in variable.block.values]
+        values_by_title = {
+            str(part.block.item()): part for part in variable.transpose("block", ...)
+        }
 
-    figure = draw.panels(blocks, horizontal_spacing=0.08)
-    for column, block in enumerate(blocks, 1):
-        panel_values = variable.sel(block=block) if block else variable
+    figure = draw.panels(list(values_by_title), horizontal_spacing=0.08)
+    for column, panel_values in enumerate(values_by_title.values(), 1):
         for name, colour in draw.condition_colours(layer_quantity.conditions):
             _line(figure, result, panel_values.sel(condition=name), name, colour, column)
             _null_line(figure, layer_quantity, name, colour, column)
@@ -158,7 +161,6 @@ def scale_by_layer(
     titles = ["attention left to the original keys (λ)", "what λ · output + Σσ misses"]
     figure = draw.panels(titles)
     _head_lines(figure, result, dataset.scale)
-    uniform = _over_heads(result, dataset.scale_uniform).estimate
     for values, name, colour, column in (
         (dataset.scale, "λ, mean of the heads", WITH, 1),
         (dataset.relative_error, "relative output error", THIRD, 2),
@@ -168,7 +170,8 @@ def scale_by_layer(
         interval = _over_heads(result, values)
         draw.points(figure, layers, interval, name, colour, column, mode="lines+markers", line=line)
 
-    draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT, column=1)
+    uniform = _over_heads(result, dataset.scale_uniform).estimate
+    draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT)
     figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
     note = f"{condition}, {segment} queries, n = {count_words(result)}; bars: 95 % intervals"
@@ -208,7 +211,7 @@ class _LayerQuantity:
         quantity: The quantity, as it was asked for.
         segment: Of the queries or tokens, if the quantity has segments.
         conditions: The conditions that have a value of it.
-        variable: The quantity [prompt, condition, layer, …].
+        variable: The quantity of these and other conditions [prompt, condition, layer, …].
         null: The same under the null; None if there is none.
         null_kind: Which null that is.
     """
@@ -230,7 +233,7 @@ class _LayerQuantity:
         Raises:
             OptionError: There is no such quantity, segment or condition, or none has a value.
         """
-        names = list(result.conditions if conditions is None else conditions)
+        names = result.conditions if conditions is None else list(conditions)
         if not names:
             raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
         for name in names:
@@ -239,14 +242,13 @@ class _LayerQuantity:
         variable, null, null_kind = values_beside_null(result, quantity, segment, names)
         measured = [name for name in names if _has_values(result, variable.sel(condition=name))]
         if not measured:
-            place = ""
+            missing = repr(quantity)
             remedy = "other conditions"
             if "segment" in variable.coords:
-                place = f" in the segment {segment!r}"
+                missing += f" in the segment {segment!r}"
                 remedy = "another segment or other conditions"
             raise OptionError(
-                f"no prompt has {quantity!r}{place} with {', '.join(map(repr, names))}; choose"
-                f" {remedy}"
+                f"no prompt has {missing} with {', '.join(map(repr, names))}; choose {remedy}"
             )
         return cls(result, quantity, segment, measured, variable, null, null_kind)
 
@@ -256,7 +258,8 @@ class _LayerQuantity:
         return str(self.variable.attrs.get("long_name") or self.quantity.replace("_", " "))
 
     def null_of(self, condition: str) -> xr.DataArray | None:
-        """The null of a condition, where it is another line: the baseline is its own dilution."""
+        """The null of a condition; None where it is no line of its own: the baseline's dilution is
+        the baseline."""
         if self.null is None or (condition == BASELINE and self.null_kind == "dilution"):
             return None
         return self.null.sel(condition=condition)
@@ -276,7 +279,7 @@ class _LayerQuantity:
 
 
 def _has_values(result: Result, values: xr.DataArray) -> bool:
-    """Whether any prompt has a value."""
+    """Whether any prompt has a value; some prompts at a time are read."""
     blocks = in_parts(values, "prompt", result.memory)
     return any(bool(block.notnull().any()) for block in blocks)
 
@@ -316,7 +319,7 @@ def _title_axes(figure: go.Figure, layer_quantity: _LayerQuantity) -> None:
 
 
 def _sentence(layer_quantity: _LayerQuantity) -> str:
-    """The mean of each condition with its null."""
+    """The mean of each condition, beside that of its null."""
     result = layer_quantity.result
     variable = layer_quantity.variable
 
@@ -331,7 +334,7 @@ def _sentence(layer_quantity: _LayerQuantity) -> str:
         phrases.append(phrase)
 
     averaged = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
-    name = str(variable.name).removesuffix("_by_segment")
+    name = str(variable.name).removesuffix("_by_segment")  # as it is stored
     over = " and ".join(averaged)
     return f"{name} ({variable.attrs['units']}), mean over {over}: {'; '.join(phrases)}."
 
@@ -374,7 +377,7 @@ def _strips(
     )
 
     table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
-    offsets = np.zeros(1)
+    offsets = np.zeros(1)  # a single head stands at its layer
     if head_count > 1:
         offsets = np.linspace(-0.3, 0.3, head_count)
     hover = (
