@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import BASELINE, INSERTED, PADDING, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, shares_by_position
 from mechattn.contrast.quantities import has_dilution, head_quantities, layer_blocks, variable_of
@@ -324,7 +324,7 @@ def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
         return None
     start, last = span
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=0).values
-    if (origin[start : last + 1] != -1).any():
+    if (origin[start : last + 1] != INSERTED).any():
         return None
 
     dataset = result[RECEIVED].isel(key=slice(start, last + 1)).sel(condition=condition)
@@ -356,7 +356,7 @@ def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
     sequences = result["sequences"].sel(condition=BASELINE)
     names = []
     for indices in sequences.segment_index.values[:, :keys].T:
-        present = indices[indices >= 0]  # below, beyond the end of a prompt
+        present = indices[indices != PADDING]
         if not len(present):
             break
         names.append(SEGMENTS[int(np.bincount(present).argmax())])
@@ -406,7 +406,7 @@ def head_patterns(result: Result) -> dict[str, Any]:
     maps = result["attention_map"].pattern
     maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
     numbers_left = MOST_PATTERN_NUMBERS
-    inserted = (result["sequences"].origin == -1).sum("pos")
+    inserted = (result["sequences"].origin == INSERTED).sum("pos")
     prompts: list[dict[str, Any]] = []
     for prompt in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
         patterns = {}

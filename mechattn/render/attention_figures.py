@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 import xarray as xr
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, INSERTED
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import (
     Positions,
@@ -319,7 +319,7 @@ def _layer_words(
 def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     """The first and last inserted position, if these are the same in all prompts."""
     origin = result["sequences"].origin.sel(condition=condition)
-    is_inserted = origin.values == -1  # [prompt, pos]
+    is_inserted = origin.values == INSERTED  # [prompt, pos]
     differ = (is_inserted != is_inserted[0]).any()
     if not is_inserted.any() or differ:
         return None

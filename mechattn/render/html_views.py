@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import BASELINE, PADDING, SEGMENTS
 from mechattn.contrast.quantities import check_condition, check_layer
 from mechattn.errors import OptionError, OutputError, visible
 from mechattn.render.draw import FONT, WITH, WITHOUT, faint
@@ -30,8 +30,9 @@ from mechattn.results.result import Result, head_name
 from mechattn.store.atomic_writes import check_writable, write_whole
 
 DIGITS = 3  # of an attention map; further ones would only make the page larger
-GENERATOR = '<meta name="generator" content="mechattn'  # in the head of each of our pages
-_HEAD_BYTES = 2**16  # at the start of a file, which must contain it before any style or script
+# In the head of each of our pages, before any style or script; a page may add a version.
+GENERATOR = '<meta name="generator" content="mechattn'
+_HEAD_BYTES = 2**16  # at the start of a file, in which it is looked for
 Script = Literal["circuitsvis", "plotly"]
 
 
@@ -63,7 +64,8 @@ def pattern(
     """
     if difference:
         condition = result.condition(condition)
-    condition = condition or BASELINE
+    elif condition is None:
+        condition = BASELINE
     dataset = result["attention_map"]
     check_layer(layer, dataset)
     check_condition(result, condition)
@@ -76,18 +78,18 @@ def pattern(
     if not difference:
         return _heads_view(maps, tokens, names, f"{start}, condition “{condition}”")
 
-    without, tokens = _map(result, layer, heads, BASELINE, prompt)
+    baseline_maps, baseline_tokens = _map(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
     original = np.flatnonzero(origin >= 0)
-    change = maps[:, original][:, :, original] - without
-    reach = float(np.nanmax(abs(change))) or 1.0
+    change = maps[:, original][:, :, original] - baseline_maps
+    reach = float(np.nanmax(abs(change))) or 1.0  # where nothing changes there is a scale too
     caption = (
         f"{start}: attention between original tokens, “{condition}”"
         f" minus the baseline; orange: more, blue: less, at most {reach:.2f}"
     )
     return _heads_view(
         change,
-        tokens,
+        baseline_tokens,
         names,
         caption,
         minValue=-reach,
@@ -132,27 +134,29 @@ def received_text(
     check_layer(layer, dataset)
     _check_prompt(prompt, dataset)
     measured = dataset["head"].values.tolist()
-    heads = check_heads(measured if heads is None else heads, measured, layer)
-    received = received.isel(prompt=prompt).sel(layer=layer, head=heads).mean("head")
-
-    names = dict.fromkeys([BASELINE, condition])
-    tokens = {name: prompt_tokens(result, name, prompt) for name in names}
-    values = received.sel(condition=list(names)).values
-    finite = np.sort(values[np.isfinite(values)])  # beyond the end of a prompt there is none
-    top = float(finite[-2:].min())
-
     head_words = "all heads"
-    if len(heads) < len(measured):
-        head_words = f"heads {', '.join(map(str, heads))}"
+    shown_heads = measured
+    if heads is not None:
+        shown_heads = check_heads(heads, measured, layer)
+        head_words = f"heads {', '.join(map(str, shown_heads))}"
+    received = received.isel(prompt=prompt).sel(layer=layer, head=shown_heads).mean("head")
+
+    names = list(dict.fromkeys([BASELINE, condition]))
+    values = received.sel(condition=names).values
+    finite = np.sort(values[np.isfinite(values)])  # beyond the end of a prompt there is none
+    # A prompt of one token has no value, and others may receive nothing.
+    top = float(finite[-2:].min(initial=1.0)) or 1.0
+
     start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
     body = ""
     lines = 0
-    for (name, texts), token_values in zip(tokens.items(), values, strict=True):
+    for name, token_values in zip(names, values, strict=True):
+        tokens = prompt_tokens(result, name, prompt)
         caption = f"{start}: attention received, “{name}”"
-        body += _coloured_tokens(caption, texts, token_values[: len(texts)], top)
-        lines += len(texts) // 12 + 1
+        body += _coloured_tokens(caption, tokens, token_values[: len(tokens)], top)
+        lines += len(tokens) // 12 + 1  # about twelve tokens fit into a line of a notebook
 
-    return View(body, 130 + 24 * lines, None)
+    return View(body, 130 + 24 * lines, script=None)
 
 
 def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
@@ -162,15 +166,15 @@ def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, to
     spans = []
     for token, value in zip(tokens, values, strict=True):
         strength = 0.0
-        number = "no counted query comes after it"
+        hover = "no counted query comes after it"
         if not np.isnan(value):
             strength = min(1.0, float(value) / top)
-            number = f"{value:.4f}"
+            hover = f"{value:.4f}"
+        background = faint(WITH, round(strength, 2))
         ink = "#fff" if strength > 0.6 else "inherit"
         spans.append(
-            f'<span title="{number}"'
-            f' style="background:{faint(WITH, round(strength, 2))};color:{ink};padding:2px'
-            f' 1px;white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
+            f'<span title="{hover}" style="background:{background};color:{ink};padding:2px 1px;'
+            f'white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
         )
 
     text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
@@ -212,12 +216,13 @@ def _heads_view(
     }
 
     data = in_script(json.dumps(properties, separators=(",", ":")))
+    # Equal views have equal names, so that a notebook that runs again stays as it was.
     digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
     name = f"view-{digest[:12]}"
     return View(
-        f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption><div'
-        f' id="{name}"></div></figure><script>CircuitsVis.render("{name}",'
-        f" CircuitsVis.AttentionHeads, {data})</script>"
+        f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>'
+        f'<div id="{name}"></div></figure>'
+        f'<script>CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})</script>'
     )
 
 
@@ -231,7 +236,7 @@ class View:
     Args:
         body: The HTML.
         height: The height of the frame, in pixels.
-        script: The library whose script it needs, if any.
+        script: The library whose script it needs; None needs none.
     """
 
     body: str
@@ -243,11 +248,11 @@ class View:
         script = ""
         if self.script:
             script = f"<script>{view_script(self.script)}</script>"
+        style = f":root {{ color-scheme: light dark }} body {{ font-family: {FONT} }}"
         return (
-            '<!doctype html><html lang="en"><head><meta'
-            f' charset="utf-8">{GENERATOR}"><title>Attention</title><style>:root {{ color-scheme:'
-            f" light dark }} body {{ font-family: {FONT}"
-            f" }}</style></head><body>{script}{self.body}</body></html>"
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}">'
+            f"<title>Attention</title><style>{style}</style></head>"
+            f"<body>{script}{self.body}</body></html>"
         )
 
     def save(self, path: str | Path, force: bool = False) -> None:
@@ -314,15 +319,16 @@ def view_script(script: Script = "circuitsvis") -> str:
 
 def in_script(json_text: str) -> str:
     """JSON that is safe in a script element, whatever tokens it contains."""
-    return (
-        json_text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    )
+    # U+2028 and U+2029 end a line in scripts, but not in JSON.
+    for character in "<\u2028\u2029":
+        json_text = json_text.replace(character, f"\\u{ord(character):04x}")
+    return json_text
 
 
 def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
     """The tokens of a prompt: as text for the first prompt, as ids for the others."""
     sequences = result["sequences"].sel(condition=condition)
-    length = int((sequences.origin.isel(prompt=prompt) >= -1).sum())
+    length = int((sequences.origin.isel(prompt=prompt) > PADDING).sum())
     tokens = sequences.tokens.isel(prompt=prompt)
     if prompt == 0:
         tokens = sequences.first_prompt_text
@@ -347,7 +353,12 @@ def tokens_in_segments(result: Result, condition: str) -> list[tuple[str, str]]:
 
 
 def check_page_place(path: str | Path, force: bool = False) -> None:
-    """Check that a page can be written here, before the run."""
+    """Check that a page can be written here, before the run.
+
+    Raises:
+        OutputError: It cannot, or there is a file that mechattn did not write and ``force`` is not
+            set.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/page.html"')
     path = Path(path)
@@ -361,8 +372,8 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
 
 def save_page(path: str | Path, text: str, force: bool = False) -> Path:
     """Write a page completely or not at all; an existing page is kept until then."""
-    path = Path(path)
     check_page_place(path, force)
+    path = Path(path)
     write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
     return path
 
