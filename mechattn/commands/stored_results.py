@@ -114,7 +114,8 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
     for kind, figure in FIGURES.items():
         if kind in LEADING:
             continue
-        for dataset, options in figure.in_report(result, layer):
+        for options in figure.in_report(result, layer):
+            dataset = figure.dataset(result, options)
             rank = len(analysis_names)  # an analysis of the user's own comes last
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -47,8 +48,12 @@ SENTENCES = {
         " {amount}."
     ),
 }
-DIRECTIONS = ("more", "less", "no clear difference")
-UNCLEAR = DIRECTIONS[-1]
+Direction = Literal["rises", "falls", "unclear"]
+DIRECTION_WORDS: dict[Direction, str] = {
+    "rises": "more",
+    "falls": "less",
+    "unclear": "no clear difference",
+}
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_TICKS = 6
 
@@ -65,7 +70,9 @@ class Change:
     @property
     def words(self) -> str:
         """The change with its interval, or why there is none."""
-        return percent_words(self.verdict.change) if self.verdict else self.problem
+        if self.verdict is None:
+            return self.problem
+        return percent_words(self.verdict.change)
 
 
 @dataclass(frozen=True)
@@ -204,41 +211,45 @@ def change_sentence(rows: Sequence[Change]) -> str:
     """The picture in words: how attention changes with the first condition."""
     if not rows:
         return ""
-    measured = [(row.condition, row.verdict.change) for row in rows if row.verdict is not None]
-    if not measured:
+    conditions = [row.condition for row in rows if row.verdict is not None]
+    if not conditions:
         return f"{rows[0].model}: {rows[0].problem}."
 
-    condition, _ = measured[0]
-    intervals = [change for name, change in measured if name == condition]
-    unsure_models = sum(bool(change.low <= 0 <= change.high) for change in intervals)
-    unsure = UNSURE if unsure_models else ""
+    condition = conditions[0]
+    intervals = [
+        row.verdict.change for row in rows if row.verdict is not None and row.condition == condition
+    ]
+    unsure_count = sum(_direction([change]) == "unclear" for change in intervals)
+    unsure = UNSURE if unsure_count else ""
     if len(intervals) == 1:
         amount = percent_words(intervals[0])
         return SENTENCES["one model"].format(condition=condition, amount=amount, unsure=unsure)
 
-    if unsure_models:
-        unsure += f" in {unsure_models} of them"
-    direction = _direction(intervals)
     estimates = [float(change.estimate) for change in intervals]
-    count = len(intervals)
-    if direction == UNCLEAR:
+    direction = _direction(intervals)
+    if direction == "unclear":
+        if unsure_count:
+            unsure += f" in {unsure_count} of them"
         amount = _range_words(estimates, "+.1f")
         return SENTENCES["unclear"].format(
-            condition=condition, amount=amount, models=count, unsure=unsure
+            condition=condition, amount=amount, models=len(intervals), unsure=unsure
         )
     amount = _range_words([abs(estimate) for estimate in estimates], ".1f")
     return SENTENCES["clear"].format(
-        condition=condition, amount=amount, models=count, direction=direction
+        condition=condition,
+        amount=amount,
+        models=len(intervals),
+        direction=DIRECTION_WORDS[direction],
     )
 
 
-def _direction(intervals: Sequence[Interval]) -> str:
-    """Whether all intervals are on one side of 0: one of ``DIRECTIONS``."""
+def _direction(intervals: Sequence[Interval]) -> Direction:
+    """On which side of 0 all of the intervals are."""
     if all(change.high < 0 for change in intervals):
-        return "less"
+        return "falls"
     if all(change.low > 0 for change in intervals):
-        return "more"
-    return UNCLEAR
+        return "rises"
+    return "unclear"
 
 
 def _range_words(changes: Sequence[float], form: str) -> str:
@@ -275,7 +286,9 @@ def _counted_directions(intervals: Sequence[Interval]) -> str:
     """The range of changes, and in how many models they are clear."""
     counts = Counter(_direction([change]) for change in intervals)
     count_words = ", ".join(
-        f"{direction} in {counts[direction]}" for direction in DIRECTIONS if direction in counts
+        f"{words} in {counts[direction]}"
+        for direction, words in DIRECTION_WORDS.items()
+        if direction in counts
     )
     estimates = [change.estimate for change in intervals]
     low = percent(min(estimates))
@@ -286,43 +299,54 @@ def _counted_directions(intervals: Sequence[Interval]) -> str:
 def layer_sentence(model: ShownModel) -> str:
     """In which layer attention changes most with the first condition; empty without a verdict."""
     condition = model.result.shown_condition()
-    words = ""
-    if condition in model.verdicts:
-        words = largest_layer_words(model.result, condition, "question")
+    if condition not in model.verdicts:
+        return ""
+    words = largest_layer_words(model.result, condition, "question")
     return f"{words}." if words else ""
 
 
 def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
     """The answer of a page, the most important sentence first; of several models, what is said of
     each alone is left out."""
-    sentences = []
+    budget: list[str] = []
     received_sentences = [change_sentence(changes(models))]
     if len(models) == 1:
-        sentences += budget_answer(models[0].result)
+        budget = budget_answer(models[0].result)
         received_sentences.append(layer_sentence(models[0]))
-
-    has_budget = bool(sentences)
-    for model in models:
-        condition = model.result.shown_condition()
-        if condition != BASELINE:
-            sentences.append(first_token_words(model.result, condition))
-
     received_sentences.append(control_sentence(models))
+
     received = " ".join(filter(None, received_sentences))
-    if has_budget and received:
+    if budget and received:
         received = f"Received attention is another measure. {received}"
-    return list(filter(None, [*sentences, received]))
+
+    first_tokens = []
+    for model in models:
+        result = model.result
+        first_tokens.append(first_token_words(result, result.shown_condition()))
+    return list(filter(None, [*budget, *first_tokens, received]))
+
+
+def shown_conditions(result: Result) -> list[str]:
+    """The first condition that isn't the baseline, and its matched control, as far as there are
+    any."""
+    condition = result.shown_condition()
+    if condition == BASELINE:
+        return []
+    control = matched_control(result, condition)
+    if control is None:
+        return [condition]
+    return [condition, control]
 
 
 def budget_answer(result: Result) -> list[str]:
     """How the question's attention to itself changes with the first condition, and what its tokens
     and those of its control take; empty without a budget."""
-    condition = result.shown_condition()
-    if condition == BASELINE or "attention_budget" not in result.datasets:
+    conditions = shown_conditions(result)
+    if not conditions or "attention_budget" not in result.datasets:
         return []
 
-    sentences = [own_attention_sentence(result, condition)]
-    for name in filter(None, (condition, matched_control(result, condition))):
+    sentences = [own_attention_sentence(result, conditions[0])]
+    for name in conditions:
         taken = budget_sentences(result, name)[:2]
         sentences.append(" ".join(taken))
     return sentences

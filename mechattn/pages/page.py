@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mechattn.axes import BASELINE
 from mechattn.errors import MemoryOptionError, OptionError, plain, visible
 from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
@@ -15,6 +15,7 @@ from mechattn.pages.first_screen import (
     answer_sentences,
     changes,
     picture,
+    shown_conditions,
     verdict_sentences,
 )
 from mechattn.pages.page_data import check_memory, page_json
@@ -31,7 +32,7 @@ from mechattn.pages.sections import (
 from mechattn.render.figure_declaration import FIGURES
 from mechattn.render.html_views import View, check_page_place, save_page
 from mechattn.render.words import heads_that_change, model_caption, percent, percent_words
-from mechattn.results.provenance import matched_control, stored_condition
+from mechattn.results.provenance import stored_condition
 from mechattn.results.result import Result, alike_words
 
 CHANGING_MOST = HeadChoice()
@@ -76,27 +77,13 @@ class About:
         title: The heading.
         subtitle: The line below it.
         command: The command line that wrote the page, for the record.
-        lead: A template, and what fills it, in place of the first screen.
+        lead: The file of a template that stands in place of the first screen, and its values.
     """
 
     title: str
     subtitle: str
     command: str = ""
     lead: tuple[str, Mapping[str, Any]] | None = None
-
-
-def page(
-    result: Result,
-    path: str | Path,
-    layer: int | None = None,
-    heads: Sequence[int] | None = None,
-    force: bool = False,
-    *,
-    top: int = 3,
-) -> Path:
-    """Write a result's page; see :meth:`mechattn.Result.page`."""
-    check_page_place(path, force)
-    return results_page([result], path, [], force=force, choice=HeadChoice(layer, heads, top))
 
 
 def browse(result: Result, maps: Result | None = None) -> View:
@@ -137,6 +124,7 @@ def results_page(
         OptionError: A figure cannot be drawn, or the page takes more memory than is allowed.
         OutputError: The page cannot be written.
     """
+    check_page_place(path, force)
     sections, missing = sections_of(results, figures, choice)
     if missing:
         raise OptionError(missing[0])
@@ -151,25 +139,36 @@ def sections_of(
         check_memory(result)
 
     sections: list[Section] = []
-    missing: list[str] = []
-
-    def add_drawn(subject: str, drawn: Result | Sequence[Result]) -> None:
-        for draw, options in figures:
-            if FIGURES[draw.__name__].subject != subject:
-                continue
-            try:
-                sections.append(drawn_section(draw, drawn, options))
-            except MemoryOptionError:
-                raise
-            except OptionError as error:
-                missing.append(f"{draw.__name__}: {error}")
-
     for result in results:
         sections += lead_sections(result, choice)
+
+    missing: list[str] = []
     for result in results:
         sections.append(prompt_section(result))
-        add_drawn("result", result)
-    add_drawn("results", results)
+        drawn, not_drawn = _drawn_sections("result", result, figures)
+        sections += drawn
+        missing += not_drawn
+
+    compared, not_compared = _drawn_sections("results", results, figures)
+    return sections + compared, missing + not_compared
+
+
+def _drawn_sections(
+    subject: str, results: Result | Sequence[Result], figures: Figures
+) -> tuple[list[Section], list[str]]:
+    """A section for each figure that draws a "result", or "results" beside each other; and which of
+    them cannot be drawn, and why."""
+    sections = []
+    missing = []
+    for draw, options in figures:
+        if FIGURES[draw.__name__].subject != subject:
+            continue
+        try:
+            sections.append(drawn_section(draw, results, options))
+        except MemoryOptionError:
+            raise
+        except OptionError as error:
+            missing.append(f"{draw.__name__}: {error}")
     return sections, missing
 
 
@@ -230,7 +229,9 @@ def _template_values(
 
     results = [model.result for model in models]
     rows = changes(models)
-    provenance_rows = [row for result in results for row in flat(result.provenance)]
+    provenance_rows: list[tuple[str, str]] = []
+    for result in results:
+        provenance_rows += flat(result.provenance)
     if about.command:
         provenance_rows.append(("command", about.command))
 
@@ -247,7 +248,7 @@ def _template_values(
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "changes": rows,
         "picture": picture(rows),
-        "verdicts": [words for model in models for words in verdict_sentences(model)],
+        "verdicts": list(chain.from_iterable(map(verdict_sentences, models))),
         "models": models,
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
@@ -273,12 +274,8 @@ def subtitle(results: Sequence[Result]) -> str:
 
 def _inserted_words(result: Result) -> str:
     """What the first condition and its control insert, and where."""
-    condition = result.shown_condition()
-    if condition == BASELINE:
-        return ""
-
     phrases = []
-    for name in filter(None, (condition, matched_control(result, condition))):
+    for name in shown_conditions(result):
         stored = stored_condition(result, name)
         words = _condition_words(stored.kind, stored.options)
         if words:
@@ -290,22 +287,21 @@ def _inserted_words(result: Result) -> str:
 
 def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
     """Such as “55 tokens of “/” before the question”; empty if nothing of a count is inserted."""
-    inserted = RANDOM_TOKENS.get(kind, "")
-    text = options.get("text", options.get("word"))
-    if isinstance(text, str):
-        inserted = f"“{visible(plain(text))}”"
     place = PLACES.get(options.get("place", ""))
     count = options.get("count")
-    if not (place and count):
+    if place is None or not count:
         return ""
-    if not inserted:  # a kind of the user's own
-        return f"{count} tokens {place}"
-    return f"{count} tokens of {inserted} {place}"
+    text = options.get("text", options.get("word"))
+    if isinstance(text, str):
+        return f"{count} tokens of “{visible(plain(text))}” {place}"
+    if kind in RANDOM_TOKENS:
+        return f"{count} tokens of {RANDOM_TOKENS[kind]} {place}"
+    return f"{count} tokens {place}"  # of a kind of the user's own
 
 
 def concepts(results: Sequence[Result]) -> list[str]:
     """The files of the docs that say what was measured and how it was compared."""
-    measured = {name for result in results for name in result.datasets}
+    measured = set(chain.from_iterable(result.datasets for result in results))
     names = [name for name, analyses in CONCEPTS.items() if measured.intersection(analyses)]
     return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
 

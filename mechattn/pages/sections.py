@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import SEGMENTS
 from mechattn.contrast.means import choose_heads
 from mechattn.errors import check_counts
+from mechattn.pages.first_screen import shown_conditions
 from mechattn.pages.page_data import measured_layers
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget
@@ -19,7 +20,6 @@ from mechattn.render.figure_declaration import FIGURES, PageTable, check_heads, 
 from mechattn.render.html_views import in_script, tokens_in_segments
 from mechattn.render.model_figures import received_by_model
 from mechattn.render.words import model_caption, sentence_of
-from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST
 
@@ -107,29 +107,25 @@ def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
 def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     """The figures that lead a page: of the first condition, and beside its control."""
     figures: list[Drawing] = []
-    condition = result.shown_condition()
-    compared = [] if condition == BASELINE else [condition]
-    control = matched_control(result, condition) if compared else None
-    if control is not None:
-        compared.append(control)
+    conditions = shown_conditions(result)  # two of them if there is a control
     if "attention_budget" in result.datasets:
-        figures.append((attention_budget, {"conditions": compared}))
+        figures.append((attention_budget, {"conditions": conditions}))
     if "received_attention" not in result.datasets:
         return figures
 
-    lines = {"condition": condition} | _line_options(result, condition, choice)
+    lines = _line_options(result, choice)
     figures.append((received_attention, lines))
-    if not compared:
+    if not conditions:
         return figures
 
-    # Of the listed heads the first, or the one that the data choose.
-    first_head = {"top": 1}
+    # Of the listed heads the first, or else the one that the data choose.
+    first_head: dict[str, Any] = {"heads": None, "top": 1}
     if lines["heads"] is not None:
-        first_head = {"heads": lines["heads"][:1]}
+        first_head = {"heads": lines["heads"][:1], "top": None}
 
-    if control is not None:
-        options = {"layer": lines["layer"], "conditions": tuple(compared)}
-        figures.append((received_by_model, options | {"heads": first_head.get("heads")}))
+    if len(conditions) == 2:
+        options = {"layer": lines["layer"], "heads": first_head["heads"]}
+        figures.append((received_by_model, options | {"conditions": tuple(conditions)}))
 
     first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
     if len(first_layers) > 1:
@@ -138,8 +134,8 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     return figures
 
 
-def _line_options(result: Result, condition: str, choice: HeadChoice) -> dict[str, Any]:
-    """The options ``layer``, ``heads`` and ``top`` of the lines, the last two as for
+def _line_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
+    """The options ``condition``, ``layer``, ``heads`` and ``top`` of the lines, as for
     ``received_attention``.
 
     The layer is that of the head that changes most, unless one is named. Without prompts to choose
@@ -147,24 +143,25 @@ def _line_options(result: Result, condition: str, choice: HeadChoice) -> dict[st
     """
     dataset = result["received_attention"]
     measured = dataset["head"].values.tolist()
+    condition = result.shown_condition()
     layer = choice.layer
     if layer is None:
         layer = int(dataset.layer.values[0])
+    options = {"condition": condition, "layer": layer, "heads": None, "top": None}
     if choice.heads is not None:
-        heads = check_heads(choice.heads, measured, layer)
-        return {"layer": layer, "heads": heads, "top": None}
+        return options | {"heads": check_heads(choice.heads, measured, layer)}
 
     check_counts(top=choice.top)
     top = min(choice.top, len(measured))
     units = units_of(result)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
-        return {"layer": layer, "heads": measured[:top], "top": None}
+        return options | {"heads": measured[:top]}
 
     if choice.layer is None:
         choosing, _ = units.halves()
-        ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
-    return {"layer": layer, "heads": None, "top": top}
+        ((layer, _),) = choose_heads(result, None, 1, condition, choosing)
+    return options | {"layer": layer, "top": top}
 
 
 def prompt_section(result: Result) -> Section:
@@ -218,4 +215,6 @@ def citation(title: str, results: Sequence[Result]) -> str:
 def time_words(result: Result) -> str:
     """When the numbers were computed; a range if several runs were merged."""
     time = result.provenance["time"]
-    return time if isinstance(time, str) else " to ".join(time)
+    if isinstance(time, str):
+        return time
+    return " to ".join(time)

@@ -79,15 +79,15 @@ def swept_conditions(names: Iterable[str], option: str) -> list[SweptCondition]:
     Raises:
         OptionError: No condition is named after the option.
     """
-    start = f"{option}="
+    phrase = re.compile(
+        rf"(?:^|, ){re.escape(option)}=(.*?)(?=, \w+=|$)"
+    )  # a value may hold a comma
     conditions = []
     for name in names:
-        phrases = re.split(r", (?=\w+=)", name)  # a value may hold a comma
-        rest = [phrase for phrase in phrases if not phrase.startswith(start)]
-        if len(rest) < len(phrases):
-            value = next(phrase for phrase in phrases if phrase.startswith(start))
-            without_option = ", ".join(rest)
-            conditions.append(SweptCondition(name, value.removeprefix(start), without_option))
+        match = phrase.search(name)
+        if match is not None:
+            rest = name[: match.start()] + name[match.end() :]
+            conditions.append(SweptCondition(name, match[1], rest.removeprefix(", ")))
 
     if not conditions:
         raise OptionError(

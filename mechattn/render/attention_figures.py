@@ -233,9 +233,6 @@ def listed_panels(
             check_layer(layer, dataset)
         (number,) = check_heads(head, measured, layer)
         panels.append(Panel(result, layer, number, prompts))
-
-    if not panels:
-        raise OptionError("heads=[] is empty; give at least one head")
     return panels
 
 

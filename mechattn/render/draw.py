@@ -393,7 +393,16 @@ def title(figure: go.Figure, heading: str, note: str, height: int) -> None:
         note: The small print.
         height: In pixels, for a heading and a note of one line each.
     """
-    _set_title(figure, heading, note, height, MARGIN["t"])
+    heading_lines = wrap(heading, _HEADING_LETTERS)
+    note_lines = wrap(note, _SMALL_PRINT_LETTERS)
+    further_height = _HEADING_LINE * (len(heading_lines) - 1)
+    further_height += _SMALL_PRINT_LINE * (len(note_lines) - 1)
+    figure.update_layout(
+        LAYOUT,
+        title_text="<br>".join(heading_lines) + _NOTE_START + "<br>".join(note_lines) + _NOTE_END,
+        height=height + further_height,
+        margin_t=MARGIN["t"] + further_height,
+    )
 
 
 def title_above_legend(figure: go.Figure, heading: str, note: str, height: int, top: int) -> None:
@@ -407,34 +416,22 @@ def title_above_legend(figure: go.Figure, heading: str, note: str, height: int, 
         height: In pixels, for a heading and a note of one line each.
         top: The room for title and legend above the panels, in pixels, for the same.
     """
-    further_height = _set_title(figure, heading, note, height, top)
-    height += further_height
-    # Distances from the top in pixels, of which plotly takes fractions of the height.
+    title(figure, heading, note, height)
+    whole_height = figure.layout.height
+    further_height = whole_height - height
+    # Title and legend start 20 and 66 pixels below the top; plotly counts from the bottom, in
+    # fractions of the height.
+    place = dict(x=0.03, y=1 - 20 / whole_height, yanchor="top")
     legend = dict(
         orientation="h",
         x=0.03,
         xref="container",
-        y=1 - (66 + further_height) / height,
+        y=1 - (66 + further_height) / whole_height,
         yref="container",
         yanchor="top",
     )
-    place = dict(x=0.03, y=1 - 20 / height, yanchor="top")
-    figure.update_layout(title=place, legend=legend, margin_l=80)
-
-
-def _set_title(figure: go.Figure, heading: str, note: str, height: int, top: int) -> int:
-    """Set title, height and upper margin; return the height of the lines after the first ones."""
-    heading_lines = wrap(heading, _HEADING_LETTERS)
-    note_lines = wrap(note, _SMALL_PRINT_LETTERS)
-    further_height = _HEADING_LINE * (len(heading_lines) - 1)
-    further_height += _SMALL_PRINT_LINE * (len(note_lines) - 1)
-    figure.update_layout(
-        LAYOUT,
-        title_text="<br>".join(heading_lines) + _NOTE_START + "<br>".join(note_lines) + _NOTE_END,
-        height=height + further_height,
-        margin_t=top + further_height,
-    )
-    return further_height
+    margin = dict(l=80, t=top + further_height)
+    figure.update_layout(title=place, legend=legend, margin=margin)
 
 
 def take_heading(figure: go.Figure) -> str:

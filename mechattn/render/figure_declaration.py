@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -97,9 +97,8 @@ class Declared:
         """Whether it draws results, and not an evaluation or patching."""
         return self.subject in ("result", "results")
 
-    def in_report(self, result: Result, layer: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The dataset and the options of each time that a report shows it; none if the result
-        lacks what it needs.
+    def in_report(self, result: Result, layer: int) -> list[dict[str, Any]]:
+        """The options of each time that a report shows it; none if the result lacks what it needs.
 
         Args:
             result: The result.
@@ -108,21 +107,18 @@ class Declared:
         takes = self.takes
         condition = result.shown_condition()
         if self.compares and condition == BASELINE:
-            return
+            return []
 
-        selected: dict[str, Any] = {}
+        shown: dict[str, Any] = {}
         if "condition" in takes:
-            selected["condition"] = condition
+            shown["condition"] = condition
         if takes.get("layer") is not None:  # None is the mean over all layers
-            selected["layer"] = layer
-
-        for extra in self.report:
-            dataset = self.dataset(result, {**takes, **extra})
-            if dataset is not None:
-                yield dataset, selected | dict(extra)
+            shown["layer"] = layer
+        return [{**shown, **options} for options in self.report if self.dataset(result, options)]
 
     def dataset(self, result: Result, options: Mapping[str, Any]) -> str | None:
         """The dataset of a result that it shows with these options, if the result has it."""
+        options = {**self.takes, **options}
         if self.needs:
             analysis = self.analysis(options)
             return analysis if analysis in result.datasets else None
@@ -142,7 +138,7 @@ class Declared:
         return self.add_words(words, result, options)
 
     def analysis(self, options: Mapping[str, Any]) -> str:
-        """The dataset that it shows with these options; "" if ``quantity`` decides."""
+        """The dataset that it shows with all of these options; "" if ``quantity`` decides."""
         if isinstance(self.needs, str):
             return self.needs
         return self.needs[options["reading"]]
@@ -231,9 +227,11 @@ def several(results: Sequence[Result] | Result) -> list[Result]:
 
 
 def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
-    """One head or several as a list."""
+    """One head or several as a list; an empty one is refused."""
     if isinstance(heads, (int, np.integer, str)):
         return [heads]
+    if not len(heads):
+        raise OptionError("heads=[] is empty; give at least one head")
     return list(heads)
 
 
@@ -275,7 +273,4 @@ def check_heads(
                 measured_words = f"0 to {len(measured) - 1}"
             raise OptionError(f"head {number} is out of range: heads are {measured_words}")
         numbers.append(int(number))
-
-    if not numbers:
-        raise OptionError("heads=[] is empty; give at least one head")
     return numbers

@@ -77,11 +77,8 @@ def heads_by_layer(
         draw.rule(figure, y=0, column=column)
         _null_line(figure, layer_quantity, name, colour, column)
 
-    heading = f"{model_caption(result)}: {layer_quantity.title}, every head"
     note = f"n = {count_words(result)}; a point per head, sorted within each layer"
-    draw.title(figure, heading, layer_quantity.small_print(note), 460)
-    _title_axes(figure, layer_quantity)
-    return says(figure, _sentence(layer_quantity))
+    return _titled(figure, layer_quantity, f"{layer_quantity.title}, every head", note, 460)
 
 
 @declare(
@@ -115,19 +112,30 @@ def by_layer(
             str(part.block.item()): part for part in variable.transpose("block", ...)
         }
 
+    hover = "layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
     figure = draw.panels(list(values_by_title), horizontal_spacing=0.08)
     for column, panel_values in enumerate(values_by_title.values(), 1):
         for name, colour in draw.condition_colours(layer_quantity.conditions):
-            _line(figure, result, panel_values.sel(condition=name), name, colour, column)
+            interval = _over_heads(result, panel_values.sel(condition=name))
+            draw.line_and_band(
+                figure,
+                panel_values.layer.values,
+                draw.within(interval, variable.attrs["units"]),
+                name,
+                colour,
+                column=column,
+                customdata=np.stack([interval.low, interval.high], -1),
+                meta=["low", "high"],
+                mode="lines+markers",
+                line=dict(color=colour),
+                hovertemplate=f"{hover}<extra>{name}</extra>",
+            )
             _null_line(figure, layer_quantity, name, colour, column)
 
     note = f"n = {count_words(result)}; bands: 95 % intervals"
     if "head" in variable.dims:
         note = f"mean over heads; {note}"
-    heading = f"{model_caption(result)}: {layer_quantity.title} by layer"
-    draw.title(figure, heading, layer_quantity.small_print(note), 440)
-    _title_axes(figure, layer_quantity)
-    return says(figure, _sentence(layer_quantity))
+    return _titled(figure, layer_quantity, f"{layer_quantity.title} by layer", note, 440)
 
 
 @declare(_AFFINE, compares=True, report=[{}])
@@ -310,12 +318,18 @@ def _null_line(
     )
 
 
-def _title_axes(figure: go.Figure, layer_quantity: _LayerQuantity) -> None:
-    """Set the titles of the axes."""
+def _titled(
+    figure: go.Figure, layer_quantity: _LayerQuantity, subject: str, note: str, height: int
+) -> go.Figure:
+    """The figure with its title, those of its axes, and its sentence."""
+    heading = f"{model_caption(layer_quantity.result)}: {subject}"
+    draw.title(figure, heading, layer_quantity.small_print(note), height)
+
     variable = layer_quantity.variable
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
     axis_words = f"{layer_quantity.title}<br>({variable.attrs['units']})"
     figure.update_yaxes(title_text=axis_words, col=1)
+    return says(figure, _sentence(layer_quantity))
 
 
 def _sentence(layer_quantity: _LayerQuantity) -> str:
@@ -337,27 +351,6 @@ def _sentence(layer_quantity: _LayerQuantity) -> str:
     name = str(variable.name).removesuffix("_by_segment")  # as it is stored
     over = " and ".join(averaged)
     return f"{name} ({variable.attrs['units']}), mean over {over}: {'; '.join(phrases)}."
-
-
-def _line(
-    figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
-) -> None:
-    """A line over layers with its band."""
-    interval = _over_heads(result, values)
-    hover = "layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
-    draw.line_and_band(
-        figure,
-        values.layer.values,
-        draw.within(interval, values.attrs["units"]),
-        name,
-        colour,
-        column=column,
-        customdata=np.stack([interval.low, interval.high], -1),
-        meta=["low", "high"],
-        mode="lines+markers",
-        line=dict(color=colour),
-        hovertemplate=f"{hover}<extra>{name}</extra>",
-    )
 
 
 def _strips(

@@ -420,9 +420,10 @@ class ForwardingMethods:
             MechattnError: The figures cannot be drawn, the file cannot be written, or it was not
                 written by mechattn.
         """
-        from mechattn.pages.page import page
+        from mechattn.pages.page import HeadChoice, results_page
 
-        return page(self._result, path, layer, heads, force, top=top)
+        choice = HeadChoice(layer, heads, top)
+        return results_page([self._result], path, [], force=force, choice=choice)
 
     @property
     def _result(self) -> Result:
