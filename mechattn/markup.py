@@ -59,8 +59,14 @@ def fields_table(value: Any) -> str:
 
 def _token(text: str, segment: str) -> str:
     """A token on the background of its segment."""
+    return span(
+        text, segment, f"background:{GROUNDS[segment]};padding:2px;margin:1px;border-radius:3px"
+    )
+
+
+def span(text: str, hover: str, style: str) -> str:
+    """A token in a style, with words on hover; its spaces and its direction stay as they are."""
     return (
-        f'<span title="{segment}"'
-        f' style="background:{GROUNDS[segment]};padding:2px;margin:1px;border-radius:3px;'
-        f'white-space:pre-wrap;unicode-bidi:isolate">{html.escape(text)}</span>'
+        f'<span title="{hover}" style="{style};white-space:pre-wrap;unicode-bidi:isolate">'
+        f"{html.escape(text)}</span>"
     )

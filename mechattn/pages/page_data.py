@@ -405,22 +405,23 @@ def head_patterns(result: Result) -> dict[str, Any]:
         return {"missing": MISSING["patterns"]}
     maps = result["attention_map"].pattern
     maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
-    numbers_left = MOST_PATTERN_NUMBERS
     inserted = (result["sequences"].origin == INSERTED).sum("pos")
+
+    numbers_left = MOST_PATTERN_NUMBERS
     prompts: list[dict[str, Any]] = []
     for prompt in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
         patterns = {}
         for condition in result.conditions:
-            cell = {"prompt": prompt, "condition": result.conditions.index(condition)}
+            place = {"prompt": prompt, "condition": result.conditions.index(condition)}
             tokens = prompt_tokens(result, condition, prompt)
             queries, keys = np.tril_indices(len(tokens))
-            in_triangle = maps.isel(cell).values[..., queries, keys]
+            in_triangle = maps.isel(place).values[..., queries, keys]
             numbers_left -= in_triangle.size
             if numbers_left < 0:
                 break
             patterns[condition] = {
-                "tokens": [visible(text) for text in tokens],
-                "inserted": int(inserted.isel(cell)),
+                "tokens": list(map(visible, tokens)),
+                "inserted": int(inserted.isel(place)),
                 "rows": packed(np.round(65535 * in_triangle.astype(np.float64)), "u2"),
             }
         if patterns:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mechattn.analysis.received_attention import AttentionMap
-from mechattn.axes import BASELINE
 from mechattn.engine.run import run
 from mechattn.model.load import load_model
 from mechattn.prompts.conditions import Condition
@@ -48,10 +47,9 @@ def pattern(
     model_heads = range(model.cfg.n_heads)
     numbers = check_heads(model_heads if heads is None else heads, model_heads, layer)
 
-    name = BASELINE
     conditions = {}
     if condition is not None:
-        name = type(condition).__name__
-        conditions[name] = condition
+        conditions[type(condition).__name__] = condition
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
-    return html_views.pattern(result, layer, numbers, name, difference=difference)
+    shown = result.shown_condition()
+    return html_views.pattern(result, layer, numbers, shown, difference=difference)

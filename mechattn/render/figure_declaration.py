@@ -230,9 +230,10 @@ def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
     """One head or several as a list; an empty one is refused."""
     if isinstance(heads, (int, np.integer, str)):
         return [heads]
-    if not len(heads):
+    listed = list(heads)
+    if not listed:
         raise OptionError("heads=[] is empty; give at least one head")
-    return list(heads)
+    return listed
 
 
 def check_heads(

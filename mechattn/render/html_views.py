@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
+from mechattn import markup
 from mechattn.axes import BASELINE, PADDING, SEGMENTS
 from mechattn.contrast.quantities import check_condition, check_layer
 from mechattn.errors import OptionError, OutputError, visible
@@ -172,13 +173,16 @@ def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, to
             hover = f"{value:.4f}"
         background = faint(WITH, round(strength, 2))
         ink = "#fff" if strength > 0.6 else "inherit"
-        spans.append(
-            f'<span title="{hover}" style="background:{background};color:{ink};padding:2px 1px;'
-            f'white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
-        )
+        style = f"background:{background};color:{ink};padding:2px 1px"
+        spans.append(markup.span(visible(token), hover, style))
 
     text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
-    return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{text}</figure>'
+    return _figure(caption, text)
+
+
+def _figure(caption: str, content: str) -> str:
+    """A view under its caption."""
+    return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{content}</figure>'
 
 
 def _map(
@@ -219,11 +223,8 @@ def _heads_view(
     # Equal views have equal names, so that a notebook that runs again stays as it was.
     digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
     name = f"view-{digest[:12]}"
-    return View(
-        f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>'
-        f'<div id="{name}"></div></figure>'
-        f'<script>CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})</script>'
-    )
+    script = f'CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})'
+    return View(_figure(caption, f'<div id="{name}"></div>') + f"<script>{script}</script>")
 
 
 @dataclass(frozen=True)
