@@ -216,7 +216,8 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (model_caption, percent, percent_words, heads_that_change, time_words):
+    functions = (model_caption, percent, percent_words, heads_that_change, time_words, citation)
+    for function in functions:
         environment.globals[function.__name__] = function
     return environment
 
@@ -253,7 +254,7 @@ def _template_values(
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
         "concepts": concepts(results),
-        "citation": citation(about.title, results),
+        "page_citation": citation(about.title, results),
         "provenance": provenance_rows,
     }
 

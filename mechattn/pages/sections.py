@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mechattn.axes import SEGMENTS
 from mechattn.contrast.means import choose_heads
 from mechattn.errors import check_counts
 from mechattn.pages.first_screen import shown_conditions
@@ -45,7 +44,6 @@ class Section:
         tokens: The texts of a prompt's tokens, and their segments.
         leads: Whether it stands open before the map.
         results: What the figure shows.
-        citation: How to cite it.
         table: The numbers of the figure as a table, if it has one.
     """
 
@@ -57,14 +55,7 @@ class Section:
     tokens: Sequence[tuple[str, str]] = ()
     leads: bool = False
     results: Sequence[Result] = ()
-    citation: str = ""
     table: PageTable | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The segments that occur, for the legend."""
-        segments = {segment for _, segment in self.tokens}
-        return [segment for segment in SEGMENTS if segment in segments]
 
 
 @dataclass(frozen=True)
@@ -190,7 +181,6 @@ def drawn_section(
         figure=in_script(figure.to_json()),
         height=int(figure.layout.height or 450),
         results=result_list,
-        citation=citation(title, result_list),
         table=words.table,
     )
 

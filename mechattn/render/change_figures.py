@@ -4,7 +4,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
 from typing import Any, NamedTuple
 
@@ -79,98 +79,47 @@ def change_map(
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
 
-    shown = _difference_map(contrast, table)
+    against = table.attrs["null"]
     if _is_beyond_null(contrast, table):
-        shown = _beyond_map(contrast, table)
+        column = "beyond"
+        beyond = f" beyond {NULL_NAMES[contrast.null_used]}"
+        against = f"against {against}"
+        sentence = _beyond_sentence(contrast, table)
+    else:
+        column = "difference"
+        beyond = ""
+        if table.null.notna().any() and not table.attrs["predicts_no_change"]:
+            against += " predicts no difference"
+        sentence = _difference_sentence(contrast, table)
+
     hovered = {
         "change": "difference",
-        "q": f"q_{shown.column}",
-        "low": f"{shown.column}_low",
-        "high": f"{shown.column}_high",
+        "q": f"q_{column}",
+        "low": f"{column}_low",
+        "high": f"{column}_high",
     }
-    hover = f"{shown.number} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
+    name = f"change{beyond}"
+    hover = f"{name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    bar_words = f"{shown.bar} ({table.scale.iloc[0]})"
-    figure = draw.head_map(
-        table, shown.column, f"q_{shown.column}", hovered, hover, shown.number, bar_words
-    )
-
     quantity_name = quantity_words(quantity, segment)
-    heading = f"{model_caption(result)}: {quantity_name}, {shown.title}"
-    small_print = _map_small_print(contrast, table, shown)
+    bar_words = f"change of {quantity_name}{beyond} ({table.scale.iloc[0]})"
+    figure = draw.head_map(table, column, f"q_{column}", hovered, hover, name, bar_words)
+
+    heading = f"{model_caption(result)}: {quantity_name}, change{_relative_to(to)}{beyond}"
+    significant = _significant(table, column)
+    small_print = _map_small_print(contrast, table.attrs, significant, against)
     draw.title_above_legend(figure, heading, small_print, draw.map_height(table), top=110)
-    return says(figure, shown.sentence)
-
-
-class _ShownChange(NamedTuple):
-    """Which column of a table of changes a map shows, and how it is worded."""
-
-    column: str  # "difference" or "beyond", with q_…, …_low and …_high beside it
-    number: str  # on hover
-    title: str  # after the quantity
-    bar: str  # beside the bar of colours
-    against: str  # what the tests are against, in the small print
-    sentence: str  # under the figure
+    return says(figure, sentence)
 
 
 def _is_beyond_null(contrast: Contrast, table: pd.DataFrame) -> bool:
-    """Whether the change relative to the null is another number than the change itself."""
+    """Whether the change beyond the null is known, and another number than the change itself."""
     if table.null.isna().all() or table.attrs["predicts_no_change"]:
         return False
     if contrast.to == BASELINE:
         return True
     # Another condition may have the same null, which then cancels.
     return bool((table.null.abs() > ROUNDING).any())
-
-
-def _difference_map(contrast: Contrast, table: pd.DataFrame) -> _ShownChange:
-    """The change itself, where no null is known or it predicts no change."""
-    null = table.attrs["null"]
-    against = null
-    if table.null.notna().any() and not table.attrs["predicts_no_change"]:
-        against = f"{null} predicts no difference"
-
-    quantity_name = quantity_words(contrast.quantity, contrast.segment)
-    relative_to = _relative_to(contrast.to)
-    sentences = [f"{_significant(table, 'difference')} changed{relative_to} at q < 0.05"]
-    if contrast.to == BASELINE:
-        sentences.append(null)
-    largest = _head_words(_furthest(table, "difference"))
-    return _ShownChange(
-        column="difference",
-        number="change",
-        title=f"change{relative_to}",
-        bar=f"change of {quantity_name}",
-        against=against,
-        sentence=f"{'; '.join(sentences)}. The largest change is in {largest}{_selected(table)}.",
-    )
-
-
-def _beyond_map(contrast: Contrast, table: pd.DataFrame) -> _ShownChange:
-    """The change relative to that under the null."""
-    null_name = NULL_NAMES[contrast.null_used]
-    quantity_name = quantity_words(contrast.quantity, contrast.segment)
-    title = f"change relative to {null_name}"
-    if contrast.to != BASELINE:
-        title = f"change{_relative_to(contrast.to)}, relative to {null_name}"
-
-    furthest = _furthest(table, "beyond")
-    null_change = in_digits(furthest.null, "+.3f")
-    if furthest.scale == "log-ratio":
-        times = f"{np.exp(furthest.beyond):.2f} × {null_name}"
-        null_change = f"{percent(furthest.change_null)} ({times})"
-    return _ShownChange(
-        column="beyond",
-        number=f"relative to {null_name}",
-        title=title,
-        bar=f"change of {quantity_name} beyond {null_name}",
-        against=f"against {table.attrs['null']}",
-        sentence=(
-            f"{_significant(table, 'beyond')} differ from {null_name} at q < 0.05. The largest"
-            f" difference is in {_head_words(furthest)}, under {null_name}"
-            f" {null_change}{_selected(table)}."
-        ),
-    )
 
 
 def _relative_to(condition: str) -> str:
@@ -180,18 +129,19 @@ def _relative_to(condition: str) -> str:
     return f" relative to “{condition}”"
 
 
-def _map_small_print(contrast: Contrast, table: pd.DataFrame, shown: _ShownChange) -> str:
+def _map_small_print(
+    contrast: Contrast, about: Mapping[Any, Any], significant: str, against: str
+) -> str:
     """How many heads are significant, of how many prompts, and against what."""
-    about = table.attrs
     count = count_words(contrast.result)
     if "resampled" in about:
         count += f", tested by {about['resampled']}"
 
     phrases = [
         f"“{contrast.condition}”{_relative_to(contrast.to)}",
-        f"{_significant(table, shown.column)} at q < 0.05",
+        f"{significant} at q < 0.05",
         f"n = {count}",
-        shown.against,
+        against,
     ]
     if about["smallest_q"] >= 0.05:
         phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_q']:.2g})")
@@ -204,6 +154,29 @@ def _significant(table: pd.DataFrame, column: str) -> str:
     """How many heads have q < 0.05."""
     is_significant = table[f"q_{column}"] < 0.05
     return f"{int(is_significant.sum())} of {len(table)} heads"
+
+
+def _difference_sentence(contrast: Contrast, table: pd.DataFrame) -> str:
+    """The number of heads that changed, and the head that changed most."""
+    significant = f"{_significant(table, 'difference')} changed{_relative_to(contrast.to)}"
+    null = f"; {table.attrs['null']}" if contrast.to == BASELINE else ""
+    head = _head_words(_furthest(table, "difference"))
+    return f"{significant} at q < 0.05{null}. The largest change is in {head}{_selected(table)}."
+
+
+def _beyond_sentence(contrast: Contrast, table: pd.DataFrame) -> str:
+    """The number of heads that differ from the null, and the head that is furthest from it."""
+    null_name = NULL_NAMES[contrast.null_used]
+    furthest = _furthest(table, "beyond")
+    null_change = in_digits(furthest.null, "+.3f")
+    if furthest.scale == "log-ratio":
+        times = f"{np.exp(furthest.beyond):.2f} × {null_name}"
+        null_change = f"{percent(furthest.change_null)} ({times})"
+    return (
+        f"{_significant(table, 'beyond')} differ from {null_name} at q < 0.05. The largest"
+        f" difference is in {_head_words(furthest)}, under {null_name}"
+        f" {null_change}{_selected(table)}."
+    )
 
 
 def _furthest(table: pd.DataFrame, column: str) -> pd.Series:

@@ -359,16 +359,10 @@ def _strips(
     """A point for each head beside its layer, the largest on the left."""
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
     layer_count, head_count = mean.shape
-    table = pd.DataFrame(
-        {
-            "layer": values.layer.values.repeat(head_count),
-            "head": np.tile(values["head"].values, layer_count),
-            "low": low.ravel(),
-            "high": high.ravel(),
-            "mean": mean.ravel(),
-        }
-    )
-
+    columns = {"low": low.ravel(), "high": high.ravel(), "mean": mean.ravel()}
+    axes = [values.layer.values, values["head"].values]
+    places = pd.MultiIndex.from_product(axes, names=["layer", "head"])
+    table = pd.DataFrame(columns, places).reset_index()
     table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
     offsets = np.zeros(1)  # a single head stands at its layer
     if head_count > 1:

@@ -147,7 +147,7 @@ def test_a_map_of_changes_from_a_control(measured):
     table = measured.compare("slash", to="sentence", columns="all")
     assert_allclose(np.ravel(figure.data[0].z).astype(float), table.beyond)
     title = figure.layout.title.text.replace("<br>", " ")
-    assert "change relative to “sentence”, relative to dilution" in title
+    assert "change relative to “sentence” beyond dilution" in title
     changed = int((table.q_difference < 0.05).sum())
     by_uniform = ma.render.change_map(measured, "slash", to="sentence", null="uniform")
     said = f"{changed} of 32 heads changed relative to “sentence” at q"
