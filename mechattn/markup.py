@@ -19,25 +19,27 @@ GROUNDS = {
     "answer": "rgba(150,90,200,.18)",
     "changed": "rgba(230,150,30,.32)",
 }
+_LEFT = "text-align:left;vertical-align:top"
+# A token keeps its spaces, and its direction does not turn its neighbours'.
+AS_WRITTEN = "white-space:pre-wrap;unicode-bidi:isolate"
 
 
 def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str] = ()) -> str:
     """Rows of text as a table."""
-    left = "text-align:left;vertical-align:top"
     parts = []
     if caption:
-        style = f"{left};font-weight:600"
+        style = f"{_LEFT};font-weight:600"
         parts.append(f'<caption style="{style}">{html.escape(caption)}</caption>')
     if header:
-        parts.append(f"<thead>{_row('th', header, left)}</thead>")
-    body = "".join(_row("td", row, left) for row in rows)
+        parts.append(f"<thead>{_row('th', header)}</thead>")
+    body = "".join(_row("td", row) for row in rows)
     parts.append(f"<tbody>{body}</tbody>")
     return f"<table>{''.join(parts)}</table>"
 
 
-def _row(tag: str, cells: Sequence[Any], style: str) -> str:
+def _row(tag: str, cells: Sequence[Any]) -> str:
     """A row of a table, with these tags around its cells."""
-    row = "".join(f'<{tag} style="{style}">{html.escape(str(cell))}</{tag}>' for cell in cells)
+    row = "".join(f'<{tag} style="{_LEFT}">{html.escape(str(cell))}</{tag}>' for cell in cells)
     return f"<tr>{row}</tr>"
 
 
@@ -59,14 +61,7 @@ def fields_table(value: Any) -> str:
 
 def _token(text: str, segment: str) -> str:
     """A token on the background of its segment."""
-    return span(
-        text, segment, f"background:{GROUNDS[segment]};padding:2px;margin:1px;border-radius:3px"
-    )
-
-
-def span(text: str, hover: str, style: str) -> str:
-    """A token in a style, with words on hover; its spaces and its direction stay as they are."""
     return (
-        f'<span title="{hover}" style="{style};white-space:pre-wrap;unicode-bidi:isolate">'
-        f"{html.escape(text)}</span>"
+        f'<span title="{segment}" style="background:{GROUNDS[segment]};padding:2px;margin:1px;'
+        f'border-radius:3px;{AS_WRITTEN}">{html.escape(text)}</span>'
     )

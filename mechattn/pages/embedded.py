@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mechattn.render.draw import DARK, DIVERGING, faint
+from mechattn.render.draw import DARK, NEUTRAL, WITH, WITHOUT, faint
 from mechattn.render.html_views import in_script, squeezed, view_script
 
 Kind = Literal["f4", "f2", "u2"]
@@ -91,9 +91,7 @@ def packed_plotly() -> str:
 
 def _map_colours() -> dict[str, list[str]]:
     """The colours of the map of heads in either light: no change, less, more."""
-    colours = [colour for _, colour in DIVERGING]
-    fall, no_change, rise = colours
-    light = [no_change, fall, rise]
+    light = [NEUTRAL, WITHOUT, WITH]
     return {"light": light, "dark": [DARK[colour] for colour in light]}
 
 
@@ -101,7 +99,7 @@ def _dark_colours() -> dict[str, str]:
     """The replacement for each colour of the figures on a dark background, with faint ones."""
     colours = dict(DARK)
     for light, dark in DARK.items():
-        # faint() reads six digits: not "#444", nor a colour such as "rgba(255, 255, 255, 0.75)".
+        # faint() takes six digits: not "#444", nor a colour such as "rgba(255, 255, 255, 0.75)".
         if len(light) == len(dark) == len("#rrggbb"):
             colours[_without_opacity(faint(light))] = _without_opacity(faint(dark))
     return colours

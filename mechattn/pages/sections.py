@@ -88,11 +88,8 @@ def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
 
     Heads are chosen by their change on one half of the prompts, and shown on the other half.
     """
-    sections = []
-    for draw, options in _lead_figures(result, choice):
-        section = drawn_section(draw, result, options)
-        sections.append(replace(section, leads=True))
-    return sections
+    figures = _lead_figures(result, choice)
+    return [replace(drawn_section(draw, result, options), leads=True) for draw, options in figures]
 
 
 def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:

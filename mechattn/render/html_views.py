@@ -20,10 +20,10 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from mechattn import markup
 from mechattn.axes import BASELINE, PADDING, SEGMENTS
 from mechattn.contrast.quantities import check_condition, check_layer
 from mechattn.errors import OptionError, OutputError, visible
+from mechattn.markup import AS_WRITTEN
 from mechattn.render.draw import FONT, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import check_heads
 from mechattn.render.words import model_caption
@@ -173,8 +173,8 @@ def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, to
             hover = f"{value:.4f}"
         background = faint(WITH, round(strength, 2))
         ink = "#fff" if strength > 0.6 else "inherit"
-        style = f"background:{background};color:{ink};padding:2px 1px"
-        spans.append(markup.span(visible(token), hover, style))
+        style = f"background:{background};color:{ink};padding:2px 1px;{AS_WRITTEN}"
+        spans.append(f'<span title="{hover}" style="{style}">{html.escape(visible(token))}</span>')
 
     text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
     return _figure(caption, text)
