@@ -35,9 +35,14 @@ SENTENCES = {
         "With “{condition}”, the attention that a token of the question receives from all tokens"
         " after it changes on average by {amount}{unsure}."
     ),
-    "clear": (
-        "With “{condition}”, each token of the question receives on average {amount} {direction}"
-        " attention than without it, in {models} models."
+    # Of several models, by the direction in all of them.
+    "rises": (
+        "With “{condition}”, each token of the question receives on average {amount} more attention"
+        " than without it, in {models} models."
+    ),
+    "falls": (
+        "With “{condition}”, each token of the question receives on average {amount} less attention"
+        " than without it, in {models} models."
     ),
     "unclear": (
         "With “{condition}”, the attention that each token of the question receives on average"
@@ -225,21 +230,15 @@ def change_sentence(rows: Sequence[Change]) -> str:
         amount = percent_words(intervals[0])
         return SENTENCES["one model"].format(condition=condition, amount=amount, unsure=unsure)
 
-    estimates = [float(change.estimate) for change in intervals]
+    if unsure_count:
+        unsure += f" in {unsure_count} of them"
     direction = _direction(intervals)
-    if direction == "unclear":
-        if unsure_count:
-            unsure += f" in {unsure_count} of them"
-        amount = _range_words(estimates, "+.1f")
-        return SENTENCES["unclear"].format(
-            condition=condition, amount=amount, models=len(intervals), unsure=unsure
-        )
-    amount = _range_words([abs(estimate) for estimate in estimates], ".1f")
-    return SENTENCES["clear"].format(
-        condition=condition,
-        amount=amount,
-        models=len(intervals),
-        direction=DIRECTION_WORDS[direction],
+    estimates = np.array([change.estimate for change in intervals])
+    amount = _range_words(estimates, "+.1f")
+    if direction != "unclear":
+        amount = _range_words(abs(estimates), ".1f")  # the sentence says "more" or "less"
+    return SENTENCES[direction].format(
+        condition=condition, amount=amount, models=len(intervals), unsure=unsure
     )
 
 
@@ -252,7 +251,7 @@ def _direction(intervals: Sequence[Interval]) -> Direction:
     return "unclear"
 
 
-def _range_words(changes: Sequence[float], form: str) -> str:
+def _range_words(changes: np.ndarray, form: str) -> str:
     """The smallest relative change and the largest, whatever their signs, in percent."""
     by_size = sorted(changes, key=abs)
     smallest = percent_number(by_size[0], form)
@@ -319,10 +318,8 @@ def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
     if budget and received:
         received = f"Received attention is another measure. {received}"
 
-    first_tokens = []
-    for model in models:
-        result = model.result
-        first_tokens.append(first_token_words(result, result.shown_condition()))
+    results = [model.result for model in models]
+    first_tokens = [first_token_words(result, result.shown_condition()) for result in results]
     return list(filter(None, [*budget, *first_tokens, received]))
 
 

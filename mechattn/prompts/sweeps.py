@@ -79,15 +79,14 @@ def swept_conditions(names: Iterable[str], option: str) -> list[SweptCondition]:
     Raises:
         OptionError: No condition is named after the option.
     """
-    phrase = re.compile(
-        rf"(?:^|, ){re.escape(option)}=(.*?)(?=, \w+=|$)"
-    )  # a value may hold a comma
+    # Up to the next option, as a value may hold a comma.
+    phrase = re.compile(rf"(?:^|, ){re.escape(option)}=(.*?)(?=, \w+=|$)")
     conditions = []
     for name in names:
         match = phrase.search(name)
         if match is not None:
-            rest = name[: match.start()] + name[match.end() :]
-            conditions.append(SweptCondition(name, match[1], rest.removeprefix(", ")))
+            rest = phrase.sub("", name).removeprefix(", ")
+            conditions.append(SweptCondition(name, match[1], rest))
 
     if not conditions:
         raise OptionError(

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 
-import mechattn as ma
 from mechattn.pages.embedded import page_script, template
 from mechattn.render.draw import DARK, DIVERGING, WITH, WITHOUT
 
@@ -74,7 +73,3 @@ def test_the_page_has_the_figures_colours():
     style = template("page.css")
     for name, colour in {"with": WITH, "without": WITHOUT}.items():
         assert re.findall(rf"--{name}: (#\w+)", style) == [colour, DARK[colour]]
-
-
-def test_a_map_of_heads_has_them(slash_result):
-    assert ma.render.change_map(slash_result).data[0].colorscale == DIVERGING

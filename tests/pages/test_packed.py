@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from numpy.testing import assert_allclose, assert_array_equal
 
-from mechattn.pages.embedded import EXACT, kind_for, packed
+from mechattn.pages.embedded import packed
 from tests.pages.read import unpacked
 
 PROBABILITIES = arrays(
@@ -36,7 +36,3 @@ def test_what_is_not_there_stays_so():
     for kind in ("f4", "f2"):
         assert_array_equal(np.isnan(unpacked(packed(values, kind))), np.isnan(values))
     assert unpacked(packed(values[1], "u2")).tolist() == [0, 1]
-
-
-def test_few_numbers_are_kept_exactly_and_many_as_halves():
-    assert (kind_for(EXACT), kind_for(EXACT + 1)) == ("f4", "f2")

@@ -48,13 +48,6 @@ def test_a_sweep_begins_at_the_baseline():
     assert list(ma.render.accuracy({"a": texts}, over="text").data[0].x) == ["Wait, then answer."]
 
 
-def test_a_model_without_a_baseline_has_no_line():
-    figure = ma.render.accuracy({"a": table(["slash"], [0.7])})
-    assert not figure.layout.shapes
-
-
 def test_what_cannot_be_shown():
-    with pytest.raises(OptionError, match="no condition is named count="):
-        ma.render.accuracy({"a": table(["baseline", "slash"], [0.9, 0.7])}, "count")
     with pytest.raises(OptionError, match="no tables"):
         ma.render.accuracy({})

@@ -33,12 +33,6 @@ def test_a_full_disk_leaves_the_old_page(tmp_path, little_room):
     assert [p.name for p in tmp_path.iterdir()] == ["p.html"]
 
 
-def test_without_a_full_disk_it_is_replaced(tmp_path):  # negative control
-    VIEW.save(tmp_path / "p.html")
-    LARGE.save(tmp_path / "p.html")
-    assert (tmp_path / "p.html").stat().st_size > 50_000
-
-
 OURS = (
     "<!doctype html><html><head><meta charset='utf-8'>"
     + GENERATOR

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,6 +64,12 @@ def test_text_is_coloured_by_received_attention(mapped):
         strengths = [float(strength) for _, strength in shown]
         assert strengths[np.nanargmax(expected)] == max(strengths)
     assert "<script" not in view.page()
+
+
+def test_a_text_that_receives_nothing_is_shown(mapped):
+    nothing = {"received_attention": 0 * mapped["received_attention"]}
+    view = ma.render.received_text(replace(mapped, datasets=mapped.datasets | nothing), 0)
+    assert 'title="0.0000"' in view.body
 
 
 def test_tokens_are_escaped(toy):

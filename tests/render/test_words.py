@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 import mechattn as ma
 from mechattn.commands.run_config import DRAW_FUNCTIONS
 from mechattn.contrast.contrast import Verdict
+from mechattn.render.figure_declaration import FIGURES
 from mechattn.render.words import change_words, heads_words, mean_words, percent, sentence_of
 from mechattn.results.provenance import matched_control
 from mechattn.stats.intervals import Interval
@@ -147,3 +148,10 @@ def test_the_verdict_names_its_matched_control(measured):
     assert (
         f"With “sentence” it changes {control} (“slash” relative to “sentence”: {apart} [" in words
     )
+
+
+def test_a_page_names_the_null_that_is_drawn(measured):
+    options = {"layer": None, "heads": ["L0H1"], "null": "uniform"}
+    words = FIGURES["received_attention"].page_words(measured, options)
+    assert "dotted line, what uniform attention would give" in words.note
+    assert words.title_end.startswith(", any layer")
