@@ -96,15 +96,15 @@ def _map_colours() -> dict[str, list[str]]:
 
 
 def _dark_colours() -> dict[str, str]:
-    """The replacement for each colour of the figures on a dark background, with faint ones."""
+    """The replacement for each colour of the figures on a dark background, and for their bands."""
     colours = dict(DARK)
     for light, dark in DARK.items():
         # faint() takes six digits: not "#444", nor a colour such as "rgba(255, 255, 255, 0.75)".
         if len(light) == len(dark) == len("#rrggbb"):
-            colours[_without_opacity(faint(light))] = _without_opacity(faint(dark))
+            colours[_band_start(light)] = _band_start(dark)
     return colours
 
 
-def _without_opacity(colour: str) -> str:
-    """The beginning of a colour such as "rgba(1,2,3,0.2)", up to its last comma."""
-    return colour.rpartition(",")[0]
+def _band_start(colour: str) -> str:
+    """The beginning of a band's colour of any opacity, such as "rgba(1, 2, 3"."""
+    return faint(colour).rpartition(",")[0]

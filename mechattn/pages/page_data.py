@@ -119,10 +119,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
             else:
                 lacking[name] = next(iter(quantity["missing"].values()))
 
-    maps_result = result
-    if model.maps is not None:
-        maps_result = model.maps
-    patterns = head_patterns(maps_result)
+    patterns = head_patterns(result if model.maps is None else model.maps)
     patterns["from_separate_run"] = model.maps is not None
     return {
         "conditions": result.conditions,

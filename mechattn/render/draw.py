@@ -312,7 +312,7 @@ def head_map(
         hovered: Columns that the words on hover may use, by their labels in a table of the figure.
         hover: What is said of a cell, as a template of plotly's.
         name: The name of the map in a table of the figure.
-        bar_words: What stands beside the bar of colours.
+        bar_words: The title of the bar of colours.
         across: The column on the horizontal axis: "head", or one of words, which keep their order.
     """
     cells = table.set_index(["layer", across]).to_xarray()

@@ -270,10 +270,9 @@ class View:
 
     def __repr__(self) -> str:
         """One line: the HTML itself is for a notebook or a file."""
-        drawn = f", drawn by {self.script}" if self.script else ""
         return (
-            f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that"
-            " opens offline)"
+            f"View({len(self.body):,} characters of HTML; .save(path) writes a page that opens"
+            " offline)"
         )
 
     def _repr_html_(self) -> str:
