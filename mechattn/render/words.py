@@ -17,7 +17,7 @@ from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.means import over_units, overall_mean
 from mechattn.contrast.quantities import Null
 from mechattn.contrast.question import first_token_words
-from mechattn.contrast.table import DEFAULT_MARGINS
+from mechattn.contrast.table import DEFAULT_MARGINS, Ranking
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, alike_words, part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval
@@ -229,11 +229,13 @@ def band_words(result: Result) -> str:
     return ", which treat prompts as independent"
 
 
-def choice_words(result: Result, condition: str, layer: int | None, top: int) -> str:
+def choice_words(
+    result: Result, condition: str, layer: int | None, top: int, by: Ranking | None = None
+) -> str:
     """How much the data-driven choice of heads, of a layer or of all, depends on the prompts; "" if
     unknown."""
     try:
-        table = result.stability(condition, top=top, layer=layer)
+        table = result.stability(condition, top=top, layer=layer, by=by)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts, or every head is chosen
@@ -280,7 +282,8 @@ def received_note(result: Result, options: Mapping[str, Any]) -> str:
     top = options.get("top")
     if top is not None:
         for layer in np.atleast_1d(options["layer"]).tolist():
-            sentences.append(choice_words(result, condition, layer, top))
+            words = choice_words(result, condition, layer, top, options.get("by"))
+            sentences.append(words)
 
     return " ".join(filter(None, sentences))
 
