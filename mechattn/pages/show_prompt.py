@@ -51,5 +51,5 @@ def pattern(
     if condition is not None:
         conditions[type(condition).__name__] = condition
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
-    shown = result.shown_condition()
-    return html_views.pattern(result, layer, numbers, shown, difference=difference)
+    condition_name = result.shown_condition()
+    return html_views.pattern(result, layer, numbers, condition_name, difference=difference)

@@ -109,12 +109,12 @@ class Declared:
         if self.compares and condition == BASELINE:
             return []
 
-        shown: dict[str, Any] = {}
+        selected: dict[str, Any] = {}
         if "condition" in takes:
-            shown["condition"] = condition
+            selected["condition"] = condition
         if takes.get("layer") is not None:  # None is the mean over all layers
-            shown["layer"] = layer
-        return [{**shown, **options} for options in self.report if self.dataset(result, options)]
+            selected["layer"] = layer
+        return [{**selected, **options} for options in self.report if self.dataset(result, options)]
 
     def dataset(self, result: Result, options: Mapping[str, Any]) -> str | None:
         """The dataset of a result that it shows with these options, if the result has it."""
@@ -258,10 +258,10 @@ def check_heads(
         elif named[0] == layer:
             number = named[1]
         else:
-            shown = "all layers show the same heads; give numbers"
+            reason = "all layers show the same heads; give numbers"
             if layer is not None:
-                shown = f"layer {layer} is shown; give heads of that layer"
-            raise OptionError(f"heads holds {head!r}, but {shown}, such as [0, 3]")
+                reason = f"layer {layer} is shown; give heads of that layer"
+            raise OptionError(f"heads holds {head!r}, but {reason}, such as [0, 3]")
 
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
             raise OptionError(

@@ -201,9 +201,9 @@ def change_words(
     if condition == BASELINE:
         return ""
 
-    shown = part_of(result, "prompt", prompts).sel(head=list(heads))
+    drawn_part = part_of(result, "prompt", prompts).sel(head=list(heads))
     try:
-        contrast = Contrast(shown, condition, null=null)
+        contrast = Contrast(drawn_part, condition, null=null)
         change, null_change = contrast.overall(layer)
     except MemoryOptionError:
         raise
