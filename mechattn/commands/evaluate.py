@@ -14,7 +14,7 @@ import torch
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import (
-    places_of,
+    locations_of,
     prompts_by_model,
     read_config,
     with_options,
@@ -82,7 +82,7 @@ def evaluate_from_config(
 
     # Every place is checked before the first model is loaded.
     places = {
-        model: Path(place) for model, place in places_of(config, config.evaluation.out).items()
+        model: Path(place) for model, place in locations_of(config, config.evaluation.out).items()
     }
     for place in places.values():
         check_writable(place)

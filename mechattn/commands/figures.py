@@ -13,9 +13,9 @@ from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import (
     checked_prompts,
     head_choice,
+    locations_of,
     output_of,
     page_figures,
-    places_of,
 )
 from mechattn.engine.run import run
 from mechattn.errors import plain, say
@@ -29,7 +29,7 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
-from mechattn.store.writing import check_result_place
+from mechattn.store.writing import check_result_location
 from mechattn.toml_sections import Config
 
 # Inserted into the prompt whose patterns are kept, so that single cells are visible.
@@ -70,9 +70,9 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     assert output.page is not None
 
     check_page_place(output.page, force)
-    places = places_of(config, output.result)
+    places = locations_of(config, output.result)
     for place in places.values():
-        check_result_place(place)
+        check_result_location(place)
     prompts = checked_prompts(config, page_figures(config, output), chooses_heads=True)
 
     measurements = []

@@ -22,10 +22,9 @@ from mechattn.jobs.executors import executor_named
 from mechattn.jobs.job import Job
 from mechattn.jobs.resumable_run import (
     WHOLE,
-    checked_shard_place,
     compute,
     parse_shard,
-    shard_place,
+    shard_location,
 )
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
@@ -37,6 +36,7 @@ from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
+from mechattn.store.writing import check_result_or_location
 from mechattn.toml_sections import Config, Figure, Output, TemplateWord, read_sections
 
 DRAW_FUNCTIONS: dict[str, Callable] = {
@@ -93,28 +93,28 @@ def run_from_config(
         command = command_of(words, config.paths)
     chosen_shard = parse_shard(shard)
     chosen_executor = executor_named(config.executor, config.address, config.workers)
-
     output = output_of(config)
     figures = page_figures(config, output)
-    places = places_of(config, output.result)
+
+    # Everything that can be refused is, before the first model is loaded.
+    locations = {}
+    for model, location in locations_of(config, output.result).items():
+        locations[model] = shard_location(location, chosen_shard)
+        check_result_or_location(locations[model])
     if output.page is not None:
         check_page_place(output.page, force)
-    for place in places.values():
-        checked_shard_place(place, chosen_shard, fresh)
     prompts = checked_prompts(config, figures, any(map(_chooses_heads, figures)))
 
     written: list[Path | str] = []
     results = []
-    for model, place in places.items():
+    for model, location in locations.items():
         job = _job(config, model, prompts[model], figures, command)
-        result, is_new = compute(job, place, chosen_shard, chosen_executor, fresh)
+        result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh)
         results.append(result)
-        if is_new:
-            stored = str(shard_place(place, chosen_shard))
-            if "://" in stored:  # an address, which a Path would change
-                written.append(stored)
-            else:
-                written.append(Path(stored))
+        if is_new and "://" in location:  # an address, which a Path would change
+            written.append(location)
+        elif is_new:
+            written.append(Path(location))
 
     if output.page is not None and chosen_shard == WHOLE:
         if config.figures is None:
@@ -122,9 +122,8 @@ def run_from_config(
             figures = figures[1:]
         drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
         choice = head_choice(output)
-        written.append(
-            results_page(results, output.page, drawings, command, force=force, choice=choice)
-        )
+        page = results_page(results, output.page, drawings, command, force=force, choice=choice)
+        written.append(page)
 
     return written
 
@@ -181,7 +180,7 @@ def checked_prompts(
     return prompts
 
 
-def places_of(config: Config, pattern: str) -> dict[str, str]:
+def locations_of(config: Config, pattern: str) -> dict[str, str]:
     """Each model's place, with the model's name in place of "{model}"."""
     names = file_names(config.models)
     return {model: pattern.replace("{model}", name) for model, name in names.items()}

@@ -21,7 +21,7 @@ from mechattn.results.arrays import (
     names_of_means,
 )
 from mechattn.results.provenance import added_hash
-from mechattn.results.result import Result
+from mechattn.results.result import Result, plain_provenance
 from mechattn.stats.intervals import Moments
 
 POSITION_DIMS = ("pos", "key", "original_key")  # as long as the longest prompt
@@ -63,7 +63,7 @@ def merge_results(results: Sequence[Result]) -> Result:
         return results[0]
 
     results = sorted(results, key=lambda result: _places_and_ids(result)[0])  # by first prompt
-    provenance = reduce(_merged_entries, map(_plain_provenance, results))
+    provenance = reduce(_merged_entries, map(plain_provenance, results))
     reduce(_merged_entries, map(_layout, results))  # refuses datasets that differ
 
     places_and_ids = [entry for result in results for entry in _places_and_ids(result)]
@@ -90,7 +90,7 @@ def check_same_run(result: Result, other: Result) -> None:
     Raises:
         OptionError: They don't belong together; the message says what differs.
     """
-    _merged_entries(_plain_provenance(result), _plain_provenance(other))
+    _merged_entries(plain_provenance(result), plain_provenance(other))
     _merged_entries(_layout(result), _layout(other))
 
 
@@ -198,11 +198,6 @@ def _in_prompt_order(
     if all(is_in_memory(variable) for variable in variables):
         return stack.read((slice(None),) * len(dims))
     return indexing.LazilyIndexedArray(stack)
-
-
-def _plain_provenance(result: Result) -> dict[str, Any]:
-    """The provenance in its stored form, where every key is a text."""
-    return dict(json.loads(json.dumps(result.provenance)))
 
 
 def _merged_entries(

@@ -4,6 +4,7 @@ It draws nothing.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -221,6 +222,11 @@ def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
 def with_provenance(result: Result, **entries: Any) -> Result:
     """The result with these entries in its provenance."""
     return replace(result, provenance={**result.provenance, **entries})
+
+
+def plain_provenance(result: Result) -> dict[str, Any]:
+    """The provenance as it is stored, where every key is a text."""
+    return dict(json.loads(json.dumps(result.provenance)))
 
 
 def in_half_the_space(result: Result) -> Result:

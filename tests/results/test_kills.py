@@ -12,8 +12,8 @@ import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.evaluation.answer_file import kept_answers
 from mechattn.store.atomic_writes import sweep, write_whole
-from mechattn.store.objects import Place
-from mechattn.store.writing import write_result
+from mechattn.store.objects import Location
+from mechattn.store.writing import write_objects, write_root
 from tests.evaluation import by_hand
 from tests.kills import each_kill, each_operation, killed_at
 from tests.results.small import Ready, copied, emptied, names, numbers, numbers_at, resumed
@@ -134,7 +134,7 @@ def test_the_trial_finds_a_save_that_is_not_whole(small_results, tmp_path):  # n
 
     def in_its_place():
         shutil.rmtree(path)
-        write_result(new, Place(str(path)))
+        write_root(new, write_objects(new, Location(str(path))))
 
     bad = 0
     for _ in each_kill(tmp_path, before, in_its_place, step=11):

@@ -19,7 +19,7 @@ from mechattn.commands.stored_results import summary
 from mechattn.errors import OptionError, OutputError
 from mechattn.model import weights
 from mechattn.results.arrays import datasets_digest
-from mechattn.store.objects import SCHEMA, Place
+from mechattn.store.objects import SCHEMA, Location
 
 
 def assert_same(loaded, result):
@@ -102,14 +102,14 @@ print(received.attrs["units"], float(received.sum()), list(map(str, tree["sequen
 
 def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch):
     address = "memory://tests/interrupted.zarr"
-    write = Place.write
+    write = Location.write
 
     def dying(place, name, content):
         if b"provenance" in content:  # the last write never comes
             raise OSError("connection lost")
         write(place, name, content)
 
-    monkeypatch.setattr(Place, "write", dying)
+    monkeypatch.setattr(Location, "write", dying)
     with pytest.raises(
         OutputError, match=r"could not be written .*connection lost.* what is there is incomplete"
     ):
