@@ -62,12 +62,16 @@ def merge_results(results: Sequence[Result]) -> Result:
     if len(results) == 1:
         return results[0]
 
-    results = sorted(results, key=lambda result: _places_and_ids(result)[0])  # by first prompt
-    provenance = reduce(_merged_entries, map(plain_provenance, results))
-    reduce(_merged_entries, map(_layout, results))  # refuses datasets that differ
+    results = sorted(results, key=_places_and_ids)  # as merging must not depend on their order
+    provenance = plain_provenance(results[0])
+    layout = _layout(results[0])
+    prompts = _places_and_ids(results[0])
+    for result in results[1:]:
+        provenance = _merged_entries(provenance, plain_provenance(result))
+        _merged_entries(layout, _layout(result))  # refuses datasets that differ
+        prompts += _places_and_ids(result)
 
-    places_and_ids = [entry for result in results for entry in _places_and_ids(result)]
-    ids = pd.Index([prompt_id for _, prompt_id in places_and_ids])
+    ids = pd.Index([prompt_id for _, prompt_id in prompts])
     if ids.has_duplicates:
         repeated = ids[ids.duplicated()].unique()
         raise OptionError(
@@ -76,8 +80,7 @@ def merge_results(results: Sequence[Result]) -> Result:
         )
 
     # Of each prompt of the whole run, its index when the results are put one after the other.
-    indices = range(len(places_and_ids))
-    order = np.array(sorted(indices, key=lambda index: places_and_ids[index]))
+    order = np.array(sorted(range(len(prompts)), key=lambda index: prompts[index]))
     datasets = {}
     for name in results[0]:
         datasets[name] = _merged([result[name] for result in results], order)
@@ -157,7 +160,9 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         sources = [variable.encoding.get(SOURCES, set()) for variable in variables]
         merged[name] = (values.dims, array, values.attrs, {SOURCES: set().union(*sources)})
 
-    ids = [str(prompt_id) for dataset in datasets for prompt_id in dataset.prompt.values]
+    ids: list[str] = []
+    for dataset in datasets:
+        ids += map(str, dataset.prompt.values)
     coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
     for dim in first.coords:
         if dim in POSITION_DIMS:
@@ -171,13 +176,17 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
 def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.ndarray]:
     """A mean over all prompts, its variance and count; those of one part at a time are in memory.
     Only the last axis differs in length."""
-    labels = (f"{name}_n", name, f"{name}_variance")
-    moments_by_part = (
-        Moments.from_statistics(*(dataset[label].values for label in labels))
-        for dataset in datasets
-    )
-    moments = reduce(Moments.merge, moments_by_part)
-    return dict(zip(labels, (moments.n, moments.known_mean, moments.variance), strict=True))
+
+    n_name = f"{name}_n"
+    variance_name = f"{name}_variance"
+
+    def moments_of(dataset: xr.Dataset) -> Moments:
+        n = dataset[n_name].values
+        variance = dataset[variance_name].values
+        return Moments.from_statistics(n, dataset[name].values, variance)
+
+    moments = reduce(Moments.merge, map(moments_of, datasets))
+    return {name: moments.known_mean, variance_name: moments.variance, n_name: moments.n}
 
 
 def _in_prompt_order(
@@ -262,5 +271,5 @@ COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
     "time": _span,
     "halved": lambda ours, theirs: sorted([*(ours or []), *(theirs or [])], key=json.dumps),
     "model.verified": lambda ours, theirs: bool(ours and theirs),
-    "model.not_verified": lambda ours, theirs: sorted({*(ours or []), *(theirs or [])}),
+    "model.not_verified": _distinct,
 }

@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from mechattn import markup
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, check_choice, shown
-from mechattn.markup import table
 from mechattn.results.arrays import datasets_digest
 from mechattn.results.forwarding_methods import ForwardingMethods
 from mechattn.results.provenance import Provenance
@@ -87,8 +87,9 @@ class Result(ForwardingMethods):
                 raise OptionError(
                     f"this result has no dimension {dim!r}; it has {', '.join(sorted(dims))}"
                 )
-            keeps_dim = isinstance(label, slice) or np.ndim(label)
-            indexers[dim] = label if keeps_dim else [label]
+            if not isinstance(label, slice) and np.ndim(label) == 0:
+                label = [label]  # so that the dimension is kept
+            indexers[dim] = label
 
         datasets = {}
         for name, dataset in self.datasets.items():
@@ -198,7 +199,7 @@ class Result(ForwardingMethods):
             rows.append((f"condition {name}", condition["written"]))
         for name in self._analyses():
             rows.append((name, ", ".join(map(str, self.datasets[name]))))
-        return table(rows, "Result")
+        return markup.table(rows, "Result")
 
     def __repr__(self) -> str:
         model = self.provenance["model"]["name"]
