@@ -76,9 +76,9 @@ def evaluate_from_config(
 
     # Every file is checked before the first model is loaded.
     files = {}
-    for model, location in locations_of(config, config.evaluation.out).items():
-        files[model] = Path(location)
-        check_writable(files[model])
+    for name, location in locations_of(config, config.evaluation.out).items():
+        files[name] = Path(location)
+        check_writable(files[name])
     prompts = prompts_by_model(config)
     dtype = dtype_named(config.dtype)
     if config.threads is not None:
