@@ -98,10 +98,10 @@ class Ray:
         actors = self._actors(ray, job, len(chunks))
         pool = ActorPool(actors)
         try:
-            checks = pool.map_unordered(lambda actor, n: actor.check.remote(n), list(chunks))
+            checks = pool.map_unordered(lambda actor, chunk: actor.check.remote(chunk), chunks)
             for _ in checks:  # all prompts are read before any is measured
                 pass
-            yield from pool.map_unordered(lambda actor, n: actor.part.remote(n), list(chunks))
+            yield from pool.map_unordered(lambda actor, chunk: actor.part.remote(chunk), chunks)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             reason = str(error).partition("\n")[0]
             raise OutputError(
@@ -118,13 +118,13 @@ class Ray:
                 ray.kill(actor)
 
     def _actors(self, ray: Any, job: Job, most: int) -> list[Any]:
-        """Actors that compute a job, at most so many."""
+        """Actors that compute a job; ``most`` is the number of its chunks."""
         threads = job.threads or 1
         resources = ray.cluster_resources()
         cpus = threads
         default_workers = int(resources.get("CPU", 1)) // threads
         gpus = int(resources.get("GPU", 0))
-        if gpus:
+        if gpus:  # which compute in place of the cores
             cpus = 1
             default_workers = gpus
 
@@ -153,6 +153,8 @@ class Ray:
 
             if not ray.is_initialized():
                 ray.init(self.address, log_to_driver=False, logging_level=WARNING)
+        except MechattnError:  # an OptionError is a ValueError
+            raise
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
         except (ConnectionError, ValueError, RuntimeError) as error:

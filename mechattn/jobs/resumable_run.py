@@ -40,6 +40,7 @@ class Shard:
 
 WHOLE = Shard(1, 1)
 CHUNK_NAME = re.compile(r"[0-9]{5,}\.zarr")
+# As that of a temporary folder of atomic_writes, which a killed process leaves.
 UNFINISHED_NAME = re.compile(r"\.[0-9]{5,}\.zarr\.mechattn-[a-z0-9_]{8}")
 
 
@@ -291,10 +292,12 @@ def _is_stored(job: Job, path: str | Path, chunks: range) -> bool:
     except OutputError:  # there is none
         return False
     folder = location_of(path).folder
-    if folder:
+    if folder:  # a process may have been killed at the end of its save
         sweep(folder)
 
-    prompts = [index for chunk in chunks for index in job.chunks[chunk]]
+    prompts: list[int] = []
+    for chunk in chunks:
+        prompts += job.chunks[chunk]
     return result.provenance.get("job") == job.fingerprint and _holds(result, prompts)
 
 

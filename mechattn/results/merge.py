@@ -126,9 +126,10 @@ def _layout(result: Result) -> dict[str, Any]:
     for name, dataset in result.datasets.items():
         entries: dict[str, Any] = {"attributes": dataset.attrs}
         for label, values in dataset.data_vars.items():
-            # Texts and whole numbers may be of other widths.
-            dtype = str(values.dtype) if values.dtype.kind == "f" else ""
-            entries[str(label)] = {"dims": values.dims, "type": dtype, "attributes": values.attrs}
+            entry: dict[str, Any] = {"dims": values.dims, "attributes": values.attrs}
+            if values.dtype.kind == "f":  # texts and whole numbers may be of other widths
+                entry["type"] = str(values.dtype)
+            entries[str(label)] = entry
         for dim in dataset.dims:
             if dim != "prompt" and dim not in POSITION_DIMS:
                 entries[str(dim)] = dataset[dim].values.tolist()
@@ -139,7 +140,10 @@ def _layout(result: Result) -> dict[str, Any]:
 def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     """The datasets of one analysis as one, its prompts in order."""
     first = datasets[0]
-    sizes = {dim: max(dataset.sizes[dim] for dataset in datasets) for dim in first.dims}
+    sizes = {}
+    for dim in first.dims:
+        sizes[dim] = max(dataset.sizes[dim] for dataset in datasets)
+
     arrays: dict[str, Any] = {}
     for name in names_of_means(first):
         arrays |= _merged_moments(datasets, name)

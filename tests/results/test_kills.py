@@ -171,6 +171,12 @@ def test_two_runs_of_one_folder(small_job, small_results, tmp_path):
     assert numbers(result) == numbers(ma.merge_results(small_results[:2]))
 
 
+def test_chunks_that_cannot_be_locked(small_job, tmp_path):
+    (tmp_path / "r.zarr.parts" / "lock").mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"finished chunks cannot be kept in .*IsADirectoryError"):
+        ma.run_job(small_job, tmp_path / "r.zarr")
+
+
 SIGKILL = """
 import os, signal, sys
 from itertools import count
