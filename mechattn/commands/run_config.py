@@ -116,16 +116,15 @@ def run_from_config(
         elif is_new:
             written.append(Path(location))
 
-    if output.page is not None and chosen_shard == WHOLE:
-        if config.figures is None:
-            # There is one for each condition, and that of the first leads the page anyway.
-            figures = figures[1:]
-        drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
-        choice = head_choice(output)
-        page = results_page(results, output.page, drawings, command, force=force, choice=choice)
-        written.append(page)
-
-    return written
+    if output.page is None or chosen_shard != WHOLE:
+        return written
+    if config.figures is None:
+        # There is one for each condition, and that of the first leads the page anyway.
+        figures = figures[1:]
+    drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
+    choice = head_choice(output)
+    page = results_page(results, output.page, drawings, command, force=force, choice=choice)
+    return [*written, page]
 
 
 def output_of(config: Config) -> OutputSection:
@@ -230,11 +229,12 @@ def with_options(
         template: The template of the prompts.
         options: Keys at the top of the file.
     """
-    prompts = config.prompts.model_copy(update=_given(system=system, template=template))
-    return config.model_copy(update={**_given(**options), "prompts": prompts})
+    prompts = config.prompts.model_copy(update=_without_none(system=system, template=template))
+    return config.model_copy(update={**_without_none(**options), "prompts": prompts})
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
+    """The options that the command line gives."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -117,8 +117,8 @@ class Ray:
             for actor in actors:  # the cluster stays up
                 ray.kill(actor)
 
-    def _actors(self, ray: Any, job: Job, most: int) -> list[Any]:
-        """Actors that compute a job; ``most`` is the number of its chunks."""
+    def _actors(self, ray: Any, job: Job, chunk_count: int) -> list[Any]:
+        """Actors that compute a job: as many as are asked for or fit, but no more than chunks."""
         threads = job.threads or 1
         resources = ray.cluster_resources()
         cpus = threads
@@ -136,7 +136,7 @@ class Ray:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )
         stored_job = ray.put(replace(job, threads=threads))  # once, for any number of actors
-        count = max(1, min(self.workers or default_workers, most))
+        count = max(1, min(self.workers or default_workers, chunk_count))
         return [actor_class.remote(stored_job) for _ in range(count)]
 
     def _connected(self) -> Any:

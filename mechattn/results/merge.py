@@ -144,9 +144,9 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     for dim in first.dims:
         sizes[dim] = max(dataset.sizes[dim] for dataset in datasets)
 
-    arrays: dict[str, Any] = {}
+    moments: dict[str, np.ndarray] = {}
     for name in names_of_means(first):
-        arrays |= _merged_moments(datasets, name)
+        moments |= _merged_moments(datasets, name)
 
     merged = {}
     for label, values in first.data_vars.items():
@@ -157,8 +157,8 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         elif name == FIRST_PROMPT_TEXT:
             missing = sizes["pos"] - values.sizes["pos"]
             array = np.pad(values.values, [(0, 0), (0, missing)], constant_values="")
-        elif name in arrays:
-            array = arrays[name]
+        elif name in moments:
+            array = moments[name]
         else:
             raise OptionError(f"{name} has no dimension prompt, so it cannot be merged")
         sources = [variable.encoding.get(SOURCES, set()) for variable in variables]

@@ -307,13 +307,13 @@ def alike_words(result: Result) -> str:
         return ""
     prompts = result["sequences"].sizes["prompt"]
     counts = [likeness["prompts"] for likeness in likenesses]
-    of_what = ""
+    scope = ""
     if max(counts) > prompts:
-        of_what = "In the whole run, "
+        scope = "In the whole run, "
     elif min(counts) < prompts:
-        of_what = "In parts of it, "
+        scope = "In parts of it, "
     words = "; ".join(likeness["words"] for likeness in likenesses)
-    return f"{of_what}{words}."
+    return f"{scope}{words}."
 
 
 def head_name(layer: int, head: int) -> str:

@@ -82,7 +82,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with _temporary_folder(path) as folder:
             new = _new_path(folder, path)
             write(new)
-            flush([folder, new, *new.rglob("*")])
+            flush([folder, new, *new.rglob("*")])  # rglob finds nothing in a file
 
             old = folder / OLD
             if path.is_dir():

@@ -125,6 +125,7 @@ class Location:
     def attributes(self) -> dict[str, Any]:
         """The attributes of the root; empty if there is none that can be read."""
         try:
+            # Without a root b"", which is no JSON.
             return dict(json.loads(self.read(ROOT) or b"")["attributes"])
         except (ValueError, LookupError, TypeError, RecursionError):
             return {}

@@ -180,7 +180,7 @@ def write_root(result: Result, listing: Listing) -> None:
     Raises:
         OutputError: It is not what was written.
     """
-    provenance = json.dumps(dict(result.provenance))
+    provenance = json.dumps(result.provenance)
     attributes = {
         "mechattn_schema": SCHEMA,
         "provenance": provenance,
