@@ -95,7 +95,10 @@ class Ray:
         ray = self._connected()
         from ray.util import ActorPool
 
-        actors = self._actors(ray, job, len(chunks))
+        threads = job.threads or 1
+        # For any number of actors; one that restarts reads it again, so it is named until the end.
+        stored_job = ray.put(replace(job, threads=threads))
+        actors = self._actors(ray, stored_job, threads, len(chunks))
         pool = ActorPool(actors)
         try:
             checks = pool.map_unordered(lambda actor, chunk: actor.check.remote(chunk), chunks)
@@ -117,9 +120,8 @@ class Ray:
             for actor in actors:  # the cluster stays up
                 ray.kill(actor)
 
-    def _actors(self, ray: Any, job: Job, chunk_count: int) -> list[Any]:
+    def _actors(self, ray: Any, stored_job: Any, threads: int, chunk_count: int) -> list[Any]:
         """Actors that compute a job: as many as are asked for or fit, but no more than chunks."""
-        threads = job.threads or 1
         resources = ray.cluster_resources()
         cpus = threads
         default_workers = int(resources.get("CPU", 1)) // threads
@@ -135,7 +137,6 @@ class Ray:
             max_task_retries=TRIES - 1,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )
-        stored_job = ray.put(replace(job, threads=threads))  # once, for any number of actors
         count = max(1, min(self.workers or default_workers, chunk_count))
         return [actor_class.remote(stored_job) for _ in range(count)]
 
