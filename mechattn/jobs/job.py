@@ -121,9 +121,9 @@ class Job:
         write the date; None if tokens were given in place of texts."""
         if all(prompt.tokens for prompt in self.prompts):
             return None
-        reader: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
-        token_ids = [tokenize(prompt, reader).tokens.tolist() for prompt in self.prompts]
-        beginning = reader.tokenizer.decode(token_ids[0][:_SHOWN_TOKENS])
+        model: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
+        token_ids = [tokenize(prompt, model).tokens.tolist() for prompt in self.prompts]
+        beginning = model.tokenizer.decode(token_ids[0][:_SHOWN_TOKENS])
         return {"hash": provenance.digest(token_ids), "first": beginning}
 
     @cached_property

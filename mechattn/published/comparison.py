@@ -16,6 +16,7 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from mechattn.evaluation.evaluation import Evaluation
+from mechattn.markup import markdown_table
 from mechattn.published.statements import Statement, Statements
 from mechattn.stats.intervals import t_interval
 
@@ -134,19 +135,15 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """A table with a row for each statement and a column for each model."""
-        header = ["statement", "published", *self.models]
-        rule = ["---"] * len(header)
-
-        rows = [header, rule]
+        rows = []
         for statement in self.statements.statements:
             place = self.place_words(statement)
             quote = f"{statement.title}: “{statement.quote}” ({place})"
             published = f"{statement.published} [{statement.of}]"
-            cells = map(str, self.cells[statement.key].values())
-            rows.append([quote, published, *cells])
+            rows.append([quote, published, *self.cells[statement.key].values()])
 
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        return "\n".join([*lines, "", self.summary])
+        table = markdown_table(["statement", "published", *self.models], rows)
+        return f"{table}\n\n{self.summary}"
 
     def to_json(self) -> str:
         """How the numbers were made, and the rows of the table; null where there is no number."""
