@@ -36,7 +36,7 @@ from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.writing import check_result_or_location
+from mechattn.store.writing import check_result_location, check_result_or_location
 from mechattn.toml_sections import Config, FigureSection, OutputSection, TemplateWord, read_sections
 
 DRAW_FUNCTIONS: dict[str, Callable] = {
@@ -100,7 +100,10 @@ def run_from_config(
     locations = {}
     for model, location in locations_of(config, output.result).items():
         locations[model] = shard_location(location, chosen_shard)
-        check_result_or_location(locations[model])
+        if fresh:
+            check_result_location(locations[model])
+        else:
+            check_result_or_location(locations[model])
     if output.page is not None:
         check_page_place(output.page, force)
     prompts = checked_prompts(config, figures, any(map(_chooses_heads, figures)))
