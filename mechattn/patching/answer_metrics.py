@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import PromptError, check_choice
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import tokenize
 
@@ -111,11 +111,8 @@ def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
             return "logit_diff"
         return "logprob"
 
-    if not callable(metric) and metric not in WORDS:
-        choices = ", ".join(map(repr, WORDS))
-        raise OptionError(
-            f"metric={metric!r}: choose one of {choices}, or give a function of logits and answer"
-        )
+    if not callable(metric):
+        check_choice(MetricName, metric=metric)
     return metric
 
 
@@ -164,12 +161,10 @@ def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     other_tokens = _answer_tokens(with_other, model)
     shorter = min(len(answer), len(other_tokens))
     if answer[:shorter].equal(other_tokens[:shorter]):
-        relation = "begin with the same tokens, and one ends there"
-        if len(answer) == len(other_tokens):
-            relation = "are the same tokens"
         raise PromptError(
-            f"both answers of {prompt.where} {relation}, so no logits tell them apart: begin each"
-            ' with its blank (" he", not "he"), or give other answers'
+            f"both answers of {prompt.where} are the same tokens up to the end of the shorter, so"
+            ' no logits tell them apart: begin each with its blank (" he", not "he"), or give other'
+            " answers"
         )
     return other_tokens
 

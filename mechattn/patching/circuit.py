@@ -94,16 +94,24 @@ class Circuit:
             "CPR" and "CMD" of the scores, "CPR_random" and "CMD_random" of random circuits, and
             the same of each ranking that ``beside`` added.
         """
-        share = self.curve.share.values
-        rankings = self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore")
-
         areas = {}
-        for ranking in rankings:
-            faithfulness = self.curve[ranking].values
+        for ranking in self._rankings:
             suffix = "" if ranking == "faithfulness" else f"_{ranking}"
-            areas[f"CPR{suffix}"] = float(np.trapezoid(faithfulness, share))
-            areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - faithfulness), share))
+            areas[f"CPR{suffix}"], areas[f"CMD{suffix}"] = self._areas_of(ranking)
         return areas
+
+    @property
+    def _rankings(self) -> list[str]:
+        """The columns of the curve that hold the faithfulness of a ranking."""
+        return [name for name in self.curve if name not in ("edges", "share", "low", "high")]
+
+    def _areas_of(self, ranking: str) -> tuple[float, float]:
+        """CPR and CMD of a ranking."""
+        share = self.curve.share.values
+        faithfulness = self.curve[ranking].values
+        cpr = np.trapezoid(faithfulness, share)
+        cmd = np.trapezoid(abs(1 - faithfulness), share)
+        return float(cpr), float(cmd)
 
     def stability(self, size: int | None = None) -> tuple[float, float]:
         """Jaccard index of the first edges of both halves of the ranking prompts, and its
@@ -185,7 +193,7 @@ class Circuit:
         """
         kept_edges = self.kept(size, q)
         scores = _mean_scores(self.edges)
-        writers = [_eap_names(self.graph, name)[0] for name in self.graph.writers]
+        writers = [_eap_name(writer) for writer in self.graph.writers]
 
         edges: dict[str, Any] = {}
         for writer, reader in self.graph.edges:
@@ -193,8 +201,11 @@ class Circuit:
                 "score": float(scores[writer, reader]),
                 "in_graph": bool(kept_edges[writer, reader]),
             }
-            for reader_name in _eap_names(self.graph, self.graph.readers[reader]):
-                edges[f"{writers[writer]}->{reader_name}"] = edge
+            reader_name = self.graph.readers[reader]
+            _, _, part = reader_name.partition(".")
+            suffix = f"<{part}>" if part else ""
+            for node in self.graph.nodes_after[reader_name]:
+                edges[f"{writers[writer]}->{_eap_name(node)}{suffix}"] = edge
 
         nodes = {"logits": {"in_graph": True}}
         for name, edges_of_writer in zip(writers, kept_edges, strict=True):
@@ -206,11 +217,10 @@ class Circuit:
 
     def __str__(self) -> str:
         areas = []
-        for name, value in self.areas.items():
-            area, _, ranking = name.partition("_")
-            if ranking:
-                area = f"{area} of {ranking}"
-            areas.append(f"{area} {value:.3f}")
+        for ranking in self._rankings:
+            cpr, cmd = self._areas_of(ranking)
+            of_ranking = "" if ranking == "faithfulness" else f" of {ranking}"
+            areas.append(f"CPR{of_ranking} {cpr:.3f}, CMD{of_ranking} {cmd:.3f}")
 
         about = self.about
         lines = [
@@ -325,8 +335,7 @@ def _checked_sizes(sizes: Sequence[int] | None, edge_count: int) -> list[int]:
         sizes = [round(share * edge_count) for share in _SHARES]
 
     for size in sizes:
-        if not isinstance(size, int) or not 0 <= size <= edge_count:
-            raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {edge_count}")
+        check_counts(0, edge_count, sizes=size)
     return sorted({0, *sizes, edge_count})
 
 
@@ -366,7 +375,7 @@ def _mean_scores(scores: Patching) -> np.ndarray:
 def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
     # [reader writer]
-    goes_on = np.array([np.isin(graph.writers, graph.read_by(name)) for name in graph.readers])
+    goes_on = np.array([np.isin(graph.writers, nodes) for nodes in graph.nodes_after.values()])
     is_embedding = np.array(graph.writers) == "embedding"
     is_logits = np.array(graph.readers) == "logits"
 
@@ -383,21 +392,14 @@ def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
         kept_edges = fewer_edges
 
 
-def _eap_names(graph: Graph, name: str) -> list[str]:
-    """The names of a node in EAP-IG; one for each of the heads that share keys or values."""
-    if name == "embedding":
-        return ["input"]
-    if name == "logits":
-        return ["logits"]
-
-    _, _, part = name.partition(".")
-    suffix = f"<{part}>" if part else ""
-    names = []
-    for node in graph.read_by(name):
-        layer_and_head = head_named(node)
-        if layer_and_head is None:
-            layer = node.removeprefix("L").removesuffix("MLP")
-            names.append(f"m{layer}")
-        else:
-            names.append("a{}.h{}".format(*layer_and_head) + suffix)
-    return names
+def _eap_name(node: str) -> str:
+    """The name of a node in EAP-IG, such as "a0.h1" for "L0H1" and "m0" for "L0MLP"."""
+    if node == "embedding":
+        return "input"
+    if node == "logits":
+        return node
+    layer_and_head = head_named(node)
+    if layer_and_head is not None:
+        return "a{}.h{}".format(*layer_and_head)
+    layer = node.removeprefix("L").removesuffix("MLP")
+    return f"m{layer}"

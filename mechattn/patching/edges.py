@@ -18,8 +18,8 @@ from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import with_length_of
 from mechattn.patching.effects import CHECKED, Patching, checked_sample
 from mechattn.patching.graph import (
+    Component,
     Graph,
-    Place,
     ReplacedEdges,
     Written,
     graph_of,
@@ -124,21 +124,23 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     check_edges_fit(model, graph, request.pairs, request.memory)
 
     about: dict[str, Any] = {"steps": steps}
-    sharing = graph.read_by("L0H0.v")
+    sharing = graph.nodes_after["L0H0.v"]
     if len(sharing) > 1:
         readers = ", ".join(sharing)
         about["sharing"] = f"k and v are those of key-value heads: L0H0.v is read by {readers}"
-    method = "attributed (first order)" if steps == 1 else f"attributed ({steps} steps)"
+    about["method"] = f"attributed ({steps} steps)"
+    if steps == 1:
+        about["method"] = "attributed (first order)"
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
     def edge_pair(pair: Pair) -> EdgePair:
         return EdgePair(model, graph, pair, request.memory)
 
-    def effects_of(pairs: Sequence[Pair]) -> list[PromptEffects]:
-        return [edge_pair(pair).attributed(steps) for pair in pairs]
+    def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
+        return {pair.id: edge_pair(pair).attributed(steps) for pair in pairs}
 
     with showing_edges(model):
-        patching = request.patched(request.one_by_one, effects_of, axes, method, **about)
+        patching = request.run_patching(request.one_by_one, effects_of, axes, **about)
         sample = checked_sample(patching, request.seed)
         sampled_edges = [graph.edges[index] for index in sample]
         exact = [edge_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED]]
@@ -222,12 +224,13 @@ class EdgePair:
         """The gradient of the metric with respect to what each reader reads, averaged over the
         steps.
         """
-        # Added to what is read, for gradients by place: each reads the same stream.
-        zeros: dict[Place, Tensor] = {}
+        # All readers read the same stream: a zero that is added to what one of them reads has the
+        # gradient of this reader alone.
+        zeros: dict[Component, Tensor] = {}
 
-        def read_with_zeros(place: Place, x: Tensor) -> Tensor:
-            zeros[place] = torch.zeros_like(x, requires_grad=True)
-            return x + zeros[place]
+        def read_with_zeros(component: Component, x: Tensor) -> Tensor:
+            zeros[component] = torch.zeros_like(x, requires_grad=True)
+            return x + zeros[component]
 
         # The middles of equal parts of the way; with one step, where the patched run is.
         points = (torch.arange(steps) + 0.5) / steps
@@ -252,9 +255,9 @@ class EdgePair:
             )
             value = runs.unpatched.measure(logits).sum()
             gradients = torch.autograd.grad(value, list(zeros.values()))
-            for place, gradient in zip(zeros, gradients, strict=True):
+            for component, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
-                total[self.graph.places[place]] += by_reader.to(total)
+                total[self.graph.components[component]] += by_reader.to(total)
             zeros.clear()
         return total
 

@@ -166,17 +166,18 @@ def induction_heads(
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
     estimate = replace(plan, target=replace(target, attributed=True))
 
-    def effects_of(batch: Sequence[Pair]) -> list[PromptEffects]:
-        effects = []
-        for ablated, attributed in zip(plan.effects(batch), estimate.effects(batch), strict=True):
-            effects.append(ablated | {"attributed": attributed["effect"]})
+    def effects_of(batch: Sequence[Pair]) -> dict[str, PromptEffects]:
+        estimates = estimate.effects(batch)
+        effects: dict[str, PromptEffects] = {}
+        for id, ablated in plan.effects(batch).items():
+            effects[id] = {**ablated, "attributed": estimates[id]["effect"]}
         return effects
 
-    needed = request.patched(
+    needed = request.run_patching(
         plan.batches([_pair(model, prompt, span) for prompt in prompts]),
         effects_of,
         {"cell": range(len(cells))},
-        "ablated",
+        method="ablated",
         metric="loss of the second copy, in nats a token",
         metric_name="loss",
         direction="ablation",

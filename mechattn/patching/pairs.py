@@ -23,7 +23,15 @@ from mechattn.engine.request_checks import (
     condition_sequences,
     with_baseline,
 )
-from mechattn.errors import ModelError, OptionError, PromptError, check_choice, memory_bytes, warn
+from mechattn.errors import (
+    ModelError,
+    OptionError,
+    PromptError,
+    check_choice,
+    check_counts,
+    memory_bytes,
+    warn,
+)
 from mechattn.functional.attention import in_working_dtype
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.load import load_model
@@ -46,7 +54,7 @@ from mechattn.stats.units import Units
 Direction = Literal["denoising", "noising"]
 # By the names of variables of ``Patching.effects``: the effects of a prompt [*axes], those of each
 # control, and the whole effect.
-PromptEffects = dict[str, np.ndarray | float]
+PromptEffects = Mapping[str, np.ndarray | float]
 _OTHER = "other version"  # the name of the condition, beside the baseline
 
 
@@ -187,12 +195,11 @@ class PatchingRequest:
                 ' direction="denoising" or another metric'
             )
 
-    def patched(
+    def run_patching(
         self,
         batches: Sequence[Sequence[Pair]],
-        effects_of: Callable[[Sequence[Pair]], Sequence[PromptEffects]],
+        effects_of: Callable[[Sequence[Pair]], Mapping[str, PromptEffects]],
         axes: Mapping[str, Sequence[Any]],
-        method: str,
         **about: Any,
     ) -> Patching:
         """The effects of each pair [*axes] and its whole effect, by prompt, with what was patched
@@ -200,26 +207,25 @@ class PatchingRequest:
 
         Args:
             batches: The pair of each prompt, those together whose effects are asked for at once.
-            effects_of: From pairs to the effects of each.
+            effects_of: From pairs to the effects of each, by the id of its prompt.
             axes: The labels of each axis after the prompts.
-            method: How effects are measured, in words.
-            about: What else is said of the effects, or said in place of what this request says.
+            about: What else is said of the effects, or said in place of what this request says;
+                ``method`` at least, how effects are measured.
         """
-        total = len(self.prompts)
+        prompt_count = len(self.prompts)
         by_id: dict[str, PromptEffects] = {}
         start = perf_counter()
-        with tqdm(total=total, desc="patching", unit="prompt", delay=2) as progress:
+        with tqdm(total=prompt_count, desc="patching", unit="prompt", delay=2) as progress:
             for batch in batches:
                 is_first = not by_id
-                for pair, effects in zip(batch, effects_of(batch), strict=True):
-                    by_id[pair.id] = effects
+                by_id |= effects_of(batch)
                 progress.update(len(batch))
 
-                minutes = (perf_counter() - start) / 60 * total / len(by_id)
+                minutes = (perf_counter() - start) / 60 * prompt_count / len(by_id)
                 if is_first and minutes > 1:
                     warn(
-                        f"about {minutes:.0f} min for {total} prompts; fewer prompts take less, and"
-                        " so do ma.patch(…, controls=()) and, without at=…, attribution"
+                        f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
+                        " less, and so do ma.patch(…, controls=()) and, without at=…, attribution"
                     )
 
         ids = [prompt.id for prompt in self.prompts]
@@ -229,9 +235,13 @@ class PatchingRequest:
         for name in by_id[ids[0]]:
             values = np.stack([by_id[id][name] for id in ids])
             variables[name] = (dims[: values.ndim], values)
+        return Patching(xr.Dataset(variables, coords), self.units, self._about | about)
 
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What is asked, as data."""
         metric_name = "own function" if callable(self.metric) else self.metric
-        record = {
+        return {
             "model": provenance.name_of(str(self.model.cfg.model_name)),
             "prompts": provenance.digest(self.prompts),
             "condition": provenance.identity(self.condition),
@@ -240,9 +250,7 @@ class PatchingRequest:
             "direction": self.direction,
             "seed": self.seed,
             "versions": provenance.versions(),
-            "method": method,
         }
-        return Patching(xr.Dataset(variables, coords), self.units, record | about)
 
 
 def request_of(
@@ -261,6 +269,7 @@ def request_of(
     """
     budget = memory_bytes(memory)
     check_choice(Direction, direction=direction)
+    check_counts(0, seed=seed)
     prompts = as_prompts(prompts)
     metric = chosen_metric(metric, prompts)
     return PatchingRequest(load_model(model), prompts, condition, metric, direction, budget, seed)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import with_length_of
+from mechattn.patching.controls import aligned_output, with_length_of
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import (
     Direction,
@@ -30,6 +31,7 @@ from mechattn.patching.patched_runs import (
     HeadChange,
     HeadOutput,
     LayerHead,
+    Part,
     RecordedRun,
     changing,
     logits_of,
@@ -84,7 +86,7 @@ def paths(
     First the run is repeated with every head's output held at its own value, except the sender's,
     which is that of the other run, while MLPs are computed again; this gives what the receiver
     would get: ``r' = r(z_sender := z'_sender, z_h := z_h for all other heads h)``. Then the run is
-    repeated with r' in that place alone, and all that comes after is computed:
+    repeated with r' in place of r alone, and all that comes after is computed:
     ``effect = metric(run with r') − metric(run)``. For "logits" the first repetition's are
     measured.
 
@@ -112,10 +114,12 @@ def paths(
     named = _paths_in(request.model, between)
     receiving_layers = [path.receiver.where[0] for path in named if path.receiver]
     starts = possible_starts(request.model, request.shortest, receiving_layers)
+
+    def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
+        return {pair.id: _effects(request, named, starts, pair) for pair in pairs}
+
     axes = {"path": [path.name for path in named]}
-    return request.patched(
-        request.one_by_one, partial(_effects, request, named, starts), axes, "patched"
-    )
+    return request.run_patching(request.one_by_one, effects_of, axes, method="patched")
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[Path]:
@@ -143,33 +147,32 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
                     " later layer"
                 )
         named.append(path)
-    return named
+    return list(dict.fromkeys(named))  # each once, or q would count it twice
 
 
 def _path_of(ends: Any) -> Path:
     """The path between two names, such as "L0H1" and "L1H0.k"."""
-    match ends:
-        case (str(start), str(end)) if sender := head_named(start):
-            name = f"{start} → {end}"
-            if end == "logits":
-                return Path(name, sender, None)
-
-            node, _, part = end.partition(".")
-            head = head_named(node)
-            if head is not None and part in ("q", "k", "v"):
-                return Path(name, sender, Receiver(part, head))  # type: ignore[arg-type]
+    if isinstance(ends, (tuple, list)) and len(ends) == 2:
+        start, end = ends
+        name = f"{start} → {end}"
+        sender = head_named(start)
+        node, _, part = str(end).partition(".")
+        receiving_head = head_named(node)
+        if sender is not None and end == "logits":
+            return Path(name, sender, None)
+        if sender is not None and receiving_head is not None and part in ("q", "k", "v"):
+            return Path(name, sender, Receiver(part, receiving_head))  # type: ignore[arg-type]
     raise OptionError(
         f'{ends!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
     )
 
 
 def _effects(
-    request: PatchingRequest, named: Sequence[Path], starts: Sequence[int], pairs: Sequence[Pair]
-) -> list[PromptEffects]:
+    request: PatchingRequest, named: Sequence[Path], starts: Sequence[int], pair: Pair
+) -> PromptEffects:
     """The effect of each path in a pair, that of a random step of its sender, and the whole
     effect.
     """
-    [pair] = pairs
     model = request.model
     layers = attention_layers(model)
     [base_run] = recorded_runs(model, [(pair.base, pair.origins)], layers, "z", starts)
@@ -183,7 +186,7 @@ def _effects(
     for where in dict.fromkeys(path.sender for path in named):
         layer, head = where
         z = base_run.activations[layer][base_run.positions, head]
-        source_z = source_run.activations[layer][source_run.positions, head]
+        source_z = aligned_output(base_run, source_run, where)
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         source_outputs[where] = source_z
         random_outputs[where] = z + with_length_of(direction, source_z - z)
@@ -192,14 +195,14 @@ def _effects(
     cfg = model.cfg
     of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
     rows = rows_within(request.memory, row_bytes(model, pair, of_receivers))
-    effects: PromptEffects = {"whole": unpatched.whole}
+    effects = {"whole": np.array(unpatched.whole)}
     for name, outputs in (("effect", source_outputs), ("random", random_outputs)):
         batches = []
         for start in range(0, len(named), rows):
             batch = named[start : start + rows]
             batches.append(_patched(model, batch, base_run, unpatched, outputs))
         effects[name] = np.concatenate(batches)
-    return [effects]
+    return effects
 
 
 def _patched(
@@ -208,7 +211,7 @@ def _patched(
     base_run: RecordedRun,
     unpatched: Unpatched,
     outputs: Mapping[LayerHead, HeadOutput],
-) -> np.ndarray:
+) -> Float[np.ndarray, " path"]:
     """The effect of each path: one row of two passes for each.
 
     Args:
@@ -218,14 +221,48 @@ def _patched(
         unpatched: What effects are counted from.
         outputs: What replaces each sender's output.
     """
-    rows_by_part: dict[Any, dict[int, LayerHead]] = {}  # the receiving head of each row
+    receiver_of_row: dict[Part, dict[int, LayerHead]] = {}  # by the part that receives
     for row, path in enumerate(named):
         if path.receiver is not None:
-            rows_by_part.setdefault(path.receiver.part, {})[row] = path.receiver.where
+            receiver_of_row.setdefault(path.receiver.part, {})[row] = path.receiver.where
 
-    # The first pass: all heads are held except each row's sender, and receivers' parts are
-    # recorded.
-    recorded: dict[tuple[str, int], Tensor] = {}
+    received: dict[tuple[Part, int], Tensor] = {}
+
+    def record(part: Part, layer: int, x: Tensor) -> Tensor:
+        received[part, layer] = x.detach()
+        return x
+
+    # The first pass: all heads are held except each row's sender, and what receivers get is
+    # recorded. Of paths to the logits this gives the effect; of the others it is replaced below.
+    with ExitStack() as stack:
+        stack.enter_context(_holding_all_but_senders(model, named, base_run, outputs))
+        for part, heads in receiver_of_row.items():
+            layers = {layer for layer, _ in heads.values()}
+            records = {layer: partial(record, part, layer) for layer in layers}
+            stack.enter_context(changing(model, part, records))
+        logits = logits_of(model, [base_run.sequence] * len(named))
+    effects = unpatched.effects(logits)
+
+    # The second: only what receivers get is changed.
+    all_positions = torch.arange(len(base_run.sequence))
+    for part, heads in receiver_of_row.items():
+        changes = []
+        for row, where in heads.items():
+            layer, head = where
+            value = received[part, layer][row, :, head]
+            changes.append([HeadChange(where, all_positions, value)])
+        logits = patched_logits(model, [base_run] * len(changes), changes, part)
+        effects[list(heads)] = unpatched.effects(logits)
+    return effects
+
+
+def _holding_all_but_senders(
+    model: HookedModel,
+    named: Sequence[Path],
+    base_run: RecordedRun,
+    outputs: Mapping[LayerHead, HeadOutput],
+) -> AbstractContextManager[None]:
+    """Hold every head's output at that of the base run, but for the sender of each row's path."""
 
     def hold(layer: int, z: Tensor) -> Tensor:
         z = base_run.activations[layer].expand_as(z).clone()
@@ -236,31 +273,4 @@ def _patched(
                 z[row, positions, head] = outputs[path.sender].to(z)
         return z
 
-    def record(part: str, layer: int, x: Tensor) -> Tensor:
-        recorded[part, layer] = x.detach()
-        return x
-
-    with ExitStack() as stack:
-        holds = {layer: partial(hold, layer) for layer in base_run.activations}
-        stack.enter_context(changing(model, "z", holds))
-        for part, receivers in rows_by_part.items():
-            layers = {layer for layer, _ in receivers.values()}
-            records = {layer: partial(record, part, layer) for layer in layers}
-            stack.enter_context(changing(model, part, records))
-        logits = logits_of(model, [base_run.sequence] * len(named))
-
-    # Of paths to the logits, this is the effect; of the others it is replaced below.
-    effects = unpatched.effects(logits)
-
-    # The second: only the receivers' parts are changed.
-    all_positions = torch.arange(len(base_run.sequence))
-    for part, receivers in rows_by_part.items():
-        changes = []
-        for row, where in receivers.items():
-            layer, head = where
-            value = recorded[part, layer][row, :, head]
-            changes.append([HeadChange(where, all_positions, value)])
-
-        logits = patched_logits(model, [base_run] * len(changes), changes, part)
-        effects[list(receivers)] = unpatched.effects(logits)
-    return effects
+    return changing(model, "z", {layer: partial(hold, layer) for layer in base_run.activations})

@@ -3,16 +3,14 @@ memory lets, from the first layer that they change; and how much memory a row of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel, device_of
 from mechattn.patching.graph import Graph
@@ -94,7 +92,6 @@ class PatchedCopy:
         return changes
 
 
-CopyEffect = tuple[PatchedCopy, float]
 # What replaces each head's output in a pair's base run, for the effect and for each control.
 Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
 
@@ -137,7 +134,7 @@ class PatchingPlan:
                 batches.append(same_shape[start : start + size])
         return batches
 
-    def effects(self, pairs: Sequence[Pair]) -> list[PromptEffects]:
+    def effects(self, pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
         """The effect of each cell and its controls [cell]; the whole effect, and the metric of the
         base run.
 
@@ -148,32 +145,36 @@ class PatchingPlan:
             pairs: Pairs whose base runs have one shape.
 
         Returns:
-            For each pair "effect" and the controls [cell], "whole" and "before", in the units of
-            the metric.
+            By the id of the prompt "effect" and the controls [cell], "whole" and "before", in the
+            units of the metric.
         """
         effects_by_id: dict[str, dict[str, Any]] = {}
         copies = []
         for runs in self._read(pairs):
-            # First of all, as they refuse a metric that gives no numbers.
-            effects: dict[str, Any] = {}
-            effects["whole"] = runs.unpatched.whole
-            effects["before"] = runs.unpatched.before
+            # The metric comes first of all, as it is refused here if it gives no numbers.
+            effects: dict[str, Any] = {
+                "whole": runs.unpatched.whole,
+                "before": runs.unpatched.before,
+            }
             for name in ("effect", *self.controls):
                 effects[name] = np.full(len(self.cells), np.nan)
             effects_by_id[runs.pair.id] = effects
 
-            tokens_of_cells = [self._tokens_of(cell, runs) for cell in self.cells]
+            token_groups = self.target.groups_of(runs.pair)
             # Nothing replaces for "other_prompt" where no other prompt is long enough.
             for name, values in self.replacements(self, runs).items():
-                for index, tokens in enumerate(tokens_of_cells):
+                for index, cell in enumerate(self.cells):
+                    tokens = token_groups == cell.token_group
                     if tokens.any():  # a segment may have no token in this prompt
-                        cell = self.cells[index]
                         copies.append(PatchedCopy(runs, name, index, cell, tokens, values))
 
-        measured = _first_order(copies) if self.target.attributed else self._exact(pairs, copies)
-        for copy, effect in measured:
+        if self.target.attributed:
+            effect_of_copy = _first_order(copies)
+        else:
+            effect_of_copy = self._exact(pairs, copies)
+        for copy, effect in effect_of_copy.items():
             effects_by_id[copy.runs.pair.id][copy.name][copy.index] = effect
-        return [effects_by_id[pair.id] for pair in pairs]
+        return effects_by_id
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
         """The unpatched runs of each pair, those of one shape in one pass."""
@@ -185,11 +186,10 @@ class PatchingPlan:
         bases = recorded_runs(model, base_sequences, layers, part, self.starts)
         sources = recorded_runs(model, source_sequences, layers, part)
 
-        with_partner = [pair.id for pair in pairs if pair.id in self.partners]
-        partners = [self.partners[pair_id] for pair_id in with_partner]
-        partner_sequences = [(partner.source, partner.origins) for partner in partners]
+        partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
+        partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
         partner_runs = recorded_runs(model, partner_sequences, layers, part)
-        partner_run_of = dict(zip(with_partner, partner_runs, strict=True))
+        partner_run_of = dict(zip(partners, partner_runs, strict=True))
 
         all_runs = []
         for pair, base, source in zip(pairs, bases, sources, strict=True):
@@ -197,34 +197,27 @@ class PatchingPlan:
             gradients = {}
             if self.target.attributed:
                 gradients = gradients_of(model, pair.base, layers, unpatched.measure)
-            partner_run = partner_run_of.get(pair.id)
-            all_runs.append(PairRuns(pair, base, source, unpatched, partner_run, gradients))
+            partner = partner_run_of.get(pair.id)
+            all_runs.append(PairRuns(pair, base, source, unpatched, partner, gradients))
         return all_runs
 
-    def _tokens_of(self, cell: PatchCell, runs: PairRuns) -> Bool[Tensor, " shared"]:
-        """Which of the tokens that both runs have are those of a cell."""
-        origins = runs.pair.origins
-        if self.target.by == "position":
-            return origins.eq(int(cell.label))
-        if self.target.by == "segment":
-            segments = runs.base.sequence.segment[runs.base.positions]
-            return segments.eq(SEGMENTS.index(cell.label))
-        return torch.ones_like(origins, dtype=torch.bool)
-
-    def _exact(self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
+    def _exact(
+        self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]
+    ) -> dict[PatchedCopy, float]:
         """The metric of each copy, minus that of its base run."""
         model = self.request.model
         prompts_memory = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
         memory = self.request.memory - prompts_memory
         rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pairs[0])))
 
+        effects = {}
         for batch in self._passes(copies, rows):
             base_runs = [copy.runs.base for copy in batch]
             changes = [copy.changes for copy in batch]
             logits = patched_logits(model, base_runs, changes, self.target.part)
             for row, copy in enumerate(batch):
-                [effect] = copy.runs.unpatched.effects(logits[[row]])
-                yield copy, effect
+                [effects[copy]] = copy.runs.unpatched.effects(logits[[row]])
+        return effects
 
     def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[PatchedCopy]]:
         """The copies of each pass, in the order of the first layers that they change, as a pass
@@ -248,8 +241,9 @@ class PatchingPlan:
         return passes
 
 
-def _first_order(copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
+def _first_order(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
     """The first-order effect of changing single heads: ``Σ gradient · (value − z)``."""
+    effects = {}
     for copy in copies:
         [change] = copy.changes
         layer, head = change.where
@@ -257,7 +251,8 @@ def _first_order(copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
         positions = change.positions.to(z.device)
         step = change.value.double() - z[positions, head].double()
         gradient = copy.runs.gradients[layer][positions, head].double()
-        yield copy, float((gradient * step).sum())
+        effects[copy] = float((gradient * step).sum())
+    return effects
 
 
 def rows_within(budget: int, row: int) -> int:

@@ -240,7 +240,7 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
     table = found.table(20)
     drawn = {*table.writer, "logits"}
     arcs = [
-        node for reader in table.reader for node in found.graph.read_by(reader) if node in drawn
+        node for reader in table.reader for node in found.graph.nodes_after[reader] if node in drawn
     ]
     legend = [trace.name for trace in figure.data[:2]]
     assert legend == [f"the other output {verb} the metric" for verb in ("lowers", "raises")]
@@ -259,7 +259,7 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
 def test_few_prompts_and_impossible_sizes_are_refused(model):
     with pytest.raises(OptionError, match="at least 6 for two halves"):
         ma.circuit(model, MANY[:5], Counterpart())
-    with pytest.raises(OptionError, match=r"sizes=\[-1\]: give numbers of edges, from 0 to"):
+    with pytest.raises(OptionError, match=r"sizes=-1: give a whole number, at least 0"):
         ma.circuit(model, MANY, Counterpart(), sizes=[-1])
 
 
