@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.interventions.intervention import (
     Acting,
     CurrentTarget,
     as_tuple,
+    is_head,
     on,
     tensors_digest,
 )
@@ -66,7 +67,7 @@ class HeadAblation:
     means: HeadMeans | None = None
 
     def __post_init__(self) -> None:
-        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in self.heads):
+        if not all(map(is_head, as_tuple(self.heads))):
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
@@ -96,11 +97,16 @@ class HeadAblation:
         def ablate(layer: int, z: Z) -> Z:
             z = z.clone()
             rows = target().rows.to(z.device)
+            outputs = z.new_zeros(z.shape[2:])
+            if self.means is not None:
+                outputs = self.means.by_layer[layer].to(z)
+            if outputs.shape != z.shape[2:]:
+                raise OptionError(
+                    f"the means of layer {layer} are {list(outputs.shape)}, but its outputs"
+                    f" {list(z.shape[2:])} [head d_head]: they are of another model"
+                )
             for head in heads_by_layer[layer]:
-                if self.means is None:
-                    z[rows, :, head] = 0.0
-                else:
-                    z[rows, :, head] = self.means.by_layer[layer][head].to(z)
+                z[rows, :, head] = outputs[head]
             return z
 
         return changing_z(model, {layer: partial(ablate, layer) for layer in heads_by_layer})
@@ -130,12 +136,10 @@ class AttentionKnockout:
     layers: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("queries", "keys"):
-            value: Any = getattr(self, name)
-            if not value or not set(as_tuple(value)) <= set(SEGMENTS):
-                raise OptionError(
-                    f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}"
-                )
+        for segment in as_tuple(self.queries):
+            check_choice(SEGMENTS, queries=segment)
+        for segment in as_tuple(self.keys):
+            check_choice(SEGMENTS, keys=segment)
 
     def marked(self, sequence: TokenSequence) -> TokenSequence:
         """Return the sequence with these edges cut.
@@ -166,5 +170,5 @@ class AttentionKnockout:
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
     """Which tokens belong to any of these segments."""
-    members = [sequence.of_segment(segment) for segment in as_tuple(segments)]
-    return torch.stack(members).any(0)
+    numbers = [SEGMENTS.index(segment) for segment in as_tuple(segments)]
+    return torch.isin(sequence.segment, torch.tensor(numbers, device=sequence.segment.device))

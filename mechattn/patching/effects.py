@@ -20,6 +20,8 @@ from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.units import Resolution, Units, halves_of, resolution
 
 Columns = dict[str, np.ndarray]  # of a table, by name
+Chosen = np.ndarray | slice  # numbers of units or of cells
+_ALL = slice(None)
 
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
@@ -109,7 +111,7 @@ class Patching:
             cells = order[:top]
             tests = _tests_of(self._tested_values(reported_units, cells))
             family = f"{self._family(len(cells))}, ranked on the other half"
-            return self._table(cells, reported_units, tests, np.arange(len(cells)), family)
+            return self._table(cells, reported_units, tests, _ALL, family)
 
         self.units.refuse_below(FEWEST, instead="")
         if top is None:
@@ -123,21 +125,21 @@ class Patching:
             cells: Numbers of rows, in the order in which the table has them.
         """
         family = self._family(len(self._cells))
-        return self._table(cells, slice(None), self._tests, cells, family)
+        return self._table(cells, _ALL, self._tests, cells, family)
 
     def _table(
         self,
         cells: np.ndarray,
-        units: Any,
+        units: Chosen,
         tests: Mapping[str, PairedTests],
-        tested_cells: np.ndarray,
+        tested_cells: Chosen,
         family: str,
     ) -> pd.DataFrame:
         """Some rows of the table.
 
         Args:
             cells: The numbers of the rows.
-            units: The numbers of the units that are reported, or a slice of them.
+            units: The units that are reported.
             tests: The tests of all rows of the family.
             tested_cells: The number of each row in its family.
             family: What is tested together, in words.
@@ -179,7 +181,7 @@ class Patching:
         }
         return by_head(table)
 
-    def _tested_values(self, units: Any = slice(None), cells: Any = slice(None)) -> Columns:
+    def _tested_values(self, units: Chosen = _ALL, cells: Chosen = _ALL) -> Columns:
         """What is tested [unit cell]: effects, and what is beyond each control, without the units
         that lack it.
         """
@@ -241,7 +243,7 @@ class Patching:
         return f"{count} {nouns} {self.about['method']}"
 
     def _values(
-        self, name: str, units: Any = slice(None), cells: Any = slice(None)
+        self, name: str, units: Chosen = _ALL, cells: Chosen = _ALL
     ) -> Float[np.ndarray, "unit cell"]:
         """The values of a variable of ``effects``, where effects were measured."""
         by_prompt = self.effects[name].values[:, self.measured]
@@ -333,8 +335,7 @@ class Patching:
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
         lines += self._cautions()
         lines.append(str(table.attrs["resolution"]))
-        if self.checked is not None:
-            lines.append(self._agreement_words(self.checked))
+        lines.append(self._agreement_words())
         lines.append(table.attrs["skewed"])
         lines.append(about.get("sharing", ""))
 
@@ -362,22 +363,25 @@ class Patching:
             )
         return cautions
 
-    def _agreement_words(self, checked: pd.DataFrame) -> str:
-        """How far attributed and exact effects agree, and what to do where they don't."""
-        assert self.agreement is not None  # as some effects were checked
-        assert self.rank_agreement is not None
-        correlation, error = self.agreement
-        cells = len(checked[self.labels].drop_duplicates())
+    def _agreement_words(self) -> str:
+        """How far attributed and exact effects agree, and what to do where they don't; nothing if
+        none were checked."""
+        agreement = self.agreement
+        rank_agreement = self.rank_agreement
+        if self.checked is None or agreement is None or rank_agreement is None:
+            return ""
 
+        correlation, error = agreement
+        cells = len(self.checked[self.labels].drop_duplicates())
         sentence = (
-            f"attributed against exact on {len(checked)} effects in single prompts: correlation"
-            f" {correlation:.3f}, error {error:.2f} of the exact effects' root mean square; ranks"
-            f" of the {cells} mean effects correlate {self.rank_agreement:.2f}"
+            f"attributed against exact on {len(self.checked)} effects in single prompts:"
+            f" correlation {correlation:.3f}, error {error:.2f} of the exact effects' root mean"
+            f" square; ranks of the {cells} mean effects correlate {rank_agreement:.2f}"
         )
         if "head" not in self.labels:
             return sentence
 
-        if self.rank_agreement < _LEAST_RANK_CORRELATION:
+        if rank_agreement < _LEAST_RANK_CORRELATION:
             return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
         if error > _LARGEST_ERROR:
             return f'{sentence}; their sizes are wrong: at="all" patches each exactly'

@@ -135,7 +135,7 @@ def induction_heads(
         model: A hooked model, or anything that ``load_model`` accepts.
         limit: The number of spans, at least 3; with few, no head can be significant (the print says
             so).
-        span: The length of a span, in tokens.
+        span: The length of a span, in tokens, at least 2.
         memory: The memory that the copies of a prompt may take; as many go together as fit.
         seed: The seed of the spans.
 
@@ -149,6 +149,8 @@ def induction_heads(
         random tokens. Ablation by the mean: arXiv:2211.00593.
     """
     check_counts(FEWEST, limit=limit)
+    check_counts(2, span=span)  # of a span's second copy, all but the first token has a loss
+    check_counts(0, seed=seed)
     budget = memory_bytes(memory)
     model = load_model(model)
     prompts = repeated_random(model, limit, span=(span, span), seed=seed)

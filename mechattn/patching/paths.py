@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -31,7 +31,6 @@ from mechattn.patching.patched_runs import (
     HeadChange,
     HeadOutput,
     LayerHead,
-    Part,
     RecordedRun,
     changing,
     logits_of,
@@ -221,50 +220,10 @@ def _patched(
         unpatched: What effects are counted from.
         outputs: What replaces each sender's output.
     """
-    receiver_of_row: dict[Part, dict[int, LayerHead]] = {}  # by the part that receives
-    for row, path in enumerate(named):
-        if path.receiver is not None:
-            receiver_of_row.setdefault(path.receiver.part, {})[row] = path.receiver.where
-
-    received: dict[tuple[Part, int], Tensor] = {}
-
-    def record(part: Part, layer: int, x: Tensor) -> Tensor:
-        received[part, layer] = x.detach()
-        return x
-
-    # The first pass: all heads are held except each row's sender, and what receivers get is
-    # recorded. Of paths to the logits this gives the effect; of the others it is replaced below.
-    with ExitStack() as stack:
-        stack.enter_context(_holding_all_but_senders(model, named, base_run, outputs))
-        for part, heads in receiver_of_row.items():
-            layers = {layer for layer, _ in heads.values()}
-            records = {layer: partial(record, part, layer) for layer in layers}
-            stack.enter_context(changing(model, part, records))
-        logits = logits_of(model, [base_run.sequence] * len(named))
-    effects = unpatched.effects(logits)
-
-    # The second: only what receivers get is changed.
-    all_positions = torch.arange(len(base_run.sequence))
-    for part, heads in receiver_of_row.items():
-        changes = []
-        for row, where in heads.items():
-            layer, head = where
-            value = received[part, layer][row, :, head]
-            changes.append([HeadChange(where, all_positions, value)])
-        logits = patched_logits(model, [base_run] * len(changes), changes, part)
-        effects[list(heads)] = unpatched.effects(logits)
-    return effects
-
-
-def _holding_all_but_senders(
-    model: HookedModel,
-    named: Sequence[Path],
-    base_run: RecordedRun,
-    outputs: Mapping[LayerHead, HeadOutput],
-) -> AbstractContextManager[None]:
-    """Hold every head's output at that of the base run, but for the sender of each row's path."""
+    received: dict[int, Tensor] = {}  # by row [pos d_head]
 
     def hold(layer: int, z: Tensor) -> Tensor:
+        """Each head's output in the base run, but for the sender of each row."""
         z = base_run.activations[layer].expand_as(z).clone()
         positions = base_run.positions.to(z.device)
         for row, path in enumerate(named):
@@ -273,4 +232,26 @@ def _holding_all_but_senders(
                 z[row, positions, head] = outputs[path.sender].to(z)
         return z
 
-    return changing(model, "z", {layer: partial(hold, layer) for layer in base_run.activations})
+    def record(row: int, head: int, x: Tensor) -> Tensor:
+        received[row] = x[row, :, head].detach()
+        return x
+
+    # The first pass gives the effect of paths to the logits, and what other receivers would get.
+    receivers = {row: path.receiver for row, path in enumerate(named) if path.receiver is not None}
+    with ExitStack() as stack:
+        holds = {layer: partial(hold, layer) for layer in base_run.activations}
+        stack.enter_context(changing(model, "z", holds))
+        for row, (part, (layer, head)) in receivers.items():
+            stack.enter_context(changing(model, part, {layer: partial(record, row, head)}))
+        logits = logits_of(model, [base_run.sequence] * len(named))
+    effects = unpatched.effects(logits)
+
+    # In the second pass only what they get is changed.
+    if receivers:
+        all_positions = torch.arange(len(base_run.sequence))
+        changes = []
+        for row, (part, where) in receivers.items():
+            changes.append([HeadChange(part, where, all_positions, received[row])])
+        logits = patched_logits(model, [base_run] * len(changes), changes)
+        effects[list(receivers)] = unpatched.effects(logits)
+    return effects

@@ -21,11 +21,10 @@ from mechattn.patching.patched_runs import (
     HeadOutput,
     LayerHead,
     RecordedRun,
-    Shape,
     gradients_of,
+    of_one_shape,
     patched_logits,
     recorded_runs,
-    shape_of,
 )
 from mechattn.patching.sites import PatchCell, PatchTarget
 
@@ -88,7 +87,7 @@ class PatchedCopy:
         changes = []
         for where in self.cell.heads:
             value = self.values[where][self.tokens]
-            changes.append(HeadChange(where, positions, value))
+            changes.append(HeadChange(self.cell.part, where, positions, value))
         return changes
 
 
@@ -120,13 +119,10 @@ class PatchingPlan:
 
     def batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
         """Pairs whose base runs have one shape, as many together as memory lets."""
-        by_shape: dict[Shape, list[Pair]] = {}
-        for pair in pairs:
-            by_shape.setdefault(shape_of(pair.base), []).append(pair)
-
         model = self.request.model
         batches = []
-        for same_shape in by_shape.values():
+        for numbers in of_one_shape([pair.base for pair in pairs]):
+            same_shape = [pairs[number] for number in numbers]
             longest = max(same_shape, key=lambda pair: pair.length)
             with_one_copy = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
             size = min(_MOST_PAIRS, rows_within(self.request.memory, with_one_copy))
@@ -214,7 +210,7 @@ class PatchingPlan:
         for batch in self._passes(copies, rows):
             base_runs = [copy.runs.base for copy in batch]
             changes = [copy.changes for copy in batch]
-            logits = patched_logits(model, base_runs, changes, self.target.part)
+            logits = patched_logits(model, base_runs, changes)
             for row, copy in enumerate(batch):
                 [effects[copy]] = copy.runs.unpatched.effects(logits[[row]])
         return effects

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, OptionError, check_choice
+from mechattn.interventions.intervention import is_head
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, few_tokens, without_cache
 from mechattn.patching.pairs import Pair
@@ -57,8 +57,10 @@ class Sites:
 
 @dataclass(frozen=True)
 class PatchCell:
-    """One patch of a prompt: which heads (or layers, as head 0), and which group of tokens."""
+    """One patch of a prompt: a part of which heads (or layers, as head 0), and which group of
+    tokens."""
 
+    part: Part
     heads: tuple[LayerHead, ...]
     token_group: int
 
@@ -100,7 +102,9 @@ class PatchTarget:
         sets = [(where,) for where in self.heads]
         if self.together:
             sets = [self.heads]
-        return [PatchCell(heads, group) for heads in sets for group in self.token_groups]
+        return [
+            PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups
+        ]
 
     def groups_of(self, pair: Pair) -> SharedTokens:
         """The number of the group of each token that both runs of a pair have."""
@@ -204,7 +208,7 @@ def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
     named = []
     if isinstance(heads, (tuple, list)):
         named = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
-    if not named or not all(map(_is_pair_of_numbers, named)):
+    if not named or not all(map(is_head, named)):
         parts = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
             f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}'
@@ -224,13 +228,6 @@ def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
             f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
             f"{count - 1} in layers {', '.join(map(str, layers))}"
         )
-
-
-def _is_pair_of_numbers(head: Any) -> bool:
-    """Whether this is (layer, head), each as an integer."""
-    if not isinstance(head, (tuple, list)) or len(head) != 2:
-        return False
-    return all(isinstance(number, Integral) for number in head)
 
 
 def _patterns_act(model: HookedModel) -> bool:

@@ -118,5 +118,5 @@ def test_the_print_says_what_is_compared(heads):
 def test_too_few_spans_or_those_that_do_not_fit_are_refused(toy):
     with pytest.raises(OptionError, match="limit=2: give a whole number, at least 3"):
         ma.induction_heads(toy, 2)
-    with pytest.raises(OptionError, match="give a shortest and a longest span"):
-        ma.induction_heads(toy, 3, span=0)
+    with pytest.raises(OptionError, match="span=1: give a whole number, at least 2"):
+        ma.induction_heads(toy, 3, span=1)
