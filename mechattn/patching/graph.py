@@ -108,11 +108,9 @@ def graph_of(model: HookedModel) -> Graph:
         heads = [f"L{layer}H{head}" for head in range(cfg.n_heads)]
         for part in _HEAD_PARTS:
             count = head_count(model, part)
-            sharing = len(heads) // count  # heads that have these queries, keys or values
-            nodes = {}
-            for index in range(count):
-                first_head = index * sharing
-                nodes[f"L{layer}H{index}.{part}"] = heads[first_head : first_head + sharing]
+            names = [f"L{layer}H{head}.{part}" for head in range(count)]
+            sharing = np.split(np.array(heads), count)  # by what they share
+            nodes = {name: shared.tolist() for name, shared in zip(names, sharing, strict=True)}
             add_readers((part, layer), nodes, before_attention)
         writers.extend(heads)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from mechattn.patching.pairs import (
     Unpatched,
     request_of,
 )
+from mechattn.patching.pass_memory import row_bytes, rows_within
 from mechattn.patching.patched_runs import (
     HeadChange,
     HeadOutput,
@@ -38,7 +39,6 @@ from mechattn.patching.patched_runs import (
     possible_starts,
     recorded_runs,
 )
-from mechattn.patching.plan import row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
@@ -65,6 +65,13 @@ class Path:
     name: str
     sender: LayerHead
     receiver: Receiver | None
+
+
+class Sent(NamedTuple):
+    """A path, and what replaces its sender's output."""
+
+    path: Path
+    output: HeadOutput
 
 
 @alone
@@ -194,31 +201,26 @@ def _effects(
     cfg = model.cfg
     of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
     rows = rows_within(request.memory, row_bytes(model, pair, of_receivers))
-    effects = {"whole": np.array(unpatched.whole)}
-    for name, outputs in (("effect", source_outputs), ("random", random_outputs)):
-        batches = []
-        for start in range(0, len(named), rows):
-            batch = named[start : start + rows]
-            batches.append(_patched(model, batch, base_run, unpatched, outputs))
-        effects[name] = np.concatenate(batches)
-    return effects
+    sent = []
+    for outputs in (source_outputs, random_outputs):
+        sent += [Sent(path, outputs[path.sender]) for path in named]
+    batches = []
+    for start in range(0, len(sent), rows):
+        batches.append(_patched(model, sent[start : start + rows], base_run, unpatched))
+    effect, random = np.split(np.concatenate(batches), 2)
+    return {"whole": unpatched.whole, "effect": effect, "random": random}
 
 
 def _patched(
-    model: HookedModel,
-    named: Sequence[Path],
-    base_run: RecordedRun,
-    unpatched: Unpatched,
-    outputs: Mapping[LayerHead, HeadOutput],
-) -> Float[np.ndarray, " path"]:
-    """The effect of each path: one row of two passes for each.
+    model: HookedModel, sent: Sequence[Sent], base_run: RecordedRun, unpatched: Unpatched
+) -> Float[np.ndarray, " row"]:
+    """The effect of what is sent along each path: one row of two passes for each.
 
     Args:
         model: The hooked model.
-        named: The paths.
+        sent: The paths, and what replaces each sender's output.
         base_run: The run that is patched, with every head's output.
         unpatched: What effects are counted from.
-        outputs: What replaces each sender's output.
     """
     received: dict[int, Tensor] = {}  # by row [pos d_head]
 
@@ -226,10 +228,10 @@ def _patched(
         """Each head's output in the base run, but for the sender of each row."""
         z = base_run.activations[layer].expand_as(z).clone()
         positions = base_run.positions.to(z.device)
-        for row, path in enumerate(named):
+        for row, (path, output) in enumerate(sent):
             sender_layer, head = path.sender
             if sender_layer == layer:
-                z[row, positions, head] = outputs[path.sender].to(z)
+                z[row, positions, head] = output.to(z)
         return z
 
     def record(row: int, head: int, x: Tensor) -> Tensor:
@@ -237,13 +239,13 @@ def _patched(
         return x
 
     # The first pass gives the effect of paths to the logits, and what other receivers would get.
-    receivers = {row: path.receiver for row, path in enumerate(named) if path.receiver is not None}
+    receivers = {row: path.receiver for row, (path, _) in enumerate(sent) if path.receiver}
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.activations}
         stack.enter_context(changing(model, "z", holds))
         for row, (part, (layer, head)) in receivers.items():
             stack.enter_context(changing(model, part, {layer: partial(record, row, head)}))
-        logits = logits_of(model, [base_run.sequence] * len(named))
+        logits = logits_of(model, [base_run.sequence] * len(sent))
     effects = unpatched.effects(logits)
 
     # In the second pass only what they get is changed.

@@ -102,9 +102,7 @@ class PatchTarget:
         sets = [(where,) for where in self.heads]
         if self.together:
             sets = [self.heads]
-        return [
-            PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups
-        ]
+        return [PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups]
 
     def groups_of(self, pair: Pair) -> SharedTokens:
         """The number of the group of each token that both runs of a pair have."""
