@@ -19,7 +19,7 @@ from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain
 
 Activations = Float[Tensor, "row pos d_mlp"]
 _WIDTH_OF_QWEN_7B = 3584  # d_model of Qwen2.5-Math-7B; the 1.5B model has 1,536
-_ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
+_ENTRIES_AT_ONCE = 2**22  # of activations, as the random number of each takes 8 bytes
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ARM:
             # Statistics of the whole tensor need all rows at once.
             rows_at_once = max(1, len(rows))
             if self.scope == "token":
-                rows_at_once = max(1, _ENTRIES // activations[0].numel())
+                rows_at_once = max(1, _ENTRIES_AT_ONCE // activations[0].numel())
             for start in range(0, len(rows), rows_at_once):
                 block = slice(start, start + rows_at_once)
                 activations[rows[block]] = self._moved(

@@ -1,7 +1,5 @@
-"""Interventions with what was recorded in another run of the model.
-
-That is the affine map of inserted tokens, or their keys and values.
-"""
+"""Interventions that put what was recorded in another run into this one: the affine map of
+inserted tokens, or the keys and values of a segment."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from mechattn.model.patch.keys_values_z import (
 )
 from mechattn.prompts.token_sequences import TokenSequence
 
-Parts = Literal["both", "scale", "shift"]
+AffineParts = Literal["both", "scale", "shift"]
 Positions = Int[Tensor, " pos"]
 # λ and Σσ at some tokens, which broadcast to [pos head d_head], and which of the tokens change.
 TokenMap = tuple[Tensor, Tensor, Bool[Tensor, " pos"]]
@@ -57,13 +55,13 @@ class _AffineMap:
     (``_map``, from a layer, a prompt and positions)."""
 
     layers: int | tuple[int, ...]
-    parts: Parts
+    parts: AffineParts
     _map: Callable[[int, str, Positions], TokenMap]
 
     def __post_init__(self) -> None:
-        check_choice(Parts, parts=self.parts)
+        check_choice(AffineParts, parts=self.parts)
 
-    def only(self, parts: Parts) -> _AffineMap:
+    def only(self, parts: AffineParts) -> _AffineMap:
         """Return the intervention with only the scale, or only the shift."""
         return replace(self, parts=parts)  # type: ignore[type-var]  # a subclass is a dataclass
 
@@ -117,7 +115,7 @@ class AffineAttention(_AffineMap):
     scale: float | Float[Tensor, " head"] = 1.0
     shift: float | Float[Tensor, "head d_head"] = 0.0
     layers: int | tuple[int, ...] = 0
-    parts: Parts = "both"
+    parts: AffineParts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist, and a scale or shift of other axes."""
@@ -161,7 +159,7 @@ class RecordedAffine(_AffineMap):
     recorded: Mapping[str, Mapping[int, Affine]]
     layers: int | tuple[int, ...]
     source: str
-    parts: Parts = "both"
+    parts: AffineParts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist and prompts that were not recorded."""

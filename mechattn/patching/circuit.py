@@ -97,7 +97,9 @@ class Circuit:
         areas = {}
         for ranking in self._rankings:
             suffix = "" if ranking == "faithfulness" else f"_{ranking}"
-            areas[f"CPR{suffix}"], areas[f"CMD{suffix}"] = self._areas_of(ranking)
+            cpr, cmd = self._areas_of(ranking)
+            areas[f"CPR{suffix}"] = cpr
+            areas[f"CMD{suffix}"] = cmd
         return areas
 
     @property

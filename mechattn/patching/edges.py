@@ -15,7 +15,7 @@ from torch import Tensor
 from mechattn.errors import ModelError, check_counts
 from mechattn.model.hooked import HookedModel, alone, device_of, rounding_of
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import with_length_of
+from mechattn.patching.controls import random_step
 from mechattn.patching.effects import CHECKED, Patching, checked_sample
 from mechattn.patching.graph import (
     Component,
@@ -213,10 +213,9 @@ class EdgePair:
 
         step = (runs.exchanged - runs.written).double()
         generator = torch.Generator().manual_seed(self.pair.seed)
-        direction = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
         return {
             "effect": scores(step),
-            "random": scores(with_length_of(direction, step)),
+            "random": scores(random_step(generator, step)),
             "whole": runs.unpatched.whole,
         }
 

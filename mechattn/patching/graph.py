@@ -249,7 +249,7 @@ def _by_node(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeRun:
+class UnchangedRun:
     """An unchanged run: its logits, what every writer writes, and the stream that the logits
     read."""
 
@@ -258,7 +258,7 @@ class EdgeRun:
     stream: Float[Tensor, "pos d_model"]
 
 
-def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> EdgeRun:
+def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> UnchangedRun:
     """Run a sequence and record what is written.
 
     Args:
@@ -291,7 +291,7 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Edg
     logits = run_edges(model, graph, sequence, 1, change_read=read, see_written=record)
     if written is None or writer_count < len(graph.writers):
         raise _no_inputs(model)
-    return EdgeRun(logits, written, streams[0])
+    return UnchangedRun(logits, written, streams[0])
 
 
 class ReplacedEdges:

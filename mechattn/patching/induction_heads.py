@@ -16,7 +16,7 @@ from mechattn.engine.run import run
 from mechattn.errors import check_counts, memory_bytes
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Answer, Logits, Values, answer_logprob
+from mechattn.patching.answer_metrics import Answer, Logits, Values, answer_logprob, of_answer
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
 from mechattn.patching.patched_runs import HeadOutput, LayerHead, recorded_runs
@@ -169,11 +169,9 @@ def induction_heads(
     estimate = replace(plan, target=replace(target, attributed=True))
 
     def effects_of(batch: Sequence[Pair]) -> dict[str, PromptEffects]:
+        effects = plan.effects(batch)
         estimates = estimate.effects(batch)
-        effects: dict[str, PromptEffects] = {}
-        for id, ablated in plan.effects(batch).items():
-            effects[id] = {**ablated, "attributed": estimates[id]["effect"]}
-        return effects
+        return {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
 
     needed = request.run_patching(
         plan.batches([_pair(model, prompt, span) for prompt in prompts]),
@@ -203,7 +201,7 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     source = Baseline().apply(once, model)
     # All tokens are ablated, and nothing is taken from the other run, which is shorter.
     every_position = torch.arange(len(base))
-    return Pair(prompt.id, base, source, every_position, _loss, denoising=False)
+    return Pair(prompt.id, base, source, every_position, of_answer(_loss), denoising=False)
 
 
 def _mean_outputs(
@@ -219,6 +217,6 @@ def _mean_outputs(
     return {(layer, head): means[layer][:, head] for layer, head in target.heads}
 
 
-def _loss(logits: Logits, answer: Answer, baseline: Logits) -> Values:
+def _loss(logits: Logits, answer: Answer) -> Values:
     """The mean of −log p over the answer's tokens, in nats."""
-    return -answer_logprob(logits, answer, baseline) / len(answer)
+    return -answer_logprob(logits, answer) / len(answer)

@@ -1,5 +1,7 @@
-"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured;
-and what cannot be patched, told before the first forward pass."""
+"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured.
+
+What cannot be patched is refused before the first forward pass.
+"""
 
 from __future__ import annotations
 
@@ -145,13 +147,13 @@ class PatchingRequest:
 
         pairs = []
         denoising = self.direction == "denoising"
-        for index, (prompt, by_condition) in enumerate(zip(self.prompts, sequences, strict=True)):
-            other_version = by_condition[_OTHER]
-            base = by_condition[BASELINE]
-            source = other_version
+        for index, prompt in enumerate(self.prompts):
+            base = sequences[index][BASELINE]
+            source = sequences[index][_OTHER]
+            # The baseline has all original tokens, so those of the other version are in both.
+            shared = source.origin[source.origin >= 0].sort().values
             if denoising:
                 base, source = source, base
-            shared = other_version.origin[other_version.origin >= 0].sort().values
             seed = self.seed + index
             pairs.append(Pair(prompt.id, base, source, shared, measures[index], denoising, seed))
         warn_of_junctions(self.model, self.prompts, [pair.baseline for pair in pairs])
@@ -177,7 +179,7 @@ class PatchingRequest:
         return Units.grouped(groups)
 
     def of_prompts(self, indices: Iterable[int]) -> PatchingRequest:
-        """The same of some of the prompts, by their numbers."""
+        """The same request for some of the prompts, by their numbers."""
         return replace(self, prompts=[self.prompts[index] for index in indices])
 
     def check_gradients(self) -> None:

@@ -132,8 +132,8 @@ def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
     block: Any = model.blocks[layer]
     name = f"hook_{part}" if part in LAYER_PARTS else f"attn.hook_{part}"
     if part in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
-        # Such a block fires these hooks only for functions that TransformerLens has added. Before
-        # the factor, both runs lack the same one.
+        # Such a block fires these hooks only for functions that TransformerLens has added. The
+        # outputs of its submodules are not multiplied yet, in both runs alike.
         module = block.scaled_mlp_submodule
         if part == "attn_out":
             module = block.scaled_attn_submodule

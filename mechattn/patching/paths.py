@@ -17,7 +17,7 @@ from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import aligned_output, with_length_of
+from mechattn.patching.controls import aligned_output, random_step
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import (
     Direction,
@@ -53,7 +53,7 @@ class Receiver(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Path:
+class HeadPath:
     """From a head to a part of another head, or to the logits.
 
     Args:
@@ -67,10 +67,10 @@ class Path:
     receiver: Receiver | None
 
 
-class Sent(NamedTuple):
+class PatchedPath(NamedTuple):
     """A path, and what replaces its sender's output."""
 
-    path: Path
+    path: HeadPath
     output: HeadOutput
 
 
@@ -117,18 +117,18 @@ def paths(
         Path patching: arXiv:2211.00593, appendix B.
     """
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
-    named = _paths_in(request.model, between)
-    receiving_layers = [path.receiver.where[0] for path in named if path.receiver]
+    chosen_paths = _paths_in(request.model, between)
+    receiving_layers = [path.receiver.where[0] for path in chosen_paths if path.receiver]
     starts = possible_starts(request.model, request.shortest, receiving_layers)
 
     def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
-        return {pair.id: _effects(request, named, starts, pair) for pair in pairs}
+        return {pair.id: _effects(request, chosen_paths, starts, pair) for pair in pairs}
 
-    axes = {"path": [path.name for path in named]}
+    axes = {"path": [path.name for path in chosen_paths]}
     return request.run_patching(request.one_by_one, effects_of, axes, method="patched")
 
 
-def _paths_in(model: HookedModel, between: Any) -> list[Path]:
+def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
     """The named paths, each checked.
 
     Raises:
@@ -139,7 +139,7 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
         raise OptionError(
             f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]'
         )
-    named = []
+    chosen_paths = []
     for ends in between:
         path = _path_of(ends)
         check_head(model, path.sender, "z")
@@ -152,11 +152,11 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
                     f"{ends!r}: nothing passes from layer {sender_layer} to layer {layer}; name a"
                     " later layer"
                 )
-        named.append(path)
-    return list(dict.fromkeys(named))  # each once, or q would count it twice
+        chosen_paths.append(path)
+    return list(dict.fromkeys(chosen_paths))  # each once, or q would count it twice
 
 
-def _path_of(ends: Any) -> Path:
+def _path_of(ends: Any) -> HeadPath:
     """The path between two names, such as "L0H1" and "L1H0.k"."""
     if isinstance(ends, (tuple, list)) and len(ends) == 2:
         start, end = ends
@@ -165,16 +165,16 @@ def _path_of(ends: Any) -> Path:
         node, _, part = str(end).partition(".")
         receiving_head = head_named(node)
         if sender is not None and end == "logits":
-            return Path(name, sender, None)
+            return HeadPath(name, sender, None)
         if sender is not None and receiving_head is not None and part in ("q", "k", "v"):
-            return Path(name, sender, Receiver(part, receiving_head))  # type: ignore[arg-type]
+            return HeadPath(name, sender, Receiver(part, receiving_head))  # type: ignore[arg-type]
     raise OptionError(
         f'{ends!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
     )
 
 
 def _effects(
-    request: PatchingRequest, named: Sequence[Path], starts: Sequence[int], pair: Pair
+    request: PatchingRequest, chosen_paths: Sequence[HeadPath], starts: Sequence[int], pair: Pair
 ) -> PromptEffects:
     """The effect of each path in a pair, that of a random step of its sender, and the whole
     effect.
@@ -189,36 +189,38 @@ def _effects(
     generator = torch.Generator().manual_seed(pair.seed)
     source_outputs = {}
     random_outputs = {}
-    for where in dict.fromkeys(path.sender for path in named):
+    for where in dict.fromkeys(path.sender for path in chosen_paths):
         layer, head = where
         z = base_run.activations[layer][base_run.positions, head]
         source_z = aligned_output(base_run, source_run, where)
-        direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         source_outputs[where] = source_z
-        random_outputs[where] = z + with_length_of(direction, source_z - z)
+        random_outputs[where] = z + random_step(generator, source_z - z)
 
     # What all layers' receivers get is kept beside a pass.
     cfg = model.cfg
     of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
     rows = rows_within(request.memory, row_bytes(model, pair, of_receivers))
-    sent = []
+    patched_paths = []
     for outputs in (source_outputs, random_outputs):
-        sent += [Sent(path, outputs[path.sender]) for path in named]
+        patched_paths += [PatchedPath(path, outputs[path.sender]) for path in chosen_paths]
     batches = []
-    for start in range(0, len(sent), rows):
-        batches.append(_patched(model, sent[start : start + rows], base_run, unpatched))
+    for start in range(0, len(patched_paths), rows):
+        batches.append(_patched(model, patched_paths[start : start + rows], base_run, unpatched))
     effect, random = np.split(np.concatenate(batches), 2)
     return {"whole": unpatched.whole, "effect": effect, "random": random}
 
 
 def _patched(
-    model: HookedModel, sent: Sequence[Sent], base_run: RecordedRun, unpatched: Unpatched
+    model: HookedModel,
+    patched_paths: Sequence[PatchedPath],
+    base_run: RecordedRun,
+    unpatched: Unpatched,
 ) -> Float[np.ndarray, " row"]:
     """The effect of what is sent along each path: one row of two passes for each.
 
     Args:
         model: The hooked model.
-        sent: The paths, and what replaces each sender's output.
+        patched_paths: The paths, and what replaces each sender's output.
         base_run: The run that is patched, with every head's output.
         unpatched: What effects are counted from.
     """
@@ -228,7 +230,7 @@ def _patched(
         """Each head's output in the base run, but for the sender of each row."""
         z = base_run.activations[layer].expand_as(z).clone()
         positions = base_run.positions.to(z.device)
-        for row, (path, output) in enumerate(sent):
+        for row, (path, output) in enumerate(patched_paths):
             sender_layer, head = path.sender
             if sender_layer == layer:
                 z[row, positions, head] = output.to(z)
@@ -239,13 +241,13 @@ def _patched(
         return x
 
     # The first pass gives the effect of paths to the logits, and what other receivers would get.
-    receivers = {row: path.receiver for row, (path, _) in enumerate(sent) if path.receiver}
+    receivers = {row: path.receiver for row, (path, _) in enumerate(patched_paths) if path.receiver}
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.activations}
         stack.enter_context(changing(model, "z", holds))
         for row, (part, (layer, head)) in receivers.items():
             stack.enter_context(changing(model, part, {layer: partial(record, row, head)}))
-        logits = logits_of(model, [base_run.sequence] * len(sent))
+        logits = logits_of(model, [base_run.sequence] * len(patched_paths))
     effects = unpatched.effects(logits)
 
     # In the second pass only what they get is changed.

@@ -62,16 +62,16 @@ class PatchedCopy:
 
     Args:
         runs: The runs of its pair.
-        name: Of what it measures: "effect", or a control.
-        index: The number of the cell.
+        variable: What it measures: "effect", or a control.
+        cell_index: The number of the cell.
         cell: The heads that are patched.
         tokens: Which of the tokens that both runs have are patched.
         values: What replaces each head's output, at the tokens that both runs have.
     """
 
     runs: PairRuns
-    name: str
-    index: int
+    variable: str
+    cell_index: int
     cell: PatchCell
     tokens: Bool[Tensor, " shared"]
     values: Mapping[LayerHead, HeadOutput]
@@ -149,24 +149,24 @@ class PatchingPlan:
                 "whole": runs.unpatched.whole,
                 "before": runs.unpatched.before,
             }
-            for name in ("effect", *self.controls):
-                effects[name] = np.full(len(self.cells), np.nan)
+            for variable in ("effect", *self.controls):
+                effects[variable] = np.full(len(self.cells), np.nan)
             effects_by_id[runs.pair.id] = effects
 
             token_groups = self.target.groups_of(runs.pair)
             # Nothing replaces for "other_prompt" where no other prompt is long enough.
-            for name, values in self.replacements(self, runs).items():
+            for variable, values in self.replacements(self, runs).items():
                 for index, cell in enumerate(self.cells):
                     tokens = token_groups == cell.token_group
                     if tokens.any():  # a segment may have no token in this prompt
-                        copies.append(PatchedCopy(runs, name, index, cell, tokens, values))
+                        copies.append(PatchedCopy(runs, variable, index, cell, tokens, values))
 
         if self.target.attributed:
             effect_of_copy = _first_order(copies)
         else:
             effect_of_copy = self._exact(pairs, copies)
         for copy, effect in effect_of_copy.items():
-            effects_by_id[copy.runs.pair.id][copy.name][copy.index] = effect
+            effects_by_id[copy.runs.pair.id][copy.variable][copy.cell_index] = effect
         return effects_by_id
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
@@ -209,7 +209,8 @@ class PatchingPlan:
             changes = [copy.changes for copy in batch]
             logits = patched_logits(model, base_runs, changes)
             for row, copy in enumerate(batch):
-                [effects[copy]] = copy.runs.unpatched.effects(logits[[row]])
+                [effect] = copy.runs.unpatched.effects(logits[[row]])
+                effects[copy] = effect
         return effects
 
     def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[PatchedCopy]]:

@@ -145,7 +145,7 @@ class PatchTarget:
         name = "L{}H{}"
         if self.part in LAYER_PARTS:
             noun = "layers"
-            name = "L{}"
+            name = "L{}"  # format drops the 0 that stands for the head
 
         if len(self.heads) > _NAMED_IN_SET:
             return f"{len(self.heads)} {noun}"

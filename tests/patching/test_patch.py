@@ -24,7 +24,7 @@ from mechattn.model.hooks import attention_window
 from mechattn.patching import controls, pairs, plan
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import (
-    WORDS,
+    METRIC_WORDS,
     answer_logprob,
     answer_margin,
     divergence,
@@ -417,9 +417,9 @@ def test_metrics_against_loops():
     logits = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
     baseline = torch.randn(1, 3, 7, generator=generator, dtype=torch.float64)
     answer = torch.tensor([4, 0, 6])
-    margins = answer_margin(logits, answer, baseline)
-    divergences = divergence(logits, answer, baseline)
-    log_probs = answer_logprob(logits, answer, baseline)
+    margins = answer_margin(logits, answer)
+    divergences = divergence(logits, baseline)
+    log_probs = answer_logprob(logits, answer)
     expected = baseline[0].softmax(-1)
     for row in range(2):
         margin, kl, log_prob = 0.0, 0.0, 0.0
@@ -432,7 +432,7 @@ def test_metrics_against_loops():
             log_prob += float(p[token].log())
         measured = [float(values[row]) for values in (margins, divergences, log_probs)]
         assert measured == pytest.approx([margin, kl, log_prob], abs=1e-12)
-    wrong = answer_margin(logits, answer.flip(0), baseline)
+    wrong = answer_margin(logits, answer.flip(0))
     assert abs(wrong - margins).max() > 0.1, "another answer would be noticed"
 
 
@@ -473,7 +473,7 @@ def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
     )
     about = {
         "model": "toy",
-        "metric": WORDS[metric],
+        "metric": METRIC_WORDS[metric],
         "metric_name": metric,
         "direction": direction,
         "method": "attributed",
