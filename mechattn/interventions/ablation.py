@@ -60,22 +60,20 @@ class HeadAblation:
             activations.
 
     Raises:
-        OptionError: The heads are not pairs.
+        OptionError: The heads are not pairs, or there are none.
     """
 
     heads: tuple[tuple[int, int], ...]
     means: HeadMeans | None = None
 
     def __post_init__(self) -> None:
-        if not all(map(is_head, as_tuple(self.heads))):
+        if not self.heads or not all(map(is_head, as_tuple(self.heads))):
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a layer or head that doesn't exist, or that has no mean if means are given."""
-        if not self.heads:
-            raise OptionError("heads=() ablates nothing; give (layer, head) pairs")
         check_layers(model, [layer for layer, _ in self.heads])
         head_count = heads_of(model)
         for layer, head in self.heads:

@@ -16,7 +16,7 @@ from mechattn.errors import ModelError, check_counts
 from mechattn.model.hooked import HookedModel, alone, device_of, rounding_of
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import random_step
-from mechattn.patching.effects import CHECKED, Patching, checked_sample
+from mechattn.patching.effects import CHECKED_PROMPTS, Patching, checked_sample
 from mechattn.patching.graph import (
     Component,
     Graph,
@@ -133,67 +133,79 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
         about["method"] = "attributed (first order)"
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
-    def edge_pair(pair: Pair) -> EdgePair:
-        return EdgePair(model, graph, pair, request.memory)
+    read_pair = partial(edge_runs, model, graph, request.memory)
 
     def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
-        return {pair.id: edge_pair(pair).attributed(steps) for pair in pairs}
+        return {pair.id: read_pair(pair).attributed(steps) for pair in pairs}
 
     with showing_edges(model):
         patching = request.run_patching(request.one_by_one, effects_of, axes, **about)
         sample = checked_sample(patching, request.seed)
         sampled_edges = [graph.edges[index] for index in sample]
-        exact = [edge_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED]]
+        exact = [read_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED_PROMPTS]]
     return patching.with_exact(exact, sample)
+
+
+def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> EdgeRuns:
+    """Read both runs of a pair, while the model shows its edges.
+
+    Args:
+        model: The hooked model.
+        graph: Its graph.
+        memory: The bytes that later passes may take.
+        pair: The pair.
+
+    Raises:
+        ModelError: What is written does not add up to the residual stream.
+    """
+    device = device_of(model)
+    base = read_edges(model, graph, pair.base)
+    source = read_edges(model, graph, pair.source)
+    base_positions = positions_of(pair.base, pair.origins).to(device)
+    source_positions = positions_of(pair.source, pair.origins).to(device)
+
+    # Tokens that only the base run has keep what they write.
+    exchanged = base.written.clone()
+    exchanged[:, base_positions] = source.written[:, source_positions]
+
+    # The residual stream is a sum: what writers change must be all of its change.
+    change = source.stream[source_positions] - base.stream[base_positions]
+    explained = (exchanged - base.written)[:, base_positions].sum(0)
+    missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
+    if missing > rounding_of(model, *_MISSING):
+        raise ModelError(
+            f"what heads and MLPs of {model.cfg.model_name} write does not add up to the residual"
+            f" stream ({missing:.2g} of its change is missing), so edges have no meaning: patch"
+            " nodes with ma.patch, or paths between heads with ma.paths"
+        )
+    unpatched = Unpatched(pair, base.logits, source.logits)
+    return EdgeRuns(model, graph, memory, unpatched, base.written, exchanged)
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeRuns:
-    """A pair's unpatched runs: what the base run writes, and what it would write with the source
-    run's outputs at the tokens that both have."""
+    """A pair's unpatched runs, and what can be measured of its edges while the model shows them.
 
+    Args:
+        model: The hooked model.
+        graph: Its graph.
+        memory: The bytes that passes may take.
+        unpatched: The logits of both runs.
+        written: What the base run writes.
+        exchanged: What it would write with the source run's outputs at the tokens that both have.
+    """
+
+    model: HookedModel
+    graph: Graph
+    memory: int
     unpatched: Unpatched
     written: Written
     exchanged: Written
 
-
-@dataclass(frozen=True)
-class EdgePair:
-    """What can be measured of a pair's edges, while the model shows them."""
-
-    model: HookedModel
-    graph: Graph
-    pair: Pair
-    memory: int  # bytes
-
-    def runs(self) -> EdgeRuns:
-        """Both runs.
-
-        Raises:
-            ModelError: What is written does not add up to the residual stream.
-        """
-        pair = self.pair
-        device = device_of(self.model)
-        base = read_edges(self.model, self.graph, pair.base)
-        source = read_edges(self.model, self.graph, pair.source)
-        base_positions = positions_of(pair.base, pair.origins).to(device)
-        source_positions = positions_of(pair.source, pair.origins).to(device)
-
-        # Tokens that only the base run has keep what they write.
-        exchanged = base.written.clone()
-        exchanged[:, base_positions] = source.written[:, source_positions]
-
-        # The residual stream is a sum: what writers change must be all of its change.
-        change = source.stream[source_positions] - base.stream[base_positions]
-        explained = (exchanged - base.written)[:, base_positions].sum(0)
-        missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
-        if missing > rounding_of(self.model, *_MISSING):
-            raise ModelError(
-                f"what heads and MLPs of {self.model.cfg.model_name} write does not add up to the "
-                f"residual stream ({missing:.2g} of its change is missing), so edges have no "
-                "meaning: patch nodes with ma.patch, or paths between heads with ma.paths"
-            )
-        return EdgeRuns(Unpatched(pair, base.logits, source.logits), base.written, exchanged)
+    @property
+    def pair(self) -> Pair:
+        """The pair of these runs."""
+        return self.unpatched.pair
 
     def attributed(self, steps: int) -> PromptEffects:
         """The score of each edge, that of a random step, and the whole effect.
@@ -204,22 +216,21 @@ class EdgePair:
         Returns:
             "effect" and "random" [writer reader], NaN where there is no edge, and "whole".
         """
-        runs = self.runs()
-        gradients = self._gradients(steps, runs)
+        gradients = self._gradients(steps)
 
         def scores(step: Written) -> np.ndarray:
             by_edge = step.flatten(1) @ gradients.flatten(1).T
             return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
-        step = (runs.exchanged - runs.written).double()
+        step = (self.exchanged - self.written).double()
         generator = torch.Generator().manual_seed(self.pair.seed)
         return {
             "effect": scores(step),
             "random": scores(random_step(generator, step)),
-            "whole": runs.unpatched.whole,
+            "whole": self.unpatched.whole,
         }
 
-    def _gradients(self, steps: int, runs: EdgeRuns) -> Float[Tensor, "reader pos d_model"]:
+    def _gradients(self, steps: int) -> Float[Tensor, "reader pos d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the
         steps.
         """
@@ -236,13 +247,13 @@ class EdgePair:
         if steps == 1:
             points = torch.zeros(1)
 
-        shape = (len(self.graph.readers), *runs.written.shape[1:])
-        total = runs.written.new_zeros(shape, dtype=torch.float64)
-        embedding_step = runs.exchanged[0] - runs.written[0]
+        shape = (len(self.graph.readers), *self.written.shape[1:])
+        total = self.written.new_zeros(shape, dtype=torch.float64)
+        embedding_step = self.exchanged[0] - self.written[0]
 
         row_bytes = gradients_row_bytes(self.model, self.graph, self.pair)
         for batch in points.split(self._rows(row_bytes)):
-            embedding_steps = batch.to(runs.written)[:, None, None] * embedding_step
+            embedding_steps = batch.to(self.written)[:, None, None] * embedding_step
             logits = run_edges(
                 self.model,
                 self.graph,
@@ -252,7 +263,7 @@ class EdgePair:
                 change_embedding=partial(torch.add, other=embedding_steps),
                 gradients=True,
             )
-            value = runs.unpatched.measure(logits).sum()
+            value = self.unpatched.measure(logits).sum()
             gradients = torch.autograd.grad(value, list(zeros.values()))
             for component, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
@@ -275,21 +286,18 @@ class EdgePair:
         kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
             kept_edges[row, writer, reader] = False
-        runs = self.runs()
-        return self.with_edges(kept_edges, runs.exchanged, runs.unpatched)
+        return self.with_edges(kept_edges, self.exchanged)
 
     def with_edges(
         self,
         kept_edges: Bool[Tensor, "row writer reader"],
         replacement: Written,
-        unpatched: Unpatched,
     ) -> Float[np.ndarray, " row"]:
         """The effect of keeping only some edges, with all others replaced.
 
         Args:
             kept_edges: The edges that each row keeps.
             replacement: What the other edges carry.
-            unpatched: The pair's unpatched runs, from which effects are counted.
         """
         effects = []
         row_bytes = edges_row_bytes(self.model, self.graph, self.pair)
@@ -303,5 +311,5 @@ class EdgePair:
                 change_read=replaced.change_read,
                 see_written=replaced.see_written,
             )
-            effects.append(unpatched.effects(logits))
+            effects.append(self.unpatched.effects(logits))
         return np.concatenate(effects)

@@ -32,8 +32,8 @@ DIRECTIONS = {
     "noising": "noising (−: the other version's output lowers it)",
     "ablation": "mean ablation (+: copying needs the head)",
 }
-CHECKED = 4  # prompts on which attribution is compared with patching
-_COMPARED = 8  # cells on which it is compared there, half of them the largest
+CHECKED_PROMPTS = 4  # prompts on which attribution is compared with patching
+_CHECKED_CELLS = 8  # cells on which it is compared there, half of them the largest
 _SHOWN = 8  # heads that are printed
 # Of attributed and exact effects, from which on the print warns: by choice, not by a test.
 _LEAST_RANK_CORRELATION = 0.8
@@ -426,7 +426,7 @@ def checked_sample(patching: Patching, seed: int) -> list[int]:
         The numbers of cells, as the rows of ``patching.table()`` are counted.
     """
     mean = patching._values("effect").mean(0)
-    half = _COMPARED // 2
+    half = _CHECKED_CELLS // 2
     largest = np.argsort(-abs(mean), kind="stable")[:half]
 
     generator = np.random.default_rng(seed)

@@ -109,8 +109,9 @@ def graph_of(model: HookedModel) -> Graph:
         for part in _HEAD_PARTS:
             count = head_count(model, part)
             names = [f"L{layer}H{head}.{part}" for head in range(count)]
-            sharing = np.split(np.array(heads), count)  # by what they share
-            nodes = {name: shared.tolist() for name, shared in zip(names, sharing, strict=True)}
+            # Several heads may share keys and values.
+            heads_by_reader = np.reshape(heads, (count, -1)).tolist()
+            nodes = dict(zip(names, heads_by_reader, strict=True))
             add_readers((part, layer), nodes, before_attention)
         writers.extend(heads)
 

@@ -154,6 +154,7 @@ def induction_heads(
     budget = memory_bytes(memory)
     model = load_model(model)
     prompts = repeated_random(model, limit, span=(span, span), seed=seed)
+    # The condition, the metric and the direction are not used: pairs have a loss of their own.
     request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
     request.check_gradients()
 

@@ -354,7 +354,7 @@ def _is_odd_junction(prompt: Prompt) -> bool:
     return prompt.template == "plain" and is_broken
 
 
-def _check_metric(values: Any, rows: int, gradients: bool) -> None:
+def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
     """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
     that is needed.
     """
@@ -367,7 +367,7 @@ def _check_metric(values: Any, rows: int, gradients: bool) -> None:
         )
     if not bool(values.isfinite().all()):
         raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
-    if gradients and not values.requires_grad:
+    if needs_gradient and not values.requires_grad:
         raise OptionError(
             "the metric has no gradient with respect to the logits (like an argmax), so heads"
             " cannot be attributed: name heads, which are patched without gradients"

@@ -54,7 +54,7 @@ from mechattn.patching.controls import (
     random_steps,
     shuffled_patterns,
 )
-from mechattn.patching.effects import CHECKED, CONTROLS, Control, Patching, checked_sample
+from mechattn.patching.effects import CHECKED_PROMPTS, CONTROLS, Control, Patching, checked_sample
 from mechattn.patching.pairs import Direction, Pair, PatchingRequest, request_of
 from mechattn.patching.patched_runs import LayerHead, Part, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan, Replacements
@@ -193,7 +193,7 @@ def _beside_exact(patching: Patching, plan: PatchingPlan) -> Patching:
         controls=(),
     )
     exact = []
-    for pair in plan.request.pairs[:CHECKED]:
+    for pair in plan.request.pairs[:CHECKED_PROMPTS]:
         effects_by_id = exact_plan.effects([pair])
         exact.append(np.asarray(effects_by_id[pair.id]["effect"]))
     return patching.with_exact(exact, sample)

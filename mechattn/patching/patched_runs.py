@@ -75,7 +75,7 @@ def positions_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens
     Returns:
         Positions in the sequence, in the order of ``origins``.
     """
-    order = sequence.origin.argsort()
+    order = sequence.origin.argsort()  # inserted tokens, whose origin is −1, come first
     return order[torch.searchsorted(sequence.origin[order], origins)]
 
 

@@ -20,7 +20,7 @@ from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching.circuit import _connected
-from mechattn.patching.edges import EdgePair
+from mechattn.patching.edges import edge_runs
 from mechattn.patching.graph import graph_of, read_edges, showing_edges
 from mechattn.patching.pairs import request_of
 from mechattn.render.words import sentence_of
@@ -70,9 +70,8 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
     kept = graph.exists & (draws < np.array([0.3, 0.6, 0.9, 1.1])[:, None, None])
     with showing_edges(model):
         [pair] = pairs_of(model, [prompt])
-        edge_pair = EdgePair(model, graph, pair, 2**31)
-        runs = edge_pair.runs()
-        values = edge_pair.with_edges(torch.from_numpy(kept), runs.exchanged, runs.unpatched)
+        runs = edge_runs(model, graph, 2**31, pair)
+        values = runs.with_edges(torch.from_numpy(kept), runs.exchanged)
     without_edges = runs.unpatched.whole
     for row, value in zip(kept, values, strict=True):
         named = [
@@ -100,9 +99,8 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     rows = []
     with showing_edges(model):
         for pair in pairs_of(model, [MANY[index] for index in rest]):
-            edge_pair = EdgePair(model, found.graph, pair, 2**31)
-            runs = edge_pair.runs()
-            rows.append(edge_pair.with_edges(kept_edges, runs.exchanged, runs.unpatched))
+            runs = edge_runs(model, found.graph, 2**31, pair)
+            rows.append(runs.with_edges(kept_edges, runs.exchanged))
     none, some, whole = np.mean(rows, 0)
     assert found.curve.faithfulness[2] == pytest.approx((some - none) / (whole - none), abs=1e-6)
     first_line, *_ = str(found).splitlines()
@@ -137,10 +135,9 @@ def test_a_mean_over_prompts_of_other_lengths_is_over_all_tokens(model):
         ]
         mean = torch.cat(written, 1).mean(1, keepdim=True)
         [pair] = pairs_of(model, [longer])
-        edge_pair = EdgePair(model, found.graph, pair, 2**31)
-        runs = edge_pair.runs()
+        runs = edge_runs(model, found.graph, 2**31, pair)
         no_edge = torch.zeros(1, *found.graph.exists.shape, dtype=torch.bool)
-        expected = edge_pair.with_edges(no_edge, mean.expand_as(runs.written), runs.unpatched)
+        expected = runs.with_edges(no_edge, mean.expand_as(runs.written))
     assert effects[0, 0, 0] == pytest.approx(expected[0], abs=1e-9)
     assert abs(expected[0]) > 1e-3
 
