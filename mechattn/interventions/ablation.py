@@ -67,7 +67,8 @@ class HeadAblation:
     means: HeadMeans | None = None
 
     def __post_init__(self) -> None:
-        if not self.heads or not all(map(is_head, as_tuple(self.heads))):
+        heads = as_tuple(self.heads)
+        if not heads or not all(map(is_head, heads)):
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
@@ -153,7 +154,7 @@ class AttentionKnockout:
 
         queries = _in_segments(sequence, self.queries)
         keys = _in_segments(sequence, self.keys)
-        keys_before = keys.cumsum(0) - keys.long()
+        keys_before = keys.cumsum(0) - keys.long()  # of each token, without itself
         if not (queries & (keys_before > 0)).any():
             raise OptionError(
                 f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys}"

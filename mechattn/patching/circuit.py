@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest_means
 from mechattn.errors import OptionError, check_choice, check_counts, warn
+from mechattn.interventions.intervention import as_tuple
 from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.circuit_effects import (
@@ -255,7 +256,7 @@ def circuit(
     steps: int = 5,
     metric: Metric | None = None,
     ablation: Ablation = "counterpart",
-    sizes: Sequence[int] | None = None,
+    sizes: int | Sequence[int] | None = None,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Circuit:
@@ -277,7 +278,8 @@ def circuit(
             over the clean runs of the ranking half (by position if all prompts are as long, else
             over all tokens), or "resample", that in another prompt of it (aligned from the end).
             Zero is not offered: the model never has such outputs.
-        sizes: Numbers of edges; by default 0.1 % to 50 % of all, besides none and all.
+        sizes: One or several numbers of edges; by default 0.1 % to 50 % of all, besides none and
+            all.
         memory: As for ``edges``.
         seed: The seed of random circuits and resampled prompts.
 
@@ -331,14 +333,15 @@ def circuit(
     return Circuit(scores, graph, curve, about, measurement)
 
 
-def _checked_sizes(sizes: Sequence[int] | None, edge_count: int) -> list[int]:
+def _checked_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
     """The sizes to measure, from none to all."""
     if sizes is None:
         sizes = [round(share * edge_count) for share in _SHARES]
 
-    for size in sizes:
+    chosen_sizes = as_tuple(sizes)
+    for size in chosen_sizes:
         check_counts(0, edge_count, sizes=size)
-    return sorted({0, *sizes, edge_count})
+    return sorted({0, *chosen_sizes, edge_count})
 
 
 def _curve(effects: CircuitEffects) -> pd.DataFrame:

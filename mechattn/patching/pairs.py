@@ -227,7 +227,7 @@ class PatchingRequest:
                 if is_first and minutes > 1:
                     warn(
                         f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
-                        " less, and so do ma.patch(…, controls=()) and, without at=…, attribution"
+                        " less, and in ma.patch so do controls=() and attribution (without at=…)"
                     )
 
         ids = [prompt.id for prompt in self.prompts]

@@ -169,7 +169,7 @@ def patch(
 
 def _check_controls(controls: Sequence[Control], request: PatchingRequest) -> None:
     """Refuse controls that don't exist, and a metric that lacks the one that it is tested against."""
-    if not set(controls) <= set(CONTROLS):
+    if not isinstance(controls, (tuple, list)) or not set(controls) <= set(CONTROLS):
         raise OptionError(
             f'controls={controls!r}: give ("other_prompt", "random"), one of them, such as'
             ' ("random",), or () for none'

@@ -364,15 +364,15 @@ def patched_logits(
         runs: The run that is patched in each row; one may be in several.
         changes_by_row: For each row, the heads to change, where, and to what.
     """
-    by_component: dict[tuple[Part, int], list[tuple[int, HeadChange]]] = {}
+    by_component: dict[tuple[Part, int], list[tuple[int, HeadChange]]] = {}  # with their rows
     for row, changes in enumerate(changes_by_row):
         for change in changes:
             layer, _ = change.where
             by_component.setdefault((change.part, layer), []).append((row, change))
 
-    def replace_values(changes: list[tuple[int, HeadChange]], activation: Tensor) -> Tensor:
+    def replace_values(row_changes: list[tuple[int, HeadChange]], activation: Tensor) -> Tensor:
         activation = activation.clone()
-        for row, change in changes:
+        for row, change in row_changes:
             _, head = change.where
             positions = change.positions.to(activation.device)
             activation[row, positions, head] = change.value.to(activation)
@@ -381,8 +381,8 @@ def patched_logits(
     first_layer = min(layer for _, layer in by_component)
     with ExitStack() as stack:
         stack.enter_context(_starting_at(model, first_layer, runs))
-        for (part, layer), changes in by_component.items():
-            replacement = partial(replace_values, changes)
+        for (part, layer), row_changes in by_component.items():
+            replacement = partial(replace_values, row_changes)
             stack.enter_context(changing(model, part, {layer: replacement}))
         return logits_of(model, [run.sequence for run in runs])
 

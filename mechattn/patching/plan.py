@@ -127,7 +127,7 @@ class PatchingPlan:
                 batches.append(same_shape[start : start + size])
         return batches
 
-    def effects(self, pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
+    def effects(self, pairs: Sequence[Pair]) -> Mapping[str, PromptEffects]:
         """The effect of each cell and its controls [cell]; the whole effect, and the metric of the
         base run.
 

@@ -99,7 +99,7 @@ class PatchTarget:
     @property
     def cells(self) -> list[PatchCell]:
         """A cell for each head, or for all of them together, at each group of tokens."""
-        sets = [(where,) for where in self.heads]
+        sets: list[tuple[LayerHead, ...]] = [(where,) for where in self.heads]
         if self.together:
             sets = [self.heads]
         return [PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups]
