@@ -67,9 +67,10 @@ def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
 
 def is_head(where: Any) -> bool:
     """Whether this is a (layer, head) pair of whole numbers."""
-    if not isinstance(where, (tuple, list)) or len(where) != 2:
-        return False
-    return all(isinstance(number, Integral) for number in where)
+    match where:
+        case (Integral(), Integral()):
+            return True
+    return False
 
 
 @runtime_checkable

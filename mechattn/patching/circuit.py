@@ -25,7 +25,7 @@ from mechattn.patching.circuit_effects import (
     first_edges,
 )
 from mechattn.patching.edges import attributed_edges
-from mechattn.patching.effects import DIRECTIONS, Patching
+from mechattn.patching.effects import DIRECTIONS, Patching, printed, sharing_lines
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.pairs import request_of
 from mechattn.patching.pass_memory import check_edges_fit
@@ -39,6 +39,11 @@ from mechattn.stats.units import halves_of
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
+_ABLATION_WORDS: Mapping[Ablation, str] = {
+    "counterpart": "the other version's outputs",
+    "mean": "mean outputs of the prompts that rank",
+    "resample": "the outputs of another prompt that ranks",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,26 +100,16 @@ class Circuit:
             "CPR" and "CMD" of the scores, "CPR_random" and "CMD_random" of random circuits, and
             the same of each ranking that ``beside`` added.
         """
-        areas = {}
-        for ranking in self._rankings:
-            suffix = "" if ranking == "faithfulness" else f"_{ranking}"
-            cpr, cmd = self._areas_of(ranking)
-            areas[f"CPR{suffix}"] = cpr
-            areas[f"CMD{suffix}"] = cmd
-        return areas
-
-    @property
-    def _rankings(self) -> list[str]:
-        """The columns of the curve that hold the faithfulness of a ranking."""
-        return [name for name in self.curve if name not in ("edges", "share", "low", "high")]
-
-    def _areas_of(self, ranking: str) -> tuple[float, float]:
-        """CPR and CMD of a ranking."""
         share = self.curve.share.values
-        faithfulness = self.curve[ranking].values
-        cpr = np.trapezoid(faithfulness, share)
-        cmd = np.trapezoid(abs(1 - faithfulness), share)
-        return float(cpr), float(cmd)
+        rankings = self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore")
+
+        areas = {}
+        for ranking in rankings:
+            faithfulness = self.curve[ranking].values
+            suffix = "" if ranking == "faithfulness" else f"_{ranking}"
+            areas[f"CPR{suffix}"] = float(np.trapezoid(faithfulness, share))
+            areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - faithfulness), share))
+        return areas
 
     def stability(self, size: int | None = None) -> tuple[float, float]:
         """Jaccard index of the first edges of both halves of the ranking prompts, and its
@@ -219,21 +214,17 @@ class Circuit:
         return Path(path)
 
     def __str__(self) -> str:
-        areas = []
-        for ranking in self._rankings:
-            cpr, cmd = self._areas_of(ranking)
-            of_ranking = "" if ranking == "faithfulness" else f" of {ranking}"
-            areas.append(f"CPR{of_ranking} {cpr:.3f}, CMD{of_ranking} {cmd:.3f}")
+        areas = [f"{name} {value:.3f}" for name, value in self.areas.items()]
 
         about = self.about
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
-                f" {about['ranked_on']}, {about['method']}; what is outside gets the"
-                f" {about['ablation']}'s outputs, on {about['reported_on']}"
+                f" {about['ranked_on']}, {about['method']}; on {about['reported_on']} all other"
+                f" edges carry {_ABLATION_WORDS[about['ablation']]}"
             ),
             str(self.edges.resolution),
-            self.curve.to_string(index=False, float_format=lambda x: f"{x:.3g}"),
+            printed(self.curve),
             ", ".join(areas),
         ]
         if (self.curve.faithfulness >= _ENOUGH).any():
@@ -242,8 +233,7 @@ class Circuit:
                 f"stability: the first {self.size()} edges of two halves of the ranking prompts"
                 f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
             )
-        if "sharing" in about:
-            lines.append(about["sharing"])
+        lines += sharing_lines(about)
         return "\n".join(lines)
 
 

@@ -123,14 +123,14 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
-    about: dict[str, Any] = {"steps": steps}
-    sharing = graph.nodes_after["L0H0.v"]
-    if len(sharing) > 1:
-        readers = ", ".join(sharing)
-        about["sharing"] = f"k and v are those of key-value heads: L0H0.v is read by {readers}"
-    about["method"] = f"attributed ({steps} steps)"
+    method = f"attributed ({steps} steps)"
     if steps == 1:
-        about["method"] = "attributed (first order)"
+        method = "attributed (first order)"
+    about = {
+        "steps": steps,
+        "method": method,
+        "readers_of_first_values": graph.nodes_after["L0H0.v"],
+    }
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
     read_pair = partial(edge_runs, model, graph, request.memory)

@@ -150,12 +150,12 @@ class Patching:
 
         tested_values = self._tested_values(units, cells)
         effect = tested_values["effect"]
-        columns |= _with_ends("effect", t_interval(effect))
+        columns |= with_ends("effect", t_interval(effect))
         for name in tested_values:
             columns[f"q_{name}"] = tests[name].q[tested_cells]
 
         whole = self.units.means(self.effects.whole.values)[units]
-        columns |= _with_ends("share", ratio_interval(effect, whole))
+        columns |= with_ends("share", ratio_interval(effect, whole))
 
         for control in self.controls:
             # A prompt that is longer than all others has no other prompt's output.
@@ -163,7 +163,7 @@ class Patching:
         for control in self.controls:
             name = f"beyond_{control}"
             # Without ends where fewer than three units have this control.
-            columns |= _with_ends(name, Moments.of(tested_values[name]).interval())
+            columns |= with_ends(name, Moments.of(tested_values[name]).interval())
         columns["n"] = len(effect)
 
         tested = "effect"
@@ -317,7 +317,7 @@ class Patching:
             lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
             means = self._cells.assign(effect=self._values("effect").mean(0))
             largest = means.sort_values("effect", key=abs, ascending=False)[:_SHOWN]
-            lines.append(_printed(largest))
+            lines.append(printed(largest))
             return "\n".join(lines)
 
         top = None
@@ -337,11 +337,11 @@ class Patching:
         lines.append(str(table.attrs["resolution"]))
         lines.append(self._agreement_words())
         lines.append(table.attrs["skewed"])
-        lines.append(about.get("sharing", ""))
+        lines += sharing_lines(about)
 
         # Intervals of shares and differences are in the table; a line would be too long with them.
         columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
-        lines.append(_printed(table[columns]))
+        lines.append(printed(table[columns]))
         return "\n".join(line for line in lines if line)
 
     def _cautions(self) -> list[str]:
@@ -388,7 +388,15 @@ class Patching:
         return sentence
 
 
-def _printed(table: pd.DataFrame) -> str:
+def sharing_lines(about: Mapping[str, Any]) -> list[str]:
+    """A line that says which heads share keys and values, if edges are measured and some do."""
+    readers = about.get("readers_of_first_values", [])
+    if len(readers) < 2:
+        return []
+    return [f"k and v are those of key-value heads: L0H0.v is read by {', '.join(readers)}"]
+
+
+def printed(table: pd.DataFrame) -> str:
     """A table as text, its numbers with three digits."""
     return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
 
@@ -405,7 +413,7 @@ def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
     return tests
 
 
-def _with_ends(name: str, interval: Interval) -> Columns:
+def with_ends(name: str, interval: Interval) -> Columns:
     """The three columns of an interval."""
     return {
         name: interval.estimate,

@@ -17,7 +17,7 @@ from mechattn.errors import check_counts, memory_bytes
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Answer, Logits, Values, answer_logprob, of_answer
-from mechattn.patching.effects import Patching
+from mechattn.patching.effects import Patching, printed, with_ends
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
 from mechattn.patching.patched_runs import HeadOutput, LayerHead, recorded_runs
 from mechattn.patching.plan import PatchingPlan
@@ -65,11 +65,9 @@ class InductionHeads:
         score = t_interval(self.scores.sel(layer=layer, head=head).values)
         attributed = self.attributed.sel(layer=layer, head=head).mean("prompt")
 
-        # After the columns of layer and head.
-        table.insert(2, "score", score.estimate)
-        table.insert(3, "score_low", score.low)
-        table.insert(4, "score_high", score.high)
-        table.insert(5, "attributed", attributed.values)
+        columns = with_ends("score", score) | {"attributed": attributed.values}
+        for index, (name, values) in enumerate(columns.items()):
+            table.insert(2 + index, name, values)  # after the columns of layer and head
         return table
 
     @property
@@ -106,7 +104,7 @@ class InductionHeads:
                 " its first-order estimate"
             ),
             str(table.attrs["resolution"]),
-            table[columns].to_string(index=False, float_format=lambda x: f"{x:.3g}"),
+            printed(table[columns]),
         ]
         return "\n".join(lines)
 

@@ -158,16 +158,16 @@ def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
 
 def _path_of(ends: Any) -> HeadPath:
     """The path between two names, such as "L0H1" and "L1H0.k"."""
-    if isinstance(ends, (tuple, list)) and len(ends) == 2:
-        start, end = ends
-        name = f"{start} → {end}"
-        sender = head_named(start)
-        node, _, part = str(end).partition(".")
-        receiving_head = head_named(node)
-        if sender is not None and end == "logits":
-            return HeadPath(name, sender, None)
-        if sender is not None and receiving_head is not None and part in ("q", "k", "v"):
-            return HeadPath(name, sender, Receiver(part, receiving_head))  # type: ignore[arg-type]
+    match ends:
+        case (str(start), str(end)):
+            name = f"{start} → {end}"
+            sender = head_named(start)
+            node, _, part = end.partition(".")
+            head = head_named(node)
+            if sender is not None and end == "logits":
+                return HeadPath(name, sender, None)
+            if sender is not None and head is not None and part in ("q", "k", "v"):
+                return HeadPath(name, sender, Receiver(part, head))  # type: ignore[arg-type]
     raise OptionError(
         f'{ends!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
     )

@@ -144,7 +144,7 @@ def test_a_mean_over_prompts_of_other_lengths_is_over_all_tokens(model):
 
 def test_areas_are_printed_with_the_names_of_rankings(found):
     made = replace(found, curve=found.curve.assign(other_pairs=found.curve.faithfulness))
-    assert f"CPR of other_pairs {made.areas['CPR_other_pairs']:.3f}" in str(made)
+    assert f"CPR_other_pairs {made.areas['CPR_other_pairs']:.3f}" in str(made)
 
 
 def test_areas_by_hand(found):
