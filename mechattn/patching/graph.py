@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class Graph:
     # values.
     nodes_after: Mapping[str, list[str]]
     # Norms between attention and the residual stream, by layer (Gemma 2 and 3, OLMo 2).
-    norms: Mapping[int, FrozenNorm] = field(default_factory=dict)
+    norms: Mapping[int, FrozenNorm]
 
     @property
     def edges(self) -> list[list[int]]:
