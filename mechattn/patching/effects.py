@@ -270,14 +270,7 @@ class Patching:
         """
         if self.checked is None:
             return None
-
-        exact = self.checked.exact
-        attributed = self.checked.attributed
-        correlation = exact.corr(attributed)
-        mean_square_error = ((attributed - exact) ** 2).mean()
-        mean_square = (exact**2).mean()
-        error = np.sqrt(mean_square_error / mean_square)
-        return float(correlation), float(error)
+        return _agreement_of(self.checked)
 
     @property
     def rank_agreement(self) -> float | None:
@@ -286,11 +279,11 @@ class Patching:
         """
         if self.checked is None:
             return None
+        return _rank_agreement_of(self._checked_means(self.checked))
 
-        cells = self.checked.groupby(self.labels)
-        means = cells[["attributed", "exact"]].mean()
-        correlation = means.attributed.corr(means.exact, method="spearman")
-        return float(correlation)
+    def _checked_means(self, checked: pd.DataFrame) -> pd.DataFrame:
+        """The mean attributed and exact effect of each checked cell."""
+        return checked.groupby(self.labels)[["attributed", "exact"]].mean()
 
     def with_exact(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts.
@@ -366,17 +359,16 @@ class Patching:
     def _agreement_words(self) -> str:
         """How far attributed and exact effects agree, and what to do where they don't; nothing if
         none were checked."""
-        agreement = self.agreement
-        rank_agreement = self.rank_agreement
-        if self.checked is None or agreement is None or rank_agreement is None:
+        if self.checked is None:
             return ""
 
-        correlation, error = agreement
-        cells = len(self.checked[self.labels].drop_duplicates())
+        correlation, error = _agreement_of(self.checked)
+        means = self._checked_means(self.checked)
+        rank_agreement = _rank_agreement_of(means)
         sentence = (
             f"attributed against exact on {len(self.checked)} effects in single prompts:"
             f" correlation {correlation:.3f}, error {error:.2f} of the exact effects' root mean"
-            f" square; ranks of the {cells} mean effects correlate {rank_agreement:.2f}"
+            f" square; ranks of the {len(means)} mean effects correlate {rank_agreement:.2f}"
         )
         if "head" not in self.labels:
             return sentence
@@ -386,6 +378,21 @@ class Patching:
         if error > _LARGEST_ERROR:
             return f'{sentence}; their sizes are wrong: at="all" patches each exactly'
         return sentence
+
+
+def _agreement_of(checked: pd.DataFrame) -> tuple[float, float]:
+    """Correlation of attributed and exact effects, and ``rms(attributed − exact) / rms(exact)``."""
+    exact = checked.exact
+    attributed = checked.attributed
+    mean_square_error = ((attributed - exact) ** 2).mean()
+    mean_square = (exact**2).mean()
+    error = np.sqrt(mean_square_error / mean_square)
+    return float(exact.corr(attributed)), float(error)
+
+
+def _rank_agreement_of(means: pd.DataFrame) -> float:
+    """Spearman's correlation of mean attributed and exact effects."""
+    return float(means.attributed.corr(means.exact, method="spearman"))
 
 
 def sharing_lines(about: Mapping[str, Any]) -> list[str]:

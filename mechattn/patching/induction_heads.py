@@ -115,8 +115,8 @@ def induction_heads(
 ) -> InductionHeads:
     """Find the heads that look for what came next before, and measure how much copying needs each.
 
-    The model reads spans of random tokens, each twice. With s(t) the place of the same token in the
-    first copy, z a head's output before W_O, and the loss the mean of −log p over the second copy
+    The model reads spans of random tokens, each twice. With s(t) the position of the same token in
+    the first copy, z a head's output before W_O, and the loss the mean of −log p over the second copy
     without its first token::
 
         score      = mean over t in the second copy of pattern[t, s(t) + 1]
