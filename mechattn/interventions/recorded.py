@@ -1,12 +1,10 @@
-"""Interventions with what was recorded in another run of the model.
-
-That is the affine map of inserted tokens, or their keys and values.
-"""
+"""Interventions that put what was recorded in another run into this one: the affine map of
+inserted tokens, or the keys and values of a segment."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +37,7 @@ from mechattn.model.patch.keys_values_z import (
 )
 from mechattn.prompts.token_sequences import TokenSequence
 
-Parts = Literal["both", "scale", "shift"]
+AffineParts = Literal["both", "scale", "shift"]
 Positions = Int[Tensor, " pos"]
 # λ and Σσ at some tokens, which broadcast to [pos head d_head], and which of the tokens change.
 TokenMap = tuple[Tensor, Tensor, Bool[Tensor, " pos"]]
@@ -57,13 +55,13 @@ class _AffineMap:
     (``_map``, from a layer, a prompt and positions)."""
 
     layers: int | tuple[int, ...]
-    parts: Parts
+    parts: AffineParts
     _map: Callable[[int, str, Positions], TokenMap]
 
     def __post_init__(self) -> None:
-        check_choice(Parts, parts=self.parts)
+        check_choice(AffineParts, parts=self.parts)
 
-    def only(self, parts: Parts) -> _AffineMap:
+    def only(self, parts: AffineParts) -> _AffineMap:
         """Return the intervention with only the scale, or only the shift."""
         return replace(self, parts=parts)  # type: ignore[type-var]  # a subclass is a dataclass
 
@@ -117,7 +115,7 @@ class AffineAttention(_AffineMap):
     scale: float | Float[Tensor, " head"] = 1.0
     shift: float | Float[Tensor, "head d_head"] = 0.0
     layers: int | tuple[int, ...] = 0
-    parts: Parts = "both"
+    parts: AffineParts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist, and a scale or shift of other axes."""
@@ -161,13 +159,13 @@ class RecordedAffine(_AffineMap):
     recorded: Mapping[str, Mapping[int, Affine]]
     layers: int | tuple[int, ...]
     source: str
-    parts: Parts = "both"
+    parts: AffineParts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist and prompts that were not recorded."""
         check_layers(model, self.layer_numbers)
-        missing = [prompt for prompt in prompts if prompt not in self.recorded]
-        _refuse_unrecorded(missing, prompts, "RecordedAffine", "record_affine")
+        _check_recorded_prompts(prompts, self.recorded, "record_affine")
+        _check_recorded_layers(self.layer_numbers, self.recorded[prompts[0]])
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         recorded = self.recorded[prompt][layer]
@@ -277,11 +275,7 @@ class KVPatch:
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
             )
 
-        missing = [layer for layer in self.layer_numbers if layer not in self.from_.layers]
-        if missing or not self.layer_numbers:
-            raise OptionError(
-                f"layers={self.layers!r}: the recorded layers are {list(self.from_.layers)}"
-            )
+        _check_recorded_layers(self.layer_numbers, self.from_.layers)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -301,9 +295,8 @@ class KVPatch:
                     f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
                     "whatever their keys and values are"
                 )
-        recorded = self.from_.by_prompt
-        missing = [prompt for prompt in prompts if self.from_.source_of(prompt) not in recorded]
-        _refuse_unrecorded(missing, prompts, "KVPatch", "record_keys_values")
+        sources = [self.from_.source_of(prompt) for prompt in prompts]
+        _check_recorded_prompts(sources, self.from_.by_prompt, "record_keys_values")
 
     def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
@@ -373,12 +366,19 @@ class KVPatch:
     on = on  # with patch.on(model): … sets it outside a run
 
 
-def _refuse_unrecorded(
-    missing: Sequence[str], prompts: Sequence[str], intervention: str, recorder: str
+def _check_recorded_prompts(
+    prompts: Sequence[str], recorded: Collection[str], recorder: str
 ) -> None:
     """Refuse prompts of which nothing was recorded, and a call that names none."""
-    reason = f"a {intervention} acts only on the prompts that {recorder} recorded"
-    if missing:
-        raise OptionError(f"prompt {missing[0]!r} was not recorded: {reason}")
+    reason = f"this intervention acts only on the prompts that {recorder} recorded"
+    for prompt in prompts:
+        if prompt not in recorded:
+            raise OptionError(f"prompt {prompt!r} was not recorded: {reason}")
     if not prompts:
         raise OptionError(f"name the prompts: {reason}")
+
+
+def _check_recorded_layers(layers: Sequence[int], recorded: Collection[int]) -> None:
+    """Refuse layers that were not recorded, and none at all."""
+    if not layers or not set(layers) <= set(recorded):
+        raise OptionError(f"layers={layers}: the recorded layers are {list(recorded)}")

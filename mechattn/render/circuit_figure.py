@@ -49,7 +49,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     # An edge to keys or values that heads share is drawn to each of these heads that writes.
     drawn = {*table.writer, "logits"}
     read_by = {
-        reader: [node for node in circuit.graph.read_by(reader) if node in drawn]
+        reader: [node for node in circuit.graph.nodes_after[reader] if node in drawn]
         for reader in table.reader
     }
     nodes = sorted({*table.writer, *chain.from_iterable(read_by.values())})
