@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError, warn
 from mechattn.prompts.prompt import Prompt
@@ -37,12 +39,13 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     its segment."""
     if prompt.answer_tokens:
         question = tokenize(replace(prompt, answer="", answer_tokens=()), model)
-        later_segments = [SEGMENTS[code] for code in question.segment[1:].tolist()]
-        answer_segments = ["answer"] * len(prompt.answer_tokens)
-        return baseline_sequence(
-            [*question.tokens.tolist(), *prompt.answer_tokens],
-            [question.first_part, *later_segments, *answer_segments],
-            question.decode,
+        answer = torch.tensor(prompt.answer_tokens)
+        answer_segment = torch.full_like(answer, SEGMENTS.index("answer"))
+        return replace(
+            question,
+            tokens=torch.cat([question.tokens, answer]),
+            origin=torch.arange(len(question) + len(answer)),
+            segment=torch.cat([question.segment, answer_segment]),
         )
 
     if prompt.tokens:
