@@ -54,11 +54,11 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     tokenizer = require_tokenizer(model)
     if prompt.template == "chat":
         text, spans = _chat_text(prompt, tokenizer)
-        if prompt.answer:
-            spans.append(("answer", len(text), len(text) + len(prompt.answer)))
-            text += prompt.answer
     else:
-        text, spans = _plain(prompt)
+        text, spans = _plain_text(prompt)
+    if prompt.answer:
+        spans.append(("answer", len(text), len(text) + len(prompt.answer)))
+        text += prompt.answer
 
     tokens, segments = _tokens_in_spans(prompt, tokenizer, text, spans)
 
@@ -151,12 +151,12 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         )
 
 
-def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
-    """The segments one after another, and the characters of each."""
+def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
+    """The texts up to the answer one after another, and the characters of each."""
     separator = "\n"
     if prompt.template == "joined":
         separator = ""
-    texts = {"system": prompt.system, "question": prompt.question, "answer": prompt.answer}
+    texts = {"system": prompt.system, "question": prompt.question}
     joined = ""
     spans: list[Span] = []
 
@@ -165,8 +165,6 @@ def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
             spans.append((segment, len(joined), len(joined) + len(text)))
             joined += text + separator
 
-    if prompt.answer:
-        joined = joined.removesuffix(separator)
     return joined, spans
 
 
