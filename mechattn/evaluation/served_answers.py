@@ -70,14 +70,14 @@ def served_answers(
             for start in range(0, len(todo), _PROBED_AFTER):
                 stretch = todo[start : start + _PROBED_AFTER]
 
-                asked = ((request, _sampled(sent, request, sampling)) for request in stretch)
+                asked = {request: _sampled(sent, request, sampling) for request in stretch}
                 for request, completion in connection.completions(asked):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
                     bar.update()
                     yield request, answer, text
 
-                probe = probe.compared(connection.all_completions(probe.requests))
+                probe = probe.compared(dict(connection.completions(probe.requests)))
                 if server.verify and not probe.is_passed:
                     file.drop(request.key for request in stretch)
                     file.note("probe", probe.about)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -233,25 +233,24 @@ class Connection:
     at_once: int
 
     def completions(
-        self, requests: Iterable[tuple[Name, CompletionRequest]]
+        self, requests: Mapping[Name, CompletionRequest]
     ) -> Iterator[tuple[Name, Completion]]:
         """Each completion in the order of arrival; if a request fails, its error after the others
         in progress.
 
         Args:
-            requests: What is asked for, each with a name that its completion has too.
+            requests: What is asked for, by names that the completions have too.
 
         Raises:
             ServerError: A request fails; no further one is sent.
         """
         failures: list[Exception] = []
 
-        def completed(item: tuple[Name, CompletionRequest]) -> tuple[Name, Completion] | None:
-            name, request = item
-            if failures:
+        def completed(name: Name) -> tuple[Name, Completion] | None:
+            if failures:  # nothing more is sent
                 return None
             try:
-                return name, self.completion(request)
+                return name, self.completion(requests[name])
             except Exception as error:
                 failures.append(error)
                 return None
@@ -264,14 +263,6 @@ class Connection:
 
         if failures:
             raise failures[0]
-
-    def all_completions(self, requests: Mapping[Name, CompletionRequest]) -> dict[Name, Completion]:
-        """The completions of some requests, by their names.
-
-        Raises:
-            ServerError: A request fails.
-        """
-        return dict(self.completions(requests.items()))
 
     def completion(self, request: CompletionRequest) -> Completion:
         """One completion, read and checked.

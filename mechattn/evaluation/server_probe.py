@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,9 +60,8 @@ def check_tokenizer(connection: Connection) -> None:
     Raises:
         ServerError: The numbers are those of another tokenizer.
     """
-    completions = connection.all_completions(
-        {text: CompletionRequest(text, None, new_tokens=1) for text in _TEXTS}
-    )
+    requests = {text: CompletionRequest(text, None, new_tokens=1) for text in _TEXTS}
+    completions = dict(connection.completions(requests))
     counts = [completions[text].prompt_tokens for text in _TEXTS]
     if not connection.server.verify or None in counts:
         return
@@ -86,14 +85,13 @@ class Reference:
     Args:
         text: The answer.
         prompt_logprobs: The log-probability of each of the prompt's tokens after the first.
-        steps: Of the local model's answer, the text before each token, and the whole of it.
-        gaps: How much likelier each token was than the second likeliest, in nats.
+        gaps: Of the local model's answer, how much likelier each token was than the second
+            likeliest, in nats, by the text before it; empty for a server's answer.
     """
 
     text: str
     prompt_logprobs: Sequence[float] = ()
-    steps: Sequence[str] = ()
-    gaps: Sequence[float] = ()
+    gaps: Mapping[str, float] = field(default_factory=dict)
 
     def agrees(self, text: str) -> bool:
         """Whether another answer is this one; where the local model is undecided, either is
@@ -103,8 +101,8 @@ class Reference:
             return True
 
         # The first token that differs is forgiven where another one was about as likely.
-        shared_steps = [step for step in self.steps if text.startswith(step)]
-        return bool(shared_steps) and self.gaps[len(shared_steps) - 1] < _TIE
+        gaps = [gap for beginning, gap in self.gaps.items() if text.startswith(beginning)]
+        return bool(gaps) and gaps[-1] < _TIE
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def start_probe(
         question: CompletionRequest(sent[question], length, new_tokens, asks_prompt_logprobs=True)
         for question, length in lengths.items()
     }
-    completions = connection.all_completions(requests)
+    completions = dict(connection.completions(requests))
     if not is_resumed:
         first_answers = {
             question: Reference(completions[question].text, completions[question].prompt_logprobs)
@@ -319,9 +317,10 @@ def _warn_of_other_weights(connection: Connection) -> None:
 
 def _check_samples(connection: Connection, requests: Requests, greedy: Completions) -> None:
     """Refuse a server that gives greedy answers at any temperature."""
-    hot = connection.all_completions(
-        {question: replace(request, temperature=_HOT) for question, request in requests.items()}
-    )
+    hot_requests = {
+        question: replace(request, temperature=_HOT) for question, request in requests.items()
+    }
+    hot = dict(connection.completions(hot_requests))
     if all(completion.text == greedy[question].text for question, completion in hot.items()):
         raise connection.server.error(
             f"does not sample: {len(hot)} answers at temperature {_HOT:g} are the greedy ones."
@@ -353,5 +352,6 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
 
     starts = [answer[:length] for length in range(len(answer) + 1)]
     texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
-    steps = [text.rstrip(_HALF_CHARACTER) for text in texts]
-    return Reference(steps[-1], token_logprobs[:split].tolist(), steps, gaps.tolist())
+    texts = [text.rstrip(_HALF_CHARACTER) for text in texts]
+    gap_after = dict(zip(texts, gaps.tolist(), strict=True))
+    return Reference(texts[-1], token_logprobs[:split].tolist(), gap_after)
