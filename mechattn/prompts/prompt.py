@@ -84,7 +84,7 @@ class Prompt:
             if not isinstance(text, str):
                 raise PromptError(
                     f"prompt {self.id} has {text!r:.40} in place of a text, such as its id or its"
-                    ' solution; put it in quotes: "5"'
+                    ' solution; give a text, such as "5"'
                 )
             if _SURROGATES.search(text):
                 raise PromptError(
