@@ -99,7 +99,9 @@ def evaluate(
     prompts = as_prompts(prompts)
     named = request_checks.with_baseline(conditions)
     if temperature is None:
-        temperature = 0.0 if samples == 1 else 1.0
+        temperature = 1.0
+        if samples == 1:
+            temperature = 0.0
     sampling = Sampling(new_tokens, samples, temperature, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
@@ -350,7 +352,16 @@ def _check_sequences(
     sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
 ) -> None:
-    """Refuse what cannot be answered, here or by a server, before a token is generated."""
+    """Refuse what cannot be answered, here or by a server, before a token is generated.
+
+    Args:
+        reader: The hooked model that generates; with a server an ``UnloadedModel``, which may hold
+            a hooked model to compare with.
+        server: The server that generates; None if the model here does.
+        prompts: The prompts.
+        sequences: For each prompt its sequence under each condition.
+        new_tokens: The longest answer, in tokens.
+    """
     if server is None:
         native_of(reader)  # refuses a model that cannot generate
         hooked = reader

@@ -533,7 +533,15 @@ class Evaluation:
 def _with_distinct_sources(
     own_answers: Mapping[str, str | None], sources: Mapping[str, str]
 ) -> list[str]:
-    """The prompts whose own answer and whose source's can be read, and differ."""
+    """The prompts whose own answer and whose source's can be read, and differ.
+
+    Args:
+        own_answers: The answer to each prompt without a transplant; None if it cannot be read.
+        sources: The source of each prompt's keys and values.
+
+    Raises:
+        OptionError: A source has no answer.
+    """
     distinct = []
     for prompt, own_answer in own_answers.items():
         source = sources.get(prompt, prompt)

@@ -128,6 +128,9 @@ class Probe:
         A round has "alike", the share of answers that are alike, with its interval from "alike_low"
         to "alike_high"; and "logprob_difference", the mean difference of log-probabilities in nats,
         if there are any to compare.
+
+        Args:
+            completions: The server's answers to all questions.
         """
         alike_count = 0
         differences = []
