@@ -154,7 +154,7 @@ def accuracy_table(evaluation: Evaluation) -> str:
     methods = f"n = {baseline.n}; score interval, over {unit}."
     if changes:
         tests = f"score and t intervals, sign flips, over {unit}"
-        if any("only_first" in change for change in changes.values()):
+        if any(change["test"] == "mid-p McNemar" for change in changes.values()):
             tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
         methods = (
             f"n = {baseline.n}; {tests}; detectable: found with 80 % power. The"
@@ -164,12 +164,12 @@ def accuracy_table(evaluation: Evaluation) -> str:
     return "\n\n".join([*cautions, markdown_table(HEADER, rows), methods])
 
 
-def _change_cells(change: Mapping[str, float]) -> list[str]:
+def _change_cells(change: Mapping[str, Any]) -> list[str]:
     """The difference from the baseline, its p, the problems that changed, what can be detected."""
     difference = f"{100 * change['difference']:+.1f}"
     interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
     changed = ""
-    if "only_first" in change:  # with one answer a problem, as Evaluation.compare says
+    if "only_first" in change:  # there is one answer to each problem
         changed = f"{change['only_first']}, {change['only_second']}"
 
     return [

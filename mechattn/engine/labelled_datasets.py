@@ -312,10 +312,7 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
         inner = inner.condition
 
     if isinstance(inner, Baseline):
-        own = inner.intervention
-        if not isinstance(own, (tuple, list)):
-            own = (own,)
-        interventions = (*own, *interventions)
+        interventions = (*inner.interventions, *interventions)
     elif sequence is not None and not interventions:
         masked = sequence.cut_edges is not None
         unshifted = sequence.keeps_positions

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, plain
 from mechattn.prompts.conditions import Condition, Variant
 
 
@@ -22,8 +22,11 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         options: The values of each option of the condition.
 
     Raises:
-        OptionError: The condition has no such option, or a value is not allowed or given twice.
+        OptionError: The condition has no such option, a value is not allowed or given twice, or no
+            option is given.
     """
+    if not options:
+        raise OptionError("give at least one option to vary, such as count=[10, 25]")
     if isinstance(condition, Variant):
         inner = sweep(condition.condition, **options)
         return {name: replace(condition, condition=varied) for name, varied in inner.items()}
@@ -47,4 +50,4 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
 
 def _printable(value: Any) -> str:
     """A value as a part of a name: a newline as "\\n"."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+    return plain(str(value)).replace("\n", "\\n").replace("\t", "\\t")

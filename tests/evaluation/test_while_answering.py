@@ -44,7 +44,14 @@ def ids_of(model, text):
 def evaluation(toy, prompts):
     """Answers written by hand: what they say decides nothing here."""
     answers = [
-        by_hand.answer(prompt.id, name, number % 2 == 0, text=text, tokens=ids_of(toy, text))
+        by_hand.answer(
+            prompt.id,
+            name,
+            number % 2 == 0,
+            text=text,
+            tokens=ids_of(toy, text),
+            solution=prompt.solution,
+        )
         for name in ("baseline", "slash")
         for number, (prompt, text) in enumerate(zip(prompts, TEXTS, strict=False))
     ]
@@ -250,7 +257,7 @@ def test_what_cannot_be_compared(measured, toy, prompts):
         measured.table("answers")
     with pytest.raises(OptionError, match=r"level=95\.0: give a probability"):
         simulated(effect=0.05, confounded=False).table(level=95.0)
-    with pytest.raises(OptionError, match="there is no condition 'dots'; the evaluation has"):
+    with pytest.raises(OptionError, match="condition='dots': choose one of"):
         ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], {"dots": SLASH["slash"]})
     with pytest.raises(OptionError, match="prompt 6 was not evaluated"):
         ma.while_answering(toy, evaluation(toy, prompts), prompts[:8])
