@@ -39,6 +39,14 @@ def test_final_number(text, number):
     assert (answer and number_in(answer)) == number
 
 
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [(r"$\boxed{2\sqrt{3}}$", True), (r"$\boxed{2\sqrt{5}}$", False), ("I don't know", False)],
+)
+def test_expressions(text, is_right):
+    assert grade(text, r"\sqrt{12}", "math").right == is_right
+
+
 def test_two_hundred_answers_of_a_real_model_are_read_as_by_hand():
     """Forty of Qwen2.5-Coder-0.5B's a condition, drawn from experiments/real/2026-11-26-accuracy.md.
 
