@@ -91,7 +91,7 @@ class PlacedBatch:
                 rows_of.setdefault(condition, []).append(row)
 
         # An original token by its place in the baseline, an inserted one by −1 − its place in the
-        # sequence.
+        # sequence. Random draws are keyed by it, so a token has the same ones in every batch.
         positions = torch.where(batch.original, batch.origin, -1 - batch.positions)
 
         with_targets = []

@@ -23,7 +23,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.batches import measure_batch
-from mechattn.engine.engines import chosen_forward
+from mechattn.engine.engines import chosen_engine
 from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import (
     AnyPrompts,
@@ -126,7 +126,7 @@ def _passes(
     Yields:
         Each prompt, its batch with a row for each of ``measured``, and the values by layer.
     """
-    forward, _ = chosen_forward(model, "auto", [analysis], layers)
+    engine = chosen_engine(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     conditions = with_baseline({_RECORDED: condition})
 
@@ -141,7 +141,7 @@ def _passes(
     for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
         rows = [(0, name) for name in measured]
         batch = pad_right([prompt_sequences[name] for name in measured], rows, 0)
-        (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
+        (values,) = measure_batch(model, batch, engine.forward, windows, [analysis], [prompt.id])
         yield prompt, batch, values
 
 
