@@ -3,11 +3,13 @@ matrix in memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError, check_counts
@@ -34,7 +36,7 @@ class AttentionScores:
         sinks: The score of each head's learned sink.
 
     Raises:
-        OptionError: A window without keys, or a bound of 0 or less.
+        OptionError: A window without keys, or a bound that is not a finite number above 0.
     """
 
     scale: float | None = None
@@ -46,8 +48,8 @@ class AttentionScores:
     def __post_init__(self) -> None:
         if self.window is not None:
             check_counts(window=self.window)
-        if self.softcap is not None and not self.softcap > 0:
-            raise OptionError(f"softcap={self.softcap!r}: give a bound above 0, or None")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise OptionError(f"softcap={self.softcap!r}: give a finite bound above 0, or None")
 
     def attention(self, q: Queries, k: Keys, v: Values) -> Attention:
         """The attention of these queries, keys and values, as the row kernel takes it.
@@ -98,7 +100,7 @@ def measure(
         scores: The scale, window, soft cap, ALiBi slopes and sinks of the scores; plain ``q·k /
             √d_head`` by default.
         lengths: The number of positions of each sequence without the padding on its right; all by
-            default.
+            default. What the tensors hold at padding is not read.
         counted: The queries that count in "received"; all by default.
         segments: The keys of each segment, by name; with them, "mass" is computed too.
 
@@ -117,15 +119,20 @@ def measure(
         For the null, uniform attention, call ``measure(torch.zeros_like(q), k, …)``.
 
     Raises:
-        OptionError: The shapes do not fit together.
+        OptionError: The shapes do not fit together, or a tensor holds no floats, or no truth values.
     """
-    _check_shapes(q, k, v)
-    for name, numbers in {"alibi": scores.alibi, "sinks": scores.sinks}.items():
-        _check_shape(name, numbers, head=q.shape[1])
-    for name, marked in {"counted": counted, **(segments or {})}.items():
-        _check_shape(name, marked, batch=len(q), pos=q.shape[2])
+    _check_vectors(q, k, v)
+    _check_options(q, scores, counted, segments)
 
-    is_real = _not_padding(q, lengths)
+    is_real = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    if lengths is not None:
+        is_real = _before(lengths, is_real)
+        # A weight of 0 would not keep out NaN, which some kernels leave at padding.
+        is_padding = ~is_real[:, None, :, None]
+        q = q.masked_fill(is_padding, 0)
+        k = k.masked_fill(is_padding, 0)
+        if v is not None:
+            v = v.masked_fill(is_padding, 0)
     is_counted = is_real
     if counted is not None:
         is_counted = is_real & counted
@@ -180,36 +187,66 @@ def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, 
     return statistics
 
 
-def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "batch pos"]:
-    """Which positions are tokens of their sequence."""
-    batch, _, length, _ = q.shape
-    if lengths is None:
-        lengths = [length] * batch
+def _before(lengths: Sequence[int], positions: Marked) -> Marked:
+    """Which of the positions are tokens of their sequence."""
+    batch, longest = positions.shape
+    counts = torch.as_tensor(lengths, device=positions.device)
+    is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
+    if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
+        raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {longest}")
+    return torch.arange(longest, device=positions.device) < counts[:, None]
 
-    counts = torch.as_tensor(lengths, device=q.device)
-    if counts.shape != (batch,) or (counts < 1).any() or (counts > length).any():
-        raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {length}")
 
-    return torch.arange(length, device=q.device) < counts[:, None]
+def _check_vectors(q: Queries, k: Keys, v: Values | None) -> None:
+    """Refuse tensors that are not queries, keys and values of the same positions."""
+    vectors = [tensor for tensor in (q, k, v) if tensor is not None]
+    if all(_is_by_head(tensor) for tensor in vectors):
+        # Keys and values may have fewer heads, and values another width.
+        k_fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
+        v_fits = v is None or v.shape[:3] == k.shape[:3]
+        if k_fits and v_fits:
+            return
+
+    shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
+    raise OptionError(
+        f"q, k (and v) have the shapes {shapes}: give tensors of floats [batch, head, pos, d_head],"
+        " alike but for the number of heads, where that of k and v divides that of q"
+    )
+
+
+def _is_by_head(tensor: Any) -> bool:
+    """Whether it is a tensor of floats with four axes, none of them empty."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and tensor.ndim == 4
+        and tensor.numel() > 0
+    )
+
+
+def _check_options(
+    q: Queries,
+    scores: AttentionScores,
+    counted: Marked | None,
+    segments: Mapping[str, Marked] | None,
+) -> None:
+    """Refuse tensors that are not of these heads, or not truth values of these positions."""
+    _, heads, length, _ = q.shape
+    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
+        _check_shape(name, numbers, head=heads)
+    for name, marked in (("counted", counted), *(segments or {}).items()):
+        _check_shape(name, marked, batch=len(q), pos=length)
+        if marked is not None and marked.dtype != torch.bool:
+            raise OptionError(f"{name} holds {marked.dtype}: give truth values")
 
 
 def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
-    """Refuse a tensor with other dimensions than these."""
-    if tensor is not None and tensor.shape != tuple(sizes.values()):
+    """Refuse anything but a tensor with these dimensions, or None."""
+    if tensor is None:
+        return
+    shape = list(getattr(tensor, "shape", ()))
+    if not isinstance(tensor, Tensor) or shape != list(sizes.values()):
         raise OptionError(
-            f"{name} has the shape {list(tensor.shape)}: give [{', '.join(sizes)}] ="
+            f"{name} has the shape {shape}: give a tensor [{', '.join(sizes)}] ="
             f" {list(sizes.values())}"
-        )
-
-
-def _check_shapes(q: Queries, k: Keys, v: Values | None) -> None:
-    """Refuse tensors that are not queries, keys and values of the same positions."""
-    # Keys and values may have fewer heads, and values another width.
-    fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
-    v_fits = v is None or v.shape[:3] == k.shape[:3]
-    if not fits or not v_fits:
-        shapes = [list(tensor.shape) for tensor in (q, k, v) if tensor is not None]
-        raise OptionError(
-            f"q, k (and v) have the shapes {shapes}: give [batch, head, pos, d_head], alike but for"
-            " the number of heads, where that of k and v divides that of q"
         )

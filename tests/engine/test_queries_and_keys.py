@@ -127,6 +127,16 @@ def test_it_is_what_run_measures(toy, prompts):
         )
 
 
+def test_padding_is_not_read(tensors):
+    q, k, v = (tensors[name].clone() for name in "qkv")
+    expected = ma.measure(q, k, v, lengths=LENGTHS)
+    for vectors in (q, k, v):
+        vectors[1, :, LENGTHS[1] :] = math.nan
+    measured = ma.measure(q, k, v, lengths=LENGTHS)
+    for statistic, value in expected.items():
+        torch.testing.assert_close(measured[statistic], value, equal_nan=True)
+
+
 def test_half_precision_is_computed_in_float32(tensors):
     q = tensors["q"].bfloat16()
     k = tensors["k"].bfloat16()
