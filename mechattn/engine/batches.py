@@ -31,7 +31,8 @@ _BLOCKS = 2
 _FLOAT32 = 4  # bytes
 _LARGEST_BATCH = 64  # rows
 _LEAST_FILL = 0.75  # the shortest prompt of a batch, as a share of its longest
-# What torch's allocators, cuBLAS and the kernel say in a RuntimeError, which has no type of its own.
+# What torch's allocators, cuBLAS and the kernel say in a RuntimeError; only that of CUDA's allocator
+# has a type of its own.
 _MEMORY_WORDS = (
     "not enough memory",
     "cublas_status_alloc_failed",
@@ -144,7 +145,7 @@ def in_halves(
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device or the machine had no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, MemoryError):
         return True
     message = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in message for words in _MEMORY_WORDS)

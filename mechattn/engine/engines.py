@@ -44,7 +44,7 @@ Forward = Callable[[HookedModel, Batch, Windows, LayerReceiver, int], None]
 class ChosenEngine:
     """The engine of a run, and why it was chosen."""
 
-    name: Literal["streaming", "fused", "hooks"]
+    name: str  # "streaming", "fused" or "hooks"
     forward: Forward
     reason: str
 
@@ -68,13 +68,15 @@ def chosen_engine(
     """
     captures = _captured_hooks(model, analyses, layers)
     if engine == "hooks":
-        return _hooks_because("asked for")
+        return ChosenEngine("hooks", forward_through_hooks, "asked for")
 
     # Some hooks, such as hook_pattern, never fire while attention is streamed.
     hidden = [name for name in captures if not fires_while_streamed(name)]
     if hidden:
         if engine == "auto":
-            return _hooks_because(f"not streamed: {hidden[0]} fires only with hooks")
+            return ChosenEngine(
+                "hooks", forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
+            )
         raise OptionError(
             f"an analysis captures {hidden[0]!r}, which doesn't fire while attention is streamed;"
             ' choose engine="hooks" or "auto"'
@@ -92,7 +94,7 @@ def chosen_engine(
                 f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or'
                 ' "auto"'
             )
-        return _hooks_because(f"not streamed: {check.detail}")
+        return ChosenEngine("hooks", forward_through_hooks, f"not streamed: {check.detail}")
     return _fused_or_in_blocks(model, facts, engine, analyses)
 
 
@@ -132,12 +134,14 @@ def _fused_or_in_blocks(
             ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
         )
     if engine == "fused" and not of_rows:
-        return _blocks_because("not fused: no analysis takes a fused kernel's sums")
+        return ChosenEngine(
+            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
+        )
 
     can_be_fused = bool(of_rows) and not needing_rows
     is_slower_here = engine == "auto" and device_of(model).type != "cuda"
     if engine == "streaming" or not can_be_fused or is_slower_here:
-        return _blocks_because("its numbers are those of the hooks")
+        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
 
     if facts.fused is None:
         facts.fused = check_fused(model)
@@ -149,15 +153,11 @@ def _fused_or_in_blocks(
         return ChosenEngine("fused", forward_fused, reason)
     if engine == "fused":
         raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
-    return _blocks_because(f"its numbers are those of the hooks; not fused: {check.detail}")
-
-
-def _hooks_because(reason: str) -> ChosenEngine:
-    return ChosenEngine("hooks", forward_through_hooks, reason)
-
-
-def _blocks_because(reason: str) -> ChosenEngine:
-    return ChosenEngine("streaming", forward_in_blocks, reason)
+    return ChosenEngine(
+        "streaming",
+        forward_in_blocks,
+        f"its numbers are those of the hooks; not fused: {check.detail}",
+    )
 
 
 def forward_in_blocks(

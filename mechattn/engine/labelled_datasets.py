@@ -60,9 +60,9 @@ class Collector:
             batch: Its rows say which prompt and condition each value belongs to.
             values: By layer and quantity, each [row of the batch, …] and on the CPU.
         """
-        condition_numbers = {name: number for number, name in enumerate(self.coords["condition"])}
+        names = self.coords["condition"]
         prompts = np.array([prompt for prompt, _ in batch.rows])
-        conditions = np.array([condition_numbers[condition] for _, condition in batch.rows])
+        conditions = np.array([names.index(condition) for _, condition in batch.rows])
 
         for layer, layer_values in values.items():
             layer_number = self.coords["layer"].index(layer)
@@ -175,17 +175,19 @@ class Collector:
             per_prompt = self._values[name]
             variables[f"{name}_per_prompt"] = ((*_OUTER, *dims), per_prompt, attributes)
 
-        of_mean = attributes | {"over": "prompts"}
-        of_variance = of_mean | {
-            "description": f"variance over prompts of {name}",
-            "units": f"{quantity.units} squared",
+        units = {
+            "known_mean": quantity.units,
+            "variance": f"{quantity.units} squared",
+            "n": "prompts",
         }
-        of_n = of_mean | {"description": f"n over prompts of {name}", "units": "prompts"}
-
-        outer = ("condition", "layer", *dims)
-        variables[name] = (outer, self._over_prompts(name, "known_mean"), of_mean)
-        variables[f"{name}_variance"] = (outer, self._over_prompts(name, "variance"), of_variance)
-        variables[f"{name}_n"] = (outer, self._over_prompts(name, "n"), of_n)
+        for statistic, unit in units.items():
+            of_statistic = attributes | {"over": "prompts", "units": unit}
+            label = name
+            if statistic != "known_mean":
+                label = f"{name}_{statistic}"
+                of_statistic["description"] = f"{statistic} over prompts of {name}"
+            values = self._over_prompts(name, statistic)
+            variables[label] = (("condition", "layer", *dims), values, of_statistic)
         return variables
 
     def _over_prompts(self, name: str, statistic: str) -> np.ndarray:

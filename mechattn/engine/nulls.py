@@ -166,10 +166,12 @@ class Nulls:
 
         attention_by_rows(attention, see)
 
-        return {
-            number: _null_values(analysis, sums[number], kind, batch, window)
-            for number, analysis in self._of_rows.items()
-        }
+        nulls = {}
+        for number, analysis in self._of_rows.items():
+            # Also where a value is missing: its quantity then has no null, which it must declare.
+            with _saying_no_null(analysis):
+                nulls[number] = _null_values(analysis, sums[number], kind, batch, window)
+        return nulls
 
     def _blind_attention(self, kind: str, layer: int, window: Window, batch: Batch) -> Attention:
         """The attention of queries that are 0, in one head for all where these are equal."""
@@ -195,19 +197,14 @@ class Nulls:
 
 def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: Window) -> Values:
     """The nulls, named after their quantities; without a head dimension if all heads are equal."""
-    with _saying_no_null(analysis):
-        values = analysis.values(sums, batch, window)
-
+    values = analysis.values(sums, batch, window)
     nulls = {}
     for name, quantity in analysis.quantities.items():
         measures_its_own = name + kind in analysis.quantities
         if measures_its_own or not has_null(name, quantity):
             continue
 
-        # A value that is missing here has no null, which its quantity must declare.
-        with _saying_no_null(analysis):
-            null = values[name]
-
+        null = values[name]
         if kind == UNIFORM and "head" in quantity.dims:
             null = null.select(1 + quantity.dims.index("head"), 0)
         nulls[name + kind] = null

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,13 +13,19 @@ from torch import Tensor
 
 from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
-from mechattn.functional.attention import Attention, Marked, Rows, attention_by_rows, working_dtype
+from mechattn.functional.attention import (
+    Attention,
+    Marked,
+    PerHead,
+    Rows,
+    Vectors,
+    attention_by_rows,
+    working_dtype,
+)
 from mechattn.functional.focus import entropy
 
-Queries = Float[Tensor, "batch head pos d_head"]
 Keys = Float[Tensor, "batch kv_head pos d_head"]
 Values = Float[Tensor, "batch kv_head pos d_value"]
-PerHead = Float[Tensor, " head"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +56,7 @@ class AttentionScores:
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise OptionError(f"softcap={self.softcap!r}: give a finite bound above 0, or None")
 
-    def attention(self, q: Queries, k: Keys, v: Values) -> Attention:
+    def attention(self, q: Vectors, k: Keys, v: Values) -> Attention:
         """The attention of these queries, keys and values, as the row kernel takes it.
 
         Args:
@@ -70,15 +75,11 @@ class AttentionScores:
             positions = torch.arange(q.shape[2], device=q.device, dtype=dtype)
             bias = (self.alibi.to(dtype)[:, None] * positions)[None]
 
-        sinks = self.sinks
-        if sinks is not None:
-            sinks = sinks.to(dtype)
-
-        return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=sinks)
+        return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=self.sinks)
 
 
 def measure(
-    q: Queries,
+    q: Vectors,
     k: Keys,
     v: Values | None = None,
     *,
@@ -126,7 +127,7 @@ def measure(
 
     is_real = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
     if lengths is not None:
-        is_real = _before(lengths, is_real)
+        is_real = _real_positions(lengths, is_real)
         # A weight of 0 would not keep out NaN, which some kernels leave at padding.
         is_padding = ~is_real[:, None, :, None]
         q = q.masked_fill(is_padding, 0)
@@ -150,7 +151,9 @@ def measure(
         blocks.append(_of_queries(rows, segments))
 
     # Values without dimensions: then there is no output to compute.
-    values = k[..., :0] if v is None else v
+    values = v
+    if values is None:
+        values = k[..., :0]
     with torch.no_grad():
         output = attention_by_rows(scores.attention(q, k, values), see)
 
@@ -163,12 +166,8 @@ def measure(
     if v is not None:
         statistics["output"] = output
 
-    # [batch head pos], and mass and output with one more axis.
-    for name, statistic in statistics.items():
-        is_padding = ~is_real[:, None]
-        if statistic.ndim == 4:
-            is_padding = is_padding[..., None]
-        statistics[name] = statistic.masked_fill(is_padding, torch.nan)
+    for statistic in statistics.values():
+        statistic.transpose(1, 2)[~is_real] = torch.nan  # [batch pos head], or with one more axis
     return statistics
 
 
@@ -187,7 +186,7 @@ def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, 
     return statistics
 
 
-def _before(lengths: Sequence[int], positions: Marked) -> Marked:
+def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
     """Which of the positions are tokens of their sequence."""
     batch, longest = positions.shape
     counts = torch.as_tensor(lengths, device=positions.device)
@@ -197,35 +196,26 @@ def _before(lengths: Sequence[int], positions: Marked) -> Marked:
     return torch.arange(longest, device=positions.device) < counts[:, None]
 
 
-def _check_vectors(q: Queries, k: Keys, v: Values | None) -> None:
+def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
     """Refuse tensors that are not queries, keys and values of the same positions."""
     vectors = [tensor for tensor in (q, k, v) if tensor is not None]
-    if all(_is_by_head(tensor) for tensor in vectors):
+    fits = all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in vectors)
+    fits = fits and q.ndim == k.ndim == 4 and q.numel() > 0 and k.numel() > 0
+    if fits:
         # Keys and values may have fewer heads, and values another width.
-        k_fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
-        v_fits = v is None or v.shape[:3] == k.shape[:3]
-        if k_fits and v_fits:
-            return
-
-    shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
-    raise OptionError(
-        f"q, k (and v) have the shapes {shapes}: give tensors of floats [batch, head, pos, d_head],"
-        " alike but for the number of heads, where that of k and v divides that of q"
-    )
-
-
-def _is_by_head(tensor: Any) -> bool:
-    """Whether it is a tensor of floats with four axes, none of them empty."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.is_floating_point()
-        and tensor.ndim == 4
-        and tensor.numel() > 0
-    )
+        fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
+    if fits and v is not None:
+        fits = v.ndim == 4 and v.shape[:3] == k.shape[:3]
+    if not fits:
+        shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
+        raise OptionError(
+            f"q, k (and v) have the shapes {shapes}: give tensors of floats [batch, head, pos,"
+            " d_head], alike but for the number of heads, where that of k and v divides that of q"
+        )
 
 
 def _check_options(
-    q: Queries,
+    q: Vectors,
     scores: AttentionScores,
     counted: Marked | None,
     segments: Mapping[str, Marked] | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,7 +50,18 @@ class RowReceiver:
     def see_rows(self, layer: int, rows: Rows) -> None:
         """Receive a block of query rows, whose memory the next block reuses."""
         if self.row_receivers:
-            self._add_rows(layer, rows)
+            block = AttentionRows(
+                layer=layer,
+                pattern=rows.pattern,
+                queries=rows.queries,
+                keys=rows.keys,
+                batch=self.batch.batches[layer],
+                window=self.batch.windows[layer],
+                v=getattr(rows.attention, "v", None),
+                attention=rows.attention,
+            )
+            for number, analysis in self.row_receivers:
+                analysis.add(self.pending.state_of(number, layer).sums, block)
 
         if self.pair_receivers:
             if layer not in self.paired_layers:
@@ -75,33 +86,12 @@ class RowReceiver:
 
     def see_whole(self, layer: int, fused: Fused) -> None:
         """Receive a whole layer from a fused kernel: the analyses that take one need no rows."""
-        batch = self.batch.batches[layer]
-        window = self.batch.windows[layer]
-        attention = WholeAttention(layer, fused, batch, window)
-
+        attention = WholeAttention(
+            layer, fused, self.batch.batches[layer], self.batch.windows[layer]
+        )
         for number, analysis in self.row_receivers:
             analysis.add_whole(self.pending.state_of(number, layer).sums, attention)
             self.pending.complete(number, layer, "rows")
-
-    def _add_rows(self, layer: int, rows: Rows) -> None:
-        """Pass a block on to the analyses of rows."""
-        v = None
-        if rows.attention is not None:
-            v = rows.attention.v
-
-        block = AttentionRows(
-            layer=layer,
-            pattern=rows.pattern,
-            queries=rows.queries,
-            keys=rows.keys,
-            batch=self.batch.batches[layer],
-            window=self.batch.windows[layer],
-            v=v,
-            attention=rows.attention,
-        )
-
-        for number, analysis in self.row_receivers:
-            analysis.add(self.pending.state_of(number, layer).sums, block)
 
 
 @contextmanager
@@ -202,10 +192,13 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
     """
     batch = pending.batch
     watching = pending.receivers("mlps")
-    layers = batch.windows if watching else {}
+    if not watching:
+        return nullcontext()
 
     # Once for the pass: a minimum is looked for on a fine grid.
-    minimums = {layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in layers}
+    minimums = {
+        layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in batch.windows
+    }
 
     def see(layer: int, pre: Neurons, post: Neurons) -> None:
         """Give the activations of a layer to the analyses, by sequence and token."""
@@ -230,4 +223,4 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             analysis.add_activations(pending.state_of(number, layer).sums, activations)
             pending.complete(number, layer, "mlps")
 
-    return at_nonlinearity(batch.model, dict.fromkeys(layers, see))
+    return at_nonlinearity(batch.model, dict.fromkeys(batch.windows, see))

@@ -257,13 +257,14 @@ def head_means(
         layers: The layers, from 0; by default all that have attention.
 
     Raises:
-        MechattnError: There is no such layer, or the model cannot read a prompt.
+        MechattnError: There is no such layer, the model cannot read a prompt, or the outputs of its
+            heads cannot be read.
     """
     model = load_model(model)
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     sequences = checked_sequences(with_baseline(None), prompts, model, seed=0)
-    tokens = [by_condition[BASELINE].tokens for by_condition in sequences]
+    token_ids = [by_condition[BASELINE].tokens for by_condition in sequences]
     sums: dict[int, Tensor] = {}
 
     def add_up(layer: int, z: Z) -> Z:
@@ -274,9 +275,9 @@ def head_means(
         return z
 
     with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
-        for prompt_tokens in tokens:
-            hooks.forward_to(model, prompt_tokens[None].to(device_of(model)), max(chosen), [])
+        for prompt_ids in token_ids:
+            hooks.forward_to(model, prompt_ids[None].to(device_of(model)), max(chosen), [])
 
-    count = sum(map(len, tokens))
+    count = sum(map(len, token_ids))
     means = {layer: (total / count).float() for layer, total in sums.items()}
     return HeadMeans(means, len(prompts))

@@ -210,7 +210,7 @@ def condition_sequences(
     tokens.
 
     Args:
-        named: The conditions by name, with the baseline.
+        named: The conditions by name, the baseline first.
         prompts: The prompts.
         model: The model whose tokenizer is used.
         seed: The seed of the conditions' draws.
@@ -222,9 +222,9 @@ def condition_sequences(
         ConditionError: A condition of the user's own does not give a sequence, gives another one
             each time, or does more than insert tokens.
     """
-    prompt_sequences = []
+    prompt_sequences: list[dict[str, TokenSequence]] = []
     for prompt in prompts:
-        sequences: dict[str, TokenSequence] = {}
+        sequences = {}
         for name, condition in named.items():
             sequence = condition.apply(prompt, model, seed)
             if not isinstance(sequence, TokenSequence):
@@ -234,13 +234,12 @@ def condition_sequences(
                     " insert(tokenize(prompt, model), ids, at)"
                 )
             sequences[name] = sequence
-
-        for name, sequence in sequences.items():
             if name == BASELINE or sequence.counterpart:
                 continue
+
             # One prompt is enough to find a condition that draws without the seed.
             if not prompt_sequences:
-                again = named[name].apply(prompt, model, seed)
+                again = condition.apply(prompt, model, seed)
                 if not again.tokens.equal(sequence.tokens):
                     raise ConditionError(
                         f"the condition {name!r} inserts other tokens into prompt {prompt.id} each"
@@ -387,7 +386,7 @@ def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> lis
     if boundary is None:
         return []
 
-    sides = []
+    sides: list[str] = []
     for sequences in prompt_sequences:
         # All sequences of a prompt lie on the same side, see check_side.
         longest = max(_position_counts(sequences).values())

@@ -9,11 +9,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Attention, Pattern, Rows, attention_by_rows, working_dtype
+from mechattn.functional.attention import (
+    Attention,
+    Pattern,
+    Rows,
+    Vectors,
+    attention_by_rows,
+    working_dtype,
+)
 
 Masses = Float[Tensor, "batch segment head query"]  # attention of each query to each segment
 Means = Float[Tensor, "batch head segment"]
-Vectors = Float[Tensor, "batch head pos d_head"]
 Members = Float[Tensor, "batch segment key"]  # 1 where a key belongs to a segment
 Turns = tuple[Float[Tensor, "batch 1 pos pair"], Float[Tensor, "batch 1 pos pair"]]  # cos and sin
 

@@ -9,9 +9,8 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Pattern, for_each_head
+from mechattn.functional.attention import Pattern, PerHead, for_each_head
 
-PerHead = Float[Tensor, " head"]
 VisibleKeys = Bool[Tensor, "#batch 1 query key"]  # which keys each query sees
 
 
@@ -85,7 +84,7 @@ def score_parts(
     bias = scale * (b_q[None, :, None] @ keys)
 
     # Each query meets the same key bias at every key.
-    key_biases = for_each_head(b_k[None, :, None], heads)[0, :, 0]
+    key_biases = b_k.repeat_interleave(heads // len(b_k), 0)
     rest = einsum(q, key_biases, "batch head query d_head, head d_head -> batch head query")
     return content, bias, scale * rest[..., None]
 

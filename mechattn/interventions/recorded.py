@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional.attention import in_working_dtype
 from mechattn.interventions.intervention import (
     Acting,
@@ -28,6 +28,7 @@ from mechattn.interventions.intervention import (
     on,
     tensors_digest,
 )
+from mechattn.model.head_parts import output_weights
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
@@ -133,6 +134,21 @@ class AffineAttention(_AffineMap):
                     f"{name} has the shape {tuple(shape)}; give a number, or [{' '.join(axes)}] of"
                     f" {heads} heads"
                 )
+        self._check_width(model)
+
+    def _check_width(self, model: Any) -> None:
+        """Refuse a shift of another width than z, where W_O by head tells the width."""
+        shift = torch.as_tensor(self.shift)
+        if not shift.ndim or not hasattr(model, "hook_dict"):
+            return
+        for layer in self.layer_numbers:
+            with suppress(ModelError):
+                d_head = output_weights(model, layer).shape[1]
+                if shift.shape[1] != d_head:
+                    raise OptionError(
+                        f"shift has the shape {tuple(shift.shape)}; give d_head = {d_head} numbers"
+                        " of each head"
+                    )
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         scale = torch.as_tensor(self.scale)[..., None]
