@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import PADDING, SEGMENTS
@@ -69,6 +70,8 @@ class Collector:
             cells = (prompts, conditions, layer_number)
 
             for name, value in layer_values.items():
+                if value.dtype == torch.bfloat16:  # which numpy lacks
+                    value = value.float()
                 array = value.numpy()
                 if "key" not in self.quantities[name].dims:
                     self._keep(name, array, cells)

@@ -125,10 +125,16 @@ class PendingSums:
         analysis = self.analyses[number]
         window = self.batch.windows[layer]
 
-        for value in sums.values():
+        rows = len(self.batch.placed.rows)
+        for name, value in sums.items():
+            if tuple(value.shape[:1]) != (rows,):
+                raise OptionError(
+                    f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its first"
+                    f" axis must be that of the {rows} sequences of the batch"
+                )
             if value.is_floating_point():
                 # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
-                largest = value.reshape(len(value), -1).abs().amax(1)
+                largest = value.reshape(rows, -1).abs().amax(1)
                 self.finite_rows.append((analysis, layer, largest.isfinite()))
 
         values = analysis.values(sums, self.batch.batches[layer], window)

@@ -1,7 +1,5 @@
 """What ``ma.measure`` cannot take: shapes, lengths, bounds of scores."""
 
-import math
-
 import pytest
 import torch
 
@@ -15,12 +13,10 @@ Q = torch.zeros(2, 4, 5, 8)
     ("changed", "message"),
     [
         ({"k": Q[:, :3]}, r"the shapes \[\[2, 4, 5, 8\], \[2, 3, 5, 8\]\]: give .* \[batch, head"),
-        ({"k": Q[:, :, :4]}, "alike but for the number of heads"),
         ({"v": Q[:, :2]}, "alike but for the number of heads"),
         ({"lengths": [5, 6]}, "give 2 numbers of positions, 1 to 5"),
         ({"lengths": [2.5, 3]}, "give 2 numbers of positions"),
         ({"q": Q[0], "k": Q[0]}, r"the shapes .*give tensors of floats \[batch, head"),
-        ({"q": Q.long(), "k": Q.long()}, "give tensors of floats"),
         ({"counted": torch.ones(2, 5)}, "counted holds torch.float32: give truth values"),
         (
             {"counted": torch.ones(2, 4, dtype=bool)},
@@ -43,7 +39,7 @@ def test_shapes(changed, message):
         ma.measure(**arguments)
 
 
-@pytest.mark.parametrize("option", [{"window": 0}, {"softcap": -1.0}, {"softcap": math.inf}])
+@pytest.mark.parametrize("option", [{"window": 0}, {"softcap": -1.0}])
 def test_bounds_of_scores(option):
     with pytest.raises(OptionError, match="give a"):
         ma.AttentionScores(**option)
