@@ -51,7 +51,7 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
             quantity = replace(quantity, no_null="it is not made of rows of attention")
 
         quantities[name] = quantity
-        if not is_of_rows or not has_null(name, quantity):
+        if not has_null(name, quantity):
             continue
 
         for kind, condition in NULL_DESCRIPTIONS.items():

@@ -268,10 +268,7 @@ def head_means(
     sums: dict[int, Tensor] = {}
 
     def add_up(layer: int, z: Z) -> Z:
-        total = z.detach().double().sum((0, 1))
-        if layer in sums:
-            total = total + sums[layer]
-        sums[layer] = total
+        sums[layer] = sums.get(layer, 0) + z.detach().double().sum((0, 1))
         return z
 
     with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechattn.functional.attention import Attention, PerToken, Vectors, for_each_head
+from mechattn.functional.attention import Attention, PerToken, Vectors, for_each_head, working_dtype
 
 PerGroup = Float[Tensor, "batch head pos group"]  # of each key or query, by groups of the others
 GroupWeights = Float[Tensor, "batch pos group"]
@@ -61,8 +61,7 @@ class Fused:
                 sums.append(lse.exp()[..., None])
         else:
             # As many groups in a call as there are dimensions.
-            d_head = self.q.shape[-1]
-            for values in reversed_weights.split(d_head, -1):
+            for values in reversed_weights.split(self.q.shape[-1], -1):
                 mean, lse = self._reversed_call(values, minus_lse)
                 sums.append(mean * lse.exp()[..., None])
 
@@ -82,7 +81,7 @@ class Fused:
             Probability mass of each query on each group; together less than 1 beside a learned
             sink.
         """
-        dtype = torch.float32 if self.q.dtype in _HALF else self.q.dtype
+        dtype = working_dtype(self.q)
         heads = self.q.shape[1]
         values = weights.to(dtype)[:, None].expand(-1, heads, -1, -1)
 

@@ -102,3 +102,21 @@ def test_the_model_is_left_as_it_was(toy, prompts):
     before = toy(tokens)
     ma.run(toy, prompts[:2], CONDITIONS)
     assert torch.equal(before, toy(tokens))
+
+
+class OwnHead:
+    """Ablates the head that a prompt names."""
+
+    def apply(self, prompt, model, seed=0):
+        ablation = ma.interventions.HeadAblation(((0, int(prompt.id)),))
+        return ma.Baseline(ablation).apply(prompt, model)
+
+
+def test_each_prompt_has_the_interventions_of_its_own_sequence(toy):
+    prompts = [ma.Prompt("Tom has 3 apples.", id=head) for head in "05"]
+    run = partial(ma.run, toy, conditions={"own": OwnHead()}, layers=1)
+    both, alone = (
+        run(given)["received_attention"].received_by_segment.sel(prompt="5")
+        for given in (prompts, prompts[1])
+    )
+    assert_allclose(both, alone, atol=1e-6)
