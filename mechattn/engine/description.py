@@ -117,6 +117,6 @@ def _stored(value: Any) -> Any:
     """A value that JSON can hold; the identity of any other object."""
     if isinstance(value, (tuple, list)):
         return [_stored(part) for part in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (int, float, str)):
         return value
     return provenance.identity(value)

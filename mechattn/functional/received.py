@@ -151,10 +151,9 @@ def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
 
     Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
-    # A factor of NaN, because a sum of 0 over no queries is no measurement.
-    nan_without_queries = torch.where(query_counts > 0, 1.0, torch.nan)
-    divisor = query_counts.clamp(min=1)
-    return nan_without_queries[:, None] * sums / divisor[:, None]
+    # Divided by NaN, because a sum over no queries is no measurement, even if rounding left some.
+    divisor = torch.where(query_counts > 0, query_counts, torch.nan)
+    return sums / divisor[:, None]
 
 
 def segment_mean(received: PerKey, member: Members) -> PerSegment:

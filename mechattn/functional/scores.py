@@ -88,9 +88,7 @@ def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys)
     Returns:
         Scores whose mean over each query's visible keys is 0.
     """
-    # A part may be the same for all queries, or for all keys; its mean still is one of each query.
-    part = part.expand(*part.shape[:2], *visible.shape[2:])
-
+    # A part may be the same for all queries; its mean still is one of each query.
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     total = (part * visible).sum(-1, keepdim=True)
     mean = total / count

@@ -134,20 +134,15 @@ class AffineAttention(_AffineMap):
                     f"{name} has the shape {tuple(shape)}; give a number, or [{' '.join(axes)}] of"
                     f" {heads} heads"
                 )
-        self._check_width(model)
 
-    def _check_width(self, model: Any) -> None:
-        """Refuse a shift of another width than z, where W_O by head tells the width."""
-        shift = torch.as_tensor(self.shift)
-        if not shift.ndim or not hasattr(model, "hook_dict"):
-            return
-        for layer in self.layer_numbers:
+        # The width of z is known where W_O is, which a model of transformers does not show by head.
+        shift_width = torch.as_tensor(self.shift).shape[1:]
+        if shift_width and hasattr(model, "hook_dict"):
             with suppress(ModelError):
-                d_head = output_weights(model, layer).shape[1]
-                if shift.shape[1] != d_head:
+                width = output_weights(model, self.layer_numbers[0]).shape[1:2]
+                if shift_width != width:
                     raise OptionError(
-                        f"shift has the shape {tuple(shift.shape)}; give d_head = {d_head} numbers"
-                        " of each head"
+                        f"shift has {shift_width[0]} numbers of each head; give d_head = {width[0]}"
                     )
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
