@@ -165,7 +165,7 @@ def measure_batch(
     Args:
         model: The model.
         batch: Sequences, padded on the right.
-        forward: The engine, see :func:`mechattn.engine.engines.chosen_forward`.
+        forward: The engine, see :func:`mechattn.engine.engines.chosen_engine`.
         windows: The layers to measure, each with the number of keys that its queries see.
         analyses: The analyses, which share the pass.
         prompt_ids: The id of each prompt of the run, for interventions and messages.
