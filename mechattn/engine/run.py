@@ -138,11 +138,13 @@ class Plan:
                 f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
                 " load_prompts(group=…)"
             )
+
         analyses = []
         for analysis in self.analyses:
             if isinstance(analysis, Calibrates):
                 analysis = analysis.calibrated(self.model, self.layers, prompts)
             analyses.append(analysis)
+
         engine = chosen_engine(self.model, self.options.engine, analyses, self.layers)
         return Run(replace(self, analyses=analyses), engine, blind_scores(self.model), alike)
 
@@ -177,9 +179,8 @@ class Run:
         # The bar of one of several chunks disappears when it is done.
         for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
             measured, too_large = in_halves(indices, measure)
-            halved += [
-                {"prompts": len(batch), "first": prompts[batch[0]].id} for batch in too_large
-            ]
+            for whole in too_large:
+                halved.append({"prompts": len(whole), "first": prompts[whole[0]].id})
             for batch, values in measured:
                 for collector, layer_values in zip(collectors, values, strict=True):
                     collector.add(batch, layer_values)
