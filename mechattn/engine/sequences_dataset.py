@@ -61,9 +61,10 @@ def sequences_dataset(
     # Of one prompt only, for a glance at what the conditions do: texts take much room.
     first_texts = []
     for sequence in sequences[0].values():
-        texts = list(map(str, sequence.tokens.tolist()))
+        token_ids = sequence.tokens.tolist()
+        texts = list(map(str, token_ids))
         if model.tokenizer is not None:
-            decoded = token_texts(model.tokenizer.decode, sequence.tokens.tolist())
+            decoded = token_texts(model.tokenizer.decode, token_ids)
             texts = [plain(text) for text in decoded]  # without NUL, which NetCDF does not take
         padding = [""] * (longest - len(texts))
         first_texts.append(texts + padding)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -451,5 +451,4 @@ def for_each_head(
     Returns:
         A copy in the order of the query heads.
     """
-    group = heads // x.shape[1]
-    return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=group)
+    return x.repeat_interleave(heads // x.shape[1], 1)
