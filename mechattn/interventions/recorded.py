@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional.attention import in_working_dtype
 from mechattn.interventions.intervention import (
     Acting,
@@ -26,6 +26,7 @@ from mechattn.interventions.intervention import (
     on,
     tensors_digest,
 )
+from mechattn.model.head_parts import output_weights
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
@@ -131,6 +132,16 @@ class AffineAttention(_AffineMap):
                     f"{name} has the shape {tuple(shape)}; give a number, or [{' '.join(axes)}] of"
                     f" {heads} heads"
                 )
+
+        # The width of z is known where W_O is, which a model of transformers does not show by head.
+        shift_width = torch.as_tensor(self.shift).shape[1:]
+        if shift_width and hasattr(model, "hook_dict"):
+            with suppress(ModelError):
+                width = output_weights(model, self.layer_numbers[0]).shape[1:2]
+                if shift_width != width:
+                    raise OptionError(
+                        f"shift has {shift_width[0]} numbers of each head; give d_head = {width[0]}"
+                    )
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         scale = torch.as_tensor(self.scale)[..., None]

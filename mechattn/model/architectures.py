@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.functional.scores import mpt_slopes
+from mechattn.functional.scores import alibi_slopes
 from mechattn.model.hooked import config_of, original_of
 
 
@@ -60,7 +60,7 @@ def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
     """MPT's slopes; None if this model has none."""
     if not config.attn_config.alibi:
         return None
-    return mpt_slopes(heads, float(config.attn_config.alibi_bias_max))
+    return alibi_slopes(heads, float(config.attn_config.alibi_bias_max))
 
 
 def _rotate_in_dtype_of_weights(model: Any) -> str | None:

@@ -57,6 +57,7 @@ def test_options(make, message):
             ma.interventions.AffineAttention(shift=torch.zeros(3, 16)),
             r"give a number, or \[head d_head\] of 8 heads",
         ),
+        (ma.interventions.AffineAttention(shift=torch.zeros(8, 3)), "give d_head = 16"),
         (
             ma.interventions.RecordedAffine({"other": {}}, 0, "elsewhere"),
             "prompt '0' was not recorded",
