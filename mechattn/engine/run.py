@@ -32,7 +32,7 @@ from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.model.scores import BlindScores, blind_scores
-from mechattn.model.weights import Kind, random_weights
+from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.prompt import Prompt, as_prompts, likeness_of
 from mechattn.prompts.token_sequences import Batch, pad_right
 from mechattn.results import provenance
@@ -337,6 +337,7 @@ def run_random(
         arXiv:2512.18792.
     """
     check_counts(FEWEST_DRAWS, draws=draws)  # heads are compared with their spread
+    check_draw(kind, seed)
     model = load_model(model)
     results = []
     for draw in range(draws):
