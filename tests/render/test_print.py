@@ -34,7 +34,6 @@ COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}\b|rgba?\([^)]*\)")
 OPTIONS = {
     "received_attention": {"layer": [0, 1], "heads": [0]},
     "received_by_model": {"heads": 0},
-    "attention_budget": {"conditions": ["slash"]},
     "scale_by_layer": {"condition": "slash"},
     "by_layer": {"quantity": "span_mass"},
     "heads_by_layer": {"quantity": "distance"},
@@ -71,6 +70,7 @@ def figures(measured, toy, prompts):
         name: figure(result, **OPTIONS.get(name, {})) for name, figure in OF_RESULTS.items()
     }
     return of_results | {
+        "budget of four conditions": draw.attention_budget(measured),
         "three heads": draw.received_attention(result, 0, [1, 2, 3]),
         "rank": draw.by_layer(result, "shift_rank_one_share"),
         "accuracy": draw.accuracy({"toy:llama": counted}, "count"),
