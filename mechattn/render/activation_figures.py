@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
@@ -98,8 +99,9 @@ def _histogram_lines(
         shares = histogram.sel(condition=name).transpose("prompt", "bin")
         interval = mean_over_prompts(result, shares)
 
-        # A logarithmic axis has no place for the zeros of a band.
-        least = np.nanmin(draw.positive(interval.high)) / 10
+        # A logarithmic axis has no place for the zeros of a band. Fewer than three prompts have no
+        # band.
+        least = 0.1 * np.min(interval.high, where=interval.high > 0, initial=1.0)
         low = np.repeat(interval.low.clip(least), 2)
         high = np.repeat(interval.high.clip(least), 2)
         draw.ribbon(figure, step_ends, low, high, colour, column=column, alpha=0.15)
@@ -186,27 +188,16 @@ def near_zero_by_class(
         layer: The layer, from 0.
 
     Raises:
-        OptionError: There is no such layer or condition, or no condition besides the baseline.
+        OptionError: There is no such layer or condition, no condition besides the baseline, or no
+            class of token in three prompts.
     """
     results, names = _checked_results(results, conditions, layer)
     names = [BASELINE, *names]
     figure = _panel_of_each_model(results, shared_yaxes=True)
     sentences = []
     for column, result in enumerate(results, 1):
-        shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
-
-        # Every condition shows the same prompts. A class that too few of them have is left out.
-        has_class = shares.notnull().all("condition")
-        counts = has_class.sum("prompt")
-        counts = counts[counts >= FEWEST]
+        counts, intervals = _shares_by_class(result, names, layer)
         classes = counts.token_class.values
-        shares = shares.where(has_class).sel(token_class=classes)
-
-        intervals = {}  # by condition, of the classes
-        for name in names:
-            condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
-            intervals[name] = mean_over_prompts(result, condition_shares)
-
         apart = 0.8 / len(names)
         series = intervals.items()
         draw.side_by_side(
@@ -229,13 +220,41 @@ def near_zero_by_class(
     return says(figure, "Near-zero share.", *sentences)
 
 
+def _shares_by_class(
+    result: Result, names: Sequence[str], layer: int
+) -> tuple[xr.DataArray, dict[str, Interval]]:
+    """The near-zero share of each class of token.
+
+    Every condition shows the same prompts, and a class that too few of them have is left out.
+
+    Returns:
+        The number of prompts [token_class], and by condition the shares of these classes.
+    """
+    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
+    has_class = shares.notnull().all("condition")
+    counts = has_class.sum("prompt")
+    counts = counts[counts >= FEWEST]
+    if not counts.size:
+        raise OptionError(
+            f"no class of token is in the questions of {FEWEST} prompts of {model_caption(result)};"
+            " run more prompts"
+        )
+
+    shares = shares.where(has_class).sel(token_class=counts.token_class)
+    intervals = {}
+    for name in names:
+        condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
+        intervals[name] = mean_over_prompts(result, condition_shares)
+    return counts, intervals
+
+
 def _class_phrases(classes: Sequence[str], intervals: Mapping[str, Interval]) -> list[str]:
     """The share of each class in every condition."""
     phrases = []
     for number, token_class in enumerate(classes):
         shares = []
-        for name, ends in intervals.items():
-            class_interval = Interval(*np.transpose(ends)[number])
+        for name, interval in intervals.items():
+            class_interval = Interval(*np.array(interval)[:, number])
             shares.append(f"{name} {number_words(class_interval)}")
         phrases.append(f"{token_class}: {', '.join(shares)}")
     return phrases
@@ -305,8 +324,9 @@ def _checked_results(
     have.
     """
     result_list = several(results)
-    candidates = dict.fromkeys(conditions or result_list[0].conditions)
-    names = [name for name in candidates if name != BASELINE]
+    if conditions is None:
+        conditions = result_list[0].conditions
+    names = [name for name in dict.fromkeys(conditions) if name != BASELINE]
     if not names:
         example = result_list[0].condition()  # refuses a result of the baseline alone
         raise OptionError(
