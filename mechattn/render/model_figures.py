@@ -88,10 +88,7 @@ def received_by_model(
 
     null_kind = null_by_position(results, conditions, null)
     panels = _panel_of_each_model(results, layer, heads, conditions[0])
-    titles = [
-        f"{model_caption(panel.result)}<br>layer {panel.layer} head {panel.head}"
-        for panel in panels
-    ]
+    titles = [f"{model_caption(panel.result)}<br>{_head_words(panel)}" for panel in panels]
     lines = [
         PositionLine("received", name, name, colour)
         for name, colour in zip(conditions, (WITH, THIRD), strict=True)
@@ -116,14 +113,19 @@ def received_by_model(
     draw.title(figure, heading, "; ".join(small_print), 450, 150)
 
     sentences = ["Change of the attention received by the question's tokens."]
-    for panel, title in zip(panels, titles, strict=True):
-        place = title.replace("<br>", ", ")
+    for panel in panels:
+        place = f"{model_caption(panel.result)}, {_head_words(panel)}"
         for name in conditions:
             change = change_words(panel.result, name, layer, [panel.head], panel.prompts, null_kind)
             if change:
                 sentences.append(f"{place}, “{name}”: {change}.")
 
     return says(figure, *sentences)
+
+
+def _head_words(panel: Panel) -> str:
+    """The head that a panel shows."""
+    return f"layer {panel.layer} head {panel.head}"
 
 
 def _panel_of_each_model(
@@ -136,7 +138,9 @@ def _panel_of_each_model(
             panels += chosen_panels(result, [layer], 1, condition, "difference")
         return panels
 
-    head_of_model = [heads] * len(results) if isinstance(heads, int) else heads
+    head_of_model = np.atleast_1d(heads).tolist()
+    if np.ndim(heads) == 0:
+        head_of_model *= len(results)
     if len(head_of_model) != len(results):
         raise OptionError(
             f"heads={heads} for {len(results)} models: give one head per model, or one for all"
@@ -201,7 +205,7 @@ def verdicts(
     height = 200 + 64 * len(verdict_list)
     draw.title(figure, heading, note, height, top=120)
 
-    row_words = _rows(results, names)
+    row_words = _words_of_rows(results, names)
     _verdict_axes(figure, row_words, low, high)
 
     sentences = []
@@ -268,7 +272,7 @@ def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift
         )
 
 
-def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
+def _words_of_rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     """What each row is: its model, its condition where they differ, and a number where that is not
     enough.
     """
