@@ -78,10 +78,12 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
 
     carried = _faithfulness_words(circuit, size, q)
     edges = int(circuit.graph.exists.sum())
-    note = "{metric}; {kept} of {edges} edges, {method}; ranked on {ranked_on}. {carried}".format(
-        **circuit.about, kept=len(table), edges=edges, carried=carried
+    about = circuit.about
+    note = (
+        f"{about['metric']}; {len(table)} of {edges} edges, {about['method']}; ranked on"
+        f" {about['ranked_on']}. {carried}"
     )
-    draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 80 * len(ticks), top=110)
+    draw.title(figure, f"{about['model']}: circuit", note, 200 + 80 * len(ticks), top=110)
     return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
 
 

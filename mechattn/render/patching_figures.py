@@ -18,11 +18,11 @@ from mechattn.results.result import head_name
 if TYPE_CHECKING:
     from mechattn.patching.effects import Patching
 
-# What a map shows of a cell besides its effect.
+# What a map shows of a cell besides its effect: templates of plotly's, with the column's number.
 _HOVERED = {
-    "share": "; %{NUMBER:.1%} of the whole effect",
-    "random": "<br>random direction %{NUMBER:.3g}",
-    "other_prompt": "<br>from another prompt %{NUMBER:.3g}",
+    "share": "; %{{customdata[{number}]:.1%}} of the whole effect",
+    "random": "<br>random direction %{{customdata[{number}]:.3g}}",
+    "other_prompt": "<br>from another prompt %{{customdata[{number}]:.3g}}",
 }
 _CONTROL_MARK: dict[str, Any] = dict(size=7, line_width=1.6)
 
@@ -55,9 +55,9 @@ def patching_map(patching: Patching) -> go.Figure:
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
-    for column, form in _HOVERED.items():
+    for column, template in _HOVERED.items():
         if column in table:
-            hover += form.replace("NUMBER", f"customdata[{len(hovered)}]")
+            hover += template.format(number=len(hovered))
             hovered[column] = column
 
     figure = draw.head_map(
@@ -255,4 +255,4 @@ def _run_words(patching: Patching) -> str:
 
 def _effect_on(patching: Patching) -> str:
     """The words on an axis of effects, which are changes of the metric."""
-    return f"effect on the {patching.about['metric'].removeprefix('a ')}"
+    return f"effect ({patching.about['metric']})"

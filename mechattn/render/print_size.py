@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from concurrent import futures
 from html import unescape
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 from threading import Thread
@@ -21,7 +22,7 @@ Column = Literal["single", "double"]
 _MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
 _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _PAGE_HEIGHT = 235 / 25.4 * _PIXELS  # the height of the text on a page
-_LETTER_SIZE = 8 / 72 * _PIXELS  # of letters: 8 points, in pixels
+_LETTER_SIZE = 8 / 72 * _PIXELS  # 8 points, in pixels
 _LINE_HEIGHT = 1.45 * _LETTER_SIZE
 _LETTER_WIDTH = 0.58 * _LETTER_SIZE  # the mean width of a letter
 _HEIGHT_IN_PRINT = 0.75  # a figure's height in print, of that on a screen
@@ -141,7 +142,7 @@ def caption(figure: go.Figure) -> str:
 
 
 def without_markup(text: str) -> str:
-    """The text without markup."""
+    """A text of a figure without plotly's tags, and with its entities as the letters they are."""
     return unescape(re.sub("<[^>]*>", " ", text))
 
 
@@ -162,10 +163,8 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
     if path.suffix not in _FORMATS:
         raise OptionError(f'"{path.name}" should end with {", ".join(_FORMATS)}')
     paper = for_paper(figure, column)
-    try:
-        import kaleido  # noqa: F401
-    except ImportError:
-        raise OutputError('static figures need kaleido: pip install "mechattn[images]"') from None
+    if find_spec("kaleido") is None:
+        raise OutputError('static figures need kaleido: pip install "mechattn[images]"')
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
