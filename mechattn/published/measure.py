@@ -96,21 +96,15 @@ class ModelRuns:
 
     @cached_property
     def arm(self) -> ARM | None:
-        """ARM with the published values for the model, or else for its family; None if there are
-        none."""
-        short_name = provenance.name_of(self.name).casefold()
+        """ARM with the values published for the model's family; None if there are none."""
         family = architecture_named(self.name).partition("For")[0]
-        published = self.statements.arms
-
-        model_arms = [arm for arm in published if arm.model.casefold() == short_name]
-        family_arms = [arm for arm in published if arm.family == family]
-        best = next(iter(model_arms + family_arms), None)
-        if best is None:
-            return None
-        return ARM(form=best.form, c=best.c, p1=best.p1)  # type: ignore[arg-type]
+        for arm in self.statements.arms:
+            if arm.family == family:
+                return ARM(form=arm.form, c=arm.c, p1=arm.p1)
+        return None
 
     @cached_property
-    def weights(self) -> str | None:
+    def weights_hash(self) -> str | None:
         """What identifies the weights before they are loaded."""
         return stored_hash(self.name)
 
@@ -135,14 +129,14 @@ class ModelRuns:
         """What all runs measured; with a draw, of untrained weights."""
         measured = RunValues()
         for run_name in RUNS:
-            of_run = self.values(run_name, draw)
-            measured.values |= of_run.values
-            measured.reasons |= of_run.reasons
+            run_values = self.run_values(run_name, draw)
+            measured.values |= run_values.values
+            measured.reasons |= run_values.reasons
 
         self.untrained.clear()  # frees its memory
         return measured
 
-    def values(self, run_name: str, draw: int | None = None) -> RunValues:
+    def run_values(self, run_name: str, draw: int | None = None) -> RunValues:
         """What one run measured, from its file if it is stored; with a draw, of untrained
         weights.
 
@@ -175,7 +169,7 @@ class ModelRuns:
         measured = RunValues()
         for statement in statements:
             try:
-                values = value_of(result, statement.values, statement)
+                values = value_of(result, statement.function, statement)
             except NotMeasurable as error:
                 measured.reasons[statement.key] = str(error)
             else:
@@ -257,7 +251,7 @@ class ModelRuns:
         decides = [
             [field.name for field in fields(RunValues)],  # the form of the file
             self.name,
-            self.weights,
+            self.weights_hash,
             identity(planned),
             [statement.model_dump() for statement in self._of_run(run_name)],
             provenance.digest(self.settings.prompts),
