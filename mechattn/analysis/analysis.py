@@ -267,8 +267,8 @@ class AnalysisBase:
     """Base class of analyses: dataclass fields are the options, any sequence can be measured, and
     sums begin empty.
 
-    A field that calibration fills in is no option: declare it with ``calibrated_field()``, or with
-    ``repr=False``.
+    A field that calibration fills in is no option: declare it with ``calibrated_field(default=…)``,
+    or with ``repr=False``.
     """
 
     @property
@@ -294,13 +294,16 @@ class AnalysisBase:
         return {}
 
 
-def calibrated_field(default: Any = None) -> Any:
+def calibrated_field(**default: Any) -> Any:
     """A dataclass field that ``calibrated`` fills in, from the model.
 
     ``repr`` leaves it out, and therefore what is recorded and what a config may set do too; it
     plays no part when two analyses are compared.
+
+    Args:
+        default: ``default`` or ``default_factory``, as for ``dataclasses.field``.
     """
-    return field(default=default, repr=False, compare=False)
+    return field(**default, repr=False, compare=False)
 
 
 def zeros_of_rows(batch: Batch, *sizes: int) -> Float[Tensor, " batch *sizes"]:

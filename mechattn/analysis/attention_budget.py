@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -67,7 +67,7 @@ class AttentionBudget(AnalysisBase):
     """
 
     name = "attention_budget"
-    rotations: Mapping[int, fn.Rotation] = field(default_factory=dict, repr=False, compare=False)
+    rotations: Mapping[int, fn.Rotation] = calibrated_field(default_factory=dict)
     why_unknown: str = calibrated_field(default="")
 
     @property

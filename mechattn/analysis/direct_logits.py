@@ -3,12 +3,13 @@ reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from einops import einsum, rearrange
+from torch import Tensor
 
 from mechattn.analysis.analysis import (
     Analysis,
@@ -41,15 +42,15 @@ from mechattn.functional.attention import (
     in_working_dtype,
     working_dtype,
 )
-from mechattn.functional.head_outputs import update_product
+from mechattn.functional.head_outputs import Weights, update_product
 from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel, limit_of
-from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
+from mechattn.model.unembedding import FrozenNorm, Unembedding, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_of
 from mechattn.prompts.token_sequences import Batch
 
 _Z = "attn.hook_z"
-POST = "ln1_post.hook_in"
+NORM_INPUT = "ln1_post.hook_in"  # of the norm between attention and the residual stream
 _ABOUT = "direct contribution to the logit of the next token"
 
 
@@ -57,9 +58,10 @@ _ABOUT = "direct contribution to the logit of the next token"
 class _Logits(AnalysisBase):
     """What the logits of whole heads and those of segments have in common."""
 
-    weights: Any = calibrated_field()  # W_O by layer
-    unembed: Any = calibrated_field()  # an Unembedding
-    norms: Any = calibrated_field()  # the FrozenNorm after attention, of the layers that have one
+    weights: Mapping[int, Weights] = calibrated_field(default_factory=dict)  # W_O by layer
+    unembed: Unembedding = calibrated_field(default=None)
+    # The norm after attention, of the layers that have one.
+    norms: Mapping[int, FrozenNorm] = calibrated_field(default_factory=dict)
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Any:
         """Prepare W_O, the norms after attention and the unembedding.
@@ -125,7 +127,7 @@ class DirectLogits(_Logits):
         """Each head's output before W_O; the input of the norm after attention, where there is
         one."""
         if self.norms:
-            return (_Z, POST)
+            return (_Z, NORM_INPUT)
         return (_Z,)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
@@ -138,7 +140,7 @@ class DirectLogits(_Logits):
 
         norm = self.norms.get(captures.layer)
         if norm is not None:
-            scale = norm.scale(captures.tensors[POST]).to(w_o.dtype)
+            scale = norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)
             product = product / scale[:, None]
         sums["product"] = product
 
@@ -164,7 +166,7 @@ def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, Froze
         norm = getattr(model.blocks[layer], "ln1_post", None)
         if norm is None:
             continue
-        if f"blocks.{layer}.{POST}" not in model.hook_dict:
+        if f"blocks.{layer}.{NORM_INPUT}" not in model.hook_dict:
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm"
                 " after attention, so its scale is unknown"
@@ -193,7 +195,8 @@ class SegmentLogits(_Logits):
     """
 
     name = "segment_logits"
-    gate: Any = calibrated_field()  # hook and function of a gate on z
+    # The hook of a gate on z, and the function from its value to the gate.
+    gate: tuple[str, Callable[[Tensor], Tensor]] | None = calibrated_field(default=None)
 
     @property
     def quantities(self) -> Quantities:
@@ -213,7 +216,7 @@ class SegmentLogits(_Logits):
         """The input of the norm after attention, and the gate; z, unused, if there is neither."""
         captures = []
         if self.norms:
-            captures.append(POST)
+            captures.append(NORM_INPUT)
         if self.gate:
             captures.append(self.gate[0])
         # One at least: ``add_captures`` is called when the last of them has fired.
@@ -293,13 +296,13 @@ class SegmentLogits(_Logits):
             sums["read"] = (mixed * gate).sum(-1)
         norm = self.norms.get(captures.layer)
         if norm is not None:
-            sums["post"] = norm.scale(captures.tensors[POST])[:, None]
+            sums["norm_scale"] = norm.scale(captures.tensors[NORM_INPUT])[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment that have a next token."""
         scale = sums["scale"]
-        if "post" in sums:
-            scale = scale * sums["post"]
+        if "norm_scale" in sums:
+            scale = scale * sums["norm_scale"]
         read = sums["read"] / scale[..., None]
         has_next = _has_next(batch)[:, None]
         queries = (batch.members() & has_next).to(read.dtype)[:, None]
@@ -307,10 +310,10 @@ class SegmentLogits(_Logits):
 
         # The number of keys of each segment that each query sees.
         is_seen = seen_keys(batch, batch.positions, window).to(read.dtype)
-        seen = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
-        per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
+        key_counts = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
+        per_key = torch.where(key_counts > 0, read / key_counts.clamp(min=1), 0.0)
         # Queries of the segment that see a key of to_segment.
-        count_seeing = queries @ (seen > 0).to(read.dtype)
+        count_seeing = queries @ (key_counts > 0).to(read.dtype)
 
         means = {
             "next_token_logit_from": queries @ read / count,

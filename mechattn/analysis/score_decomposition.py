@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ from mechattn.functional.attention import BLOCK
 from mechattn.functional.received import visible_counts
 from mechattn.functional.scores import centred, ranked_target
 from mechattn.model.hooked import HookedModel
-from mechattn.model.scores import K_HOOK, Q_HOOK, scores_of
+from mechattn.model.scores import K_HOOK, Q_HOOK, Scores, scores_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 _FORMULAS = {
@@ -64,7 +63,8 @@ class ScoreDecomposition(AnalysisBase):
     name = "score_decomposition"
     rank: int = 0
     per_query: bool = False
-    scores: Any = calibrated_field()  # how each layer computes its scores
+    # How each layer computes its scores.
+    scores: Mapping[int, Scores] = calibrated_field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_counts(0, rank=self.rank)

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,8 @@ def activation_histogram(
     for column, result in enumerate(results, 1):
         _histogram_lines(figure, result, names, layer, column)
 
-        threshold = _near_zero_threshold(result, layer)
+        # The size below which an activation of this layer counts as near zero.
+        threshold = result.provenance["analyses"][NAME]["thresholds"][str(layer)]
         for x in (-threshold, threshold):
             draw.rule(figure, x=x, dash="dot", column=column)
 
@@ -115,13 +116,6 @@ def _histogram_lines(
             legendgroup=name,
             line=dict(color=colour, width=1.6),
         )
-
-
-def _near_zero_threshold(result: Result, layer: int) -> float:
-    """The size below which an activation of a layer counts as near zero."""
-    thresholds = result.provenance["analyses"][NAME]["thresholds"]
-    by_number = {int(key): value for key, value in thresholds.items()}  # text in a stored result
-    return float(by_number[layer])
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -209,7 +203,11 @@ def near_zero_by_class(
             for token_class, count in zip(classes, counts.values, strict=True)
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
-        sentences.append(model_sentence(result, _class_phrases(classes, intervals)))
+        phrases = [
+            f"{name}: {', '.join(_interval_phrases(classes, interval))}"
+            for name, interval in intervals.items()
+        ]
+        sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = (
@@ -248,16 +246,13 @@ def _shares_by_class(
     return counts, intervals
 
 
-def _class_phrases(classes: Sequence[str], intervals: Mapping[str, Interval]) -> list[str]:
-    """The share of each class in every condition."""
-    phrases = []
-    for number, token_class in enumerate(classes):
-        shares = []
-        for name, interval in intervals.items():
-            class_interval = Interval(*np.array(interval)[:, number])
-            shares.append(f"{name} {number_words(class_interval)}")
-        phrases.append(f"{token_class}: {', '.join(shares)}")
-    return phrases
+def _interval_phrases(names: Sequence[str], interval: Interval) -> list[str]:
+    """Each name with its number, from an interval of arrays [name]."""
+    ends_of_names = np.transpose(interval)
+    return [
+        f"{name} {number_words(Interval(*ends))}"
+        for name, ends in zip(names, ends_of_names, strict=True)
+    ]
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -289,15 +284,12 @@ def agreement(
     series = []
     sentences = []
     for result in results:
-        result.condition(condition)
+        result.condition(condition)  # refuses the baseline
         table = result.agreement(condition, controls[0], controls=controls[1:])
         layer_rows = table[table.layer == layer]
-        series.append((model_caption(result), interval_of(layer_rows, "cosine")))
-
-        phrases = []
-        for name, (_, row) in zip(controls, layer_rows.iterrows(), strict=True):
-            phrases.append(f"{name} {number_words(interval_of(row, 'cosine'))}")
-        sentences.append(model_sentence(result, phrases))
+        cosines = interval_of(layer_rows, "cosine")
+        series.append((model_caption(result), cosines))
+        sentences.append(model_sentence(result, _interval_phrases(controls, cosines)))
 
     draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINT_STYLE)
     draw.rule(figure, y=0)

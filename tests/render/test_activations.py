@@ -35,7 +35,7 @@ def test_histogram(result):
     assert_array_equal(one.x[::2], data.bin.values[1:-1])
     assert_array_equal(one.x[1::2], data.bin.values[2:])  # the last bin has a width too
     assert (one.showlegend, other.showlegend) == (True, False)
-    threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"][1]
+    threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"]["1"]
     assert {abs(shape.x0) for shape in figure.layout.shapes} == {threshold}
     assert {"baseline", "slash", "arm", "channels"} <= {t.name for t in figure.data}
 
