@@ -16,7 +16,6 @@ import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.budget_table import (
-    CAUSES,
     NAME,
     budget_table,
     busiest_layer,
@@ -126,26 +125,16 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     names = result.conditions[1:] if conditions is None else list(conditions)
     changed = [result.condition(name) for name in names]
 
-    titles = ["without (baseline)", *(f"with {name}" for name in changed)]
-    columns = len(titles)
-    rows = 1
-    height = 400
-    if changed:
-        titles += ["mean over layers", *(f"question to itself, {name}" for name in changed)]
-        rows = 2
-        height = 720
-    wrapped_titles = ["<br>".join(wrap(title, _TITLE_LETTERS // columns)) for title in titles]
-    figure = draw.panels(
-        wrapped_titles, rows=rows, cols=columns, vertical_spacing=0.24, horizontal_spacing=0.055
-    )
-
+    figure = _panels(changed)
     for column, condition in enumerate([BASELINE, *changed], 1):
         _stack(figure, result, condition, column)
     figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
+    height = 400
     if changed:
         _changes(figure, result, changed)
+        height = 720
 
     note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
     one_cause = str(dataset.attrs.get("one_cause", ""))
@@ -167,6 +156,23 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     for condition in changed:
         sentences += budget_sentences(result, condition)
     return says(figure, *sentences)
+
+
+def _panels(changed: Sequence[str]) -> go.Figure:
+    """A panel for the baseline and each condition; below them those of the changes, if any."""
+    titles = ["without (baseline)", *(f"with {name}" for name in changed)]
+    columns = len(titles)
+    if changed:
+        titles += ["mean over layers", *(f"question to itself, {name}" for name in changed)]
+
+    letters = _TITLE_LETTERS // columns
+    return draw.panels(
+        ["<br>".join(wrap(title, letters)) for title in titles],
+        rows=len(titles) // columns,
+        cols=columns,
+        vertical_spacing=0.24,
+        horizontal_spacing=0.055,
+    )
 
 
 def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> None:
@@ -296,7 +302,7 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
     known: set[str] = set()
     for condition in names:
         known.update(known_causes(result, condition))
-    causes = [cause for cause in CAUSES if cause in known]
+    causes = [cause for cause in words if cause in known]
     columns = ["condition", "payer", "without", "with", "change (points of 100)"]
     columns += [f"by {words[cause]}" for cause in causes]
 
