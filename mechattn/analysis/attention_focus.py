@@ -157,12 +157,13 @@ class AttentionFocus(AnalysisBase):
     def quantities(self) -> Quantities:
         """Means over the queries of each segment; also each query's value with ``per_query``."""
         measured = self._measured
-        if not self.per_query:
-            return means_of(measured)
-        target = Quantity(
-            ("head", "key"), "position", "index of the strongest target", no_null=_NO_LARGEST
-        )
-        return means_of(measured) | of_each(measured) | {"target_at": target}
+        quantities = means_of(measured)
+        if self.per_query:
+            quantities |= of_each(measured)
+            quantities["target_at"] = Quantity(
+                ("head", "key"), "position", "index of the strongest target", no_null=_NO_LARGEST
+            )
+        return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""

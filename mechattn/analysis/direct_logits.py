@@ -118,9 +118,10 @@ class DirectLogits(_Logits):
         token_quantities = {
             "next_token_logit": Quantity(("head", "segment"), "logits", described, "difference")
         }
-        if not self.per_query:
-            return means_of(token_quantities, "tokens")
-        return means_of(token_quantities, "tokens") | of_each(token_quantities, "token")
+        quantities = means_of(token_quantities, "tokens")
+        if self.per_query:
+            quantities |= of_each(token_quantities, "token")
+        return quantities
 
     @property
     def captures(self) -> Sequence[str]:
@@ -235,13 +236,8 @@ class SegmentLogits(_Logits):
         limit = limit_of(model, "values")
         if limit:
             function = gate_of(model)
-            hooks = model.hook_dict
-            gates = [
-                name
-                for name in GATES
-                if all(f"blocks.{layer}.attn.{name}" in hooks for layer in layers)
-            ]
-
+            attention = f"blocks.{layers[0]}.attn"
+            gates = [name for name in GATES if f"{attention}.{name}" in model.hook_dict]
             if function is None or not gates:
                 raise ModelError(
                     f"{model.cfg.model_name}: {limit}; so a key's share of a head's update is not A"

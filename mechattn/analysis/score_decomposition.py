@@ -86,10 +86,12 @@ class ScoreDecomposition(AnalysisBase):
                 key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", trend)
 
         quantities = means_of(scores | shares) | key_trends
-        if not self.per_query:
-            return quantities
-        target = Quantity(("head", "key"), "position", "index of the target of each query")
-        return quantities | of_each(scores) | {"ranked_target_at": target}
+        if self.per_query:
+            quantities |= of_each(scores)
+            quantities["ranked_target_at"] = Quantity(
+                ("head", "key"), "position", "index of the target of each query"
+            )
+        return quantities
 
     @property
     def captures(self) -> Sequence[str]:
