@@ -191,9 +191,7 @@ def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     high = 100 * compared["high"]
     gained = int(compared["only_first"])
     lost = int(compared["only_second"])
-    p = 1.0
-    if gained + lost:
-        p = binomtest(gained, gained + lost).pvalue
+    p = binomtest(gained, max(1, gained + lost)).pvalue  # 1 where none is gained or lost
 
     before = 100 * evaluation.right(statement.to).mean()
     after = 100 * evaluation.right(statement.condition).mean()

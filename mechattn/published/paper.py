@@ -128,9 +128,6 @@ def _checked_models(models: Sequence[str] | str) -> dict[str, str]:
     names = [models] if isinstance(models, str) else list(models)
     if not names:
         raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
-    if len(set(names)) < len(names):
-        raise OptionError(f"models={names}: a model is given twice; give each once")
-
     for name in names:
         architecture_named(name)  # raises where there is no such model
     return file_names(names)

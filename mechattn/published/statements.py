@@ -95,13 +95,18 @@ def read_statements(path: Path = SHIPPED) -> Statements:
         if count > 1:
             raise OptionError(f"{path}: the key {key!r} is given {count} times; give each its own")
 
+    conditions = [BASELINE, *CONDITIONS]
+    known_names = {
+        "source": file.sources,
+        "function": UNITS,
+        "run": [*RUNS, ANSWERS],
+        "condition": conditions,
+        "to": conditions,
+    }
     for statement in file.statements:
         where = f"{path}: {statement.key}"
-        check_known(f"{where}.source", statement.source, file.sources)
-        check_known(f"{where}.function", statement.function, UNITS)
-        check_known(f"{where}.run", statement.run, [*RUNS, ANSWERS])
-        check_known(f"{where}.condition", statement.condition, [BASELINE, *CONDITIONS])
-        check_known(f"{where}.to", statement.to, [BASELINE, *CONDITIONS])
+        for name, known in known_names.items():
+            check_known(f"{where}.{name}", getattr(statement, name), known)
         for quantity in statement.quantities:
             check_known(f"{where}.quantities", quantity, RUNS[statement.run].quantities)
     return file

@@ -100,7 +100,6 @@ def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
     ("models", "options", "message"),
     [
         ([], {}, "give a model"),
-        (["toy:llama", "toy:llama"], {}, "a model is given twice"),
         ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
         ("toy:llama", {"draws": -1}, "draws=-1"),
     ],
