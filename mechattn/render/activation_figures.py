@@ -103,19 +103,11 @@ def _histogram_lines(
         # A logarithmic axis has no place for the zeros of a band. Fewer than three prompts have no
         # band.
         least = 0.1 * np.min(interval.high, where=interval.high > 0, initial=1.0)
-        low = np.repeat(interval.low.clip(least), 2)
-        high = np.repeat(interval.high.clip(least), 2)
-        draw.ribbon(figure, step_ends, low, high, colour, column=column, alpha=0.15)
-
-        figure.add_scatter(
-            x=step_ends,
-            y=np.repeat(draw.positive(interval.estimate), 2),
-            row=1,
-            col=column,
-            name=name,
-            legendgroup=name,
-            line=dict(color=colour, width=1.6),
-        )
+        low = interval.low.clip(least)
+        high = interval.high.clip(least)
+        bins = [draw.positive(interval.estimate), low, high]
+        steps = Interval(*np.repeat(bins, 2, axis=1))
+        draw.line_and_band(figure, step_ends, steps, name, colour, column=column)
 
 
 @declare(NAME, compares=True, report=[{}])

@@ -113,8 +113,8 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
         hoverinfo="skip",
     )
 
-    numbers = rows[["low", "high", "median", "quartile_low", "quartile_high"]]
-    hover = np.column_stack([words, numbers.to_numpy(dtype=object)])
+    hovered = ["low", "high", "median", "quartile_low", "quartile_high"]
+    customdata = np.column_stack([words, rows[hovered].to_numpy(dtype=object)])
     draw.points(
         figure,
         place,
@@ -122,8 +122,8 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
         "mean",
         colour,
         column,
-        customdata=hover,
-        meta=["bin", "low", "high", "median", "quartile_low", "quartile_high"],
+        customdata=customdata,
+        meta=["bin", *hovered],
         hovertemplate=_HOVER,
     )
 

@@ -218,9 +218,9 @@ def verdicts(
 
 def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
     """The rows in words, and room for the numbers at the outermost points."""
-    left = 0.22 if low else 0.06
-    right = 0.22 if high else 0.06
     width = high - low
+    left = 0.22 if low < 0 else 0.06
+    right = 0.22 if high > 0 else 0.06
     figure.update_xaxes(
         nticks=5,
         title_text="change of attention<br>received (%)",

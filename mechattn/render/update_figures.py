@@ -114,11 +114,6 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     counts = summed(result, updates["joint_counts"])
     magnitudes = _magnitude_bins(counts)
     orientations = _orientation_bins(counts)
-    cell_words = [
-        [f"magnitude {magnitude}, orientation {orientation}" for magnitude in magnitudes.words]
-        for orientation in orientations.words
-    ]
-
     totals = counts.sum(["magnitude_bin", "orientation_bin"])
     shares = counts / totals.clip(1)
     shares = shares.isel(magnitude_bin=magnitudes.drawn, orientation_bin=orientations.drawn)
@@ -126,9 +121,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         shares.transpose("layer", "orientation_bin", "magnitude_bin"),
         magnitudes.middles,
         orientations.middles,
-        cell_words,
+        np.dstack(np.meshgrid(magnitudes.words, orientations.words)),
         "% of<br>updates",
-        ": %{customdata}: %{z:.2f} %",
+        ": magnitude %{customdata[0]}, orientation %{customdata[1]}: %{z:.2f} %",
     )
 
     head_count = int(result.provenance["model"]["heads"])
@@ -144,7 +139,7 @@ def _heatmaps(
     shares: xr.DataArray,
     x: np.ndarray,
     y: np.ndarray,
-    cell_words: Sequence[Sequence[str]],
+    cell_words: np.ndarray | Sequence[Sequence[str]],
     bar_title: str,
     hover: str,
 ) -> go.Figure:
@@ -154,7 +149,7 @@ def _heatmaps(
         shares: Shares of updates [layer, y, x], from 0 to 1.
         x: The middles of the bins across.
         y: The middles of the bins upwards, or the heads.
-        cell_words: Each bin in words [y, x].
+        cell_words: Each bin in words [y, x], or in several [y, x, word].
         bar_title: The title of the colours.
         hover: What is said of a cell after its layer, as a template of plotly's.
     """
