@@ -389,7 +389,7 @@ class FinalAnalysis(Analysis, Protocol):
         """Use the residual stream after the last layer; called for the sums of every layer."""
 
 
-# By what an analysis receives: each follows at least one of these.
+# By what an analysis receives; each analysis follows at least one of these.
 PROTOCOLS: Mapping[str, Any] = {
     "rows": RowAnalysis,
     "pairs": PairAnalysis,

@@ -126,13 +126,17 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
     faithful = measured.iloc[0]
     interval = "(without an interval, as that of the whole effect holds 0)"
     if np.isfinite(faithful.low):
-        interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
-
-    random_share = round(faithful.random, 2) + 0.0  # not "-0%"
+        interval = f"[{_share_words(faithful.low)}, {_share_words(faithful.high)}]"
     return (
-        f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval}"
-        f" of the effect, as many random ones {random_share:.0%}."
+        f"On the other half, the first {edges} edges carry"
+        f" {_share_words(faithful.faithfulness)} {interval} of the effect, as many random ones"
+        f" {_share_words(faithful.random)}."
     )
+
+
+def _share_words(share: float) -> str:
+    """A share in whole percents; it may be negative."""
+    return in_digits(round(share, 2), ".0%")
 
 
 def _arc(

@@ -87,7 +87,7 @@ def received_by_model(
             check_condition(result, name)
 
     null_kind = null_by_position(results, conditions, null)
-    panels = _panel_of_each_model(results, layer, heads, conditions[0])
+    panels = _heads_of_models(results, layer, heads, conditions[0])
     titles = [f"{model_caption(panel.result)}<br>{_head_words(panel)}" for panel in panels]
     lines = [
         PositionLine("received", name, name, colour)
@@ -128,7 +128,7 @@ def _head_words(panel: Panel) -> str:
     return f"layer {panel.layer} head {panel.head}"
 
 
-def _panel_of_each_model(
+def _heads_of_models(
     results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
 ) -> list[Panel]:
     """A panel for the head of each model: the one that was named, or that changes most."""

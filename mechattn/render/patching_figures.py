@@ -32,8 +32,8 @@ def patching_map(patching: Patching) -> go.Figure:
     """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05
     (over the map) and at least a twentieth of the largest.
 
-    Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are
-    empty.
+    Orange means that the answer's metric rose, blue that it fell. Rows and columns are the layers
+    and heads that were patched; a cell that was not is empty.
 
     Args:
         patching: The result of ``patch``.
@@ -63,6 +63,8 @@ def patching_map(patching: Patching) -> go.Figure:
     figure = draw.head_map(
         table, "effect", q_column, hovered, hover, "effect", _effect_on(patching), across
     )
+    # On an axis of numbers cells grow into the place of layers and heads that were not patched.
+    figure.update_layout(xaxis_type="category", yaxis_type="category")
     note = f"{patching.about['metric']}; {_run_words(patching)}"
     heading = f"{patching.about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
@@ -148,7 +150,7 @@ def _effect_points(
     rows = np.arange(len(table))
     for words, mask, fill in (
         (f"effect: differs {compared} (q < 0.05)", differs, WITH),
-        ("effect: does not", ~differs, "white"),
+        ("effect: does not differ", ~differs, "white"),
     ):
         outline = dict(color=WITH, width=1.6)
         draw.points(
