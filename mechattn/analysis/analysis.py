@@ -311,10 +311,10 @@ def zeros_of_rows(batch: Batch, *sizes: int) -> Float[Tensor, " batch *sizes"]:
     return torch.zeros(len(batch.rows), *sizes, device=batch.tokens.device)
 
 
-def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> Sums:
-    """Sums of 0 for every position of every head [batch head pos *last]."""
+def zeros(batch: Batch, heads: int, *names: str) -> Sums:
+    """Sums of 0 for every position of every head [batch head pos]."""
     length = batch.tokens.shape[1]
-    return {name: zeros_of_rows(batch, heads, length, *last) for name in names}
+    return {name: zeros_of_rows(batch, heads, length) for name in names}
 
 
 def nan_outside(

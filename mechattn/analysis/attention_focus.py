@@ -206,7 +206,7 @@ class AttentionFocus(AnalysisBase):
         """Means over the queries of each segment that see at least two keys."""
         key_counts = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         counted = batch.real & (key_counts >= 2)
-        largest_entropy = key_counts.clamp(min=2).log()[:, None].float()
+        largest_entropy = key_counts.log()[:, None].float()
         numbers = dict(sums)
         target = numbers.pop("target")
         numbers["self_share"] = (target == batch.positions).float()

@@ -258,7 +258,7 @@ class AttentionSinks(AnalysisBase):
         near = fn.seeing_queries(batch.real, gap, include_self=True, edge_mask=batch.edge_mask)
         distant = seeing - near
         from_afar = sums["columns"] - sums["near"]
-        vertical = from_afar / distant.clamp(min=1)[:, None]
+        vertical = from_afar / distant[:, None]
         values["vertical"] = nan_outside(vertical, batch.real & (distant > 0))
         if "value_norm" not in sums:  # those of a null
             return values

@@ -30,7 +30,7 @@ from mechattn.analysis.analysis import (
     nan_outside,
     of_each,
     seen_keys,
-    zeros,
+    zeros_of_rows,
 )
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
@@ -249,7 +249,7 @@ class SegmentLogits(_Logits):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        return zeros(batch, heads, "read", last=(len(SEGMENTS),))
+        return {"read": zeros_of_rows(batch, heads, batch.tokens.shape[1], len(SEGMENTS))}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the contributions that these queries read from each segment, before the norms'
@@ -307,7 +307,7 @@ class SegmentLogits(_Logits):
         # The number of keys of each segment that each query sees.
         is_seen = seen_keys(batch, batch.positions, window).to(read.dtype)
         key_counts = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
-        per_key = torch.where(key_counts > 0, read / key_counts.clamp(min=1), 0.0)
+        per_key = torch.where(key_counts > 0, read / key_counts, 0.0)
         # Queries of the segment that see a key of to_segment.
         count_seeing = queries @ (key_counts > 0).to(read.dtype)
 
@@ -315,5 +315,5 @@ class SegmentLogits(_Logits):
             "next_token_logit_from": queries @ read / count,
             "next_token_logit_per_key": queries @ per_key / count_seeing,
         }
-        is_empty = (count == 0) | (count_seeing == 0)
+        is_empty = count_seeing == 0  # a segment without queries, or without keys that they see
         return {name: mean.masked_fill(is_empty, torch.nan) for name, mean in means.items()}

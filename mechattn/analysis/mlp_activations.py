@@ -3,8 +3,8 @@ conditions."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -193,16 +193,15 @@ class MlpActivations(AnalysisBase):
         self, model: HookedModel, layers: Layers, measured: Prompts
     ) -> dict[int, float]:
         """The threshold of each layer: the median of those of the calibration prompts."""
-        prompts: Sequence[Prompt]
-        if self.calibration is not None:
-            prompts = self.calibration
-        elif model.tokenizer is not None:
-            prompts = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
-        else:
-            raise OptionError(
-                f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
-                ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
-            )
+        prompts = self.calibration
+        if prompts is None:
+            if model.tokenizer is None:
+                raise OptionError(
+                    f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
+                    ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
+                )
+            problems = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
+            prompts = tuple(problems)
 
         texts = {prompt.question for prompt in measured if prompt.question}
         repeated = [prompt.id for prompt in prompts if prompt.question in texts]
@@ -212,7 +211,7 @@ class MlpActivations(AnalysisBase):
                 " example) are also measured, so the threshold is set on the data it is applied"
                 " to; calibrate on other prompts"
             )
-        prompt_thresholds: dict[int, list[float]] = {layer: [] for layer in layers}
+        prompt_thresholds: dict[int, list[float]] = defaultdict(list)
 
         def see(
             layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]

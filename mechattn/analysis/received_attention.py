@@ -298,14 +298,13 @@ class SegmentFlow(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries; NaN for a segment without tokens."""
-        queries = self._queries(batch).sum(-1)
+        query_counts = self._queries(batch).sum(-1)[:, None, :, None]
         has_keys = batch.members().any(-1)
-        is_empty = (queries == 0)[:, None, :, None] | ~has_keys[:, None, None, :]
+        is_empty = ~has_keys[:, None, None, :]
         # The shares of a query add up to 1, so all are 0 only where the model shows no values.
         without_values = ~sums["value_flow"].any()
-        counted = queries.clamp(min=1)[:, None, :, None]
-        flow = sums["flow"] / counted
-        value_flow = sums["value_flow"] / counted
+        flow = sums["flow"] / query_counts  # 0 / 0 is NaN: a segment without queries
+        value_flow = sums["value_flow"] / query_counts
         return {
             "flow": flow.masked_fill(is_empty, torch.nan),
             "value_flow": value_flow.masked_fill(is_empty | without_values, torch.nan),

@@ -191,8 +191,7 @@ def near_zero_by_class(
         )
 
         labels = [
-            f"{token_class}<br>n = {count}"
-            for token_class, count in zip(classes, counts.values, strict=True)
+            f"{token_class}<br>n = {count}" for token_class, count in counts.to_series().items()
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
         phrases = [
@@ -240,10 +239,9 @@ def _shares_by_class(
 
 def _interval_phrases(names: Sequence[str], interval: Interval) -> list[str]:
     """Each name with its number, from an interval of arrays [name]."""
-    ends_of_names = np.transpose(interval)
     return [
         f"{name} {number_words(Interval(*ends))}"
-        for name, ends in zip(names, ends_of_names, strict=True)
+        for name, ends in zip(names, np.transpose(interval), strict=True)
     ]
 
 

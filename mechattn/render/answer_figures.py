@@ -100,11 +100,10 @@ def _accuracy_by_condition(
         (model, _percents(table, "condition", names, "accuracy")) for model, table in tables.items()
     ]
     draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
-    for (_, percents), colour in zip(series, cycle(COLOURS)):
-        accuracies, _, _ = percents
-        baseline = accuracies.get(BASELINE, np.nan)
-        if np.isfinite(baseline):
-            draw.rule(figure, y=baseline, colour=colour, dash="dot")
+    for table, colour in zip(tables.values(), cycle(COLOURS)):
+        baselines = table.accuracy[table.condition == BASELINE]
+        for accuracy_before in baselines.dropna():  # one at most
+            draw.rule(figure, y=100 * accuracy_before, colour=colour, dash="dot")
 
 
 @declare("evaluation")

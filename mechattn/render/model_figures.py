@@ -88,7 +88,10 @@ def received_by_model(
 
     null_kind = null_by_position(results, conditions, null)
     panels = _heads_of_models(results, layer, heads, conditions[0])
-    titles = [f"{model_caption(panel.result)}<br>{_head_words(panel)}" for panel in panels]
+    titles = [
+        f"{model_caption(panel.result)}<br>layer {panel.layer} head {panel.head}"
+        for panel in panels
+    ]
     lines = [
         PositionLine("received", name, name, colour)
         for name, colour in zip(conditions, (WITH, THIRD), strict=True)
@@ -114,18 +117,13 @@ def received_by_model(
 
     sentences = ["Change of the attention received by the question's tokens."]
     for panel in panels:
-        place = f"{model_caption(panel.result)}, {_head_words(panel)}"
+        place = f"{model_caption(panel.result)}, layer {panel.layer} head {panel.head}"
         for name in conditions:
             change = change_words(panel.result, name, layer, [panel.head], panel.prompts, null_kind)
             if change:
                 sentences.append(f"{place}, “{name}”: {change}.")
 
     return says(figure, *sentences)
-
-
-def _head_words(panel: Panel) -> str:
-    """The head that a panel shows."""
-    return f"layer {panel.layer} head {panel.head}"
 
 
 def _heads_of_models(
@@ -179,8 +177,7 @@ def verdicts(
     names = [result.condition(condition) for result in results]
     pairs = list(zip(results, names, strict=True))
     if null is None:
-        contrasts = [Contrast(result, name, segment=segment) for result, name in pairs]
-        null = common_null(contrasts)
+        null = common_null([Contrast(result, name, segment=segment) for result, name in pairs])
 
     # Estimate, low and high end of each row, in percent.
     verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]

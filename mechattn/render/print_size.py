@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 from threading import Thread
-from typing import Any, Literal
+from typing import Literal
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -67,8 +67,10 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
         title_lines = max(title_lines, note.text.count("<br>") + 1)
 
     rows = len({axis.domain for axis in paper.select_yaxes()})
-    paper.for_each_xaxis(lambda axis: _wrap_title(axis, width / side_by_side))
-    paper.for_each_yaxis(lambda axis: _wrap_title(axis, 0.7 * height / rows))
+    for axis in paper.select_xaxes():
+        axis.title.text = _wrapped(axis.title.text, width / side_by_side)
+    for axis in paper.select_yaxes():
+        axis.title.text = _wrapped(axis.title.text, 0.7 * height / rows)
     paper.update_layout(
         template=_template(), width=width, height=height, margin_t=_LINE_HEIGHT * title_lines + 8
     )
@@ -114,16 +116,12 @@ def _template() -> go.layout.Template:
     return template
 
 
-def _wrap_title(axis: Any, width: float) -> None:
-    """Give an axis a title that fits along it."""
-    axis.title.text = _wrapped(axis.title.text or "", width)
-
-
-def _wrapped(text: str, width: float) -> str:
-    """The text in lines that fit into a width in pixels, besides those that it has."""
+def _wrapped(text: str | None, width: float) -> str:
+    """A title in lines that fit into a width in pixels, besides those that it has; "" if there is
+    none."""
     letters = max(8, int(width / _LETTER_WIDTH))
     lines = []
-    for line in text.split("<br>"):
+    for line in (text or "").split("<br>"):
         lines += wrap(line, letters, break_long_words=False)
     return "<br>".join(lines)
 
