@@ -124,7 +124,8 @@ def paper(
 
 
 def _checked_models(models: Sequence[str] | str) -> dict[str, str]:
-    """What the names of each model's files begin with, by the model; refuses what is no model."""
+    """What the names of each model's files begin with, by its name; a name that is no model's
+    is refused."""
     names = [models] if isinstance(models, str) else list(models)
     if not names:
         raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')

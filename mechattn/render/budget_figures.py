@@ -78,7 +78,7 @@ _OWN_ATTENTION = {
     "more": "more to itself than without insertion",
     "less": "less to itself than without insertion",
     "similar": "about as much to itself as without insertion",
-    "unknown": "to itself, relative to no insertion",  # fewer than three prompts
+    "unknown": "to itself as follows, compared with no insertion",  # fewer than three prompts
 }
 _SENTENCES = {
     "taken": (
@@ -210,7 +210,8 @@ def _changes(figure: go.Figure, result: Result, conditions: Sequence[str]) -> No
     for column, condition in enumerate(conditions, 2):
         _causes(figure, result, condition, column)
 
-    # The panels of causes have one range, so that conditions can be compared.
+    # The panels of causes have one range, so that conditions can be compared. Where an axis refers to
+    # another, plotly's name for "yaxis7" is "y7".
     first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
     for column in range(3, len(conditions) + 2):
         figure.update_yaxes(matches=first_axis, row=2, col=column)

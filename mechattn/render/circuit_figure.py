@@ -22,8 +22,9 @@ _ARC_POINTS = 9
 _HEAD_OR_MLP = re.compile(r"L(\d+)(?:H(\d+)|MLP)")
 _WIDEST = 7.0  # pixels, of the edge with the largest score
 _BESIDE_THE_AXES = re.compile(r"L\d+H?|embedding|logits")  # of a node's name, what an axis says
-# Where an edge enters a head, so that its three inputs are told apart.
-_SHIFT_OF_INPUT = {"q": -0.15, "v": 0.15}
+# Where an edge enters a head, so that its three inputs are told apart; of the figure's width, as
+# the circle of a head is as large in any model.
+_SHIFT_OF_INPUT = {"q": -0.01, "v": 0.01}
 
 
 @declare("circuit")
@@ -62,19 +63,14 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     largest = table.effect.abs().max()
     for _, edge in table[::-1].iterrows():  # the largest on top
         for node in read_by[edge.reader]:
-            _arc(figure, edge, places[edge.writer], places[node], largest)
+            _arc(figure, edge, places[edge.writer], places[node], largest, heads)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
     ticks = ["embedding", *map(str, layers), "logits"]
     figure.update_xaxes(
         title_text="head", tickvals=list(range(heads)), showgrid=False, zeroline=False
     )
-    figure.update_yaxes(
-        title_text="layer",
-        tickvals=list(range(-1, len(layers) + 1)),
-        ticktext=ticks,
-        showgrid=False,
-    )
+    figure.update_yaxes(draw.named_ticks(ticks), title_text="layer", showgrid=False)
 
     carried = _faithfulness_words(circuit, size, q)
     edges = int(circuit.graph.exists.sum())
@@ -135,7 +131,7 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
 
 
 def _share_words(share: float) -> str:
-    """A share in whole percents; it may be negative."""
+    """A share in whole percent, which may be negative."""
     return in_digits(round(share, 2), ".0%")
 
 
@@ -145,6 +141,7 @@ def _arc(
     start: tuple[float, float],
     end: tuple[float, float],
     largest: float,
+    heads: int,
 ) -> None:
     """Draw an edge; into a head it goes where that reads queries, keys or values.
 
@@ -154,11 +151,12 @@ def _arc(
         start: Where the writer is, across and up.
         end: Where the reader is.
         largest: The largest score of the circuit, whose edge is the widest.
+        heads: The heads of a layer, which are the figure's width.
     """
     _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
-    x1 += _SHIFT_OF_INPUT.get(reader_input, 0.0)
+    x1 += heads * _SHIFT_OF_INPUT.get(reader_input, 0.0)
 
     # Half a sine to the side, so that edges over several layers do not hide each other.
     fraction = np.linspace(0, 1, _ARC_POINTS)
@@ -190,16 +188,17 @@ def _arc(
 
 
 def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
-    """Where a node is drawn; layers count upwards, the MLPs are on the right."""
+    """Where a node is drawn: the embedding at height 0, the layers above it in their order, each
+    with its MLP on the right, and the logits at the top."""
     middle = (heads - 1) / 2
     if name == "embedding":
-        return middle, -1
+        return middle, 0
     if name == "logits":
-        return middle, len(layers)
+        return middle, len(layers) + 1
 
     match = _HEAD_OR_MLP.match(name)
     assert match is not None  # every other node is a head or an MLP
-    height = layers.index(int(match[1]))
+    height = layers.index(int(match[1])) + 1
     if match[2]:
         return float(match[2]), height
     return heads + 0.3, height + 0.5
