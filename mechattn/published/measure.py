@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from mechattn.engine.run import run
 from mechattn.errors import ModelError, OptionError, say
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.interventions.arm import ARM
 from mechattn.model.checkpoint import architecture_named
+from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import random_weights, stored_hash
 from mechattn.prompts.prompt import Prompt
@@ -86,10 +86,10 @@ class ModelRuns:
     statements: Statements
     settings: Settings
     # A model with untrained weights by its draw; one at a time, as each takes the model's memory.
-    untrained: dict[int, Any] = field(default_factory=dict, init=False)
+    untrained: dict[int, HookedModel] = field(default_factory=dict, init=False)
 
     @cached_property
-    def model(self) -> Any:
+    def model(self) -> HookedModel:
         """The hooked model."""
         dtype = dtype_named(self.settings.dtype)
         return load_model(self.name, dtype=dtype, device=self.settings.device)
@@ -119,8 +119,8 @@ class ModelRuns:
         for statement in self.statements.statements:
             if statement.key not in measured.values:
                 continue
-            draws = [draw.values.get(statement.key) for draw in untrained]
-            means = [sum(values) / len(values) for values in draws if values is not None]
+            values_of_draws = [draw.values.get(statement.key) for draw in untrained]
+            means = [sum(values) / len(values) for values in values_of_draws if values is not None]
             values = measured.values[statement.key]
             cells[statement.key] = measured_cell(statement, values, means)
         return cells

@@ -260,7 +260,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
             legend=_LOWER_LEGEND,
             legendgroup=cause,
             marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
-            hovertemplate=f"layer %{{x}}, {cause}: {_HOVER}",
+            hovertemplate=f"layer %{{x}}, {words[cause]}: {_HOVER}",
             row=2,
             col=column,
         )
@@ -315,9 +315,9 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
                 PAYER_WORDS[budget.payer],
                 _point_words(budget, "baseline", ".1f"),
                 _point_words(budget, "value", ".1f"),
-                _point_words(budget, "change"),
             ]
-            row += [_point_words(budget, cause) if cause in budget else "–" for cause in causes]
+            for change in ("change", *causes):
+                row.append(_point_words(budget, change) if change in budget else "–")
             rows.append(row)
 
     return PageTable("As a table: who pays, and why", columns, rows)

@@ -97,9 +97,10 @@ def _legend_of_edges(figure: go.Figure) -> None:
 
 def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
     """A circle for each node, with what the axes do not say of its name."""
+    across, heights = np.reshape(list(places.values()), (-1, 2)).T
     figure.add_scatter(
-        x=[across for across, _ in places.values()],
-        y=[height for _, height in places.values()],
+        x=across,
+        y=heights,
         mode="markers+text",
         text=[_BESIDE_THE_AXES.sub("", node) for node in places],
         hovertext=list(places),
