@@ -16,7 +16,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.direct_logits import POST, norms_after
+from mechattn.analysis.direct_logits import NORM_INPUT, norms_after
 from mechattn.errors import ModelError
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
@@ -226,7 +226,7 @@ def _hooks_of_writers(
             see_written(heads, share.to(x))
 
         hooks.append((hook_result, results.append))
-        hooks.append((f"blocks.{layer}.{POST}", see_share))
+        hooks.append((f"blocks.{layer}.{NORM_INPUT}", see_share))
     else:
         hooks.append((hook_result, partial(see_written, heads)))
 
