@@ -14,7 +14,7 @@ from mechattn.engine.placed_batch import Windows
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
 from mechattn.functional.fused import Fused
-from mechattn.model import hooks
+from mechattn.model import hooks, patterns_at_hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, device_of, facts_of
 from mechattn.model.patch.streaming import fires_while_streamed, streaming
 from mechattn.model.verify.checks import check_fused, check_streaming
@@ -211,7 +211,9 @@ def forward_through_hooks(
     ) -> None:
         is_measured = layer in windows
         window = windows[layer] if is_measured else hooks.attention_window(model, layer)
-        hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
+        patterns_at_hooks.check_pattern(
+            model, layer, pattern, batch.real, window, edge_masks.get(layer)
+        )
         if is_measured:
             pattern = pattern.float()
             attention = None if v is None else PatternRows(pattern, v)
@@ -220,7 +222,7 @@ def forward_through_hooks(
 
     # Layers with cut edges are checked too, because some models ignore changes to their scores.
     layers = sorted({*windows, *edge_masks})
-    hooks.forward_with_patterns(
+    patterns_at_hooks.forward_with_patterns(
         model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
     )
 

@@ -17,7 +17,7 @@ from mechattn.engine.request_checks import sides_of
 from mechattn.errors import plain
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, architecture_of, device_of, facts_of
-from mechattn.model.hooks import boundary_of
+from mechattn.model.positions import boundary_of
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt

@@ -20,7 +20,7 @@ from mechattn.evaluation.server import (
     Server,
     connected,
 )
-from mechattn.model.checkpoint import UnloadedModel
+from mechattn.model.unloaded import UnloadedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, HttpUrl, TypeAdapter, ValidationError
 
 from mechattn.errors import OptionError, ServerError, check_choice
-from mechattn.model.checkpoint import UnloadedModel
+from mechattn.model.unloaded import UnloadedModel
 
 _SHORTEST_HIDDEN = 8  # characters: a shorter key may stand in an answer by chance
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections

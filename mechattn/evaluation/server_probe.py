@@ -20,8 +20,8 @@ from mechattn.errors import ModelError, warn
 from mechattn.evaluation.generate import Sampling, answers, dtype_of, native_of
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import Completion, CompletionRequest, Connection
-from mechattn.model.checkpoint import UnloadedModel
 from mechattn.model.hooked import alone, device_of
+from mechattn.model.unloaded import UnloadedModel
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results.provenance import name_of

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from struct import Struct
 from threading import RLock
 from typing import Any
 
@@ -30,6 +31,9 @@ _PART_OF_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _NEGLIGIBLE = 0.01  # the share of the weights whose bits are not worth a word
 _NOT_QUANTISED = ("F64", "F32", "F16", "BF16")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# What is before the items of an array: the type and the number of them; and before a text.
+_ARRAY_HEADER = Struct("=IQ")
+_TEXT_HEADER = Struct("=Q")
 _patching = RLock()  # held while functions of gguf are replaced, which all threads see
 
 REAL = "real:"
@@ -52,9 +56,9 @@ class GgufFile:
     types: Mapping[str, int]  # how many weights are stored in each type, such as "Q4_1"
 
     @property
-    def words(self) -> str:
-        """The weights in words, such as "4- and 8-bit weights, dequantised"; empty if they are
-        plain floats."""
+    def quantised_bits(self) -> list[int]:
+        """The bits of the quantised weights, such as 4 and 8, in order; none if all are plain
+        floats."""
         negligible = _NEGLIGIBLE * sum(self.types.values())
         bits = set()
         for name, count in self.types.items():
@@ -62,10 +66,7 @@ class GgufFile:
             if digits and count > negligible and name not in _NOT_QUANTISED:
                 bits.add(int(digits[0]))
 
-        if not bits:
-            return ""
-        numbers = "- and ".join(map(str, sorted(bits)))
-        return f"{numbers}-bit weights, dequantised"
+        return sorted(bits)
 
     def provenance(self) -> dict[str, Any]:
         """The file's name, its SHA-256 (which is read now) and how its weights are stored."""
@@ -75,7 +76,7 @@ class GgufFile:
             "file": os.path.basename(self.path),
             "sha256": digest.hexdigest(),
             "types": dict(self.types),
-            "words": self.words,
+            "quantised_bits": self.quantised_bits,
         }
 
 
@@ -93,11 +94,21 @@ def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
     return folder or os.curdir, {"gguf_file": file}
 
 
-def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
+def gguf_place(model: Any, gguf_file: str, revision: str | None) -> str:
     """The path of a GGUF file in a directory, or in a repository of the hub, from which it is
-    downloaded."""
+    downloaded.
+
+    Raises:
+        OptionError: The model is no name or path, or the file has another ending.
+        ModelError: There is no such directory, or no such file on the hub.
+    """
+    if not isinstance(model, (str, Path)):
+        raise OptionError(
+            "gguf_file=…: name the directory or the hub's repository that holds the file"
+        )
     if not is_gguf(gguf_file):
         raise OptionError(f"gguf_file={gguf_file!r}: give a name that ends in {SUFFIX}")
+    name = str(model)
     if os.path.isdir(name):
         return os.path.join(name, gguf_file)
     if not may_be_on_hub(name):
@@ -208,22 +219,45 @@ def _reader(path: str | os.PathLike[str]) -> Any:
 def _parsed(path: str, size: int, modified_at: int) -> Any:
     """The ``GGUFReader`` of the last file; size and time are there for the cache, which they
     invalidate."""
-    from gguf.gguf_reader import GGUFReader
+    from gguf.gguf_reader import GGUFReader, GGUFValueType
 
     base: Any = GGUFReader
 
     class QuickReader(base):
-        def _get(
-            self, offset: Any, dtype: Any, count: Any = 1, override_order: str | None = None
-        ) -> np.ndarray:
-            """Numbers or bytes of the file, as in gguf 0.17 to 0.19.
+        def _get_field_parts(self, offset: Any, value_type: Any) -> Any:
+            """The size of a field, its parts, which of them are values, and the types, as in gguf
+            0.17 to 0.19, which take thirty times as long for a vocabulary.
 
-            A vocabulary is read item by item, and a slice of np.memmap for each costs four times as
-            much as this. numpy refuses what lies beyond the end of the file. Offsets and counts are
-            numbers of numpy or of Python.
+            The lengths of texts are no parts here, as nobody reads them.
             """
-            in_order = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
-            return np.frombuffer(self.data, in_order, int(count), int(offset))
+            usual_parts = super()._get_field_parts
+            is_swapped = self.byte_order == "S"
+            if value_type != GGUFValueType.ARRAY or is_swapped:
+                return usual_parts(offset, value_type)
+
+            memory = np.asarray(self.data)  # each slice of np.memmap costs ten times as much
+            start = int(offset)
+            number_of_type, count = _ARRAY_HEADER.unpack_from(memory, start)
+            item_type = GGUFValueType(number_of_type)
+            end = start + _ARRAY_HEADER.size
+            items = []
+            if item_type == GGUFValueType.STRING:
+                for _ in range(count):
+                    (length,) = _TEXT_HEADER.unpack_from(memory, end)
+                    text_start = end + _TEXT_HEADER.size
+                    end = text_start + length
+                    items.append(memory[text_start:end])
+            elif item_type in self.gguf_scalar_to_np:
+                values = self._get(end, self.gguf_scalar_to_np[item_type], count)
+                end += values.nbytes
+                items = list(np.asarray(values).reshape(-1, 1))
+            else:
+                return usual_parts(offset, value_type)
+
+            types = [GGUFValueType.ARRAY]
+            if items:
+                types.append(item_type)
+            return end - start, items, list(range(len(items))), types
 
     return QuickReader(path)
 

@@ -17,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
-    from mechattn.model.verified_models import State
     from mechattn.model.verify.verification import Check, Report
+    from mechattn.model.weights import State
 
 FACTS_NAME = "_mechattn"  # of the attribute of a model that holds our facts
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -141,8 +141,9 @@ class ModelFacts:
     streaming: Check | None = None
     fused: Check | None = None
     weights_hash: str | None = None  # the last one
-    hashed_state: object = None  # what of the weights is compared before it is used again
-    state: State | None = None  # of the model when it was last verified
+    hashed_versions: object = None  # of the weights, compared before that hash is used again
+    # Of the model when it last passed its verification; None if it has not.
+    state: State | None = None
     # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is
     # unknown.
     rotations: dict[Any, Any] = field(default_factory=dict)

@@ -25,8 +25,8 @@ from mechattn.model.hooked import (
     device_of,
     original_of,
 )
-from mechattn.model.hooks import boundary_of
 from mechattn.model.patch.streaming import streaming, why_not_streamed
+from mechattn.model.positions import boundary_of
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, check_layers
 from mechattn.model.verify.verification import (
