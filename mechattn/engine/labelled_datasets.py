@@ -15,8 +15,14 @@ from mechattn.engine.nulls import with_nulls
 from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import sides_of
 from mechattn.errors import plain
-from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, architecture_of, device_of, facts_of
+from mechattn.model.hooked import (
+    HookedModel,
+    ModelFacts,
+    architecture_of,
+    device_of,
+    facts_of,
+    innermost,
+)
 from mechattn.model.positions import boundary_of
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
@@ -261,7 +267,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
         described["path"] = str(cfg.model_name)
     described |= {
         "architecture": architecture_of(model),
-        "parameters": hooks.count_parameters(native),
+        "parameters": sum(parameter.numel() for parameter in innermost(native).parameters()),
         "heads": int(cfg.n_heads),
         "layers": int(cfg.n_layers),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),

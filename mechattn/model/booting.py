@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, reason
 from mechattn.model import checkpoint
-from mechattn.model.architectures import mend
-from mechattn.model.checkpoint import reason
-from mechattn.model.gguf_files import as_plain, gguf_header, gguf_of, is_gguf, load_dequantised
+from mechattn.model.architectures import particulars_of
+from mechattn.model.gguf_files import as_plain, gguf_of, gguf_provenance, is_gguf, load_dequantised
 from mechattn.model.given_objects import (
     is_multimodal,
     moved,
@@ -47,7 +46,6 @@ def hooked_checkpoint(
     on_hub |= _named(options, ("revision", "trust_remote_code"))
 
     config = checkpoint.config_of_place(place, **on_hub)
-    checkpoint.check_weights_are_whole(place)
     architectures = getattr(config, "architectures", None) or [type(config).__name__]
     refuse_other_kinds(architectures[0], config)
 
@@ -77,7 +75,7 @@ def hooked_checkpoint(
 
     with transformers_restored():
         hf_model = load_dequantised(place, config, dtype, **placing)
-    gguf = gguf_header(place).provenance()
+    gguf = gguf_provenance(place)
     return hooked_object(hf_model, tokenizer, None, device, name, gguf, **others)
 
 
@@ -177,7 +175,9 @@ def examine(model: Any, facts: ModelFacts) -> None:
     """Find the twin of a model that was hooked now, correct its known faults, and keep the facts on
     it."""
     keep_twin(model, facts)
-    facts.mended = mend(model)
+    fault = particulars_of(model).mend(model)
+    if fault is not None:
+        facts.mended = (fault,)
     setattr(model, FACTS_NAME, facts)
 
 

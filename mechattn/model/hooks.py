@@ -69,11 +69,9 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
         if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
         if layer not in with_attention:
-            first = with_attention[0]
-            last = with_attention[-1]
-            existing = ", ".join(map(str, with_attention))
-            if with_attention == list(range(first, last + 1)):
-                existing = f"{first} to {last}"
+            existing = f"{with_attention[0]} to {with_attention[-1]}"
+            if len(with_attention) != with_attention[-1] - with_attention[0] + 1:
+                existing = ", ".join(map(str, with_attention))
             raise OptionError(
                 f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
                 f" {existing}"
@@ -109,27 +107,14 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
 
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
-    """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
+    """The score of each head's learned sink (GPT-OSS), which takes part of every row; None in a
+    layer without sinks."""
     module = unwrapped(model.blocks[layer].attn)
     with weights_here(module):
         sinks = getattr(module, "sinks", None)
         if not isinstance(sinks, nn.Parameter):
             return None
         return sinks.detach().float()
-
-
-def has_sinks(model: HookedModel) -> bool:
-    """Whether a layer has learned sinks, whatever their name."""
-    modules = [unwrapped(block.attn) for block in model.blocks if hasattr(block, "attn")]
-    return any(
-        "sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False)
-    )
-
-
-def count_parameters(model: Any) -> int:
-    """Number of distinct parameters; a tied embedding counts once."""
-    owner = original_of(model) or model
-    return sum(parameter.numel() for parameter in owner.parameters())
 
 
 def forward_to(

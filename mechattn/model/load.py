@@ -9,10 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from mechattn.errors import MechattnError, ModelError, OptionError, check_choice, check_counts
+from mechattn.errors import (
+    MechattnError,
+    ModelError,
+    OptionError,
+    check_choice,
+    check_counts,
+    reason,
+)
 from mechattn.hub_access import asked_once, hub_commit
 from mechattn.model.booting import Dtype, examine, hooked_checkpoint, hooked_object
-from mechattn.model.checkpoint import model_place, reason
+from mechattn.model.checkpoint import model_place
 from mechattn.model.gguf_files import gguf_place, read_once
 from mechattn.model.given_objects import unwrapped_model
 from mechattn.model.hooked import (

@@ -7,7 +7,7 @@ import copy
 import re
 from typing import Any
 
-from mechattn.errors import ModelError, warn
+from mechattn.errors import ModelError, reason, warn
 from mechattn.model.hooked import ModelFacts, device_of, model_creation_lock, original_of
 
 # In the name of a module that TransformerLens has wrapped.
@@ -33,9 +33,7 @@ def keep_twin(model: Any, facts: ModelFacts) -> None:
             with model_creation_lock:
                 facts.native = _rebuilt(original)
         except Exception as error:  # of the model's own class, which may be a user's
-            facts.why_not_native = (
-                f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})"
-            )
+            facts.why_not_native = f"it cannot be rebuilt from its configuration ({reason(error)})"
 
 
 def unhooked(model: Any) -> Any:
@@ -57,8 +55,7 @@ def unhooked(model: Any) -> Any:
     except Exception as error:
         raise ModelError(
             f"this {type(model).__name__} was hooked before and cannot be rebuilt without its hooks"
-            f" ({type(error).__name__}: {error}); use the hooked model, or load the checkpoint"
-            " again"
+            f" ({reason(error)}); use the hooked model, or load the checkpoint again"
         ) from error
 
 

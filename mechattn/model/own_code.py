@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -65,33 +65,25 @@ def _wrap_transformers() -> None:
 
     importing: Any = dynamic_module_utils
     for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
-        setattr(importing, name, _without_code(getattr(importing, name)))
+        setattr(importing, name, partial(_refuse_code, getattr(importing, name)))
     asking: list[Any] = [dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto]
     for module in asking:
-        module.resolve_trust_remote_code = _without_a_question(module.resolve_trust_remote_code)
+        module.resolve_trust_remote_code = partial(_decide, module.resolve_trust_remote_code)
 
 
-def _without_code(load: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that imports code, refused where the user has not allowed it."""
-
-    @wraps(load)
-    def guarded(*arguments: Any, **options: Any) -> Any:
-        if _own_code_allowed.get() is False:
-            raise ModelError(
-                "the checkpoint has its own code, which is run only with trust_remote_code=True"
-            )
-        return load(*arguments, **options)
-
-    return guarded
+def _refuse_code(load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a function that imports code gives, unless the user has not allowed it."""
+    if _own_code_allowed.get() is False:
+        raise ModelError(
+            "the checkpoint has its own code, which is run only with trust_remote_code=True"
+        )
+    return load(*arguments, **options)
 
 
-def _without_a_question(resolve: Callable[..., Any]) -> Callable[..., Any]:
+def _decide(
+    resolve: Callable[..., Any], trust: bool | None, *arguments: Any, **options: Any
+) -> Any:
     """The decision about code, without a question inside our loads."""
-
-    @wraps(resolve)
-    def guarded(trust: bool | None, *arguments: Any, **options: Any) -> Any:
-        if trust is None:
-            trust = _own_code_allowed.get()
-        return resolve(trust, *arguments, **options)
-
-    return guarded
+    if trust is None:
+        trust = _own_code_allowed.get()
+    return resolve(trust, *arguments, **options)

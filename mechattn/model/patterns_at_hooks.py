@@ -15,7 +15,7 @@ from mechattn.errors import ModelError, RowError
 from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens, visible_keys
 from mechattn.model.head_parts import mixed_values
 from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import Hooks, forward_to, has_sinks, pattern_hook
+from mechattn.model.hooks import Hooks, forward_to, pattern_hook, sinks_of
 
 _NO_MASS = 1e-6  # attention up to this is rounding
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
@@ -102,7 +102,7 @@ def check_pattern(
     """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
-    least = -0.01 if has_sinks(model) else 0.99
+    least = 0.99 if sinks_of(model, layer) is None else -0.01
     is_bad = ~((sums < 1.01) & (sums > least))  # NaN is bad, too
     if is_bad.any():
         row, head, query = is_bad.nonzero()[0].tolist()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -22,6 +23,7 @@ from mechattn.model.hooked import (
     config_of,
     device_of,
     facts_of,
+    innermost,
     original_of,
     rounding_of,
 )
@@ -69,7 +71,7 @@ def boundary_of(model: Any) -> Boundary | None:
     stated = [_boundary(settings, config) for settings in _rope_settings(config)]
     boundaries = {boundary for boundary in stated if boundary is not None}
     if len(boundaries) > 1:
-        lengths = ", ".join(sorted(f"{boundary.at:,}" for boundary in boundaries))
+        lengths = ", ".join(f"{at:,}" for at in sorted(boundary.at for boundary in boundaries))
         raise ModelError(
             f"the layers of a {type(model).__name__} change their frequencies at different lengths"
             f" ({lengths}), so mechattn cannot separate its prompts by length"
@@ -210,11 +212,10 @@ def _tried_rotations(
     rotations: dict[int, Rotation] = {}
 
     for layer in layers:
-        attention = attentions[layer]
-        errors = [_error(rotation, attention, position_ids) for rotation in candidates]
-        least = min(errors)
-        if least <= rounding_of(model, *_ROUNDING):
-            rotations[layer] = candidates[errors.index(least)]
+        errors = [_error(rotation, attentions[layer], position_ids) for rotation in candidates]
+        best = int(np.argmin(errors))
+        if errors[best] <= rounding_of(model, *_ROUNDING):
+            rotations[layer] = candidates[best]
 
     # A model that ignores position ids looks as if it had no positions.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):
@@ -234,8 +235,7 @@ def _attentions(
     attention_of_layer: dict[int, Attention] = {}
 
     def see(layer: int, block: Rows) -> None:
-        if not isinstance(block.attention, Attention):
-            raise ModelError(f"layer {layer} shows no queries and keys")
+        assert isinstance(block.attention, Attention), "what is streamed has queries and keys"
         attention_of_layer[layer] = block.attention
 
     tokens = hooks.few_tokens(model, _ROTATED_LENGTH).expand(rows, -1)
@@ -247,8 +247,7 @@ def _attentions(
 def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
     """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
     frequencies = {}
-    owner: Any = original_of(model) or model
-    for name, buffer in owner.named_buffers():
+    for name, buffer in innermost(model).named_buffers():
         if name.endswith("inv_freq"):
             frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
     return frequencies

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.hub_access import hub_commit
-from mechattn.model.gguf_files import REAL, SUFFIX, packaged_file
+from mechattn.model.gguf_files import REAL_PREFIX, SUFFIX, packaged_file
 from mechattn.model.hooked import (
     HookedModel,
     ModelFacts,
@@ -93,7 +93,7 @@ def stored_hash(name: str) -> str | None:
     it; of a model on the hub, its commit there, or else the one downloaded. None for a toy."""
     try:
         place = Path(name)
-        if name.startswith(REAL):
+        if name.startswith(REAL_PREFIX):
             place = Path(packaged_file(name))
         if place.is_dir():
             files = [

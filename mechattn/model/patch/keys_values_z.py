@@ -105,13 +105,8 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
         return replacement.to(z.dtype).reshape(z.shape)
 
     if hasattr(model, "hook_dict"):
-        name = f"blocks.{layer}.attn.hook_z"
-        if name not in model.hook_dict:
-            raise ModelError(
-                f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be"
-                " changed"
-            )
-        handle = model.hook_dict[name].register_forward_hook(lambda module, args, z: changed(z))
+        point = _hook_point(model, f"blocks.{layer}.attn.hook_z")
+        handle = point.register_forward_hook(lambda module, args, z: changed(z))
     else:
         projection = _output_projection(model, layer)
         handle = projection.register_forward_pre_hook(lambda module, args: (changed(args[0]),))
@@ -138,16 +133,16 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
             " here"
         )
 
-    handles = []
-    for part in PARTS:
-        name = f"blocks.{layer}.attn.hook_{part}"
-        if name not in model.hook_dict:
-            raise ModelError(
-                f"{model.cfg.model_name} has no {name}, so its keys and values cannot be changed"
-            )
-        handles.append(_replacing(model.hook_dict[name], part, change))
+    points = {part: _hook_point(model, f"blocks.{layer}.attn.hook_{part}") for part in PARTS}
+    return [_replacing(point, part, change) for part, point in points.items()]
 
-    return handles
+
+def _hook_point(model: Any, name: str) -> Any:
+    """The hook point of a hooked model with this name."""
+    point = model.hook_dict.get(name)
+    if point is None:
+        raise ModelError(f"{model.cfg.model_name} has no {name}, so nothing can be changed there")
+    return point
 
 
 def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:

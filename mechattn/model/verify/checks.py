@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from mechattn.errors import reason
 from mechattn.functional.attention import Pattern, Rows, Tokens
 from mechattn.functional.fused import Fused
 from mechattn.model import hooks
@@ -23,7 +24,7 @@ from mechattn.model.hooked import (
     architecture_of,
     config_of,
     device_of,
-    original_of,
+    innermost,
 )
 from mechattn.model.patch.streaming import streaming, why_not_streamed
 from mechattn.model.positions import boundary_of
@@ -82,11 +83,10 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     hook_values, logits = _forward(model, tokens)
 
     if facts.native is None:
-        reason = facts.why_not_native
-        advice = f"{reason}; give the transformers model as native=…"
+        advice = f"{facts.why_not_native}; give the transformers model as native=…"
         native_checks = [
             Check("logits", "not checked", detail=advice),
-            Check("kernel", "not checked", detail=reason),
+            Check("kernel", "not checked", detail=facts.why_not_native),
         ]
     else:
         native_tokens = tokens.to(device_of(facts.native))
@@ -242,8 +242,7 @@ def _neighbours(
     options: dict[str, Any] = {"attention_mask": attention_mask, **hooks.without_cache(model)}
 
     detail = f"logits of the probe padded beside a row of {longer_length} tokens"
-    module: Any = original_of(model) or model
-    if "position_ids" in inspect.signature(module.forward).parameters:
+    if "position_ids" in inspect.signature(innermost(model).forward).parameters:
         # The other row gets the last positions that the model has.
         far_start = max(0, most_positions - longer_length)
         row_starts = torch.tensor([[0], [far_start]], device=device)
@@ -280,9 +279,9 @@ def check_fused(model: HookedModel) -> Check:
 def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) -> Check:
     """Compare a pass without hooks with one through them: logits, and the pattern of each layer."""
     layers = hooks.attention_layers(model)
-    reason = why_not_streamed(model, layers)
-    if reason is not None:
-        return Check(name, "limited", detail=reason)
+    obstacle = why_not_streamed(model, layers)
+    if obstacle is not None:
+        return Check(name, "limited", detail=obstacle)
 
     tokens = probe_tokens(model, PROBE).to(device_of(model))
     pattern_hooks = [hooks.pattern_hook(layer) for layer in layers]
@@ -290,7 +289,7 @@ def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) ->
     try:
         logits, streamed_patterns = _without_hooks(model, tokens, fused)
     except Exception as error:
-        return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
+        return Check(name, "limited", detail=f"it raises {reason(error)}")
 
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, pattern_hook in zip(layers, pattern_hooks, strict=True):

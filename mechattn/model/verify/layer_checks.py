@@ -97,7 +97,7 @@ def _rows(probe: ProbedHooks) -> Check:
     """Check that the keys that a query can see get all its attention, which is 1 in all, or less
     where a sink takes the rest."""
     length = probe.length
-    has_sinks = hooks.has_sinks(probe.model)
+    total = "1"
     pairs = {}
     windows_beyond_probe = []
 
@@ -109,11 +109,11 @@ def _rows(probe: ProbedHooks) -> Check:
         visible = visible_keys(torch.arange(length), length, window)
         visible_mass = pattern[0].masked_fill(~visible, 0.0).sum(-1)
         expected = torch.ones_like(visible_mass)
-        if has_sinks:
+        if hooks.sinks_of(probe.model, layer) is not None:
+            total = "at most 1 (learned sinks)"
             expected = pattern[0].sum(-1).clamp(0, 1)
         pairs[layer] = (visible_mass, expected)
 
-    total = "at most 1 (learned sinks)" if has_sinks else "1"
     detail = f"the attention of each query to the keys that it can see sums to {total}"
     if windows_beyond_probe:
         detail += (
@@ -253,9 +253,9 @@ def _heads(probe: ProbedHooks) -> Check:
 
         # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual:
         # the nearest is what the heads give.
-        errors = [float((output - total[0]).abs().max()) for output in outputs]
-        nearest = outputs[errors.index(min(errors))]
-        pairs[layer] = (total[0], nearest)
+        of_heads = total[0]
+        nearest = min(outputs, key=lambda output: float((output - of_heads).abs().max()))
+        pairs[layer] = (of_heads, nearest)
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
     return compare("heads", pairs, TOLERANCE[probe.dtype][1], detail, remedy)

@@ -196,11 +196,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def largest_of(values: Float[Tensor, ...]) -> float:
-    """The largest of these values."""
-    return float(values.max())
-
-
 def root_mean_square(values: Float[Tensor, ...]) -> float:
     """``√(mean of the squares)``."""
     return float(values.square().mean().sqrt())
@@ -213,7 +208,7 @@ def compare(
     detail: str,
     remedy: str = "",
     unit: float | None = None,
-    summary: Callable[[Tensor], float] = largest_of,
+    summary: Callable[[Tensor], Any] = torch.max,
 ) -> Check:
     """A check that the pairs differ by no more than the tolerance.
 
@@ -238,7 +233,7 @@ def compare(
             layer_unit = max(root_mean_square(expected), _LEAST_UNIT)
         # NaN is the largest difference of all.
         distances[layer] = ((hooked - expected).abs() / layer_unit).nan_to_num(nan=torch.inf)
-        differences[layer] = summary(distances[layer])
+        differences[layer] = float(summary(distances[layer]))
 
     worst_layer = max(differences, key=lambda layer: differences[layer])
     largest = differences[worst_layer]
