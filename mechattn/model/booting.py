@@ -46,6 +46,7 @@ def hooked_checkpoint(
     on_hub |= _named(options, ("revision", "trust_remote_code"))
 
     config = checkpoint.config_of_place(place, **on_hub)
+    checkpoint.check_weights_are_whole(place)
     architectures = getattr(config, "architectures", None) or [type(config).__name__]
     refuse_other_kinds(architectures[0], config)
 

@@ -115,6 +115,22 @@ def _without_config(folder: Path) -> str:
     return "has no config.json, so it is not a checkpoint; save one with save_pretrained"
 
 
+def check_weights_are_whole(place: str) -> None:
+    """Refuse a directory that holds parts of the weights without the index that says what is where.
+
+    Raises:
+        ModelError: Names the index.
+    """
+    folder = Path(place)
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    whole = [*folder.glob("model.safetensors*"), *folder.glob("pytorch_model*")]
+    if shards and not whole:
+        raise ModelError(
+            f"the directory {place} holds parts of the weights ({shards[0].name} …) without "
+            "model.safetensors.index.json, which says what is where; copy it there"
+        )
+
+
 def tokenizer_named(name: str) -> Any:
     """The tokenizer of a model, without the model.
 
@@ -141,8 +157,8 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     from transformers import AutoTokenizer
 
     if os.path.isdir(place):
-        files = [file for kind in _TOKENIZER_FILES for file in Path(place).glob(kind)]
-        if not files:
+        kinds = [kind for kind in _TOKENIZER_FILES if any(Path(place).glob(kind))]
+        if not kinds:
             return None
 
     folder, file = as_transformers_names(place)

@@ -60,7 +60,7 @@ def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
     return folder or os.curdir, {"gguf_file": file}
 
 
-def gguf_place(model: Any, gguf_file: str, revision: str | None) -> str:
+def gguf_place(model: Any, gguf_file: str | Path, revision: str | None) -> str:
     """The path of a GGUF file in a directory, or in a repository of the hub, from which it is
     downloaded.
 
@@ -72,11 +72,12 @@ def gguf_place(model: Any, gguf_file: str, revision: str | None) -> str:
         raise OptionError(
             "gguf_file=…: name the directory or the hub's repository that holds the file"
         )
-    if not is_gguf(gguf_file):
-        raise OptionError(f"gguf_file={gguf_file!r}: give a name that ends in {SUFFIX}")
     name = str(model)
+    file = str(gguf_file)
+    if not is_gguf(file):
+        raise OptionError(f"gguf_file={file!r}: give a name that ends in {SUFFIX}")
     if os.path.isdir(name):
-        return os.path.join(name, gguf_file)
+        return os.path.join(name, file)
     if not may_be_on_hub(name):
         raise ModelError(
             f"there is no directory {name!r}, and models on the hub are named owner/name"
@@ -86,10 +87,10 @@ def gguf_place(model: Any, gguf_file: str, revision: str | None) -> str:
 
     try:
         with asked_once(name):
-            return str(hf_hub_download(name, gguf_file, revision=revision))
+            return str(hf_hub_download(name, file, revision=revision))
     except Exception as error:
         raise ModelError(
-            f"{gguf_file} of {name} cannot be loaded from the hub ({type(error).__name__})"
+            f"{file} of {name} cannot be loaded from the hub ({type(error).__name__})"
         ) from error
 
 
@@ -240,9 +241,7 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
             else:
                 return usual_parts(offset, value_type)
 
-            types = [GGUFValueType.ARRAY]
-            if items:
-                types.append(item_type)
+            types = [GGUFValueType.ARRAY, item_type]
             return end - start, items, list(range(len(items))), types
 
     return QuickReader(path)

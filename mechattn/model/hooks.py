@@ -198,6 +198,18 @@ def blocks_of(model: Any) -> nn.ModuleList:
     return max(lists, key=len)
 
 
+def block_of(model: Any, layer: int) -> Any:
+    """A layer of a hooked model or a transformers model.
+
+    Raises:
+        OptionError: There is no such layer.
+    """
+    blocks = blocks_of(model)
+    if not 0 <= layer < len(blocks):
+        raise OptionError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
+    return blocks[layer]
+
+
 @dataclass
 class RequiredCall:
     """A call that must happen while a layer runs; ``check``, a hook of the layer, refuses a layer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,7 +47,7 @@ def load_model(
     dtype: Dtype = "auto",
     device: str | torch.device | None = None,
     verify: bool = True,
-    gguf_file: str | None = None,
+    gguf_file: str | Path | None = None,
     **options: Any,
 ) -> Any:
     """Load a hooked model with raw weights, and verify it against the model's own attention.
@@ -87,18 +87,42 @@ def load_model(
             model that is made already.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
-        if tokenizer is not None or dtype != "auto" or device is not None or gguf_file or options:
+        if (
+            tokenizer is not None
+            or dtype != "auto"
+            or device is not None
+            or gguf_file is not None
+            or options
+        ):
             raise OptionError(
                 "a hooked model is used unchanged; set tokenizer, dtype and device where it is made"
             )
-        return verified(model, verify)
+        hooked = model
+    else:
+        if not isinstance(dtype, torch.dtype) and dtype != "auto":
+            raise OptionError(
+                f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"'
+            )
+        check_device(device)
+        if gguf_file is not None:
+            model = gguf_place(model, gguf_file, options.get("revision"))
+        hooked = _hooked(model, tokenizer, dtype, device, options)
 
-    if not isinstance(dtype, torch.dtype) and dtype != "auto":
-        raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
-    check_device(device)
-    if gguf_file is not None:
-        model = gguf_place(model, gguf_file, options.get("revision"))
+    if verify:
+        keep_verified(hooked)
+    else:
+        _take_as_it_is(hooked, known_facts(hooked))
+    return hooked
 
+
+def _hooked(
+    model: Any,
+    tokenizer: Any,
+    dtype: Dtype,
+    device: str | torch.device | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """A hooked model from a name, a place or a transformers model."""
     if isinstance(model, torch.nn.Module):
         model = unwrapped_model(model)
         if tokenizer is None:
@@ -107,21 +131,21 @@ def load_model(
             )
         new_dtype = None if dtype == "auto" else dtype
         with model_creation_lock, as_trusted(is_of_own_code(model)):
-            hooked = hooked_object(model, tokenizer, new_dtype, device, **options)
-    elif isinstance(model, (str, Path)):
-        own_code = options.get("trust_remote_code")
-        place = model_place(str(model))
-        with model_creation_lock, as_trusted(own_code), asked_once(place), read_once():
-            commit = hub_commit(place, options.get("revision"))
-            hooked = hooked_checkpoint(str(model), tokenizer, dtype, device, options)
-            known_facts(hooked).revision = commit
-    else:
+            return hooked_object(model, tokenizer, new_dtype, device, **options)
+
+    if not isinstance(model, (str, Path)):
         raise ModelError(
             f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a"
             " hooked model"
         )
 
-    return verified(hooked, verify)
+    own_code = options.get("trust_remote_code")
+    place = model_place(str(model))
+    with model_creation_lock, as_trusted(own_code), asked_once(place), read_once():
+        commit = hub_commit(place, options.get("revision"))
+        hooked = hooked_checkpoint(str(model), tokenizer, dtype, device, options)
+    known_facts(hooked).revision = commit
+    return hooked
 
 
 def check_device(device: str | torch.device | None) -> None:
@@ -157,12 +181,15 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 
     Raises:
         ModelError: There is no such model, or it cannot be hooked.
-        OptionError: The probe is too short, or its length is no whole number.
+        OptionError: The probe is too short, its length is no whole number, or ``native`` is no
+            transformers model.
     """
     check_counts(AT_LOADING, length=length)
     hooked = load_model(model, verify=False, **options)
     facts = replace(known_facts(hooked))  # a copy, which is kept if no check raises
     if native is not None:
+        if not hasattr(native, "config"):
+            raise OptionError(f"native={native!r:.60}: give the transformers model")
         facts.native = native.eval()
         facts.why_not_native = ""
     facts.streaming = tried(check_streaming, hooked)
@@ -188,21 +215,17 @@ def dtype_named(name: str) -> Dtype:
     return getattr(torch, name)
 
 
-def verified(model: Any, verify: bool) -> Any:
-    """The model, verified if that is asked for and was not done since it last changed.
+def keep_verified(model: Any) -> None:
+    """Verify a hooked model, unless that was done since it last changed or was turned off.
 
     Raises:
         ModelError: It is not the model itself, or was changed since it was verified.
     """
     facts = known_facts(model)
-    if not verify:
-        _take_as_it_is(model, facts)
-        return model
     if facts.state is not None:
         _notice_changes(model, facts, facts.state)
     elif facts.report is None and facts.to_verify:
         _verify(model, facts)
-    return model
 
 
 def known_facts(model: Any) -> ModelFacts:
@@ -234,7 +257,7 @@ def _verify(model: Any, facts: ModelFacts) -> None:
 
 
 def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
-    """Forget the verification of a model that was changed since."""
+    """Verify a model no more, and forget the verification of one that was changed since."""
     if facts.report is None:
         facts.to_verify = False
         return

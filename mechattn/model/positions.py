@@ -24,7 +24,6 @@ from mechattn.model.hooked import (
     device_of,
     facts_of,
     innermost,
-    original_of,
     rounding_of,
 )
 from mechattn.model.patch.streaming import streaming, why_not_streamed
@@ -106,8 +105,6 @@ def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
 
 def takes_position_ids(model: HookedModel) -> bool:
     """Whether the model's attention depends on the given position ids, tried on a few tokens."""
-    if original_of(model) is None:
-        return False
     ids = torch.arange(_TRIED_LENGTH, device=device_of(model))
     last_layer = hooks.attention_layers(model)[-1]
     change = _change_of_pattern(model, last_layer, ids, 3 * ids)

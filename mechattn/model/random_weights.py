@@ -10,7 +10,7 @@ import torch
 from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.booting import hooked_object
 from mechattn.model.hooked import alone, device_of, model_creation_lock
-from mechattn.model.load import known_facts, load_model, verified
+from mechattn.model.load import keep_verified, known_facts, load_model
 from mechattn.model.own_code import as_trusted, is_of_own_code
 
 Kind = Literal["initialised", "shuffled"]
@@ -58,7 +58,7 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
         with as_trusted(is_of_own_code(native)):
             drawn = hooked_object(native, hooked.tokenizer)
 
-    drawn = verified(drawn, verify=True)
+    keep_verified(drawn)
     drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
     drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
     facts_of_drawn = known_facts(drawn)

@@ -66,8 +66,8 @@ def weights_hash(model: Any) -> str:
     source = facts.native
     if source is None:
         source = model
-    stored = source.state_dict()
-    tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
+    stored = sorted(source.state_dict().items())
+    tensors = {name: values for name, values in stored if isinstance(values, Tensor)}
 
     versions = []  # by which the last hash is known to hold still
     for values in tensors.values():
@@ -171,9 +171,11 @@ def refuse_changes(model: HookedModel, before: State, now: State) -> None:
     """
     for kind, sentence in _CHANGES.items():
         for name in {**before[kind], **now[kind]}:
-            values = {"before": before[kind].get(name), "now": now[kind].get(name)}
-            if values["before"] != values["now"]:
-                change = sentence.format(name=WRAPPED.sub("", name), **values)
+            value_before = before[kind].get(name)
+            value_now = now[kind].get(name)
+            if value_before != value_now:
+                part = WRAPPED.sub("", name)
+                change = sentence.format(name=part, before=value_before, now=value_now)
                 raise ModelError(
                     f"{model.cfg.model_name} was changed after it was verified: {change}"
                 )

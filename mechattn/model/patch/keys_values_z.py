@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import config_of
-from mechattn.model.hooks import RequiredCall, blocks_of, chosen_layers, split_heads
+from mechattn.model.hooks import RequiredCall, block_of, chosen_layers, split_heads
 
 # What families call the output projection of attention.
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")
@@ -86,10 +86,8 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
     if hasattr(model, "hook_dict"):
         chosen_layers(model, layers)
         return
-    count = len(blocks_of(model))
     for layer in layers:
-        if not 0 <= layer < count:
-            raise OptionError(f"layer {layer} is out of range: there are layers 0 to {count - 1}")
+        block_of(model, layer)  # refuses one that does not exist
 
 
 def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
@@ -111,12 +109,12 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
         projection = _output_projection(model, layer)
         handle = projection.register_forward_pre_hook(lambda module, args: (changed(args[0]),))
 
-    return [handle, blocks_of(model)[layer].register_forward_hook(needed.check)]
+    return [handle, block_of(model, layer).register_forward_hook(needed.check)]
 
 
 def _output_projection(model: Any, layer: int) -> Any:
     """W_O of a layer in a transformers model, by its name."""
-    for path, module in blocks_of(model)[layer].named_modules():
+    for path, module in block_of(model, layer).named_modules():
         is_attention = "attn" in path or "attention" in path
         if is_attention and path.rpartition(".")[2] in _OUTPUT_PROJECTIONS:
             return module
@@ -148,7 +146,7 @@ def _hook_point(model: Any, name: str) -> Any:
 def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
     """For a transformers model: the two projections, or the columns of a fused one."""
     modules = {
-        path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()
+        path.rpartition(".")[2]: module for path, module in block_of(model, layer).named_modules()
     }
 
     if "k_proj" in modules and "v_proj" in modules:

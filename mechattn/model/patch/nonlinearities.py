@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.hooked import attribute_set, unwrapped
-from mechattn.model.hooks import RequiredCall, blocks_of
+from mechattn.model.hooks import RequiredCall, block_of
 
 # What families call the attribute; a bridge that splits a fused gate and up projection has its own.
 _NAMES_IN_MODELS = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
@@ -43,7 +43,7 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
             )
             watched = _Watched(getattr(owner, name), layer, see, needed)
             stack.enter_context(attribute_set(owner, name, watched))
-            stack.callback(blocks_of(model)[layer].register_forward_hook(needed.check).remove)
+            stack.callback(block_of(model, layer).register_forward_hook(needed.check).remove)
         yield
 
 
@@ -51,13 +51,10 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
     """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute.
 
     Raises:
+        OptionError: There is no such layer.
         ModelError: The layer has no MLP with a known nonlinearity, several, or experts.
     """
-    blocks = blocks_of(model)
-    if not 0 <= layer < len(blocks):
-        raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
-    block = unwrapped(blocks[layer])
-
+    block = unwrapped(block_of(model, layer))
     if any("expert" in path.lower() for path, _ in block.named_modules()):
         raise ModelError(
             f"layer {layer} is a mixture of experts; MlpActivations and ARM need an MLP that all"

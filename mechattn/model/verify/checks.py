@@ -29,11 +29,12 @@ from mechattn.model.hooked import (
 from mechattn.model.patch.streaming import streaming, why_not_streamed
 from mechattn.model.positions import boundary_of
 from mechattn.model.verify.config_fields import check_config
-from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, check_layers
+from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, checks_of_layers
 from mechattn.model.verify.verification import (
     PROBE,
     TOLERANCE,
     Check,
+    Logits,
     Report,
     as_limited,
     compare,
@@ -43,8 +44,6 @@ from mechattn.model.verify.verification import (
     root_mean_square,
     what_to_try,
 )
-
-Logits = Float[Tensor, "pos d_vocab"]
 
 # In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in
 # the hundreds; a wrong mask, scale or head gives at least 0.01. In half precision they usually
@@ -107,7 +106,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     checks = [
         *native_checks,
         check_config(model, facts.native),
-        *check_layers(ProbedHooks(model, hook_values, dtype, tokens.shape[1])),
+        *checks_of_layers(ProbedHooks(model, hook_values, dtype, tokens.shape[1])),
         _neighbours(model, tokens, logits, dtype),
     ]
     return Report(

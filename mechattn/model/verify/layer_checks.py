@@ -78,7 +78,7 @@ class ProbedHooks:
                 yield layer, value
 
 
-def check_layers(probe: ProbedHooks) -> list[Check]:
+def checks_of_layers(probe: ProbedHooks) -> list[Check]:
     """Check rows of the pattern, values, heads and residual stream of each layer."""
     return [_rows(probe), _values(probe), _heads(probe), _residual(probe)]
 

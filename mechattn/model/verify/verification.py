@@ -21,7 +21,7 @@ PROBE = 24  # of ``verify_model``
 LONGEST_PROBE = 136  # to reach the windows of up to 128 keys
 ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
 
-Logits = Float[Tensor, "pos vocabulary"]
+Logits = Float[Tensor, "pos d_vocab"]
 Pairs = dict[Any, tuple[Tensor, Tensor]]  # by layer: what the hooks show, and what is expected
 Outcome = Literal["passed", "failed", "limited", "not checked"]
 
@@ -308,8 +308,8 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
 def _probe_length(model: HookedModel, length: int) -> int:
     """A few tokens more than the windows that a probe can reach, and at most as many as the model
     reads."""
-    windows = [hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)]
-    lengths = [window + 8 for window in windows if window is not None]
-    reachable = [enough for enough in lengths if enough <= LONGEST_PROBE]
-    longest = int(model.cfg.n_ctx or LONGEST_PROBE)
-    return min(max([length, *reachable]), longest)
+    for layer in hooks.attention_layers(model):
+        window = hooks.attention_window(model, layer)
+        if window is not None and window + 8 <= LONGEST_PROBE:
+            length = max(length, window + 8)
+    return min(length, int(model.cfg.n_ctx or LONGEST_PROBE))
