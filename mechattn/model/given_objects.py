@@ -27,8 +27,7 @@ def unwrapped_model(model: Any) -> Any:
     Raises:
         ModelError: It is no causal language model, or has adapters; says what it is.
     """
-    if hasattr(model, "_orig_mod"):
-        model = model._orig_mod
+    model = getattr(model, "_orig_mod", model)
     if type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         model = model.module
     if hasattr(model, "merge_and_unload"):

@@ -182,13 +182,13 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     Raises:
         ModelError: There is no such model, or it cannot be hooked.
         OptionError: The probe is too short, its length is no whole number, or ``native`` is no
-            transformers model.
+            module.
     """
     check_counts(AT_LOADING, length=length)
     hooked = load_model(model, verify=False, **options)
     facts = replace(known_facts(hooked))  # a copy, which is kept if no check raises
     if native is not None:
-        if not hasattr(native, "config"):
+        if not isinstance(native, torch.nn.Module):
             raise OptionError(f"native={native!r:.60}: give the transformers model")
         facts.native = native.eval()
         facts.why_not_native = ""

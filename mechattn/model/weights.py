@@ -188,9 +188,9 @@ def _sum_of_bits(values: Tensor) -> int:
         return 0
     octets = values.detach().reshape(-1).view(torch.uint8)
     is_whole = octets.numel() % _WORD_BYTES == 0 and octets.storage_offset() % _WORD_BYTES == 0
-    if not is_whole:
-        return int(octets.sum())
-    return int(octets.view(torch.int64).sum())
+    if is_whole:
+        octets = octets.view(torch.int64)
+    return int(octets.sum())
 
 
 def _is_of_a_library(hook: Any) -> bool:

@@ -229,8 +229,7 @@ def _neighbours(
     most_positions = min([number for number in stated if number], default=1)
     if boundary is not None and length <= boundary.at:
         most_positions = min(most_positions, boundary.at)
-    longer_length = min(length + length // 2, most_positions)
-    longer_length = max(longer_length, length)
+    longer_length = max(length, min(length + length // 2, most_positions))
 
     # Row 0: the probe, padded by its own first tokens, which the mask hides.
     # Row 1: the same tokens backwards, so that a leak between rows would show.
