@@ -65,7 +65,7 @@ def gguf_place(model: Any, gguf_file: str | Path, revision: str | None) -> str:
     downloaded.
 
     Raises:
-        OptionError: The model is no name or path, or the file has another ending.
+        OptionError: The model is neither a name nor a path, or the file has another ending.
         ModelError: There is no such directory, or no such file on the hub.
     """
     if not isinstance(model, (str, Path)):
@@ -215,7 +215,7 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
             """The size of a field, its parts, which of them are values, and the types, as in gguf
             0.17 to 0.19, which take thirty times as long for a vocabulary.
 
-            The lengths of texts are no parts here, as nobody reads them.
+            The lengths of texts are no parts here, because transformers reads only the texts.
             """
             usual_parts = super()._get_field_parts
             is_swapped = self.byte_order == "S"
