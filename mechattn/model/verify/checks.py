@@ -31,8 +31,8 @@ from mechattn.model.positions import boundary_of
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, checks_of_layers
 from mechattn.model.verify.verification import (
+    LOGIT_TOLERANCE,
     PROBE,
-    TOLERANCE,
     Check,
     Logits,
     Report,
@@ -95,7 +95,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
                 "logits",
                 logits,
                 native_logits[0].float().cpu(),
-                TOLERANCE[dtype][0],
+                LOGIT_TOLERANCE[dtype],
                 f"logits against the model's own attention ({_attention_of(facts.native)}), worst"
                 " position",
                 f"the hooked model differs from the transformers model; {what_to_try(dtype)}",
@@ -258,7 +258,7 @@ def _neighbours(
         "its logits depend on padding or on the batch in a way that mechattn does not know, so"
         " conditions cannot be compared; please report it"
     )
-    tolerance = TOLERANCE[dtype][0]
+    tolerance = LOGIT_TOLERANCE[dtype]
     return compare_positions("neighbours", logits, logits_alone, tolerance, detail, remedy)
 
 
@@ -305,7 +305,9 @@ def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) ->
         of_patterns = compare(name, pairs, tolerance, detail, unit=1.0)
 
     expected = expected_logits[0].float().cpu()
-    of_logits = compare_positions(name, logits, expected, TOLERANCE[dtype][0], f"{detail}: logits")
+    of_logits = compare_positions(
+        name, logits, expected, LOGIT_TOLERANCE[dtype], f"{detail}: logits"
+    )
     for check in (of_patterns, of_logits):
         if check.outcome != "passed":
             return as_limited(check, str(check))

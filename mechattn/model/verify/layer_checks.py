@@ -18,8 +18,8 @@ from mechattn.functional.attention import mix, visible_keys
 from mechattn.model import head_parts, hooks
 from mechattn.model.hooked import HookedModel, device_of, facts_of, weights_here
 from mechattn.model.verify.verification import (
+    ACTIVATION_TOLERANCE,
     ANOTHER_VERSION,
-    TOLERANCE,
     Check,
     as_limited,
     compare,
@@ -132,7 +132,7 @@ def _rows(probe: ProbedHooks) -> Check:
 @torch.no_grad()
 def _values(probe: ProbedHooks) -> Check:
     """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
-    tolerance = TOLERANCE[probe.dtype][1]
+    tolerance = ACTIVATION_TOLERANCE[probe.dtype]
     detail = "pattern · v against z"
     pairs: dict[int, Pair] = {}
     steps = []
@@ -188,7 +188,7 @@ class _Step:
 
 def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> _Step | None:
     """The step that turns the mix into z; None if no known one does."""
-    tolerance = TOLERANCE[probe.dtype][1]
+    tolerance = ACTIVATION_TOLERANCE[probe.dtype]
     for step in chain(_gates(probe, layer, mixed), _norms(probe.model, layer, mixed)):
         if compare("values", {layer: (step.result, z)}, tolerance, "").outcome == "passed":
             return step
@@ -258,7 +258,7 @@ def _heads(probe: ProbedHooks) -> Check:
         pairs[layer] = (of_heads, nearest)
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
-    return compare("heads", pairs, TOLERANCE[probe.dtype][1], detail, remedy)
+    return compare("heads", pairs, ACTIVATION_TOLERANCE[probe.dtype], detail, remedy)
 
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
@@ -296,7 +296,7 @@ def _residual(probe: ProbedHooks) -> Check:
         pairs[layer] = (total, after[0])
 
     detail = "residual + attention + MLP = residual after"
-    check = compare("residual", pairs, TOLERANCE[probe.dtype][1], detail)
+    check = compare("residual", pairs, ACTIVATION_TOLERANCE[probe.dtype], detail)
     return as_limited(
         check,
         "the hooked parts do not add up to the residual stream, so analyses of updates refuse this"
