@@ -53,7 +53,7 @@ def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
 
 
 def _do_not_divide_products(model: Any) -> str | None:
-    """Take q·k as it is, in a model whose configuration says so."""
+    """Take q·k as it is, in a model whose configuration says so (transformer-lens to 4.3)."""
     if config_of(model).scale_attn_weights:
         return None
     for block in model.blocks:
