@@ -233,9 +233,11 @@ def config_of_place(place: str, **remote: Any) -> Any:
     """The config of a checkpoint.
 
     Raises:
-        ModelError: There is no such checkpoint, or its config cannot be read.
+        ModelError: There is no such checkpoint, its config cannot be read, or a GGUF file has no
+            language model.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder, file = as_transformers_names(place)
     try:
@@ -253,22 +255,15 @@ def config_of_place(place: str, **remote: Any) -> Any:
             f" hub failed ({reason(error)})"
         ) from error
 
-    if is_gguf(place):
-        config.architectures = [_class_of_gguf(place, config)]
+    if is_gguf(place):  # whose header names no class
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if model_class is None:
+            raise ModelError(
+                f"{place} is not of a language model that answers token by token: its architecture"
+                f" is {config.model_type!r}"
+            )
+        config.architectures = [model_class]
     return config
-
-
-def _class_of_gguf(place: str, config: Any) -> str:
-    """The class of the model in a GGUF file, whose header does not name it."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if model_class is None:
-        raise ModelError(
-            f"{place} is not of a language model that answers token by token: its architecture is"
-            f" {config.model_type!r}"
-        )
-    return model_class
 
 
 def _config_named(name: str) -> Any:

@@ -174,8 +174,8 @@ def refuse_changes(model: HookedModel, before: State, now: State) -> None:
             value_before = before[kind].get(name)
             value_now = now[kind].get(name)
             if value_before != value_now:
-                part = WRAPPED.sub("", name)
-                change = sentence.format(name=part, before=value_before, now=value_now)
+                plain_name = WRAPPED.sub("", name)
+                change = sentence.format(name=plain_name, before=value_before, now=value_now)
                 raise ModelError(
                     f"{model.cfg.model_name} was changed after it was verified: {change}"
                 )
