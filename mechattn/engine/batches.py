@@ -16,10 +16,9 @@ from mechattn.engine.nulls import Nulls
 from mechattn.engine.pending_sums import AllArrived, LayerValues, PendingSums
 from mechattn.engine.placed_batch import PlacedBatch, Windows
 from mechattn.engine.receivers import RowReceiver, receiving_activations, receiving_captures
-from mechattn.errors import ModelError, RowError, memory_bytes
+from mechattn.errors import ModelError, RowError, memory_bytes, reason
 from mechattn.functional.attention import BLOCK
 from mechattn.interventions.intervention import Target, any_reads_first
-from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, architecture_of, device_of, facts_of
+from mechattn.model.hooked import (
+    HookedModel,
+    ModelFacts,
+    architecture_of,
+    device_of,
+    facts_of,
+    innermost,
+)
+from mechattn.model.positions import boundary_of
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.token_sequences import TokenSequence
@@ -33,7 +40,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
         described["path"] = str(cfg.model_name)
     described |= {
         "architecture": architecture_of(model),
-        "parameters": hooks.count_parameters(native),
+        "parameters": sum(parameter.numel() for parameter in innermost(native).parameters()),
         "heads": int(cfg.n_heads),
         "layers": int(cfg.n_layers),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -53,7 +60,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
         described["not_verified"] = facts.report.not_checked
     if facts.gguf is not None:
         described["gguf"] = dict(facts.gguf)
-    boundary = hooks.boundary_of(model)
+    boundary = boundary_of(model)
     if boundary is not None:
         described["rope"] = f"{boundary}; of each prompt: sequences.rope_factors"
     return described

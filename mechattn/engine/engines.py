@@ -15,7 +15,7 @@ from mechattn.engine.placed_batch import Windows
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
 from mechattn.functional.fused import Fused
-from mechattn.model import hooks
+from mechattn.model import hooks, patterns_at_hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, device_of, facts_of
 from mechattn.model.patch.streaming import fires_while_streamed, streaming
 from mechattn.model.verify.checks import check_fused, check_streaming
@@ -225,7 +225,9 @@ def forward_through_hooks(
         layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None
     ) -> None:
         window = hooks.attention_window(model, layer)
-        hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
+        patterns_at_hooks.check_pattern(
+            model, layer, pattern, batch.real, window, edge_masks.get(layer)
+        )
         if layer not in windows:
             return
 
@@ -237,7 +239,7 @@ def forward_through_hooks(
 
     # Layers with cut edges are checked too, because some models ignore changes to their scores.
     layers = sorted({*windows, *edge_masks})
-    hooks.forward_with_patterns(
+    patterns_at_hooks.forward_with_patterns(
         model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
     )
 

@@ -23,9 +23,8 @@ from mechattn.analysis.analysis import (
     Window,
 )
 from mechattn.engine.placed_batch import paired_layer
-from mechattn.errors import ModelError
+from mechattn.errors import ModelError, reason
 from mechattn.functional.attention import Attention, Rows, attention_by_rows
-from mechattn.model.checkpoint import reason
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch, pairs_of
 

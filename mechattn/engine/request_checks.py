@@ -15,8 +15,7 @@ from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooL
 from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import boundary_of
-from mechattn.model.positions import takes_negative_ids, takes_position_ids
+from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence, with_changes

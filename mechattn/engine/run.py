@@ -31,8 +31,8 @@ from mechattn.errors import check_choice, check_counts, memory_bytes, warn
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
+from mechattn.model.random_weights import Kind, check_draw, random_weights
 from mechattn.model.scores import BlindScores, blind_scores
-from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.prompt import Prompt, as_prompts, likeness_of
 from mechattn.prompts.token_sequences import Batch, pad_right
 from mechattn.results import provenance

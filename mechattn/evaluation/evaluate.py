@@ -34,7 +34,8 @@ from mechattn.evaluation.served_answers import check_room, check_servable, serve
 from mechattn.evaluation.server import Server
 from mechattn.model.architectures import particulars_of
 from mechattn.model.hooked import HookedModel, alone, config_of, holding, measuring
-from mechattn.model.load import load_model, unloaded
+from mechattn.model.load import load_model
+from mechattn.model.unloaded import unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts

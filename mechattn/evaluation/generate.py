@@ -29,7 +29,6 @@ from mechattn.evaluation.generating_rows import (
     acting_on_prompts,
 )
 from mechattn.functional.activations import keyed_uniform, token_keys
-from mechattn.model.checkpoint import end_tokens
 from mechattn.model.hooked import (
     HookedModel,
     facts_of,
@@ -37,6 +36,7 @@ from mechattn.model.hooked import (
     measuring,
 )
 from mechattn.model.hooks import last_logits_only
+from mechattn.model.unloaded import end_tokens
 from mechattn.prompts.prompt import LARGEST_COUNT
 
 

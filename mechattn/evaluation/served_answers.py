@@ -14,7 +14,7 @@ from mechattn.evaluation.generate import Answer, AnswerBar, Sampling, mean_logpr
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import Completion, CompletionRequest, Connection, Server, connected
 from mechattn.evaluation.server_probe import Sent
-from mechattn.model.checkpoint import UnloadedModel
+from mechattn.model.unloaded import UnloadedModel
 from mechattn.prompts.token_sequences import TokenSequence
 
 _MOST_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from mechattn.errors import OptionError, ServerError, check_choice
-from mechattn.model.checkpoint import UnloadedModel
+from mechattn.model.unloaded import UnloadedModel
 
 _SHORTEST_HIDDEN = 8  # characters: a shorter key may stand in an answer by chance
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections

@@ -20,8 +20,8 @@ from mechattn.errors import ModelError, warn
 from mechattn.evaluation.generate import Sampling, answers, dtype_name, native_of
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import Completion, CompletionRequest, Connection
-from mechattn.model.checkpoint import UnloadedModel
 from mechattn.model.hooked import alone, device_of
+from mechattn.model.unloaded import UnloadedModel
 from mechattn.model.weights import weights_hash
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval

@@ -15,8 +15,9 @@ import torch
 from mechattn.analysis.analysis import Analysis
 from mechattn.engine.run import Plan, Run, RunOptions, make_plan
 from mechattn.errors import ModelError, check_choice, check_counts
-from mechattn.model.checkpoint import tokenizer_named, unloaded_tokenizer
+from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.load import dtype_named, load_model
+from mechattn.model.unloaded import unloaded_tokenizer
 from mechattn.model.weights import stored_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts

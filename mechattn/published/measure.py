@@ -16,7 +16,8 @@ from mechattn.interventions.arm import ARM
 from mechattn.model.checkpoint import architecture_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
-from mechattn.model.weights import random_weights, stored_hash
+from mechattn.model.random_weights import random_weights
+from mechattn.model.weights import stored_hash
 from mechattn.prompts.prompt import Prompt
 from mechattn.published.comparison import NOT_MEASURABLE, Cell, accuracy_cell, measured_cell
 from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS, conditions_for

@@ -81,9 +81,9 @@ def model_caption(result: Result) -> str:
     details = [parameters]
     if str(model["name"]).startswith("toy:"):
         details.insert(0, "toy")
-    stored = model.get("gguf", {}).get("words", "")
-    if stored:
-        details.append(stored)
+    bits = model.get("gguf", {}).get("quantised_bits")
+    if bits:
+        details.append(f"{'- and '.join(map(str, bits))}-bit weights, dequantised")
     return f"{model['name']} ({', '.join(details)})"
 
 
