@@ -99,7 +99,7 @@ def _prompts(result: Result) -> str:
     prompts = result.provenance["prompts"]
     units = units_of(result)
     unit = "group"
-    if units.of is None:
+    if units.group_of_prompt is None:
         unit = "prompt"
 
     details = f"hash {prompts['hash']}"

@@ -224,7 +224,7 @@ class Evaluation:
         figures: dict[str, float] = {}
         if first.shape[1] == second.shape[1] == 1:
             figures = asdict(paired_accuracy(first[:, 0], second[:, 0]))
-            if units.of is None:
+            if units.group_of_prompt is None:
                 return figures
 
         # Over units that hold several answers each, in place of what assumes single ones.
