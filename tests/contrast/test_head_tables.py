@@ -56,7 +56,10 @@ def test_halves_rank_on_one_and_show_the_other(result):
             dict(quantity="sinks"),
             r"name one with quantity=…, or run it with ma.analyses.AttentionSinks\(\)$",
         ),
-        (dict(quantity="flow"), "does not have one number per head .to_segment."),
+        (
+            dict(quantity="flow"),
+            "does not have one number per head, but one for each layer, head, to_segment",
+        ),
         (dict(quantity="entropy", top=0), "top=0: give a whole number, at least 1"),
         (dict(quantity="entropy", condition="x"), "there is no condition 'x'"),
     ],

@@ -93,7 +93,7 @@ def test_a_result_says_what_it_can_show(slash_result):
     assert (made.n, made.tests, made.unit, made.fewest) == (12, 32, "prompts", 11)
     table = slash_result.compare("slash")
     assert table.attrs["resolution"] == str(made)
-    assert table.attrs["smallest_q"] == made.smallest_p == 2**-11
+    assert table.attrs["smallest_p"] == made.smallest_p == 2**-11
     half = slash_result.resolution("slash", select="half")
     assert (half.n, half.tests, half.together) == (6, 32, 21)
     with_draws = slash_result.resolution(draws=3)
