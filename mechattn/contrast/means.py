@@ -48,7 +48,7 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     if over:
         means_of_prompts = []
         for block in in_parts(values, "prompt", result.memory):
-            means_of_prompts.append(block.mean(list(over)))
+            means_of_prompts.append(block.astype(np.float64).mean(list(over)))
         values = xr.concat(means_of_prompts, "prompt", join="exact")
         return _interval(over_units(result, values))
 
@@ -196,9 +196,10 @@ def _from_uniform(result: Result, layer: int | None) -> pd.Series:
     assert uniform is not None  # received attention always has it
     if layer is not None:
         values = values.sel(layer=[layer])
-    log_ratio = np.log(values / uniform).transpose("prompt", "layer", "head")
+    ratios = (values / uniform).transpose("prompt", "layer", "head")
+    log_ratios = ratios.copy(data=np.log(ratios.values))
 
-    mean = log_ratio[0].copy(data=over_units(result, log_ratio).mean(0))
+    mean = log_ratios[0].copy(data=over_units(result, log_ratios).mean(0))
     return abs(mean).to_series()
 
 

@@ -152,8 +152,9 @@ def resolution(
         smallest_p = 2.0 ** (1 - n)
 
     # m tests at the smallest p have q = tests · smallest_p / m, which is to be below the level.
-    together: int | None = floor(tests * smallest_p / level) + 1
-    if together > tests:
+    needed = floor(tests * smallest_p / level) + 1
+    together: int | None = needed
+    if needed > tests:
         together = None
 
     return Resolution(
