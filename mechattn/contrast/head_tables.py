@@ -51,11 +51,9 @@ def ranked_heads(
         units.refuse_below(FEWEST)
         reported_units = np.arange(units.n)
         ranking_units = reported_units
-        ranked_words = "on the prompts that are shown"
     else:
         units.refuse_below(2 * FEWEST)
         ranking_units, reported_units = halves_of(units.n)
-        ranked_words = "on one half of the prompts, shown on the other"
 
     blocks = []
     for layers in quantities.layer_blocks(result, quantity, segment):
@@ -74,8 +72,6 @@ def ranked_heads(
         nearer_mean = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
         after_mean = table.columns.get_loc(quantity) + 1
         table.insert(after_mean, "shrunken", nearer_mean)
-    if table.uniform.notna().any():
-        ranked_words += f", beside {quantities.NULLS['uniform']}"
     ranked = table.sort_values("ranked_by", ascending=False, kind="stable")
     ranked = ranked.dropna(subset="ranked_by")[:top]
     ranked = by_head(ranked.drop(columns=["error", "ranked_by"]).reset_index(drop=True))
@@ -83,7 +79,7 @@ def ranked_heads(
         "condition": condition,
         "segment": segment,
         "of": len(table),
-        "ranked": ranked_words,
+        "ranked": _ranked_words(select, has_null=bool(table.uniform.notna().any())),
         "unit": units.unit,
         "level": level,
     }
@@ -127,6 +123,16 @@ def _head_means(
         "error": stats.sem(unit_values),
     }
     return pd.DataFrame(columns)
+
+
+def _ranked_words(select: Literal["half"] | None, has_null: bool) -> str:
+    """On which prompts heads were ranked, and beside what they are shown."""
+    words = "on the prompts that are shown"
+    if select == "half":
+        words = "on one half of the prompts, shown on the other"
+    if has_null:
+        words += f", beside {quantities.NULLS['uniform']}"
+    return words
 
 
 def _first_quantity(result: Result) -> str:

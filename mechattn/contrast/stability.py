@@ -40,10 +40,7 @@ def overlap_table(
     """
     names = [contrast.condition]
     if over is not None:
-        are_different = len(set(over)) == len(over) >= 2
-        if isinstance(over, str) or not are_different:
-            raise OptionError(f"over={over!r}: name at least two different conditions")
-        names = [contrast.result.condition(name) for name in over]
+        names = _different_conditions(contrast, over)
     check_counts(splits=splits, patterns=patterns)
     fewest = Selection("half", top, by).fewest
     ranked_by: Ranking = by or "difference"
@@ -87,6 +84,14 @@ def overlap_table(
     if bags is not None:
         table.attrs["resampled"] = bags.words
     return table
+
+
+def _different_conditions(contrast: Question, over: Sequence[str]) -> list[str]:
+    """The names of conditions that are compared with each other."""
+    are_different = len(set(over)) == len(over) >= 2
+    if isinstance(over, str) or not are_different:
+        raise OptionError(f"over={over!r}: name at least two different conditions")
+    return [contrast.result.condition(name) for name in over]
 
 
 def _rows(

@@ -72,7 +72,3 @@ def test_what_it_refuses(result, options, message):
 def test_rows_are_named_by_their_heads(result):
     table = result.compare("slash", columns="all")
     assert table.loc["L1H2"].equals(table[(table.layer == 1) & (table["head"] == 2)].iloc[0])
-    top = result.heads("received", top=3)
-    assert [f"L{layer}H{head}" for layer, head in zip(top.layer, top["head"], strict=True)] == list(
-        top.index
-    )
