@@ -80,9 +80,7 @@ class Verdict:
 
     @property
     def findable(self) -> bool:
-        """Whether so many prompts or groups are enough for any head to pass q < 0.05, whatever it
-        does.
-        """
+        """Whether ``n`` is enough for any head to pass q < 0.05, whatever it does."""
         return resolution(self.n, self.above.size).together is not None
 
     def __repr__(self) -> str:
@@ -290,10 +288,10 @@ class Contrast(Question):
             falls=mask(changes & (heads.difference < 0)),
             n=int(heads.n.iloc[0]),
             unit=heads.attrs["unit"],
+            marked=mask(marked(heads, margin)),
             margin=margin,
             same=same,
             null_kind=self.null_used,
-            marked=mask(marked(heads, margin)),
         )
 
     def resolution(

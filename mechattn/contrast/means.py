@@ -235,8 +235,8 @@ def dilution_at_positions(
     """What original tokens would receive if they kept their attention to each other, by position.
 
     ``null[k] = baseline[k] · mean over prompts of dilution[s] / baseline[s]``, where s is the
-    segment of token k in a prompt: the dilution is known of a segment, and all of its tokens are
-    taken to lose the same share. NaN for inserted tokens.
+    segment of token k in a prompt: only that of a whole segment is stored, and all of its tokens
+    are taken to lose the same share. NaN for inserted tokens.
 
     Args:
         result: A result with received attention and its dilution null.

@@ -53,7 +53,7 @@ CHANGE = ["change", "change_low", "change_high", "change_null"]
 DEFAULT_MARGINS = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
 _TEST_COLUMNS = ["q_beyond", "q_difference", "n"]
 _DIFFERENCE = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
-LOGS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
+DIFFERENCE_COLUMNS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
 _OPTION_COLUMNS = ["q_same", "q_random"]  # that margin=… and random=… add
 
 Columns = Literal["main", "all"]
@@ -333,11 +333,11 @@ def _columns(cells: _Cells) -> pd.DataFrame:
         heads = heads.assign(p_beyond=np.nan, q_beyond=np.nan)
 
     labels = list(cells.means.columns.drop(["value", "reference"]))
-    order = [*labels, *LOGS, *_TEST_COLUMNS]
+    order = [*labels, *DIFFERENCE_COLUMNS, *_TEST_COLUMNS]
     if cells.last_block.scale == "log-ratio":
         log_ratios = heads[_DIFFERENCE].to_numpy()  # in the order of CHANGE
         heads[CHANGE] = np.expm1(log_ratios)
-        order = [*labels, *CHANGE, *_TEST_COLUMNS, *LOGS]
+        order = [*labels, *CHANGE, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
     rest = heads.columns.drop(order)
     return heads[[*order, *rest]].assign(scale=cells.last_block.scale)
 

@@ -161,9 +161,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
 
 
 def _block_sizes(count: int, most: int) -> list[int]:
-    """How many of all rows are in each block of at most so many, so that few are unpacked at a
-    time.
-    """
+    """The sizes of blocks of at most ``most`` rows, so that few are unpacked at a time."""
     return [min(most, count - start) for start in range(0, count, most)]
 
 

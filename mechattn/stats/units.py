@@ -377,7 +377,7 @@ class Units:
 
         Args:
             fewest: The number that it needs.
-            why: The end of the sentence that asks for so many, such as " for two halves".
+            why: What they are needed for, as the end of a sentence, such as " for two halves".
             instead: What can be done other than to add groups, as the end of that sentence.
 
         Raises:
