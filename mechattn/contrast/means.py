@@ -48,7 +48,7 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     if over:
         means_of_prompts = []
         for block in in_parts(values, "prompt", result.memory):
-            means_of_prompts.append(block.astype(np.float64).mean(list(over)))
+            means_of_prompts.append(block.mean(list(over)))
         values = xr.concat(means_of_prompts, "prompt", join="exact")
         return _interval(over_units(result, values))
 
