@@ -16,7 +16,7 @@ import xarray as xr
 from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import head_quantities, segment_of, variable_of
-from mechattn.contrast.table import CHANGE, LOGS
+from mechattn.contrast.table import CHANGE, DIFFERENCE_COLUMNS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
 from mechattn.pages.page import flat, sections_of, write_results
@@ -45,7 +45,7 @@ COLUMNS = (
     "scale",
     "change_units",
     *CHANGE,
-    *LOGS,
+    *DIFFERENCE_COLUMNS,
     "p_beyond",
     "q_beyond",
     "p_difference",

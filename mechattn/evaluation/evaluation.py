@@ -227,7 +227,7 @@ class Evaluation:
         figures: dict[str, Any] = {}
         if has_single_answers:
             figures = asdict(paired_accuracy(first[:, 0], second[:, 0]))
-            if units.of is None:
+            if units.group_of_prompt is None:
                 return figures | {"test": "mid-p McNemar"}
 
         # Over units that hold several answers each, in place of what assumes single ones.

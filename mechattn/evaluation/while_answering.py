@@ -129,7 +129,7 @@ class WhileAnswering:
         matched = self._matched(answers, level)
         if matched.beyond.isna().all():
             within = ""
-            if self.units.of is not None:
+            if self.units.group_of_prompt is not None:
                 within = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
                 f"{matched.pairs[0]} pairs of a right and a wrong answer of about the same"
@@ -185,7 +185,7 @@ class WhileAnswering:
             answers.tokens.values,
             right & is_measured,
             ~right & is_measured,
-            self.units.of,
+            self.units.group_of_prompt,
         )
         right_places, wrong_places = pairs.T
         columns: dict[str, Any] = dict.fromkeys(_FIELDS_OF_PAIRS, np.nan)
@@ -207,9 +207,9 @@ class WhileAnswering:
 
     def _units(self, places: np.ndarray) -> Units:
         """The units of some prompts, by their places."""
-        if self.units.of is None:
+        if self.units.group_of_prompt is None:
             return Units(len(places))
-        return Units.grouped(self.units.of[places].astype(str).tolist())
+        return Units.grouped(self.units.group_of_prompt[places].astype(str).tolist())
 
     def __str__(self) -> str:
         title = (

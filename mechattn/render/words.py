@@ -220,7 +220,7 @@ def beside_null(change: Interval, null_change: Interval | None, null_kind: Null)
 def band_words(result: Result) -> str:
     """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
     units = units_of(result)
-    if units.of is None:
+    if units.group_of_prompt is None:
         return ""
     return ", which treat prompts as independent"
 

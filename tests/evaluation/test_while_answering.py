@@ -163,7 +163,9 @@ def simulated(effect, confounded, groups=None, seed=1, shared=0.0):
     units = Units(count)
     if groups is not None:  # in each, right answers differ from wrong ones, in either direction
         units = Units.grouped([str(number % groups) for number in range(count)])
-        flow[..., QUESTION] += (draw.normal(0, shared, groups)[units.of] * right)[:, None, None]
+        flow[..., QUESTION] += (draw.normal(0, shared, groups)[units.group_of_prompt] * right)[
+            :, None, None
+        ]
 
     dims = ("condition", "prompt", "layer", "head", "segment")
     data = xr.Dataset(

@@ -290,7 +290,7 @@ def test_groups_of_unequal_size_count_the_same(model):
     found = ma.circuit(model, named, Counterpart(), steps=1, sizes=[5])
     exists = found.graph.exists
     effects = pd.DataFrame(found.edges.effects.effect.values[:, exists].astype(np.float64))
-    by_group = effects.groupby(np.array(found.edges.units.of))
+    by_group = effects.groupby(np.array(found.edges.units.group_of_prompt))
     assert sorted(by_group.size()) == [1, 1, 3]
     mean = by_group.mean().mean().values
     order = np.argsort(-abs(mean), kind="stable")
