@@ -25,7 +25,7 @@ from .jobs.job import Job as Job
 from .jobs.resumable_run import run_job as run_job
 from .model.load import load_model as load_model
 from .model.load import verify_model as verify_model
-from .model.weights import random_weights as random_weights
+from .model.random_weights import random_weights as random_weights
 from .pages.page import browse as browse
 from .pages.show_prompt import pattern as pattern
 from .patching.circuit import Circuit as Circuit

@@ -1,9 +1,9 @@
 """The errors that mechattn raises, all of them MechattnErrors, its warnings and messages; checks of
-arguments; and text without control characters or passwords, as it is printed or quoted.
-"""
+arguments; and text as it is printed or quoted, without control characters and passwords."""
 
 import re
 import sys
+import textwrap
 import warnings
 from types import FrameType
 from typing import Any, get_args
@@ -12,6 +12,7 @@ from typing import Any, get_args
 # put some between ours.
 _OURS = {"mechattn", "beartype", "jaxtyping"}
 _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_LONGEST_REASON = 300  # characters: some errors list every architecture
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
 # Everything that moves the cursor, colours, rings the bell or changes the writing direction;
 # newlines and tabs stay.
@@ -118,12 +119,15 @@ def memory_bytes(memory: str) -> int:
     """The number of bytes of a budget such as "2GiB".
 
     Raises:
-        OptionError: It is not written like that, or is 0.
+        OptionError: It is not written like that, or is less than a byte.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
-    if not match or not float(match[1]):
+    count = 0
+    if match:
+        count = int(float(match[1]) * _BUDGETS[match[2].upper()])
+    if count == 0:
         raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
-    return int(float(match[1]) * _BUDGETS[match[2].upper()])
+    return count
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -138,6 +142,16 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def reason(error: Exception) -> str:
+    """An error's class and the first line of its text, shortened."""
+    error_class = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return error_class
+    message = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".")
+    return f"{error_class}: {message}"
 
 
 def say(message: str) -> None:

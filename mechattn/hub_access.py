@@ -13,15 +13,15 @@ _offline_switch = RLock()  # held while HF_HUB_OFFLINE, which all threads read, 
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether a name has the form "name" or "owner/name", which no absolute path has, nor one of
-    several folders."""
+    """Whether a name has the form of those on the hub, "name" or "owner/name": no absolute path
+    has it, and no path through several folders."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 @contextmanager
 def asked_once(place: str) -> Iterator[None]:
-    """Inside a ``with`` block, only what was downloaded before is found if the hub does not answer
-    now.
+    """Ask once whether the hub answers; if not, the ``with`` block finds only what was downloaded
+    before.
 
     Without this, the client would ask six times for each file, which takes 24 s. A directory or
     file needs no hub, so nothing is asked for it.

@@ -1,4 +1,4 @@
-"""HTML for notebooks: tables, and tokens on the colours of their segments."""
+"""HTML for notebooks: tables, and tokens on the colours of their segments; tables in Markdown."""
 
 from __future__ import annotations
 
@@ -65,3 +65,10 @@ def _token(text: str, segment: str) -> str:
         f'<span title="{segment}" style="background:{GROUNDS[segment]};padding:2px;margin:1px;'
         f'border-radius:3px;{AS_WRITTEN}">{html.escape(text)}</span>'
     )
+
+
+def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Rows of text as a table in Markdown."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in [header, *rows]]
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join(lines)

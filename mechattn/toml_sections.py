@@ -53,7 +53,7 @@ class InterventionSection(OpenSection):
     kind: str = "ARM"
 
 
-class Condition(OpenSection):
+class ConditionSection(OpenSection):
     """A condition: its kind, options and interventions. A list of values for an option makes a
     sweep."""
 
@@ -152,10 +152,10 @@ def _problem_words(error: Any, root: Any) -> str:
     return f"{error['msg']}, not {str(error['input'])[:_LONGEST_VALUE]!r}"
 
 
-def _section_at(root: Any, place: Iterable[Any]) -> Any:
-    """The class of the section at a place of a file; numbers and names in lists and tables are
-    passed over."""
-    for name in place:
+def _section_at(root: Any, path: Iterable[Any]) -> Any:
+    """The class of the section that keys lead to; numbers and names in lists and tables are passed
+    over."""
+    for name in path:
         if name not in root.model_fields:
             continue
         section = root.model_fields[name].annotation
@@ -166,7 +166,7 @@ def _section_at(root: Any, place: Iterable[Any]) -> Any:
     return root
 
 
-class Prompts(Section):
+class PromptsSection(Section):
     """The arguments of ``load_prompts``; commands also take the template "auto"."""
 
     source: str
@@ -184,13 +184,13 @@ class Prompts(Section):
     other_answer: str | None = None
 
 
-class Figure(OpenSection):
+class FigureSection(OpenSection):
     """A figure of the page: its kind and its options."""
 
     kind: str
 
 
-class Output(Section):
+class OutputSection(Section):
     """The paths of the result and its page (relative to the working directory), and what the first
     figure shows."""
 
@@ -229,11 +229,11 @@ class Config(Section):
     """A whole run; each of several models gives its own result, with "{model}" in its path."""
 
     model: str | list[str]
-    prompts: Prompts
-    output: Output | None = None  # evaluate needs none
-    conditions: dict[str, Condition] = PydanticField({"slash": Condition()})
+    prompts: PromptsSection
+    output: OutputSection | None = None  # evaluate needs none
+    conditions: dict[str, ConditionSection] = PydanticField({"slash": ConditionSection()})
     analyses: list[AnalysisSection] = PydanticField([AnalysisSection()])
-    figures: list[Figure] | None = None
+    figures: list[FigureSection] | None = None
     layers: list[int] | None = None
     seed: _Int = 0
     device: str | None = None

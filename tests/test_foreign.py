@@ -247,13 +247,13 @@ def test_what_somebody_adds_to_a_result_while_it_is_replaced(folder, result, mon
     from mechattn.store import writing
 
     result.save("mine.zarr")
-    write = writing.write_result
+    write = writing.write_root
 
-    def write_slowly(result, place, mark=None):
-        write(result, place, mark)
+    def write_slowly(result, listing):
+        write(result, listing)
         Path("mine.zarr/notes.txt").write_text("mine")
 
-    monkeypatch.setattr(writing, "write_result", write_slowly)
+    monkeypatch.setattr(writing, "write_root", write_slowly)
     before = listed(folder)
     with pytest.raises(MechattnError, match=r"mine\.zarr is a stored result that holds notes\.txt"):
         result.save("mine.zarr")

@@ -22,7 +22,7 @@ import torch
 from ways import SHAPES, new_model
 
 import mechattn as ma
-from mechattn.evaluation.generate import Generation, answers
+from mechattn.evaluation.generate import Answer, Generation, answers, until_end
 from mechattn.evaluation.generating_rows import Request
 from mechattn.model.checkpoint import load_tokenizer
 from mechattn.prompts.token_sequences import CutEdges, TokenSequence
@@ -39,10 +39,13 @@ class OfLengths(Generation):
 
     lengths: list[int]
 
-    def write(self, rows, logits) -> None:
-        super().write(rows, logits)
+    def write(self, rows, logits) -> dict[int, Answer]:
+        ended = super().write(rows, logits)
         for row in rows:
-            row.is_ended |= len(row.tokens) >= self.lengths[row.number]
+            if not row.is_ended and len(row.tokens) >= self.lengths[row.number]:
+                row.is_ended = True
+                ended[row.number] = until_end(row.tokens, row.logprobs, NEVER)
+        return ended
 
 
 def batching(

@@ -188,7 +188,7 @@ def _cell(name: str, length: int, taken: dict[str, list[float]], sizes: dict[str
 def patching(cells: Cells, device: str, small: bool) -> None:
     """Patching and edges of word problems with their answers, and a plain forward of as many tokens beside it."""
     bridge = hooked("toy:llama" if small else "1B", 8, 2048, device, dtype_on(device))
-    prompts = ma.load_prompts("word-problems", limit=2 if small else 8, with_answer=True)
+    prompts = ma.load_prompts("word-problems", limit=2 if small else 4, with_answer=True)
     slash = ma.MeaninglessTokens("/", 55)
     plain, tokens = bridge._mechattn.native, batch_of(160, device).tokens
 

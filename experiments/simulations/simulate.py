@@ -339,7 +339,7 @@ def verdicts(tables: int) -> Iterator[Row]:
             resamples=RESAMPLES,
         )
         verdict = asked.verdict()
-        marked = (verdict.beyond | verdict.above).ravel()
+        marked = (verdict.below | verdict.above).ravel()
         differ.append(bool((marked != (asked.table().q_beyond < 0.05)).any()))
         seeds.append(bool((marked != (replace(asked, seed=1).table().q_beyond < 0.05)).any()))
     data = f"24 prompts, {HEADS} heads, d_z = 0.33"

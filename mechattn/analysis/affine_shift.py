@@ -25,7 +25,8 @@ from mechattn.axes import SEGMENTS
 from mechattn.functional import head_outputs as fn
 from mechattn.prompts.token_sequences import Batch
 
-_UNDEFINED = -1.0  # stands for an undefined ratio, as sums must be finite
+# Stands for the ratio of a query that sees no question key: sums must be finite.
+_UNDEFINED = -1.0
 _SMALLEST_CHANGE = 1e-3  # as a fraction of the output's norm
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _DIMS = ("head", "segment")
@@ -102,9 +103,9 @@ class AffineShift(AnalysisBase):
             no_null=_NO_NULL,
         )
 
-        if not self.per_query:
-            return quantities
-        return quantities | of_each(_OF_QUERIES)
+        if self.per_query:
+            quantities |= of_each(_OF_QUERIES)
+        return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
@@ -145,14 +146,12 @@ class AffineShift(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments; an inserted query has a scale but no baseline to compare with."""
-        after_insertion = batch.after_inserted
-        sees_question = batch.of_segment("question").cumsum(-1) > 0
         ratio = sums["question_ratio"]
         ratio = ratio.masked_fill(ratio == _UNDEFINED, torch.nan)
         output = nan_outside(sums["output"], batch.original)
         query_values = {
             "scale": sums["scale"],
-            "question_ratio": nan_outside(ratio, sees_question & batch.original),
+            "question_ratio": nan_outside(ratio, batch.original),
             "total_variation": nan_outside(sums["total_variation"], batch.original),
             "relative_error": sums["residual"] / output,
             "shift_norm": nan_outside(sums["shift"], batch.original),
@@ -162,20 +161,16 @@ class AffineShift(AnalysisBase):
         # If the change is within rounding error, its parts mean nothing.
         is_large = sums["change"] > (_SMALLEST_CHANGE * output) ** 2
         change = sums["change"].masked_fill(~is_large, torch.nan)
-        change = nan_outside(change, after_insertion)
+        change = nan_outside(change, batch.after_inserted)
         shares = {f"change_by_{name}": sums[f"by_{name}"] / change for name in _PARTS}
 
         values = means_by_segment(query_values | shares | {"output_norm": output}, batch)
         if self.per_query:
             values |= at_positions(query_values, query_values, batch)
 
-        energies = fn.spectrum(sums["gram"])
-        ranks = {
-            "shift_rank_one_share": fn.rank_one_share(energies),
-            "shift_effective_rank": fn.effective_rank(energies),
-        }
-        for name, rank in ranks.items():
-            values[name] = nan_outside(rank, after_insertion.any(-1)).float()
+        energies = fn.spectrum(sums["gram"])  # 0 without a shift, which then has no rank: NaN
+        values["shift_rank_one_share"] = fn.rank_one_share(energies).float()
+        values["shift_effective_rank"] = fn.effective_rank(energies).float()
         return values
 
 

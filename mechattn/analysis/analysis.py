@@ -267,8 +267,8 @@ class AnalysisBase:
     """Base class of analyses: dataclass fields are the options, any sequence can be measured, and
     sums begin empty.
 
-    A field that calibration fills in is no option: declare it with ``calibrated_field()``, or with
-    ``repr=False``.
+    A field that calibration fills in is no option: declare it with ``calibrated_field(default=…)``,
+    or with ``repr=False``.
     """
 
     @property
@@ -294,13 +294,16 @@ class AnalysisBase:
         return {}
 
 
-def calibrated_field(default: Any = None) -> Any:
+def calibrated_field(**default: Any) -> Any:
     """A dataclass field that ``calibrated`` fills in, from the model.
 
     ``repr`` leaves it out, and therefore what is recorded and what a config may set do too; it
     plays no part when two analyses are compared.
+
+    Args:
+        default: ``default`` or ``default_factory``, as for ``dataclasses.field``.
     """
-    return field(default=default, repr=False, compare=False)
+    return field(**default, repr=False, compare=False)
 
 
 def zeros_of_rows(batch: Batch, *sizes: int) -> Float[Tensor, " batch *sizes"]:
@@ -308,10 +311,10 @@ def zeros_of_rows(batch: Batch, *sizes: int) -> Float[Tensor, " batch *sizes"]:
     return torch.zeros(len(batch.rows), *sizes, device=batch.tokens.device)
 
 
-def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> Sums:
-    """Sums of 0 for every position of every head [batch head pos *last]."""
+def zeros(batch: Batch, heads: int, *names: str) -> Sums:
+    """Sums of 0 for every position of every head [batch head pos]."""
     length = batch.tokens.shape[1]
-    return {name: zeros_of_rows(batch, heads, length, *last) for name in names}
+    return {name: zeros_of_rows(batch, heads, length) for name in names}
 
 
 def nan_outside(
@@ -386,7 +389,7 @@ class FinalAnalysis(Analysis, Protocol):
         """Use the residual stream after the last layer; called for the sums of every layer."""
 
 
-# By what an analysis receives: each follows at least one of these.
+# By what an analysis receives; each analysis follows at least one of these.
 PROTOCOLS: Mapping[str, Any] = {
     "rows": RowAnalysis,
     "pairs": PairAnalysis,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -67,7 +67,7 @@ class AttentionBudget(AnalysisBase):
     """
 
     name = "attention_budget"
-    rotations: Mapping[int, fn.Rotation] = field(default_factory=dict, repr=False, compare=False)
+    rotations: Mapping[int, fn.Rotation] = calibrated_field(default_factory=dict)
     why_unknown: str = calibrated_field(default="")
 
     @property
@@ -138,8 +138,8 @@ class AttentionBudget(AnalysisBase):
 
         # Of the model's own attention, once; a null has no queries and keys to move, nor has what
         # hooks show, so that ``values`` finds no "moved" there.
-        is_first_block = "moved" not in sums and not rows.null
-        if is_first_block and isinstance(rows.attention, Attention):
+        is_missing = "moved" not in sums and not rows.null
+        if is_missing and isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:

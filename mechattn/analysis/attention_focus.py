@@ -131,8 +131,8 @@ class AttentionFocus(AnalysisBase):
     Two masses are the scores of duplicate-token and induction heads. With ``p`` the positions
     before ``q`` that hold the same token as ``q``, ``duplicate_mass[q] = Σ A[q, p]`` and
     ``induction_mass[q] = Σ A[q, p + 1]`` (``p + 1 < q``). They are means over the queries that have
-    such a position, NaN where a segment has none. Inserted tokens
-    count: repeated filler tokens are duplicates of each other.
+    such a position, NaN where a segment has none. Inserted tokens count: repeated filler tokens are
+    duplicates of each other.
 
     Args:
         half_mass: Also measure the smallest set of keys that holds half of a query's attention.
@@ -146,23 +146,28 @@ class AttentionFocus(AnalysisBase):
     per_query: bool = False
 
     @property
-    def quantities(self) -> Quantities:
-        """Means over the queries of each segment; also each query's value with ``per_query``."""
+    def _measured(self) -> Quantities:
+        """What is measured of each query."""
         measured = dict(_OF_QUERIES)
         if not self.half_mass:
             del measured["half_mass_keys"]
-        if not self.per_query:
-            return means_of(measured)
-        target = Quantity(
-            ("head", "key"), "position", "index of the strongest target", no_null=_NO_LARGEST
-        )
-        return means_of(measured) | of_each(measured) | {"target_at": target}
+        return measured
+
+    @property
+    def quantities(self) -> Quantities:
+        """Means over the queries of each segment; also each query's value with ``per_query``."""
+        measured = self._measured
+        quantities = means_of(measured)
+        if self.per_query:
+            quantities |= of_each(measured)
+            quantities["target_at"] = Quantity(
+                ("head", "key"), "position", "index of the strongest target", no_null=_NO_LARGEST
+            )
+        return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        names = [name for name in _OF_QUERIES if name not in _FROM_SUMS]
-        if not self.half_mass:
-            names.remove("half_mass_keys")
+        names = [name for name in self._measured if name not in _FROM_SUMS]
         return zeros(batch, heads, *names, "target")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -170,13 +175,14 @@ class AttentionFocus(AnalysisBase):
         pattern = rows.pattern
         first_query = rows.queries.start
         first_key = rows.keys.start
+        ends = (first_query, rows.queries.stop, first_key, rows.keys.stop)
         largest, second, column = fn.top_two(pattern)
         numbers = {
             "target": column + first_key,
             "self_mass": self_attention(pattern, first_query, first_key),
             "previous_mass": fn.looking_back(pattern, 1, first_query, first_key),
-            "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows, after=0)),
-            "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows, after=1)),
+            "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 0, *ends)),
+            "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 1, *ends)),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, first_query, first_key),
@@ -200,7 +206,7 @@ class AttentionFocus(AnalysisBase):
         """Means over the queries of each segment that see at least two keys."""
         key_counts = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         counted = batch.real & (key_counts >= 2)
-        largest_entropy = key_counts.clamp(min=2).log()[:, None].float()
+        largest_entropy = key_counts.log()[:, None].float()
         numbers = dict(sums)
         target = numbers.pop("target")
         numbers["self_share"] = (target == batch.positions).float()
@@ -219,18 +225,13 @@ class AttentionFocus(AnalysisBase):
         return values
 
 
-def _places_of_repeats(rows: AttentionRows, after: int) -> fn.PairIndices:
-    """Where in a block the keys of ``fn.repeats_of`` are: as row, query and key."""
-    queries, keys = rows.queries, rows.keys
-    return _repeats(rows.batch, after, queries.start, queries.stop, keys.start, keys.stop)
-
-
-# Looked up once for all layers: both kinds, in the blocks of a long sequence.
+# Looked up once for all layers: both kinds, in the blocks of a long sequence. Slices cannot be keys
+# of a cache before Python 3.12.
 @lru_cache(maxsize=256)
-def _repeats(
+def _places_of_repeats(
     batch: Batch, after: int, first_query: int, end_query: int, first_key: int, end_key: int
 ) -> fn.PairIndices:
-    """The same for a block given by its ends, which can be a key of the cache."""
+    """Where in a block the keys of ``fn.repeats_of`` are: as row, query and key."""
     queries = slice(first_query, end_query)
     keys = slice(first_key, end_key)
     row, query, key = fn.repeats_of(batch.tokens, after, queries, keys).nonzero(as_tuple=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -31,7 +31,13 @@ from mechattn.analysis.analysis import (
 from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
 from mechattn.functional.attention import Marked
-from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
+from mechattn.functional.head_outputs import (
+    Factor,
+    effective_rank,
+    output_factor,
+    spectrum,
+    update_norm,
+)
 from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.token_sequences import Batch, TokenSequence, inserted_span
@@ -138,13 +144,13 @@ class AttentionSinks(AnalysisBase):
     gap: int = 4
     inactive_below: float = 0.1
     massive: tuple[float, float] = (100.0, 1000.0)
-    factors: Any = calibrated_field()  # of W_O, by layer
+    factors: Mapping[int, Factor] = calibrated_field(default_factory=dict)  # of W_O, by layer
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
             raise OptionError(f"threshold={self.threshold!r}: give a number between 0 and 1")
         try:
-            _, _ = map(float, self.massive)
+            _, _ = map(float, self.massive)  # counts and checks them
         except (TypeError, ValueError):
             raise OptionError(
                 f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median"
@@ -252,7 +258,7 @@ class AttentionSinks(AnalysisBase):
         near = fn.seeing_queries(batch.real, gap, include_self=True, edge_mask=batch.edge_mask)
         distant = seeing - near
         from_afar = sums["columns"] - sums["near"]
-        vertical = from_afar / distant.clamp(min=1)[:, None]
+        vertical = from_afar / distant[:, None]
         values["vertical"] = nan_outside(vertical, batch.real & (distant > 0))
         if "value_norm" not in sums:  # those of a null
             return values

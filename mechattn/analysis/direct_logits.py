@@ -3,12 +3,13 @@ reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from einops import einsum, rearrange
+from torch import Tensor
 
 from mechattn.analysis.analysis import (
     Analysis,
@@ -29,7 +30,7 @@ from mechattn.analysis.analysis import (
     nan_outside,
     of_each,
     seen_keys,
-    zeros,
+    zeros_of_rows,
 )
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
@@ -41,15 +42,15 @@ from mechattn.functional.attention import (
     in_working_dtype,
     working_dtype,
 )
-from mechattn.functional.head_outputs import update_product
+from mechattn.functional.head_outputs import Weights, update_product
 from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel, limit_of
-from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
+from mechattn.model.unembedding import FrozenNorm, Unembedding, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_of
 from mechattn.prompts.token_sequences import Batch
 
 _Z = "attn.hook_z"
-POST = "ln1_post.hook_in"
+NORM_INPUT = "ln1_post.hook_in"  # of the norm between attention and the residual stream
 _ABOUT = "direct contribution to the logit of the next token"
 
 
@@ -57,9 +58,10 @@ _ABOUT = "direct contribution to the logit of the next token"
 class _Logits(AnalysisBase):
     """What the logits of whole heads and those of segments have in common."""
 
-    weights: Any = calibrated_field()  # W_O by layer
-    unembed: Any = calibrated_field()  # an Unembedding
-    norms: Any = calibrated_field()  # the FrozenNorm after attention, of the layers that have one
+    weights: Mapping[int, Weights] = calibrated_field(default_factory=dict)  # W_O by layer
+    unembed: Unembedding = calibrated_field(default=None)
+    # The norm after attention, of the layers that have one.
+    norms: Mapping[int, FrozenNorm] = calibrated_field(default_factory=dict)
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Any:
         """Prepare W_O, the norms after attention and the unembedding.
@@ -116,16 +118,17 @@ class DirectLogits(_Logits):
         token_quantities = {
             "next_token_logit": Quantity(("head", "segment"), "logits", described, "difference")
         }
-        if not self.per_query:
-            return means_of(token_quantities, "tokens")
-        return means_of(token_quantities, "tokens") | of_each(token_quantities, "token")
+        quantities = means_of(token_quantities, "tokens")
+        if self.per_query:
+            quantities |= of_each(token_quantities, "token")
+        return quantities
 
     @property
     def captures(self) -> Sequence[str]:
         """Each head's output before W_O; the input of the norm after attention, where there is
         one."""
         if self.norms:
-            return (_Z, POST)
+            return (_Z, NORM_INPUT)
         return (_Z,)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
@@ -138,7 +141,7 @@ class DirectLogits(_Logits):
 
         norm = self.norms.get(captures.layer)
         if norm is not None:
-            scale = norm.scale(captures.tensors[POST]).to(w_o.dtype)
+            scale = norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)
             product = product / scale[:, None]
         sums["product"] = product
 
@@ -164,7 +167,7 @@ def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, Froze
         norm = getattr(model.blocks[layer], "ln1_post", None)
         if norm is None:
             continue
-        if f"blocks.{layer}.{POST}" not in model.hook_dict:
+        if f"blocks.{layer}.{NORM_INPUT}" not in model.hook_dict:
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm"
                 " after attention, so its scale is unknown"
@@ -193,7 +196,8 @@ class SegmentLogits(_Logits):
     """
 
     name = "segment_logits"
-    gate: Any = calibrated_field()  # hook and function of a gate on z
+    # The hook of a gate on z, and the function from its value to the gate.
+    gate: tuple[str, Callable[[Tensor], Tensor]] | None = calibrated_field(default=None)
 
     @property
     def quantities(self) -> Quantities:
@@ -213,7 +217,7 @@ class SegmentLogits(_Logits):
         """The input of the norm after attention, and the gate; z, unused, if there is neither."""
         captures = []
         if self.norms:
-            captures.append(POST)
+            captures.append(NORM_INPUT)
         if self.gate:
             captures.append(self.gate[0])
         # One at least: ``add_captures`` is called when the last of them has fired.
@@ -232,13 +236,8 @@ class SegmentLogits(_Logits):
         limit = limit_of(model, "values")
         if limit:
             function = gate_of(model)
-            hooks = model.hook_dict
-            gates = [
-                name
-                for name in GATES
-                if all(f"blocks.{layer}.attn.{name}" in hooks for layer in layers)
-            ]
-
+            attention = f"blocks.{layers[0]}.attn"
+            gates = [name for name in GATES if f"{attention}.{name}" in model.hook_dict]
             if function is None or not gates:
                 raise ModelError(
                     f"{model.cfg.model_name}: {limit}; so a key's share of a head's update is not A"
@@ -250,7 +249,7 @@ class SegmentLogits(_Logits):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        return zeros(batch, heads, "read", last=(len(SEGMENTS),))
+        return {"read": zeros_of_rows(batch, heads, batch.tokens.shape[1], len(SEGMENTS))}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the contributions that these queries read from each segment, before the norms'
@@ -293,13 +292,13 @@ class SegmentLogits(_Logits):
             sums["read"] = (mixed * gate).sum(-1)
         norm = self.norms.get(captures.layer)
         if norm is not None:
-            sums["post"] = norm.scale(captures.tensors[POST])[:, None]
+            sums["norm_scale"] = norm.scale(captures.tensors[NORM_INPUT])[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment that have a next token."""
         scale = sums["scale"]
-        if "post" in sums:
-            scale = scale * sums["post"]
+        if "norm_scale" in sums:
+            scale = scale * sums["norm_scale"]
         read = sums["read"] / scale[..., None]
         has_next = _has_next(batch)[:, None]
         queries = (batch.members() & has_next).to(read.dtype)[:, None]
@@ -307,14 +306,14 @@ class SegmentLogits(_Logits):
 
         # The number of keys of each segment that each query sees.
         is_seen = seen_keys(batch, batch.positions, window).to(read.dtype)
-        seen = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
-        per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
+        key_counts = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
+        per_key = torch.where(key_counts > 0, read / key_counts, 0.0)
         # Queries of the segment that see a key of to_segment.
-        count_seeing = queries @ (seen > 0).to(read.dtype)
+        count_seeing = queries @ (key_counts > 0).to(read.dtype)
 
         means = {
             "next_token_logit_from": queries @ read / count,
             "next_token_logit_per_key": queries @ per_key / count_seeing,
         }
-        is_empty = (count == 0) | (count_seeing == 0)
+        is_empty = count_seeing == 0  # a segment without queries, or without keys that they see
         return {name: mean.masked_fill(is_empty, torch.nan) for name, mean in means.items()}

@@ -3,15 +3,15 @@ conditions."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -127,8 +127,8 @@ class MlpActivations(AnalysisBase):
     value: float = 0.25
     calibration: tuple[Prompt, ...] | None = None
     edges: tuple[float, ...] = _EDGES
-    thresholds: Any = calibrated_field()  # by layer
-    classes: Any = calibrated_field()  # of each token of the vocabulary
+    thresholds: Mapping[int, float] = calibrated_field(default_factory=dict)  # by layer
+    classes: Int[Tensor, " d_vocab"] = calibrated_field(default=None)  # of each token
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)
@@ -148,7 +148,8 @@ class MlpActivations(AnalysisBase):
         options: dict[str, Any] = {
             "rule": self.rule,
             "value": self.value,
-            "thresholds": dict(self.thresholds or {}),
+            # By the layer as text, as JSON reads it back.
+            "thresholds": {str(layer): value for layer, value in self.thresholds.items()},
         }
         if self.rule == "absolute":
             return options
@@ -192,16 +193,15 @@ class MlpActivations(AnalysisBase):
         self, model: HookedModel, layers: Layers, measured: Prompts
     ) -> dict[int, float]:
         """The threshold of each layer: the median of those of the calibration prompts."""
-        prompts: Sequence[Prompt]
-        if self.calibration is not None:
-            prompts = self.calibration
-        elif model.tokenizer is not None:
-            prompts = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
-        else:
-            raise OptionError(
-                f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
-                ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
-            )
+        prompts = self.calibration
+        if prompts is None:
+            if model.tokenizer is None:
+                raise OptionError(
+                    f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
+                    ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
+                )
+            problems = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
+            prompts = tuple(problems)
 
         texts = {prompt.question for prompt in measured if prompt.question}
         repeated = [prompt.id for prompt in prompts if prompt.question in texts]
@@ -211,12 +211,14 @@ class MlpActivations(AnalysisBase):
                 " example) are also measured, so the threshold is set on the data it is applied"
                 " to; calibrate on other prompts"
             )
-        prompt_thresholds: dict[int, list[float]] = {layer: [] for layer in layers}
+        prompt_thresholds: dict[int, list[float]] = defaultdict(list)
 
         def see(
             layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
         ) -> None:
-            prompt_thresholds[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
+            """Keep a layer's threshold of the prompt that runs."""
+            size = post.detach().float().abs().flatten()
+            prompt_thresholds[layer].append(self._threshold_of_prompt(size))
 
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
@@ -224,7 +226,7 @@ class MlpActivations(AnalysisBase):
                 forward_to(model, tokens, max(layers), [])
         return {layer: float(np.median(values)) for layer, values in prompt_thresholds.items()}
 
-    def _of_prompt(self, size: Float[Tensor, " entry"]) -> float:
+    def _threshold_of_prompt(self, size: Float[Tensor, " entry"]) -> float:
         """The threshold that the rule gives for one prompt's ``|x|``."""
         ordered = size.sort().values
         if self.rule == "quantile":

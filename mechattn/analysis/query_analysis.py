@@ -58,9 +58,10 @@ class QueryAnalysis(AnalysisBase):
             name: Quantity(("head", "segment"), units, description)
             for name, (units, description) in self.numbers.items()
         }
-        if not self.each_query:
-            return means_of(numbers)
-        return means_of(numbers) | of_each(numbers)
+        quantities = means_of(numbers)
+        if self.each_query:
+            quantities |= of_each(numbers)
+        return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zeros, and nothing undefined."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -107,7 +108,7 @@ class ReceivedAttention(AnalysisBase):
         # The first key that counts, and the first query that sees it: its own, or the next.
         first_key = 1 if self.skip_first else 0
         first_query = first_key if self.include_self else first_key + 1
-        batch = pad_right([sequence], rows=[(0, "")], pad_token=0)
+        batch = pad_right([sequence], rows=[(0, "")], pad_token=0)  # a batch of one
         if not _counted(self.queries, batch)[0, first_query:].any():
             return "has no key before a counted query, so no attention is received"
         return None
@@ -186,8 +187,8 @@ def _weights(
     per_key = nan_outside(per_key, looked_at)
 
     keys = batch.members() & looked_at[:, None]
-    seen_keys = keys & ~per_key.isnan()
-    by_segment = seen_keys * per_key.nan_to_num() / seen_keys.sum(-1, keepdim=True)
+    receiving = keys & ~per_key.isnan()  # some counted query sees them
+    by_segment = receiving * per_key.nan_to_num() / receiving.sum(-1, keepdim=True)
     mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
     return per_key, by_segment, mass
 
@@ -222,7 +223,10 @@ def _diluted(
     left = left.gather(2, place) * counted[:, None]
 
     baseline_rows = sums["by_query"][baseline, :-1, :, :originals]
-    received, mass = torch.einsum("bhq,bghq->bhg", left, baseline_rows).chunk(2, -1)
+    diluted = einsum(
+        left, baseline_rows, "batch head query, batch group head query -> batch head group"
+    )
+    received, mass = diluted.chunk(2, -1)
     if not analysis.include_self:
         own = left * sums["own"][baseline, :, :originals]
         weights = _key_groups(analysis, batch, window)[baseline, : len(SEGMENTS), :originals]
@@ -294,14 +298,13 @@ class SegmentFlow(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries; NaN for a segment without tokens."""
-        queries = self._queries(batch).sum(-1)
+        query_counts = self._queries(batch).sum(-1)[:, None, :, None]
         has_keys = batch.members().any(-1)
-        is_empty = (queries == 0)[:, None, :, None] | ~has_keys[:, None, None, :]
+        is_empty = ~has_keys[:, None, None, :]
         # The shares of a query add up to 1, so all are 0 only where the model shows no values.
         without_values = ~sums["value_flow"].any()
-        counted = queries.clamp(min=1)[:, None, :, None]
-        flow = sums["flow"] / counted
-        value_flow = sums["value_flow"] / counted
+        flow = sums["flow"] / query_counts  # 0 / 0 is NaN: a segment without queries
+        value_flow = sums["value_flow"] / query_counts
         return {
             "flow": flow.masked_fill(is_empty, torch.nan),
             "value_flow": value_flow.masked_fill(is_empty | without_values, torch.nan),

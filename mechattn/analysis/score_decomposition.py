@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ from mechattn.functional.attention import BLOCK
 from mechattn.functional.received import visible_counts
 from mechattn.functional.scores import centred, ranked_target
 from mechattn.model.hooked import HookedModel
-from mechattn.model.scores import K_HOOK, Q_HOOK, scores_of
+from mechattn.model.scores import K_HOOK, Q_HOOK, Scores, scores_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 _FORMULAS = {
@@ -64,7 +63,8 @@ class ScoreDecomposition(AnalysisBase):
     name = "score_decomposition"
     rank: int = 0
     per_query: bool = False
-    scores: Any = calibrated_field()  # how each layer computes its scores
+    # How each layer computes its scores.
+    scores: Mapping[int, Scores] = calibrated_field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_counts(0, rank=self.rank)
@@ -86,10 +86,12 @@ class ScoreDecomposition(AnalysisBase):
                 key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", trend)
 
         quantities = means_of(scores | shares) | key_trends
-        if not self.per_query:
-            return quantities
-        target = Quantity(("head", "key"), "position", "index of the target of each query")
-        return quantities | of_each(scores) | {"ranked_target_at": target}
+        if self.per_query:
+            quantities |= of_each(scores)
+            quantities["ranked_target_at"] = Quantity(
+                ("head", "key"), "position", "index of the target of each query"
+            )
+        return quantities
 
     @property
     def captures(self) -> Sequence[str]:

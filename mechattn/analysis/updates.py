@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -31,7 +31,7 @@ from mechattn.analysis.analysis import (
     means_of,
     of_each,
 )
-from mechattn.analysis.direct_logits import POST, norms_after
+from mechattn.analysis.direct_logits import NORM_INPUT, norms_after
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import for_each_head, in_working_dtype
 from mechattn.functional.focus import top_two
@@ -45,8 +45,10 @@ _MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))
 _ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
 _NO_NULL = "it depends on the values"
 BEFORE_NORM = "_before_norm"  # ends the names of what enters a norm after attention
-_AFTER = ", after the norm that follows attention (its scale is shared by the heads)"
-_BEFORE = ", before the norm that follows attention, so not what reaches the residual stream"
+_AFTER_NORM_WORDS = ", after the norm that follows attention (its scale is shared by the heads)"
+_BEFORE_NORM_WORDS = (
+    ", before the norm that follows attention, so not what reaches the residual stream"
+)
 _DIMS = ("head", "segment")
 _DIRECTIONS = {
     "magnitude": Quantity(_DIMS, "ratio", "|update| / |resid_pre|"),
@@ -90,7 +92,7 @@ class _LayerWeights:
     w_o: fn.Weights  # in the model's dtype
     factor: fn.Factor  # of W_O
     norm: FrozenNorm | None  # the norm between attention and the residual stream
-    factor_after: fn.Factor | None  # of W_O followed by γ of that norm
+    factor_after: fn.Factor  # of W_O followed by γ of that norm, if there is one
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class _Updates(AnalysisBase):
     """What the updates of whole heads and those of single targets have in common."""
 
     per_query: bool = False
-    weights: Any = calibrated_field()  # _LayerWeights by layer
+    weights: Mapping[int, _LayerWeights] = calibrated_field(default_factory=dict)  # by layer
 
     name: ClassVar[str]
     prefix: ClassVar[str] = ""
@@ -115,7 +117,7 @@ class _Updates(AnalysisBase):
     def _normed(self) -> bool:
         """Whether a norm follows attention; unknown, and so False, before the model has been
         inspected."""
-        return any(layer.norm is not None for layer in (self.weights or {}).values())
+        return any(layer.norm is not None for layer in self.weights.values())
 
     @property
     def quantities(self) -> Quantities:
@@ -133,8 +135,8 @@ class _Updates(AnalysisBase):
         if not self._normed:
             quantities = _with_words(measured, "")
         else:
-            quantities = _with_words(measured, _AFTER)
-            for name, quantity in _with_words(means, _BEFORE).items():
+            quantities = _with_words(measured, _AFTER_NORM_WORDS)
+            for name, quantity in _with_words(means, _BEFORE_NORM_WORDS).items():
                 quantities[name + BEFORE_NORM] = quantity
         return {self.prefix + name: quantity for name, quantity in quantities.items()}
 
@@ -144,7 +146,7 @@ class _Updates(AnalysisBase):
         its rows, and the input of a norm after attention."""
         hooks = ["hook_resid_pre", "attn.hook_z"]
         if self._normed:
-            hooks.append(POST)
+            hooks.append(NORM_INPUT)
         return hooks
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
@@ -159,13 +161,14 @@ class _Updates(AnalysisBase):
         for layer in layers:
             w_o = output_weights(model, layer)
             norm = norms.get(layer)
-            factor_after = None
+            factor = fn.output_factor(w_o)
+            factor_after = factor
             if norm is not None:
                 factor_after = fn.output_factor(norm.of_part(in_working_dtype(w_o)))
-            weights[layer] = _LayerWeights(w_o, fn.output_factor(w_o), norm, factor_after)
+            weights[layer] = _LayerWeights(w_o, factor, norm, factor_after)
         return replace(self, weights=weights)
 
-    def measured(self, z: fn.Z, captures: Captures) -> Sums:
+    def sums_of(self, z: fn.Z, captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""
         weights = self.weights[captures.layer]
         w_o = in_working_dtype(weights.w_o)
@@ -179,7 +182,7 @@ class _Updates(AnalysisBase):
 
         # The heads share the scale of what they write together: then their updates add up to what
         # the block adds.
-        scale = weights.norm.scale(captures.tensors[POST]).to(w_o.dtype)[:, None]
+        scale = weights.norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)[:, None]
         toward = weights.norm.toward(stream)
         return {
             "stream": size,
@@ -255,7 +258,7 @@ class HeadUpdates(_Updates):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         heads = len(self.weights[captures.layer].w_o)
-        sums |= self.measured(captures.by_head("attn.hook_z", heads), captures)
+        sums |= self.sums_of(captures.by_head("attn.hook_z", heads), captures)
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,7 @@ class TopTargetUpdates(_Updates):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
-        sums |= self.measured(sums.pop("read"), captures)
+        sums |= self.sums_of(sums.pop("read"), captures)
 
 
 @lru_cache(maxsize=32)  # a copy to a GPU waits for it

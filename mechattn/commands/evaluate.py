@@ -4,8 +4,7 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ import torch
 
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import build_conditions
-from mechattn.commands.run_config import (
-    places_of,
-    prompts_by_model,
-    read_config,
-    with_options,
-)
+from mechattn.commands.run_config import locations_of, prompts_by_model, read_config, with_options
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.server import Server
+from mechattn.markup import markdown_table
 from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
@@ -80,13 +75,11 @@ def evaluate_from_config(
             "each separately"
         )
 
-    # Every place is checked before the first model is loaded.
-    places = {
-        model: Path(place) for model, place in places_of(config, config.evaluation.out).items()
-    }
-    for place in places.values():
-        check_writable(place)
-
+    # Every file is checked before the first model is loaded.
+    files = {}
+    for name, location in locations_of(config, config.evaluation.out).items():
+        files[name] = Path(location)
+        check_writable(files[name])
     prompts = prompts_by_model(config)
     dtype = dtype_named(config.dtype)
     if config.threads is not None:
@@ -95,23 +88,21 @@ def evaluate_from_config(
     loads_weights = chosen_server is None or (section is not None and section.weights)
     options = config.evaluation.model_dump(exclude={"out", "server"})
     evaluations = {}
-    for name, place in places.items():
+    for name, file in files.items():
         model: str | HookedModel = name
-        load_tokenizer: Callable[[], Any] = partial(tokenizer_named, name)
         if loads_weights:
             model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
-            load_tokenizer = partial(getattr, model, "tokenizer")
         evaluations[name] = evaluate(
             model,
             prompts[name],
-            build_conditions(config.conditions, load_tokenizer),
-            out=place,
+            build_conditions(config.conditions, tokenizer_named(name)),
+            out=file,
             seed=config.seed,
             server=chosen_server,
             **options,
         )
 
-    return evaluations, list(places.values())
+    return evaluations, list(files.values())
 
 
 def _server(
@@ -146,12 +137,7 @@ def accuracy_table(evaluation: Evaluation) -> str:
         for condition in accuracies.condition
         if condition != BASELINE
     }
-    lines = []
-    for caution in evaluation.cautions:
-        lines += [f"**{caution}**", ""]
-
-    lines.append(_row(HEADER))
-    lines.append("|---" * len(HEADER) + "|")
+    rows = []
     for row in accuracies.to_dict("records"):
         cells = [
             row["condition"],
@@ -162,29 +148,29 @@ def accuracy_table(evaluation: Evaluation) -> str:
             cells += _change_cells(changes[row["condition"]])
         else:
             cells += [""] * 4
-        lines.append(_row([*cells, row["unread"], row["unfinished"]]))
+        rows.append([*cells, row["unread"], row["unfinished"]])
 
     baseline = accuracies.iloc[0]
     unit = accuracies.attrs["unit"]
     methods = f"n = {baseline.n}; score interval, over {unit}."
     if changes:
         tests = f"score and t intervals, sign flips, over {unit}"
-        if any("only_first" in change for change in changes.values()):
+        if any(change["test"] == "mid-p McNemar" for change in changes.values()):
             tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
         methods = (
             f"n = {baseline.n}; {tests}; detectable: found with 80 % power. The"
             f" {baseline.condition} can fall by {100 * baseline.accuracy:.1f} points."
         )
-    lines += ["", methods]
-    return "\n".join(lines)
+    cautions = [f"**{caution}**" for caution in evaluation.cautions]
+    return "\n\n".join([*cautions, markdown_table(HEADER, rows), methods])
 
 
-def _change_cells(change: Mapping[str, float]) -> list[str]:
+def _change_cells(change: Mapping[str, Any]) -> list[str]:
     """The difference from the baseline, its p, the problems that changed, what can be detected."""
     difference = f"{100 * change['difference']:+.1f}"
     interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
     changed = ""
-    if "only_first" in change:  # with one answer a problem, as Evaluation.compare says
+    if "only_first" in change:  # there is one answer to each problem
         changed = f"{change['only_first']}, {change['only_second']}"
 
     return [
@@ -193,8 +179,3 @@ def _change_cells(change: Mapping[str, float]) -> list[str]:
         changed,
         f"{100 * change['detectable']:.1f}",
     ]
-
-
-def _row(cells: Iterable[object]) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(map(str, cells))} |"

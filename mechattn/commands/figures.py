@@ -13,9 +13,9 @@ from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import (
     checked_prompts,
     head_choice,
+    locations_of,
     output_of,
     page_figures,
-    places_of,
 )
 from mechattn.engine.run import run
 from mechattn.errors import plain, say
@@ -29,7 +29,7 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
-from mechattn.store.writing import check_result_place
+from mechattn.store.writing import check_result_location
 from mechattn.toml_sections import Config
 
 # Inserted into the prompt whose patterns are kept, so that single cells are visible.
@@ -70,17 +70,17 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     assert output.page is not None
 
     check_page_place(output.page, force)
-    places = places_of(config, output.result)
-    for place in places.values():
-        check_result_place(place)
+    locations = locations_of(config, output.result)
+    for location in locations.values():
+        check_result_location(location)
     prompts = checked_prompts(config, page_figures(config, output), chooses_heads=True)
 
     measurements = []
-    for name, place in places.items():
+    for name, location in locations.items():
         count = len(prompts[name])
         say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
         hooked = load_model(name, dtype=dtype, device=config.device)
-        measurements.append(_measure(hooked, prompts[name], inserted, config.seed, place))
+        measurements.append(_measure(hooked, prompts[name], inserted, config.seed, location))
         del hooked  # its memory is free for the next
 
     choice = head_choice(output)
@@ -103,7 +103,7 @@ def _measure(
     prompts: Sequence[Prompt],
     inserted: MeaninglessTokens,
     seed: int,
-    place: str,
+    location: str,
 ) -> _Measurement:
     """Run a model on all prompts and store its result; keep patterns of the shortest prompt too."""
     fitted = inserted.fitted(hooked)
@@ -118,7 +118,7 @@ def _measure(
     conditions: dict[str, Condition] = {name: fitted, "sentence": control}
     analyses: list[Analysis] = [ReceivedAttention(), AttentionBudget()]
     result = run(hooked, prompts, conditions, analyses, seed=seed, keep="prompts")
-    result.save(place)
+    result.save(location)
 
     shortest = min(prompts, key=lambda prompt: len(prompt.question))
     few_count = min(FEW_TOKENS, inserted.count)

@@ -23,7 +23,7 @@ from mechattn.prompts import fillers
 from mechattn.prompts.sweeps import sweep
 from mechattn.toml_sections import (
     AnalysisSection,
-    Condition,
+    ConditionSection,
     check_known,
     no_such_key,
     validation_words,
@@ -40,14 +40,14 @@ INTERVENTIONS = {kind.__name__: kind for kind in (ARM, AttentionKnockout, HeadAb
 
 
 def build_conditions(
-    sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any] | None = None
+    sections: Mapping[str, ConditionSection], tokenizer: Any | None = None
 ) -> dict[str, prompt_conditions.Condition]:
     """Build the conditions of a file; a sweep gives several, named after their values.
 
     Args:
         sections: The sections by the names of the conditions.
-        load_tokenizer: Gives the tokenizer that decides how many tokens a text without ``count``
-            has; without it each has the default number, which is enough for a check.
+        tokenizer: Decides how many tokens a text without ``count`` has; without it each has the
+            default number, which is enough for a check.
 
     Returns:
         The conditions by name, such as "slash" or "slash, count=5".
@@ -56,8 +56,8 @@ def build_conditions(
         OptionError: A name, kind or option is not allowed, or two conditions have one name.
     """
     counts: dict[str, int] = {}
-    if load_tokenizer:
-        counts = _counts(sections, load_tokenizer)
+    if tokenizer is not None:
+        counts = _counts(sections, tokenizer)
 
     conditions: dict[str, prompt_conditions.Condition] = {}
     for name, section in sections.items():
@@ -73,7 +73,7 @@ def build_conditions(
     return conditions
 
 
-def _counts(sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any]) -> dict[str, int]:
+def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[str, int]:
     """The number of tokens of the sections that give none.
 
     A text has the nearest number to the default that it reaches, a control that of the first text;
@@ -94,7 +94,7 @@ def _counts(sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any]
         are_text = text and isinstance(text, str) and isinstance(separator, str)
         if are_text and section.kind == "MeaninglessTokens":
             counts[name] = fillers.nearest_count(
-                load_tokenizer(), text, separator, default.count, own_line
+                tokenizer, text, separator, default.count, own_line
             )
 
     if not counts:
@@ -109,7 +109,7 @@ def _counts(sections: Mapping[str, Condition], load_tokenizer: Callable[[], Any]
 
 
 def _variants(
-    name: str, section: Condition, count: int | None
+    name: str, section: ConditionSection, count: int | None
 ) -> dict[str, prompt_conditions.Condition]:
     """The conditions of one section by their whole names, such as "slash, count=5"."""
     where = f"conditions.{name}"
@@ -128,22 +128,25 @@ def _variants(
 
     # An empty list is not swept but refused as a value.
     swept = {key: value for key, value in options.items() if isinstance(value, list) and value}
-    # Each variant is built, so that every value is checked; sweep makes them all of the last.
-    for values in product(*swept.values()):
+    variants = []
+    for values in product(*swept.values()):  # so that every value is checked
         variant_options = options | dict(zip(swept, values, strict=True))
-        condition = _build(CONDITIONS, section.kind, variant_options, where, Condition.model_fields)
+        variants.append(
+            _build(CONDITIONS, section.kind, variant_options, where, ConditionSection.model_fields)
+        )
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
-    condition = _as_its_section_says(condition, section, where)
+    # sweep replaces the options of any of them.
+    condition = _as_its_section_says(variants[0], section, where)
     if not swept:
         return {name: condition}
-    variants = sweep(condition, **swept)
-    return {f"{name}, {values}": variant for values, variant in variants.items()}
+    swept_conditions = sweep(condition, **swept)
+    return {f"{name}, {values}": variant for values, variant in swept_conditions.items()}
 
 
-def _as_its_section_says(condition: Any, section: Condition, where: str) -> Any:
+def _as_its_section_says(condition: Any, section: ConditionSection, where: str) -> Any:
     """The condition masked, unshifted and under an intervention, where its section says so."""
     for option in ("masked", "unshifted"):
         if getattr(section, option):

@@ -22,10 +22,9 @@ from mechattn.jobs.executors import executor_named
 from mechattn.jobs.job import Job
 from mechattn.jobs.resumable_run import (
     WHOLE,
-    checked_shard_place,
     compute,
     parse_shard,
-    shard_place,
+    shard_location,
 )
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
@@ -37,7 +36,8 @@ from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.toml_sections import Config, Figure, Output, TemplateWord, read_sections
+from mechattn.store.writing import check_result_location, check_result_or_location
+from mechattn.toml_sections import Config, FigureSection, OutputSection, TemplateWord, read_sections
 
 DRAW_FUNCTIONS: dict[str, Callable] = {
     kind: declared.draw for kind, declared in FIGURES.items() if declared.draws_results
@@ -93,43 +93,44 @@ def run_from_config(
         command = command_of(words, config.paths)
     chosen_shard = parse_shard(shard)
     chosen_executor = executor_named(config.executor, config.address, config.workers)
-
     output = output_of(config)
     figures = page_figures(config, output)
-    places = places_of(config, output.result)
+
+    # Everything that can be refused is, before the first model is loaded.
+    locations = {}
+    for model, location in locations_of(config, output.result).items():
+        locations[model] = shard_location(location, chosen_shard)
+        if fresh:
+            check_result_location(locations[model])
+        else:
+            check_result_or_location(locations[model])
     if output.page is not None:
         check_page_place(output.page, force)
-    for place in places.values():
-        checked_shard_place(place, chosen_shard, fresh)
     prompts = checked_prompts(config, figures, any(map(_chooses_heads, figures)))
 
     written: list[Path | str] = []
     results = []
-    for model, place in places.items():
+    for model, location in locations.items():
         job = _job(config, model, prompts[model], figures, command)
-        result, is_new = compute(job, place, chosen_shard, chosen_executor, fresh)
+        result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh)
         results.append(result)
-        if is_new:
-            stored = str(shard_place(place, chosen_shard))
-            if "://" in stored:  # an address, which a Path would change
-                written.append(stored)
-            else:
-                written.append(Path(stored))
+        if is_new and "://" in location:  # an address, which a Path would change
+            written.append(location)
+        elif is_new:
+            written.append(Path(location))
 
-    if output.page is not None and chosen_shard == WHOLE:
-        if config.figures is None:
-            # There is one for each condition, and that of the first leads the page anyway.
-            figures = figures[1:]
-        drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
-        choice = head_choice(output)
-        written.append(
-            results_page(results, output.page, drawings, command, force=force, choice=choice)
-        )
-
-    return written
+    if output.page is None or chosen_shard != WHOLE:
+        return written
+    if config.figures is None:
+        # There is one for each condition, and that of the first leads the page anyway.
+        figures = figures[1:]
+    drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
+    choice = head_choice(output)
+    page = results_page(results, output.page, drawings, command, force=force, choice=choice)
+    return [*written, page]
 
 
-def output_of(config: Config) -> Output:
+def output_of(config: Config) -> OutputSection:
     """The section [output] of a config, which every command but ``evaluate`` needs.
 
     Raises:
@@ -142,7 +143,7 @@ def output_of(config: Config) -> Output:
     return config.output
 
 
-def head_choice(output: Output) -> HeadChoice:
+def head_choice(output: OutputSection) -> HeadChoice:
     """Which heads the lines show that lead the page."""
     heads = None
     if output.heads is not None:
@@ -151,7 +152,7 @@ def head_choice(output: Output) -> HeadChoice:
 
 
 def checked_prompts(
-    config: Config, figures: Sequence[Figure], chooses_heads: bool
+    config: Config, figures: Sequence[FigureSection], chooses_heads: bool
 ) -> dict[str, list[Prompt]]:
     """The prompts of each model, after all checks of figures that need no model.
 
@@ -181,8 +182,8 @@ def checked_prompts(
     return prompts
 
 
-def places_of(config: Config, pattern: str) -> dict[str, str]:
-    """Each model's place, with the model's name in place of "{model}"."""
+def locations_of(config: Config, pattern: str) -> dict[str, str]:
+    """Each model's output: the pattern with a name of the model's for "{model}"."""
     names = file_names(config.models)
     return {model: pattern.replace("{model}", name) for model, name in names.items()}
 
@@ -231,16 +232,21 @@ def with_options(
         template: The template of the prompts.
         options: Keys at the top of the file.
     """
-    prompts = config.prompts.model_copy(update=_given(system=system, template=template))
-    return config.model_copy(update={**_given(**options), "prompts": prompts})
+    prompts = config.prompts.model_copy(update=_without_none(system=system, template=template))
+    return config.model_copy(update={**_without_none(**options), "prompts": prompts})
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
+    """The options that the command line gives."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _job(
-    config: Config, model: str, prompts: Sequence[Prompt], figures: Sequence[Figure], command: str
+    config: Config,
+    model: str,
+    prompts: Sequence[Prompt],
+    figures: Sequence[FigureSection],
+    command: str,
 ) -> Job:
     """The job that a config describes for one of its models."""
     keep: Literal["prompts", "moments"] = "moments"
@@ -250,7 +256,7 @@ def _job(
     return Job(
         model,
         prompts,
-        build_conditions(config.conditions, partial(tokenizer_named, model)),
+        build_conditions(config.conditions, tokenizer_named(model)),
         build_analyses(config.analyses),
         RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
         dtype=config.dtype,
@@ -265,7 +271,7 @@ def _job(
     )
 
 
-def page_figures(config: Config, output: Output) -> list[Figure]:
+def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
     """The figures of the page; without [[figures]] received attention under each condition."""
     if output.page is None:
         return []
@@ -281,10 +287,12 @@ def page_figures(config: Config, output: Output) -> list[Figure]:
         section = {"kind": "received_attention", "layer": layer, "top": output.top}
 
     conditions = list(build_conditions(config.conditions)) or [BASELINE]
-    return [Figure.model_validate(section | {"condition": name}) for name in conditions]
+    return [FigureSection.model_validate(section | {"condition": name}) for name in conditions]
 
 
-def check_in_model(name: str, layers: Sequence[int] | None, figures: Sequence[Figure]) -> None:
+def check_in_model(
+    name: str, layers: Sequence[int] | None, figures: Sequence[FigureSection]
+) -> None:
     """Check before loading that layers and heads exist, as far as the model's config says."""
     size = layers_and_heads(name)
     if size is None:
@@ -302,13 +310,15 @@ def check_in_model(name: str, layers: Sequence[int] | None, figures: Sequence[Fi
 
 
 def _check_figures_of_model(
-    figures: Sequence[Figure], model: HookedModel, layers: list[int]
+    figures: Sequence[FigureSection], model: HookedModel, layers: list[int]
 ) -> None:
     """Check, now that the model is loaded, that its figures' layers and heads are measured."""
     _check_layers_and_heads(figures, layers, model.cfg.n_heads)
 
 
-def _check_layers_and_heads(figures: Sequence[Figure], layers: list[int], head_count: int) -> None:
+def _check_layers_and_heads(
+    figures: Sequence[FigureSection], layers: list[int], head_count: int
+) -> None:
     """Check that the layers and heads of figures exist and are measured."""
     for figure in figures:
         for layer in _layers_of(figure):
@@ -322,7 +332,7 @@ def _check_layers_and_heads(figures: Sequence[Figure], layers: list[int], head_c
             check_heads(_listed(heads), range(head_count))
 
 
-def _layers_of(figure: Figure) -> list[int]:
+def _layers_of(figure: FigureSection) -> list[int]:
     """The layers that a figure shows, if it shows single ones."""
     return _listed(shown_options(figure).get("layer"))
 
@@ -336,7 +346,7 @@ def _listed(numbers: list[int] | int | None) -> list[int]:
     return numbers
 
 
-def _chooses_heads(figure: Figure) -> bool:
+def _chooses_heads(figure: FigureSection) -> bool:
     """Whether the heads of a figure are chosen by the data."""
     if figure.options.get("top") is not None:
         return True
@@ -371,7 +381,7 @@ def read_config(path: str | Path) -> Config:
     return config
 
 
-def shown_options(figure: Figure, where: str = "figures") -> dict[str, Any]:
+def shown_options(figure: FigureSection, where: str = "figures") -> dict[str, Any]:
     """The options of a figure, including defaults."""
     draw = known_kind(DRAW_FUNCTIONS, figure.kind, where)
     return checked_options(draw, figure.options, where)
@@ -399,7 +409,7 @@ def _check_figures(config: Config, conditions: list[str]) -> None:
             )
 
 
-def _analyses_for(figure: Figure, options: Mapping[str, Any], where: str) -> list[str]:
+def _analyses_for(figure: FigureSection, options: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
     declared = FIGURES[figure.kind]
     if declared.needs:

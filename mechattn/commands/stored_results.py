@@ -16,7 +16,7 @@ import xarray as xr
 from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import head_quantities, segment_of, variable_of
-from mechattn.contrast.table import CHANGE, LOGS
+from mechattn.contrast.table import CHANGE, DIFFERENCE_COLUMNS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
 from mechattn.pages.page import flat, sections_of, write_results
@@ -45,7 +45,7 @@ COLUMNS = (
     "scale",
     "change_units",
     *CHANGE,
-    *LOGS,
+    *DIFFERENCE_COLUMNS,
     "p_beyond",
     "q_beyond",
     "p_difference",
@@ -60,7 +60,7 @@ Figures = list[tuple[Callable, Mapping[str, Any]]]
 
 
 def report(
-    places: Sequence[str | Path],
+    paths: Sequence[str | Path],
     out: str | Path,
     layer: int | None = None,
     heads: Sequence[int] | None = None,
@@ -72,7 +72,7 @@ def report(
     """Write a page of stored results with all figures.
 
     Args:
-        places: The stored results.
+        paths: The stored results.
         out: The page.
         layer: The layer of the figures; by default the first that was measured.
         heads: The heads of the lines; by default they are chosen by the data.
@@ -88,7 +88,7 @@ def report(
         OptionError: A layer was not measured, or there is no such head.
     """
     check_page_place(out, force)
-    results = [load_result(place, memory=memory) for place in places]
+    results = [load_result(path, memory=memory) for path in paths]
     for result in results:
         measured_layers = result.provenance["measured_layers"]
         if layer is not None and layer not in measured_layers:
@@ -110,7 +110,7 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
         layer = int(result.provenance["measured_layers"][0])
     analysis_names = [analysis_class().name for analysis_class in ANALYSES]
 
-    figures = []
+    ranked_figures = []
     for kind, figure in FIGURES.items():
         if kind in LEADING:
             continue
@@ -119,11 +119,10 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
             rank = len(analysis_names)  # an analysis of the user's own comes last
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)
-            # By analysis, and within it levels before changes.
-            figures.append(((rank, figure.compares), (figure.draw, options)))
+            ranked_figures.append((rank, figure.compares, figure.draw, options))
 
-    figures.sort(key=itemgetter(0))
-    return [drawing for _, drawing in figures]
+    ranked_figures.sort(key=itemgetter(0, 1))  # by analysis, and within it levels before changes
+    return [(draw, options) for _, _, draw, options in ranked_figures]
 
 
 def summary(result: Result) -> str:
@@ -134,8 +133,9 @@ def summary(result: Result) -> str:
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
 
-        means = names_of_means(dataset)
-        beside_means = {f"{mean}{ending}" for mean in means for ending in ("_n", "_variance")}
+        beside_means = set()
+        for mean in names_of_means(dataset):
+            beside_means |= {f"{mean}_n", f"{mean}_variance"}
         for quantity in sorted(set(map(str, dataset)) - beside_means):
             lines.append(f"  {quantity}{_details(dataset[quantity])}")
 
@@ -156,12 +156,12 @@ def _details(values: xr.DataArray) -> str:
 
 
 def export_csv(
-    places: Sequence[str | Path], out: Path, memory: str = MEMORY
+    paths: Sequence[str | Path], out: Path, memory: str = MEMORY
 ) -> tuple[Path, list[str]]:
     """Write a CSV row per result, quantity, condition, layer and head.
 
     Args:
-        places: The stored results.
+        paths: The stored results.
         out: The file.
         memory: What a result that is larger than memory may take of it.
 
@@ -182,14 +182,14 @@ def export_csv(
 
     tables = []
     missing = []
-    for place in places:
-        result = load_result(place, memory=memory)
+    for path in paths:
+        result = load_result(path, memory=memory)
         table, without_rows = heads_table(result)
         model_name = result.provenance["model"]["name"]
-        tables.append(table.assign(result=str(place), model=model_name))
+        tables.append(table.assign(result=str(path), model=model_name))
 
-        if len(places) > 1:
-            without_rows = [f"{place}: {words}" for words in without_rows]
+        if len(paths) > 1:
+            without_rows = [f"{path}: {words}" for words in without_rows]
         missing += without_rows
 
     tables = [table for table in tables if not table.empty]
@@ -207,12 +207,12 @@ def _is_export(path: Path) -> bool:
         return file.readline().strip() == ",".join(COLUMNS)
 
 
-def export_netcdf(place: str | Path, out: Path) -> Path:
+def export_netcdf(path: str | Path, out: Path) -> Path:
     """Write all arrays and the provenance of a result to one NetCDF file, with a group for each
     analysis.
 
     Args:
-        place: The stored result.
+        path: The stored result.
         out: The file.
 
     Returns:
@@ -232,7 +232,7 @@ def export_netcdf(place: str | Path, out: Path) -> Path:
     except ImportError:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
 
-    result = load_result(place)
+    result = load_result(path)
     datasets = {}
     for name, dataset in result.datasets.items():
         datasets[f"/{name}"] = with_texts_as(object, dataset)  # the only type that HDF5 takes

@@ -12,22 +12,24 @@ from mechattn.errors import OptionError
 from mechattn.results.result import by_head
 from mechattn.stats.paired import false_discovery
 
-_ABOUT = ("models", "condition", "to", "quantity", "segment")
-_ONE_TEST = {
+_QUESTION_COLUMNS = ("models", "condition", "to", "quantity", "segment")
+# The columns of a result's table by those of an evaluation's, which has one test a row.
+_RESULT_COLUMNS = {
     "low": "difference_low",
     "high": "difference_high",
     "p": "p_difference",
     "q": "q_difference",
 }
-_OF_TABLE = ("q_beyond", "q_difference", "q_same", "p_family")
+_COLUMNS_OF_A_FAMILY = ("q_beyond", "q_difference", "q_same", "p_family")
 
 
 def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Stack several tables of ``Result.compare``, with q-values over all of their tests together.
 
-    ``q = `` Benjamini-Hochberg over the p-values of what each table tests: ``q_beyond`` of a row
-    with a null, ``q_difference`` of one without. If an effect was searched for in several results,
-    conditions or quantities, each row of each table was a chance to find it.
+    ``q`` is Benjamini-Hochberg over the p-values of what each row tests, all in one family:
+    ``q_beyond`` of a row with a null, ``q_difference`` of one without. If an effect was searched
+    for in several results, conditions or quantities, each row of each table was a chance to find
+    it.
 
     Args:
         tables: Tables from ``Result.compare(…, columns="all")``, or from
@@ -47,7 +49,6 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     Source: Benjamini and Hochberg 1995.
     """
     _check_tables(tables)
-    tables = [_with_result_columns(table) for table in tables]
     numbered = [_numbered(number, table) for number, table in enumerate(tables)]
     stacked = by_head(pd.concat(numbered, ignore_index=True))
 
@@ -69,45 +70,51 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     after_p = stacked.columns.get_loc("p_difference") + 1
     stacked.insert(after_p, "q_difference", q_difference)
 
-    sizes = [len(table) for table in tables]
     if "p_random" in stacked:
-        # Heads that were not chosen were tested too.
-        tests = [table.attrs.get("tests_random", len(table)) for table in tables]
-        unchosen = np.ones(sum(tests) - sum(sizes))
+        # Heads that one half of the prompts did not select were tested too, with a p of 1.
+        not_selected = 0
+        for table in tables:
+            if "p_random" in table:
+                not_selected += table.attrs["tests_random"] - table.q_random.count()
         p_both = np.maximum(p_tested, stacked.p_random)
-        p_random = np.concatenate([p_both, unchosen])
-        q_random = false_discovery(p_random)
+        q_random = false_discovery(np.append(p_both, np.ones(not_selected)))
         stacked["q_random"] = q_random[: len(stacked)]
 
-    smallest_of_tables = [table.attrs.get("smallest_q") for table in tables if len(table)]
-    smallest_p = pd.Series(smallest_of_tables, dtype=float)
-    terms = " + ".join(map(str, sizes))
+    # Tables of evaluations have no smallest p, and tables without a row make no tests.
+    smallest_p = [table.attrs.get("smallest_p", np.nan) for table in tables if len(table)]
+    smallest_q_alone = len(stacked) * pd.Series(smallest_p, dtype=float).min()
+    terms = " + ".join(str(len(table)) for table in tables)
     stacked.attrs = {
-        "family": f"{sum(sizes)} tests in {len(tables)} tables ({terms})",
+        "family": f"{len(stacked)} tests in {len(tables)} tables ({terms})",
         "tables": [dict(table.attrs) for table in tables],
-        "smallest_q_alone": float(np.minimum(1.0, len(stacked) * smallest_p.min())),
+        "smallest_q_alone": float(np.minimum(1.0, smallest_q_alone)),
     }
     return stacked
 
 
 def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
-    """A table with its number and its question as first columns, and its own q under other
-    names."""
+    """A table with its number and its question as first columns, and what is adjusted for its own
+    tests under other names.
+    """
+    if "p_difference" not in table:
+        table = table.rename(columns=_RESULT_COLUMNS)
+
+    # A column says it where there is one, as each row then has its own.
     labels = {"table": number}
-    for name in _ABOUT:
+    for name in _QUESTION_COLUMNS:
         labels[name] = table.get(name, table.attrs.get(name, ""))
 
-    rest = table.drop(columns=[name for name in labels if name in table])
-    rest = rest.rename(columns={name: f"{name}_of_table" for name in _OF_TABLE})
+    rest = table.drop(columns=[*labels], errors="ignore")
+    rest = rest.rename(columns={name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY})
     numbered = rest.assign(**labels)[[*labels, *rest.columns]]
-    numbered.attrs = {}  # those of all tables would be compared when they are stacked
+    numbered.attrs = {}  # so that pandas doesn't compare those of all tables to stack them
     return numbered
 
 
 def _check_tables(tables: Any) -> None:
     """Refuse what is no list of different tables with p-values."""
-    are_tables = isinstance(tables, (list, tuple)) and len(tables) > 0
-    if not are_tables or not all(isinstance(table, pd.DataFrame) for table in tables):
+    is_sequence = isinstance(tables, (list, tuple)) and len(tables) > 0
+    if not is_sequence or not all(isinstance(table, pd.DataFrame) for table in tables):
         raise OptionError(
             "give a list of tables: ma.adjust([result.compare(…, columns='all'),"
             " other.compare(…, columns='all')])"
@@ -127,10 +134,3 @@ def _check_tables(tables: Any) -> None:
                 f"table {number} has no column p_difference; give tables from"
                 " Result.compare(…, columns='all')"
             )
-
-
-def _with_result_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """A table of an evaluation, which has one test a row, with the names of a result's columns."""
-    if "p_difference" in table:
-        return table
-    return table.rename(columns=_ONE_TEST)

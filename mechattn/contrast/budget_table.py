@@ -1,4 +1,4 @@
-"""Who pays for the attention that inserted tokens take, and why: means over prompts with their
+"""Who pays for the attention that inserted tokens take, and why: means over prompts, with
 intervals.
 """
 
@@ -28,7 +28,7 @@ def budget_table(
     100.
 
     Each number is the mean over heads, layers and queries of the question, then over prompts, with
-    a 95 % t interval over prompts. A prompt without a segment pays it nothing.
+    a 95 % t interval over prompts. A segment that a prompt lacks is paid nothing in it.
 
     Args:
         result: A result with ``ma.analyses.AttentionBudget()``.
@@ -48,7 +48,7 @@ def budget_table(
         check_layer(layer, dataset)
         dataset = dataset.sel(layer=[layer])
 
-    # The columns, each with a number for every payer.
+    # The columns, of which each has a number for every payer.
     changed = dataset.sel(condition=condition)
     columns = {
         "baseline": dataset.attention.sel(condition=BASELINE),
@@ -62,7 +62,7 @@ def budget_table(
     for payer in payers(result):
         row: dict[str, object] = {"payer": payer}
         for name, values in columns.items():
-            interval = overall_mean(result, _of_payer(values, payer))
+            interval = overall_mean(result, _payer_values(values, payer))
             row[name] = POINTS * float(interval.estimate)
             row[f"{name}_low"] = POINTS * float(interval.low)
             row[f"{name}_high"] = POINTS * float(interval.high)
@@ -88,12 +88,9 @@ def payers_and_causes(
 
     names = ["payer", "cause", "change", "change_low", "change_high"]
     table = pd.DataFrame(rows, columns=names)
-    layer_words: int | str = "all"
-    if layer is not None:
-        layer_words = layer
     table.attrs = {
         "condition": condition,
-        "layer": layer_words,
+        "layer": "all" if layer is None else layer,
         "units": "points of 100",
         "one_cause": str(result[NAME].attrs.get("one_cause", "")),
     }
@@ -104,12 +101,12 @@ def by_layer(result: Result, values: xr.DataArray, payer: str) -> Interval:
     """A payer's means over heads and prompts in each layer, in points of 100, with 95 % t intervals
     over prompts.
     """
-    mean, low, high = mean_over_prompts(result, _of_payer(values, payer), ["head"])
+    mean, low, high = mean_over_prompts(result, _payer_values(values, payer), ["head"])
     return Interval(POINTS * mean, POINTS * low, POINTS * high)
 
 
-def _of_payer(values: xr.DataArray, payer: str) -> xr.DataArray:
-    """A payer's values, 0 where a prompt has no such segment, so that the payers add up to 100."""
+def _payer_values(values: xr.DataArray, payer: str) -> xr.DataArray:
+    """A payer's values, 0 where a prompt has no such segment, so that the payers add up to 1."""
     is_measured = values.sel(segment="question", drop=True).notnull()
     payer_values = values.sel(segment=payer, drop=True)
     return payer_values.fillna(0).where(is_measured)
@@ -122,7 +119,7 @@ def payers(result: Result) -> list[str]:
 
 
 def known_causes(result: Result, condition: str) -> list[str]:
-    """The causes of a condition's changes that are known; none if the engine showed no queries and
+    """The causes that are known of a condition's changes: none where the engine gave no queries and
     keys.
     """
     by_cause = result[NAME].by_cause.sel(condition=condition, segment="question")
@@ -131,7 +128,7 @@ def known_causes(result: Result, condition: str) -> list[str]:
 
 
 def busiest_layer(result: Result, condition: str) -> int:
-    """The layer in which the question's attention moves most: the sum of what the payers lose and
+    """The layer in which the question's attention moves most, by the sum of what payers lose and
     gain.
     """
     changes = result[NAME].change.sel(condition=condition)

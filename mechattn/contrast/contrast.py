@@ -11,19 +11,28 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from mechattn.contrast import stability, table
-from mechattn.contrast.differences import (
-    aligned,
-    check_cells,
-    in_blocks,
-    layers_of,
+from mechattn.contrast.differences import aligned, check_cells, in_blocks, layers_of
+from mechattn.contrast.quantities import (
+    Null,
+    check_at_most_one_number,
+    check_measured,
+    check_one_number,
+    in_segment,
+    variable_of,
 )
-from mechattn.contrast.quantities import Null, check_measured, variable_of
 from mechattn.contrast.question import Question, first_token_words
-from mechattn.contrast.table import Columns, Ranking
+from mechattn.contrast.stability import overlap_table
+from mechattn.contrast.table import (
+    Columns,
+    Ranking,
+    Selection,
+    comparison_table,
+    main_columns,
+    marked,
+)
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_choice, check_counts
-from mechattn.results.result import Result, by_head, head_named, units_of
+from mechattn.results.result import Result, by_head, head_named
 from mechattn.stats.intervals import FEWEST, Interval, ratio, relative_change
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
@@ -37,20 +46,28 @@ FEWEST_CONDITIONS = 6
 class Verdict:
     """The change of a quantity between two conditions, over prompts and over all layers and heads.
 
-    ``change`` and ``null`` are fractions (−0.2 is a fifth less): the change of each prompt's mean
-    over layers and heads (geometric mean over prompts), so that heads count by how much they
-    receive; the mean of ``compare``'s column ``change`` counts each head alike. ``null_kind`` names
-    the null. ``beyond`` marks the heads whose change is below the null's, ``above`` those above it
-    (q_beyond < 0.05, two-sided tests), ``rises`` and ``falls`` those in which the quantity itself
-    does (q_difference < 0.05), whatever the null does, and ``marked`` those of them that change by
-    more than ``margin``, or 5 % without one. With a margin, ``same`` marks the heads whose change
-    is the null's to within ± margin (``q_same`` < 0.05). ``n`` counts what ``unit`` names: prompts,
-    or groups of them.
+    Args:
+        change: The change of each prompt's mean over layers and heads, so that heads count by how
+            much they receive, while the mean of ``compare``'s column ``change`` counts each alike;
+            a fraction (−0.2 is a fifth less), the geometric mean over prompts.
+        null: The same under the null.
+        below: The heads whose change is below the null's [layer, head]: q_beyond < 0.05, two-sided.
+        above: Those whose change is above the null's [layer, head].
+        rises: The heads in which the quantity itself rises, whatever the null does [layer, head]:
+            q_difference < 0.05.
+        falls: Those in which it falls [layer, head].
+        marked: Those in which it changes by more than ``margin``, or 5 % without one [layer, head].
+        n: The number of prompts or groups.
+        unit: Which of the two.
+        margin: The largest change that counts as none, if one was given.
+        same: The heads whose change is the null's to within ± margin [layer, head]: q_same < 0.05;
+            None without a margin.
+        null_kind: Which null it is.
     """
 
     change: Interval
     null: Interval
-    beyond: np.ndarray
+    below: np.ndarray
     above: np.ndarray
     rises: np.ndarray
     falls: np.ndarray
@@ -63,16 +80,14 @@ class Verdict:
 
     @property
     def findable(self) -> bool:
-        """Whether any head could pass q < 0.05, whatever it does, with this number of prompts or
-        groups.
-        """
+        """Whether ``n`` is enough for any head to pass q < 0.05, whatever it does."""
         return resolution(self.n, self.above.size).together is not None
 
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
         change = "{:.3f} [{:.3f}, {:.3f}]".format(*self.change)
         null = "{:.3f} [{:.3f}, {:.3f}]".format(*self.null)
-        below = f"{int(self.beyond.sum())} of {self.beyond.size} heads below the null"
+        below = f"{int(self.below.sum())} of {self.below.size} heads below the null"
         above = f"{int(self.above.sum())} above it"
         units = f"{self.n} {self.unit}"
         if not self.findable:
@@ -111,14 +126,13 @@ class Contrast(Question):
                 memory.
         """
         check_choice(Columns, columns=columns)
-        selection = table.Selection(select, top, by)
-        heads = table.table(self, selection, random, margin)
-        sentence = first_token_words(self.result, self.condition)
-        if sentence:
-            heads.attrs["first_token"] = sentence
+        heads = comparison_table(self, Selection(select, top, by), random, margin)
+        sentences = first_token_words(self.result, self.condition)
+        if sentences:
+            heads.attrs["first_token"] = sentences
         if columns == "all":
             return heads
-        return table.main_columns(heads)
+        return main_columns(heads)
 
     def across(self, conditions: Sequence[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, as a sample of others; see
@@ -134,9 +148,10 @@ class Contrast(Question):
         tested, present = several_tested(self, names)
         units = tested[0].units
         units.refuse_below(FEWEST)
-        condition_values = [numbers.values[:, present] for numbers in tested]
-        effects = np.stack(condition_values, axis=1)  # [unit, condition, cell]
+        by_condition = [of_condition.values[:, present] for of_condition in tested]
+        effects = np.stack(by_condition, axis=1)  # [unit, condition, cell]
         estimates = crossed(effects, self.level)
+
         labels = tested[0].labels[present].reset_index(drop=True)
         heads = labels.assign(**estimates._asdict())
         after_p = heads.columns.get_loc("p") + 1
@@ -145,7 +160,7 @@ class Contrast(Question):
         heads.attrs = {
             "conditions": names,
             "quantity": self.quantity,
-            "segment": self.segment or "all",
+            "segment": self.segment_name,
             "unit": units.unit,
             "null": tested[0].null,
             "level": self.level,
@@ -154,8 +169,8 @@ class Contrast(Question):
         return heads
 
     def by_prompt(self, head: str) -> pd.DataFrame:
-        """One row for each prompt: what one head does in it, the largest difference from the null
-        first.
+        """One row for each prompt: what one head does in it, the furthest from the null first, or
+        the largest difference where no null is known.
 
         Columns: prompt (its id), value, reference, difference and, where a null is known, beyond.
 
@@ -168,25 +183,22 @@ class Contrast(Question):
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
         self.check_alike()
-        contrast = self.of_parts(lambda result: result.sel(head=head))
-        (head_differences,) = layers_of(contrast)
-        if head_differences.ours.ndim > 3:
-            raise OptionError(
-                f"{self.quantity!r} has more than one number for each head and prompt"
-            )
-        check_cells(
-            self, head_differences.scale, head_differences.cells.size, head_differences.left_out
-        )
+        variable = variable_of(self.result, self.quantity)
+        check_one_number(in_segment(variable, self.segment), self.quantity)
+
+        of_head = self.of_parts(lambda result: result.sel(head=head))
+        (block,) = layers_of(of_head)  # a head is in one layer
+        check_cells(self, block.cells.size, block.left_out)
         columns = {
-            "prompt": head_differences.ours.prompt.values,
-            "value": head_differences.ours.values.reshape(-1),
-            "reference": head_differences.theirs.values.reshape(-1),
-            "difference": head_differences.difference.values.reshape(-1),
+            "prompt": block.ours.prompt.values,
+            "value": block.ours.values.reshape(-1),
+            "reference": block.theirs.values.reshape(-1),
+            "difference": block.difference.values.reshape(-1),
         }
         prompts = pd.DataFrame(columns)
         ranked_by = "difference"
-        if head_differences.expected is not None:
-            prompts["beyond"] = prompts.difference - head_differences.expected.reshape(-1)
+        if block.expected is not None:
+            prompts["beyond"] = prompts.difference - block.expected.reshape(-1)
             ranked_by = "beyond"
         return prompts.sort_values(
             ranked_by, key=abs, ascending=False, kind="stable", ignore_index=True
@@ -202,14 +214,19 @@ class Contrast(Question):
         Args:
             layer: One layer; by default all.
 
+        Returns:
+            Both changes with their intervals, as fractions; None in place of a null that is not
+            known.
+
         Raises:
-            OptionError: A value is not positive, so there is no ratio, or there are too few
-                prompts.
+            OptionError: There is more than one number for each head, a value is not positive, so
+                there is no ratio, or there are too few prompts.
         """
         self.check_alike()
         quantity = self.quantity
-        variable = variable_of(self.result, quantity)
         contrast = self.at_layer(layer)
+        variable = variable_of(self.result, quantity)
+        check_at_most_one_number(in_segment(variable, self.segment), quantity)
         if variable.attrs.get("compared") == "difference":
             raise OptionError(
                 f"{quantity!r} may be 0 in the baseline, so it has no relative change"
@@ -224,7 +241,7 @@ class Contrast(Question):
                 f"{quantity!r} is not positive in every prompt, so it has no relative change"
             )
 
-        units = units_of(self.result, self.unit)
+        units = self.units
         units.refuse_below(FEWEST)
         change = relative_change(means["ours"], means["theirs"], units)
         if "null" not in means or "their_null" not in means:
@@ -245,7 +262,7 @@ class Contrast(Question):
             raise OptionError(
                 f"{self.quantity!r} has no null in this result, and a verdict compares with it"
             )
-        heads = table.table(self, margin=margin, bootstrap_ends=False)
+        heads = comparison_table(self, margin=margin, bootstrap_ends=False)
         variable = variable_of(self.result, self.quantity)
         shape = (variable.sizes["layer"], variable.sizes["head"])
         layer_index = variable.indexes["layer"].get_indexer(heads["layer"])
@@ -265,45 +282,46 @@ class Contrast(Question):
         return Verdict(
             change=change,
             null=null,
-            beyond=mask(differs & (heads.beyond < 0)),
+            below=mask(differs & (heads.beyond < 0)),
             above=mask(differs & (heads.beyond > 0)),
             rises=mask(changes & (heads.difference > 0)),
             falls=mask(changes & (heads.difference < 0)),
             n=int(heads.n.iloc[0]),
             unit=heads.attrs["unit"],
+            marked=mask(marked(heads, margin)),
             margin=margin,
             same=same,
             null_kind=self.null_used,
-            marked=mask(table.marked(heads, margin)),
         )
 
     def resolution(
         self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
     ) -> Resolution:
-        """What the table can detect with these prompts; see :meth:`mechattn.Result.resolution` for
-        the options.
+        """What the table can detect with these prompts; see :meth:`mechattn.Result.resolution`,
+        which explains the options.
 
         Raises:
             OptionError: As for :meth:`table`, or q is not a probability.
         """
         check_choice(("half", None), select=select)
+        self.check_alike()
         cells = 0
         left_out: list[str] = []
         for block in layers_of(self):
             cells += block.cells.size
             left_out += block.left_out
-            scale = block.scale  # the same in every block
-        check_cells(self, scale, cells, left_out)
-        units = units_of(self.result, self.unit)
-        n = units.n
+        check_cells(self, cells, left_out)
+
+        n = self.units.n
         if select is not None:
             n = (n + 1) // 2
         tests = cells - len(left_out)
-        detectable = resolution(n, tests, q, self.resamples, units.kind)
+        reachable = resolution(n, tests, q, self.resamples, self.units.kind)
         if draws is None:
-            return detectable
+            return reachable
         check_counts(FEWEST_DRAWS, draws=draws)
-        return replace(detectable, random=random_words(draws, tests, draws * tests, q))
+        compared = draws * tests  # as many heads in each random model
+        return replace(reachable, random=random_words(draws, tests, compared, q))
 
     def stability(
         self,
@@ -315,14 +333,14 @@ class Contrast(Question):
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
-        """How much selections of heads overlap on random disjoint halves; see
-        :meth:`mechattn.Result.stability`.
+        """How much selections of heads on random disjoint halves overlap; see
+        :meth:`mechattn.Result.stability`, which explains the options.
         """
-        return stability.stability(self, top, by, layer, over, splits, patterns)
+        return overlap_table(self, top, by, layer, over, splits, patterns)
 
 
 def sampled_conditions(conditions: Sequence[str]) -> list[str]:
-    """The names of conditions that are a sample of others.
+    """The names of conditions that stand for others as a sample of them.
 
     Raises:
         OptionError: There are too few, or one is there twice.
@@ -339,20 +357,14 @@ def sampled_conditions(conditions: Sequence[str]) -> list[str]:
 
 
 def _means(contrast: Contrast) -> dict[str, np.ndarray]:
-    """Each prompt's mean over layers and heads, of both conditions and of their nulls [prompt];
-    some layers are read at a time.
+    """Each prompt's mean over layers and heads [prompt] by the names of :class:`Aligned`: of both
+    conditions, and of those nulls that are known. Some layers are read at a time.
     """
-    contrasts, labels = in_blocks(contrast)
+    blocks, labels = in_blocks(contrast)
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
-    for block_contrast in contrasts:
-        sides = aligned(block_contrast, labels)
-        if {"segment", "to_segment"}.intersection(map(str, sides.ours.dims)):
-            raise OptionError(
-                f"{contrast.quantity!r} has more than one number per head, so a mean over heads has"
-                " no meaning"
-            )
-        for name, values in sides._asdict().items():
+    for block in blocks:
+        for name, values in aligned(block, labels)._asdict().items():
             if values is not None:
                 cell_dims = [dim for dim in values.dims if dim != "prompt"]
                 sums[name] = sums.get(name, 0.0) + values.sum(cell_dims).values

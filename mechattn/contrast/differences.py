@@ -4,15 +4,14 @@ expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import xarray as xr
 
 from mechattn.contrast.quantities import (
-    FURTHER_DIMS,
     NULLS,
     Scale,
     Side,
@@ -31,8 +30,9 @@ from mechattn.results.provenance import stored_condition
 from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
 
-Labels = Mapping[str, list[object]]  # of further dimensions: those with values in both conditions
-NO_NULL = "no null is known; a change may be there by definition"
+# The labels of each segment dimension at which both conditions have values.
+Labels = Mapping[str, list[object]]
+_SEGMENT_DIMS = ("segment", "to_segment")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Differences:
         expected: The difference under the null [prompt, *cells]; None if no null is known.
         null: The null, in words.
         cells: Which cells have a difference in every prompt [*cells].
-        scale: The scale of the differences.
+        scale: The scale of the differences, the same in every block of layers.
         predicts_no_change: Whether the null is that nothing changes.
     """
 
@@ -70,8 +70,8 @@ class Differences:
         return names
 
     def rounding(self, units: Units, unit_indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """The largest mean difference that counts as none [*cells]: the float32 error between two
-        equal numbers.
+        """The largest mean difference over some units that counts as none [*cells]: how much two
+        float32 computations of the same number may differ.
         """
         if self.scale == "log-ratio":
             return np.full(self.cells.shape, ROUNDING)
@@ -80,8 +80,8 @@ class Differences:
 
 
 class Aligned(NamedTuple):
-    """The values of both conditions and of their nulls, with the same coordinates; a null lacks the
-    dimensions along which it is the same.
+    """The values of both conditions and of their nulls, with the same coordinates; a null lacks
+    dimensions along which it does not vary, such as head.
     """
 
     ours: xr.DataArray
@@ -91,26 +91,19 @@ class Aligned(NamedTuple):
 
 
 def differences(contrast: Question, labels: Labels) -> Differences:
-    """The differences of a comparison, at these labels of the further dimensions."""
+    """The differences of a comparison, at these labels of its segment dimensions."""
     values = aligned(contrast, labels)
     ours, theirs, null, their_null = values
-
-    scale = contrast.scale
-    if scale is None:
-        scale = "log-ratio"
-        variable = variable_of(contrast.result, contrast.quantity)
-        if variable.attrs.get("compared") == "difference":
-            scale = "difference"  # as the baseline may be 0
+    scale = contrast.scale_used
     difference = _between(ours, theirs, scale)
 
     expected = None
-    null_words = NO_NULL
+    null_words = "no null is known; a change may be there by definition"
     predicts_no_change = False
     if null is not None and their_null is not None:
-        # A view: one number for all heads is not copied for each.
-        expected = (
-            _between(null, their_null, scale).broadcast_like(ours).transpose(*ours.dims).values
-        )
+        # The broadcast is a view: one number for all heads is not copied for each.
+        null_difference = _between(null, their_null, scale).broadcast_like(ours)
+        expected = null_difference.transpose(*ours.dims).values
         null_words = NULLS[contrast.null_used]
     elif _inserts_alike(contrast):
         expected = np.zeros(ours.shape)
@@ -122,10 +115,9 @@ def differences(contrast: Question, labels: Labels) -> Differences:
     for side_values in values:
         if side_values is None:
             continue
-        # NaN if a prompt has none; a value that is 0 or negative has no ratio.
-        least = side_values.min("prompt", skipna=False)
+        least = side_values.min("prompt", skipna=False)  # NaN if a prompt has none
         if scale == "log-ratio":
-            cells &= least > 0
+            cells &= least > 0  # there is no ratio of what is 0 or negative
         else:
             cells &= least.notnull()
     return Differences(
@@ -141,12 +133,40 @@ def layers_of(contrast: Question, resamples: int = 0) -> Iterator[Differences]:
 
 
 def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], Labels]:
-    """The same question of some layers at a time, and the labels that both conditions have in any
-    of them.
+    """The same question of some layers at a time, and the labels of its segment dimensions that can
+    be compared in any of them.
     """
-    blocks = layer_blocks(contrast.result, contrast.quantity, contrast.segment, resamples)
-    contrasts = [contrast.of_layers(block) for block in blocks]
-    return contrasts, labels_of(contrasts)
+    quantity = contrast.quantity
+    layers = layer_blocks(contrast.result, quantity, contrast.segment, resamples)
+    blocks = [contrast.of_layers(block) for block in layers]
+
+    variable = variable_of(contrast.result, quantity)
+    labels = {}
+    for dim in _SEGMENT_DIMS:
+        is_named = dim == "segment" and contrast.segment is not None
+        if dim in variable.dims and not is_named:
+            comparable = _comparable(blocks, dim)
+            labels[dim] = [label for label in variable[dim].values.tolist() if label in comparable]
+    return blocks, labels
+
+
+def _comparable(blocks: Sequence[Question], dim: str) -> set[object]:
+    """The segments of a dimension that have values in both conditions, in any block of layers."""
+    ours: set[object] = set()
+    theirs: set[object] = set()
+    attended: set[object] = set()
+    for contrast in blocks:
+        for with_values, (result, condition) in zip((ours, theirs), contrast.sides, strict=True):
+            check_condition(result, condition)
+            variable = variable_of(result, contrast.quantity)
+            values = values_in(variable, condition, contrast.segment)
+            with_values.update(labels_where(values.notnull(), dim))
+            attended |= labels_where(values.fillna(0) != 0, dim)
+
+    if dim == "to_segment":
+        # Attention to what comes later is 0 in every prompt and condition.
+        return ours & theirs & attended
+    return ours & theirs
 
 
 def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -155,51 +175,6 @@ def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
     labels = {}
     for dim, index in zip(block.difference.dims[1:], indices, strict=True):
         labels[str(dim)] = block.difference[dim].values[index]
-    return labels
-
-
-def labels_of(blocks: Iterable[Question]) -> Labels:
-    """The labels of a quantity's further dimensions that both conditions have, in any of some
-    blocks of layers.
-
-    Args:
-        blocks: A comparison, some layers at a time.
-
-    Returns:
-        The labels of each further dimension, in the order of the result; empty if the quantity has
-        none, or only segments of which the comparison names one.
-    """
-    order: dict[str, list[object]] = {}
-    present: dict[tuple[str, int], set[object]] = {}  # by dimension and condition
-    attended: set[object] = set()  # segments that get attention in any prompt
-
-    for contrast in blocks:
-        for side, (result, condition) in enumerate(contrast.sides):
-            check_condition(result, condition)
-            variable = variable_of(result, contrast.quantity)
-            dims = [dim for dim in FURTHER_DIMS if dim in variable.dims]
-            if contrast.segment is not None and "segment" in dims:
-                dims.remove("segment")  # one is named
-            if not dims:
-                continue  # and nothing is read
-
-            values = values_in(variable, condition, contrast.segment)
-            for dim in dims:
-                order.setdefault(dim, values[dim].values.tolist())
-                has_value = values.notnull()
-                if dim == "band":  # short prompts don't reach as far back
-                    has_value = has_value.all("prompt")
-                present.setdefault((dim, side), set()).update(labels_where(has_value, dim))
-                if dim == "to_segment":
-                    attended |= labels_where(values.fillna(0) != 0, dim)
-
-    labels = {}
-    for dim, dim_labels in order.items():
-        comparable = present[dim, 0] & present[dim, 1]
-        if dim == "to_segment":
-            # Attention to what comes later is 0 in every prompt and condition.
-            comparable &= attended
-        labels[dim] = [label for label in dim_labels if label in comparable]
     return labels
 
 
@@ -222,9 +197,8 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
             )
 
     # How the quantity was measured, such as with which threshold.
-    options, their_options = [
-        variable_of(result, quantity).attrs.get("options") for result, _ in contrast.sides
-    ]
+    options = variable_of(contrast.result, quantity).attrs.get("options")
+    their_options = variable_of(contrast.reference, quantity).attrs.get("options")
     if options != their_options:
         raise OptionError(
             f"{quantity!r} was measured with {options} in one result, {their_options} in the other"
@@ -235,13 +209,13 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
 def _of_side(
     contrast: Question, side: Side, labels: Labels
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """The values of one condition and of its null, with the labels that both conditions have."""
+    """The values of one condition and of its null, at the labels that both conditions have."""
     result, condition = side
     quantity = contrast.quantity
     segment = contrast.segment
     values, null = values_of(result, condition, quantity, segment, contrast.null_used)
 
-    # Selecting all labels would copy the values.
+    # Only where labels are left out, as a selection copies the values, even one of all labels.
     fewer_labels = {}
     for dim, comparable in labels.items():
         if comparable != values[dim].values.tolist():
@@ -251,52 +225,56 @@ def _of_side(
     if null is None:
         return values, None
 
-    differing = {}
+    fewer_null_labels = {}
     for null_dim in null.dims:
         if not np.array_equal(null[null_dim].values, values[null_dim].values):
-            differing[null_dim] = values[null_dim]
-    return values, null.sel(differing)
+            fewer_null_labels[null_dim] = values[null_dim]
+    return values, null.sel(fewer_null_labels)
 
 
-def no_cells_error(contrast: Question, scale: Scale) -> OptionError:
-    """The error for a comparison without a cell to compare."""
+def refuse_without_cells(contrast: Question) -> NoReturn:
+    """Say why a comparison has no cell to compare.
+
+    Raises:
+        OptionError: In any case.
+    """
     for side in contrast.sides:
         check_measured(side, contrast.quantity, contrast.segment)
-    if scale == "log-ratio":
-        return OptionError(
+    if contrast.scale_used == "log-ratio":
+        raise OptionError(
             f'{contrast.quantity!r} has no ratio in any cell; compare it with scale="difference"'
         )
-    return OptionError(f"{contrast.quantity!r} has no value in any cell")
+    raise OptionError(f"{contrast.quantity!r} has no value in any cell")
 
 
-def check_cells(contrast: Question, scale: Scale, cells: int, left_out: Sequence[str]) -> None:
-    """Refuse a comparison without cells; warn of missing ones."""
+def check_cells(contrast: Question, cells: int, left_out: Sequence[str]) -> None:
+    """Refuse a comparison in which all cells are left out; warn of those that are."""
     if len(left_out) == cells:
-        raise no_cells_error(contrast, scale)
+        refuse_without_cells(contrast)
     if left_out:
         names = ", ".join(left_out[:4])
         if len(left_out) > 4:
             names += " …"
         warn(
             f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} is not"
-            ' there, or it is 0 or negative in some prompt and has no ratio, which scale="difference"'
-            " does not need"
+            " there, or it is 0 or negative in some prompt and has no ratio, which"
+            ' scale="difference" does not need'
         )
 
 
 def _between(ours: xr.DataArray, theirs: xr.DataArray, scale: Scale) -> xr.DataArray:
-    """The difference of values on a scale."""
+    """``log(ours / theirs)``, or ``ours − theirs``."""
     if scale == "difference":
         return ours - theirs
-    with np.errstate(divide="ignore", invalid="ignore"):  # in omitted cells
-        ratio = ours / theirs
-        np.log(ratio.values, out=ratio.values)  # in place, as there may be many
-    return ratio
+    with np.errstate(divide="ignore", invalid="ignore"):  # in cells that are left out
+        log_ratio = ours / theirs
+        np.log(log_ratio.values, out=log_ratio.values)  # in place, as there may be many
+    return log_ratio
 
 
 def _inserts_alike(contrast: Question) -> bool:
-    """Whether two conditions differ only in which tokens they insert, so no change between them is
-    by definition.
+    """Whether two conditions insert as many tokens at the same places and differ in nothing else,
+    so that no change between them is there by definition.
     """
     origins = []
     for result, condition in contrast.sides:

@@ -18,16 +18,12 @@ from mechattn.errors import OptionError, check_choice
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-# Bins of a query's attention to the first token; the last holds 1 too.
+# The edges of bins of a query's attention to the first token; a bin holds its upper edge, and the
+# lowest its lower one too.
 BIN_EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 EARLY_LAYERS = 4  # where few heads look at the first token; a group of their own
 STRONGEST_ABOVE = 0.5  # with more, the first token is the strongest target, whatever the rest is
 NEARLY_ALL = 0.99  # the lower edge of the last bin
-# The quantity of each query that each analysis measures.
-_NEEDED = {
-    "attention_focus": "first_mass_at_per_prompt",
-    "head_updates": "magnitude_at_per_prompt",
-}
 
 
 def focus_and_impact(
@@ -59,14 +55,14 @@ def focus_and_impact(
     bin_numbers = pd.cut(queries.first_mass, BIN_EDGES, labels=False, include_lowest=True)
 
     rows: list[dict[str, Any]] = []
-    for words, layers in layer_groups(queries.attrs["layers"]):
+    for group_words, layers in layer_groups(result["head_updates"].layer.values.tolist()):
         in_group = queries.layer.isin(layers)
         for number, (above, up_to) in enumerate(pairwise(BIN_EDGES)):
             in_bin = queries[in_group & (bin_numbers == number)]
             quartile_low, median, quartile_high = in_bin.impact.quantile([0.25, 0.5, 0.75])
             mean, low, high = _over_prompts(result, in_bin)
             row = {
-                "layers": words,
+                "layers": group_words,
                 "above": above,
                 "up_to": up_to,
                 "queries": len(in_bin),
@@ -89,10 +85,10 @@ def impact_within(
     condition: str = BASELINE,
     segment: str = "question",
 ) -> tuple[Interval, float]:
-    """Mean impact of the queries that give the first token so much, in all but the early layers,
-    and their share.
+    """The mean impact of queries that give the first token attention within these bounds, in all
+    but the early layers.
 
-    The interval is over prompts. A model without later layers is taken whole.
+    The interval is over prompts. Of a model without later layers, all count.
 
     Args:
         result: As for :func:`focus_and_impact`.
@@ -117,18 +113,19 @@ def impact_within(
 
 
 def layer_groups(layers: list[int]) -> list[tuple[str, list[int]]]:
-    """The early layers and two halves of the rest, with their names; empty groups are left out."""
+    """The early layers and two halves of the rest, each with its name; empty groups are left
+    out.
+    """
     early = [layer for layer in layers if layer < EARLY_LAYERS]
     rest = [layer for layer in layers if layer >= EARLY_LAYERS]
     middle = (len(rest) + 1) // 2
 
     groups = []
     for group in (early, rest[:middle], rest[middle:]):
-        if group:
-            words = f"layers {group[0]} to {group[-1]}"
-            if len(group) == 1:
-                words = f"layer {group[0]}"
-            groups.append((words, group))
+        if len(group) == 1:
+            groups.append((f"layer {group[0]}", group))
+        elif group:
+            groups.append((f"layers {group[0]} to {group[-1]}", group))
     return groups
 
 
@@ -139,48 +136,50 @@ def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
     check_condition(result, condition)
     check_choice(SEGMENTS, segment=segment)
 
-    variables = []
-    for name, quantity in _NEEDED.items():
-        if quantity not in result.datasets.get(name, {}):
-            raise OptionError(
-                f"this result has no {name} of each query in each prompt; run it with"
-                " analyses=[AttentionFocus(per_query=True), HeadUpdates(per_query=True)],"
-                ' keep="prompts"'
-            )
-        values = result[name][quantity].sel(condition=condition)
-        variables.append(values.transpose("prompt", "layer", "head", "key"))
-    masses, magnitudes = variables
-
+    masses = _of_each_query(result, "attention_focus", "first_mass", condition)
+    magnitudes = _of_each_query(result, "head_updates", "magnitude", condition)
     segments = result["sequences"].segment_index.sel(condition=condition)
     segments = segments.transpose("prompt", "pos").values
     is_member = segments == SEGMENTS.index(segment)
     if not is_member.any():
         raise OptionError(f"with {condition!r} no prompt has tokens of the segment {segment!r}")
 
-    # One prompt at a time, as those of all prompts and keys would take much more memory.
+    # One prompt at a time, as the values of all prompts and keys would take much more memory.
     blocks = []
     for prompt, member in enumerate(is_member):
         first_mass = masses.isel(prompt=prompt).values[..., member]
         magnitude = magnitudes.isel(prompt=prompt).values[..., member]
         prompt_rows = _of_prompt(first_mass, magnitude, masses.layer.values)
         blocks.append(prompt_rows.assign(prompt=prompt))
-    queries = pd.concat(blocks, ignore_index=True)
-    queries.attrs = {"layers": masses.layer.values.tolist()}
-    return queries
+    return pd.concat(blocks, ignore_index=True)
+
+
+def _of_each_query(result: Result, analysis: str, quantity: str, condition: str) -> xr.DataArray:
+    """What an analysis measured of each query [prompt, layer, head, key]."""
+    name = f"{quantity}_at_per_prompt"
+    if name not in result.datasets.get(analysis, {}):
+        raise OptionError(
+            f"this result has no {analysis} of each query in each prompt; run it with"
+            " analyses=[AttentionFocus(per_query=True), HeadUpdates(per_query=True)],"
+            ' keep="prompts"'
+        )
+    values = result[analysis][name].sel(condition=condition)
+    return values.transpose("prompt", "layer", "head", "key")
 
 
 def _of_prompt(first_mass: np.ndarray, magnitude: np.ndarray, layers: np.ndarray) -> pd.DataFrame:
-    """A row for each query of a prompt, with its impact.
+    """A row for each query of a prompt, with its layer, attention to the first token and impact.
 
     Args:
         first_mass: Attention to the first token [layer, head, query].
         magnitude: The size of the update [layer, head, query].
         layers: The numbers of the layers.
     """
-    # The first query sees one key: it has no choice, and no value.
+    # The first query sees one key: it has no choice, and so no value.
     is_measured = np.isfinite(first_mass) & np.isfinite(magnitude)
     magnitude = np.where(is_measured, magnitude, 0).astype(np.float64)
 
+    # Divided by the mean of the layer, which is its sum over its count.
     counts = is_measured.sum((1, 2), keepdims=True)
     layer_sum = magnitude.sum((1, 2), keepdims=True)
     writes = layer_sum > 0

@@ -37,9 +37,8 @@ def check_random(random: Any, contrast: Question) -> None:
     Raises:
         OptionError: With what is wrong, and how to run random models.
     """
-    are_results = isinstance(random, (list, tuple))
-    are_results = are_results and all(isinstance(draw, Result) for draw in random)
-    if not are_results:
+    is_sequence = isinstance(random, (list, tuple))
+    if not is_sequence or not all(isinstance(draw, Result) for draw in random):
         raise OptionError(
             "random=…: give a list of results, as ma.run_random(model, prompts, conditions) returns"
         )
@@ -55,18 +54,18 @@ def check_random(random: Any, contrast: Question) -> None:
 
     conditions = (contrast.condition, contrast.to)
     for number, draw in enumerate(random):
-        why = _unlike(draw, contrast.result, conditions)
-        if why:
+        difference = _difference_of_runs(draw, contrast.result, conditions)
+        if difference is not None:
             raise OptionError(
-                f"random[{number}] {why}: run ma.run_random with the model, prompts, conditions,"
-                " analyses and seed of the result"
+                f"random[{number}] {difference}: run ma.run_random with the model, prompts,"
+                " conditions, analyses and seed of the result"
             )
 
-    # Results stored without a hash of their weights count as different.
+    # Weights without a stored hash are taken to be different, as each then has its own number.
     runs = [contrast.result, *random]
-    hashes = {
-        run.provenance["model"].get("weights_hash", number) for number, run in enumerate(runs)
-    }
+    hashes = set()
+    for number, run in enumerate(runs):
+        hashes.add(run.provenance["model"].get("weights_hash", number))
     if len(hashes) < len(runs):
         raise OptionError(
             "random holds the same weights twice, or those of the result; draw each with another"
@@ -84,6 +83,10 @@ def with_random(
     """Return the table with the columns null_random, random_low, random_high, p_random and
     q_random.
 
+    ``p_random`` ranks a head's mean difference among those of random heads
+    (:func:`mechattn.stats.random_effects.against_draws`); ``q_random`` is Benjamini-Hochberg over
+    the larger of it and the p of the table, of all heads.
+
     Args:
         table: A table of some cells, in any order.
         random: The results of random models.
@@ -91,23 +94,20 @@ def with_random(
         units: The units of all prompts.
         unit_indices: Those that the table reports.
     """
-    # The mean difference of each cell in the model, and in each random one.
+    # The mean difference of each cell in the model, and in each random one. Its null is not used;
+    # the uniform one is never refused.
     means, rounding = _mean_differences(contrast, units, unit_indices)
     draws = []
     for draw in random:
-        draw_contrast = replace(contrast, result=draw, scale=table.attrs["scale"], null="uniform")
-        draw_means, _ = _mean_differences(draw_contrast, units, unit_indices)
+        of_draw = replace(contrast, result=draw, scale=table.attrs["scale"], null="uniform")
+        draw_means, _ = _mean_differences(of_draw, units, unit_indices)
         draws.append(draw_means.reindex_like(means).values)
 
     head_axis = None
     if "head" in means.dims:
         head_axis = means.dims.index("head")
     beside = against_draws(
-        means.values,
-        np.stack(draws),
-        head_axis,
-        table.attrs["level"],
-        rounding.values,
+        means.values, np.stack(draws), head_axis, table.attrs["level"], rounding.values
     )
 
     columns = pd.DataFrame(
@@ -121,18 +121,19 @@ def with_random(
     )
     extended = table.join(columns, on=list(means.dims))
 
-    # Of cells that the other half of the prompts didn't choose, p is 1.
+    # Of cells that the other half of the prompts did not select, p is 1.
     p_of_units = table[f"p_{table.attrs['tested']}"]
     p_of_rows = np.maximum(p_of_units, extended.p_random)
-    not_chosen = columns.p_random.count() - extended.p_random.count()
-    p_both = np.append(p_of_rows, np.ones(not_chosen))
+    not_selected = columns.p_random.count() - extended.p_random.count()
+    p_both = np.append(p_of_rows, np.ones(not_selected))
     extended["q_random"] = false_discovery(p_both)[: len(table)]
 
-    kind = random[0].provenance["model"]["random_weights"]["kind"]
-    tests = int((~np.isnan(p_both)).sum())
+    kinds = {draw.provenance["model"]["random_weights"]["kind"] for draw in random}
+    kind_words = " and ".join(sorted(kinds))
+    tests = int(np.isfinite(p_both).sum())
     extended.attrs = table.attrs | {
         "null_random": (
-            f"random weights ({kind}): {len(random)} draws, {beside.compared} heads compared"
+            f"random weights ({kind_words}): {len(random)} draws, {beside.compared} heads compared"
         ),
         "smallest_p_random": 1 / (beside.compared + 1),
         "tests_random": tests,
@@ -144,7 +145,9 @@ def with_random(
 def _mean_differences(
     contrast: Question, units: Units, unit_indices: np.ndarray
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """The mean difference of each cell over some units, and what counts as none [*cells]."""
+    """The mean difference of each cell over some units, and how large a one counts as none
+    [*cells].
+    """
     means = []
     rounding = []
     for block in layers_of(contrast):
@@ -152,13 +155,15 @@ def _mean_differences(
         mean = block.difference[0].copy(data=unit_differences.mean(0))
         means.append(mean)
         rounding.append(mean.copy(data=block.rounding(units, unit_indices)))
-    if len(means) == 1:
+    if len(means) == 1:  # so is a quantity without layers
         return means[0], rounding[0]
     return xr.concat(means, "layer"), xr.concat(rounding, "layer")
 
 
-def _unlike(draw: Result, result: Result, conditions: Sequence[str]) -> str:
-    """How the run of a random model differs from that of the result; empty if it does not."""
+def _difference_of_runs(draw: Result, result: Result, conditions: Sequence[str]) -> str | None:
+    """How the run of a random model differs from that of the result, in words that continue its
+    name; None if it does not.
+    """
     model = draw.provenance["model"]
     if model.get("random_weights") is None:
         return f"comes from {model['name']}, whose weights are not random"
@@ -175,12 +180,12 @@ def _unlike(draw: Result, result: Result, conditions: Sequence[str]) -> str:
             return f"has a different condition named {name!r}"
         if _tokens(draw, name) != _tokens(result, name):
             return f"read other tokens with {name!r}, so its seed or tokenizer differs"
-    return ""
+    return None
 
 
 def _tokens(result: Result, condition: str) -> list[list[int]]:
-    """The tokens of each prompt, without the padding, which depends on the run's other
-    conditions.
+    """The tokens of each prompt, without padding, which depends on the other conditions of a
+    run.
     """
     rows = result["sequences"].tokens.sel(condition=condition).values
     return [row[row != PADDING].tolist() for row in rows]
@@ -190,15 +195,16 @@ def _tokens(result: Result, condition: str) -> list[list[int]]:
 
 
 def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
-    """Add q_same: whether the tested difference lies within ± margin, by two one-sided t tests
+    """Add q_same: whether the tested difference d lies within ± margin, by two one-sided t tests
     (Schuirmann 1987).
 
-    The bounds of a log-ratio are ``±log(1 + margin)``, so that a change and its reverse count
-    alike, as is usual for ratios: 5 % allows −4.8 % to +5 %.
+    ``p = max(P(T > (d + bound) / error), P(T < (d − bound) / error))`` with n − 1 degrees of
+    freedom. The bounds of a log-ratio are ``±log(1 + margin)``, so that a change and its reverse
+    count alike, as is usual for ratios: 5 % allows −4.8 % to +5 %.
     """
     check_margin(margin)
     bound = margin
-    if len(table) and table.scale.iloc[0] == "log-ratio":
+    if table.attrs["scale"] == "log-ratio":
         bound = np.log1p(margin)
 
     # The standard error, from the t interval.
@@ -213,8 +219,8 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
     p_above_lower_bound = stats.t.sf((difference + bound) / error, freedom)
     p_below_upper_bound = stats.t.cdf((difference - bound) / error, freedom)
     p = np.maximum(p_above_lower_bound, p_below_upper_bound)
-    without_error = np.where(abs(difference) < bound, 0.0, 1.0)
-    p = np.where(error > 0, p, without_error)
+    p_without_error = np.where(abs(difference) < bound, 0.0, 1.0)
+    p = np.where(error > 0, p, p_without_error)
     with_q = table.assign(q_same=false_discovery(p))
     with_q.attrs = table.attrs | {"margin": margin}
     return with_q

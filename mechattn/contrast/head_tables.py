@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import xarray as xr
+from scipy import stats
 
 from mechattn.axes import BASELINE
 from mechattn.contrast import quantities
@@ -44,39 +45,33 @@ def ranked_heads(
     if quantity is None:
         quantity = _first_quantity(result)
     units = units_of(result, unit)
-    ranked_on = "on the prompts that are shown"
+
+    # Heads are ranked on one half of the units and reported on the other, or both on all.
     if select is None:
         units.refuse_below(FEWEST)
-        ranking_units = reported_units = np.arange(units.n)
+        reported_units = np.arange(units.n)
+        ranking_units = reported_units
     else:
         units.refuse_below(2 * FEWEST)
         ranking_units, reported_units = halves_of(units.n)
-        ranked_on = "on one half of the prompts, shown on the other"
 
     blocks = []
     for layers in quantities.layer_blocks(result, quantity, segment):
         part = part_of(result, "layer", layers)
         values, null = quantities.values_of(part, condition, quantity, segment)
-        _check_one_number(values, quantity)
+        quantities.check_one_number(values, quantity)
         quantities.check_present(values, quantity, segment, (result, condition))
-
-        unit_values = _of_units(values, units)
-        block = _heads_of_block(values, quantity, unit_values[reported_units], level)
-        block["ranked_by"] = unit_values[ranking_units].mean(0)
-        if null is not None:
-            null_of_units = _of_units(null.broadcast_like(values), units)
-            block["uniform"] = null_of_units[reported_units].mean(0)
+        block = _head_means(values, null, quantity, units, reported_units, level)
+        block["ranked_by"] = _of_units(values, units)[ranking_units].mean(0)
         blocks.append(block)
     table = pd.concat(blocks, ignore_index=True)
     if table.ranked_by.isna().all():
         raise quantities.absent_error(units.prompts, quantity, segment, (result, condition))
-    if select is None:  # the other half needs no shrinking
+
+    if select is None:  # the largest of the other half are not too large
         nearer_mean = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
         after_mean = table.columns.get_loc(quantity) + 1
         table.insert(after_mean, "shrunken", nearer_mean)
-
-    if null is not None:
-        ranked_on += f", beside {quantities.NULLS['uniform']}"
     ranked = table.sort_values("ranked_by", ascending=False, kind="stable")
     ranked = ranked.dropna(subset="ranked_by")[:top]
     ranked = by_head(ranked.drop(columns=["error", "ranked_by"]).reset_index(drop=True))
@@ -84,38 +79,60 @@ def ranked_heads(
         "condition": condition,
         "segment": segment,
         "of": len(table),
-        "ranked": ranked_on,
+        "ranked": _ranked_words(select, has_null=bool(table.uniform.notna().any())),
         "unit": units.unit,
         "level": level,
     }
     return ranked
 
 
-def _heads_of_block(
-    values: xr.DataArray, quantity: str, reported: np.ndarray, level: float
+def _head_means(
+    values: xr.DataArray,
+    null: xr.DataArray | None,
+    quantity: str,
+    units: Units,
+    reported_units: np.ndarray,
+    level: float,
 ) -> pd.DataFrame:
-    """The means of each head of some layers with their intervals; the null is not known yet.
+    """The mean of each head of some layers with its interval and standard error, and that of its
+    null.
 
     Args:
         values: The values of these layers [prompt, layer, head].
+        null: Those under uniform attention, which broadcast with them; None if they have no null.
         quantity: The name of the column of means.
-        reported: Those of the reported units [unit, cell].
+        units: The units of the prompts.
+        reported_units: Those that count.
         level: The level of the intervals.
     """
-    mean, low, high = t_interval(reported, level)
-    layer, head = np.indices(values.shape[1:]).reshape(2, -1)
-    return pd.DataFrame(
-        {
-            "layer": values.layer.values[layer],
-            "head": values["head"].values[head],
-            quantity: mean,
-            "low": low,
-            "high": high,
-            "uniform": np.nan,
-            "n": len(reported),
-            "error": reported.std(0, ddof=1) / np.sqrt(len(reported)),
-        }
-    )
+    unit_values = _of_units(values, units)[reported_units]
+    uniform = np.nan
+    if null is not None:
+        uniform = _of_units(null.broadcast_like(values), units)[reported_units].mean(0)
+
+    mean, low, high = t_interval(unit_values, level)
+    layer_indices, head_indices = np.indices(values.shape[1:]).reshape(2, -1)
+    columns = {
+        "layer": values.layer.values[layer_indices],
+        "head": values["head"].values[head_indices],
+        quantity: mean,
+        "low": low,
+        "high": high,
+        "uniform": uniform,
+        "n": len(reported_units),
+        "error": stats.sem(unit_values),
+    }
+    return pd.DataFrame(columns)
+
+
+def _ranked_words(select: Literal["half"] | None, has_null: bool) -> str:
+    """On which prompts heads were ranked, and beside what they are shown."""
+    words = "on the prompts that are shown"
+    if select == "half":
+        words = "on one half of the prompts, shown on the other"
+    if has_null:
+        words += f", beside {quantities.NULLS['uniform']}"
+    return words
 
 
 def _first_quantity(result: Result) -> str:
@@ -126,18 +143,8 @@ def _first_quantity(result: Result) -> str:
     return names[0]
 
 
-def _check_one_number(values: xr.DataArray, quantity: str) -> None:
-    """Refuse values that are not [prompt, layer, head]."""
-    further = sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"}))
-    if further:
-        dims = ", ".join(further)
-        raise OptionError(
-            f"{quantity!r} does not have one number per head ({dims}), so it cannot rank heads"
-        )
-
-
 def _of_units(values: xr.DataArray, units: Units) -> np.ndarray:
-    """The values of units [unit, layer × head] from those of prompts."""
+    """The means of each unit's prompts [unit, layer × head]."""
     prompt_values = values.transpose("prompt", "layer", "head").values
     return units.means(prompt_values.reshape(len(prompt_values), -1))
 
@@ -153,12 +160,12 @@ def sink_kinds(
     """Classify the sink of each head, from a run with ``ma.analyses.AttentionSinks()``.
 
     A head has a sink if, in more than ``rate_above`` of the prompts, some key's mean attention is
-    above the analysis's threshold. "nop": the values of its strongest key are small,
-    ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending there adds little. "broadcast": the values
-    are not small, but the head's output has a low effective rank (exp of the entropy of the shares
-    of its singular values), ``rank < rank_below``, so it adds much the same to every token.
-    Otherwise "neither". The thresholds are conventions: see how many heads of each kind there are
-    under others.
+    above the analysis's threshold; otherwise its kind is "no sink". "nop": the values of its
+    strongest key are small, ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending there adds little.
+    "broadcast": the values are not small, but the head's output has a low effective rank (exp of
+    the entropy of the shares of its singular values), ``rank < rank_below``, so it adds much the
+    same to every token. "neither": none of these. The thresholds are conventions: see how many
+    heads of each kind there are under others.
 
     Args:
         result: A run with ``AttentionSinks``.
@@ -181,11 +188,7 @@ def sink_kinds(
         OptionError: The run had no ``AttentionSinks``, there is no such condition, or a threshold
             is out of range.
     """
-    thresholds = {
-        "value_below": value_below,
-        "rank_below": rank_below,
-        "rate_above": rate_above,
-    }
+    thresholds = {"value_below": value_below, "rank_below": rank_below, "rate_above": rate_above}
     if value_below < 0 or rank_below < 1 or not 0 <= rate_above <= 1:
         raise OptionError(
             f"thresholds={thresholds}: value_below is 0 or more, rank_below 1 or more, and"
@@ -196,12 +199,16 @@ def sink_kinds(
             "this run did not measure sinks: add ma.analyses.AttentionSinks() to its analyses"
         )
     quantities.check_condition(result, condition)
+
+    # A row for each layer, head and prompt.
     sinks = result["attention_sinks"].sel(condition=condition)
-    cells = sinks[_SINK_QUANTITIES].to_dataframe()  # a row for each layer, head and prompt
+    cells = sinks[_SINK_QUANTITIES].to_dataframe()
     cells = cells.reset_index()[["layer", "head", *_SINK_QUANTITIES]]
     cells["has_sink"] = cells.sinks > 0
     is_massive = cells.strongest_position == cells.massive_position
     cells["overlaps"] = is_massive.astype(np.float64).where(cells.massive_count > 0)
+
+    # A row for each layer and head.
     with_sink = cells[cells.has_sink].groupby(["layer", "head"])
     columns = {
         "sink_rate": cells.groupby(["layer", "head"]).has_sink.mean(),

@@ -1,5 +1,5 @@
-"""What figures show: means over prompts with their t intervals, by layer, of everything or at each
-position; and beside the latter, what the null gives there.
+"""What figures show: means over prompts with their t intervals, by layer, over everything or at
+each position, and what the null gives at each position.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS
@@ -18,22 +19,21 @@ from mechattn.contrast.table import Ranking, largest
 from mechattn.contrast.tested import what_is_tested
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, part_of, units_in
-from mechattn.stats.intervals import FEWEST, Interval, Moments, ratio, t_interval
+from mechattn.stats.intervals import FEWEST, Interval, Moments, ratio
 
-NAME = "received_attention"
+RECEIVED = "received_attention"
 
 
 def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
-    """The values [unit, …] that an interval is computed from: those of prompts, or the means of
-    groups.
+    """The values of units [unit, …], of which an interval is computed: those of prompts, or the
+    means of their groups.
     """
     prompt_values = values.transpose("prompt", ...).values.astype(np.float64)
     return units_in(result, values).means(prompt_values)
 
 
 def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] = ()) -> Interval:
-    """The mean of each prompt's mean over some dimensions, with its interval, which fewer than
-    three prompts lack.
+    """The mean over prompts of each prompt's mean over some dimensions, with its 95 % t interval.
 
     Args:
         result: The result that the values come from, which knows their groups.
@@ -41,9 +41,10 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
         over: The dimensions to average over within a prompt.
 
     Returns:
-        The mean and the ends of its interval at each place of the remaining dimensions.
+        The mean and the ends of its interval at each place of the remaining dimensions; the ends
+        are NaN with fewer than three prompts or groups.
     """
-    # Over other dimensions, some prompts at a time; each prompt's mean is then small.
+    # Means over dimensions of a prompt are small, so some prompts are read at a time.
     if over:
         means_of_prompts = []
         for block in in_parts(values, "prompt", result.memory):
@@ -55,7 +56,7 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     if not rest:
         return _interval(over_units(result, values))
 
-    # Else all prompts are needed at once, so some layers (or positions …) at a time.
+    # Otherwise all prompts are needed at once, so some layers (or positions …) are read at a time.
     intervals = []
     for block in in_parts(values, rest[0], result.memory):
         unit_values = over_units(result, block)
@@ -71,13 +72,8 @@ def overall_mean(result: Result, values: xr.DataArray) -> Interval:
 
 
 def _interval(values: np.ndarray) -> Interval:
-    """The t interval of values [unit, …]; without ends where there are too few units."""
-    if len(values) >= FEWEST:
-        return t_interval(values)
-
-    mean = np.nanmean(values, axis=0)
-    unknown = np.full_like(mean, np.nan)
-    return Interval(mean, unknown, unknown)
+    """The t interval of values [unit, …]; its ends are NaN where there are too few units."""
+    return Moments.of(values).interval()
 
 
 def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
@@ -90,28 +86,29 @@ def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
 
 
 class Positions(NamedTuple):
-    """Means over prompts at the positions that enough prompts have, their intervals, and the number
-    of prompts; all [position].
+    """Means over prompts at the positions that enough prompts have, and their intervals; all
+    [position].
     """
 
     at: np.ndarray  # the positions, from 0
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    n: np.ndarray  # prompts
+    n: np.ndarray  # how many prompts have the position
 
 
 def at_positions(
     dataset: xr.Dataset, quantity: str, place: dict[str, object], prompts: np.ndarray
 ) -> Positions:
-    """A quantity at each position of one head, without those that fewer than half of the prompts,
-    or than 10, have.
+    """A quantity of one head at each position that at least half of the prompts have, and at least
+    10 of them, or all if there are fewer.
 
     Args:
         dataset: An analysis's dataset with the quantity, its count and its variance.
         quantity: The quantity, such as "received".
         place: The condition, layer and head.
-        prompts: The prompts that count; unless these are all, each prompt's values must be stored.
+        prompts: The indices of those that count; unless these are all, the values of each prompt
+            must be stored.
     """
     head_dataset = dataset.sel(place)
     if len(prompts) < dataset.sizes["prompt"]:
@@ -124,8 +121,7 @@ def at_positions(
             head_dataset[f"{quantity}_variance"].values,
         )
 
-    at_least = min(10, len(prompts))
-    fewest = max(at_least, len(prompts) / 2)
+    fewest = max(min(10, len(prompts)), len(prompts) / 2)
     positions = np.flatnonzero(moments.n >= fewest)
     mean, low, high = moments.interval()
     return Positions(
@@ -145,20 +141,20 @@ def choose_heads(
     prompts: np.ndarray,
     by: Ranking = "difference",
 ) -> list[tuple[int, int]]:
-    """The ``count`` heads, of a layer or of all, whose attention to the question changes most, by
-    layer.
+    """The ``count`` heads, of a layer or of all, whose attention to the question changes most on
+    some prompts.
 
-    With ``by="beyond"``, those furthest from the null; in the baseline, from uniform attention. On
-    these prompts; the choice of ``Result.compare(…, select="half", top=count, by=…)`` if they are
-    one half.
+    In a condition, those with the largest difference from the baseline, or with ``by="beyond"``
+    from the null: the choice of ``Result.compare(…, select="half", top=count, by=…)`` if the
+    prompts are one half. In the baseline, those furthest from uniform attention.
 
     Args:
         result: A result with received attention of each prompt.
         layer: A layer; all of them where it is None.
         count: The number of heads.
         condition: The condition.
-        prompts: The prompts to choose by.
-        by: What ranks the heads.
+        prompts: The indices of the prompts to choose by.
+        by: What ranks the heads of a condition.
 
     Returns:
         Pairs of a layer and a head, in this order.
@@ -167,40 +163,44 @@ def choose_heads(
         OptionError: The positions of each prompt were not kept, or there are too few heads or
             prompts.
     """
-    if "received_per_prompt" not in result["received_attention"]:
+    if "received_per_prompt" not in result[RECEIVED]:
         raise OptionError(
-            "choosing heads on one half of the prompts needs the positions of each prompt: "
-            'run with keep="prompts", or name the heads'
+            "choosing heads on one half of the prompts needs the positions of each prompt:"
+            ' run with keep="prompts", or name the heads'
         )
     half = part_of(result, "prompt", prompts)
     if condition == BASELINE:
-        values, uniform = values_of(half, condition, "received", "question")
-        assert uniform is not None  # received attention always has it
-        if layer is not None:
-            values = values.sel(layer=[layer])
-        ratios = values / uniform
-        ratios = ratios.transpose("prompt", "layer", "head")
-        log_ratio = ratios.copy(data=np.log(ratios.values))
-        unit_values = over_units(result, log_ratio)
-        unit_values = unit_values.reshape(-1, log_ratio[0].size)
-        layer_indices, head_indices = np.indices(log_ratio.shape[1:]).reshape(2, -1)
-        layers = log_ratio.layer.values[layer_indices]
-        heads = log_ratio["head"].values[head_indices]
+        distances = _from_uniform(half, layer)
     else:
         tested = what_is_tested(Question(half, condition), layer, by=by)
-        unit_values = tested.values
-        layers = tested.labels["layer"].to_numpy()
-        heads = tested.labels["head"].to_numpy()
+        heads = pd.MultiIndex.from_frame(tested.labels)
+        distances = pd.Series(abs(tested.values.mean(0)), heads)
 
-    if not 1 <= count <= len(heads) or len(prompts) < 3:
+    if not 1 <= count <= len(distances) or len(prompts) < FEWEST:
         raise OptionError(
-            f"cannot choose {count} of {len(heads)} heads on {len(prompts)} prompts (one half); "
-            "name the heads, or run at least 6 prompts"
+            f"cannot choose {count} of {len(distances)} heads on {len(prompts)} prompts (one half);"
+            f" name the heads, or run at least {2 * FEWEST} prompts"
         )
 
-    is_chosen = largest(abs(unit_values.mean(0)), count)
-    pairs = zip(layers[is_chosen].tolist(), heads[is_chosen].tolist(), strict=True)
-    return sorted(pairs)
+    chosen = distances[largest(distances.to_numpy(), count)]
+    return sorted(chosen.index.tolist())
+
+
+def _from_uniform(result: Result, layer: int | None) -> pd.Series:
+    """How far each head's attention to the question in the baseline is from uniform attention, by
+    layer and head.
+
+    ``|mean over prompts of log(received / uniform)|``
+    """
+    values, uniform = values_of(result, BASELINE, "received", "question")
+    assert uniform is not None  # received attention always has it
+    if layer is not None:
+        values = values.sel(layer=[layer])
+    ratios = (values / uniform).transpose("prompt", "layer", "head")
+    log_ratios = ratios.copy(data=np.log(ratios.values))
+
+    mean = log_ratios[0].copy(data=over_units(result, log_ratios).mean(0))
+    return abs(mean).to_series()
 
 
 # The null at each position.
@@ -215,7 +215,10 @@ def uniform_at_positions(
         dataset: The dataset of received attention.
         quantity: The quantity whose null it is, such as "received" or "received_by_origin".
         place: The condition, layer and head.
-        prompts: The prompts that count.
+        prompts: The indices of the prompts that count.
+
+    Returns:
+        Attention that a query pays to each position, as a fraction [position].
     """
     name = quantity.replace("received", "received_uniform", 1)  # as it is stored
     return _mean_line(dataset, name, place, prompts)
@@ -232,8 +235,8 @@ def dilution_at_positions(
     """What original tokens would receive if they kept their attention to each other, by position.
 
     ``null[k] = baseline[k] · mean over prompts of dilution[s] / baseline[s]``, where s is the
-    segment of token k in a prompt: a pass knows the dilution of a segment, and here all its tokens
-    lose the same share. NaN for inserted tokens.
+    segment of token k in a prompt: only that of a whole segment is stored, and all of its tokens
+    are taken to lose the same share. NaN for inserted tokens.
 
     Args:
         result: A result with received attention and its dilution null.
@@ -242,27 +245,24 @@ def dilution_at_positions(
         condition: The condition.
         layer: The layer.
         head: The head.
-        prompts: The prompts that count; the means of others are not in the baseline's line either.
+        prompts: The indices of the prompts that count, of the baseline too.
 
     Returns:
         Attention that a query pays to each position, as a fraction [position].
     """
-    dataset = result[NAME]
+    dataset = result[RECEIVED]
     place = {"condition": BASELINE, "layer": layer, "head": head}
     baseline = _mean_line(dataset, "received_by_origin", place, prompts)
     left = share_left(dataset, condition).sel(layer=layer, head=head)
-    left = left.isel(prompt=prompts)
-    share_by_segment = left.transpose("prompt", "segment").values
+    share_by_segment = left.isel(prompt=prompts).transpose("prompt", "segment").values
 
     # The token of the baseline at each position [prompt, pos], and its segment.
-    sequences = result["sequences"].isel(prompt=prompts)
-    segments = sequences.segment_index.sel(condition=BASELINE)
-    segments = segments.transpose("prompt", "pos").values
-    shown_condition = condition
+    by_position = result["sequences"].isel(prompt=prompts).transpose("prompt", "pos", ...)
+    segments = by_position.segment_index.sel(condition=BASELINE).values
+    positions_of = condition
     if quantity == "received_by_origin":
-        shown_condition = BASELINE
-    origins = sequences.origin.sel(condition=shown_condition)
-    origins = origins.transpose("prompt", "pos").values
+        positions_of = BASELINE
+    origins = by_position.origin.sel(condition=positions_of).values
     is_original = origins >= 0
     origins = np.where(is_original, origins, 0)  # any index that exists; its value is not used
     segment_of_origin = np.take_along_axis(segments, origins, axis=1)
@@ -275,8 +275,8 @@ def dilution_at_positions(
 
 
 def share_left(dataset: xr.Dataset, condition: str) -> xr.DataArray:
-    """What dilution leaves to the tokens of each segment of what they receive in the baseline, as a
-    fraction.
+    """What dilution leaves to each segment's tokens, as a fraction of what they receive in the
+    baseline [prompt, layer, head, segment]; NaN where they receive nothing.
     """
     null = dataset.received_by_segment_dilution.sel(condition=condition, drop=True)
     baseline = dataset.received_by_segment.sel(condition=BASELINE, drop=True)
@@ -284,8 +284,10 @@ def share_left(dataset: xr.Dataset, condition: str) -> xr.DataArray:
 
 
 def shares_by_position(result: Result, condition: str) -> np.ndarray:
-    """:func:`share_left` of each token of the baseline [layer, head, key], mean over prompts."""
-    left = share_left(result[NAME], condition)
+    """The mean over prompts of :func:`share_left` for each token of the baseline
+    [layer, head, key].
+    """
+    left = share_left(result[RECEIVED], condition)
     left = left.transpose("layer", "head", "prompt", "segment")
 
     segments = result["sequences"].segment_index.sel(condition=BASELINE)
@@ -293,9 +295,10 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
     numbers = np.arange(len(SEGMENTS))[:, None, None]
     is_segment = (segments == numbers).astype(np.float64)  # [segment, prompt, key]
 
-    # Sums over prompts and segments, as the shares of each prompt, head and position would be many.
+    # Products that are summed over prompts and segments, as the share of each prompt, head and
+    # position would take much memory.
     layer_means = []
-    over_prompts_and_segments = ([1, 2], [1, 0])
+    over_prompts_and_segments = ([1, 2], [1, 0])  # their axes in both factors
     for shares in left:
         is_known = np.isfinite(shares.values)
         known_shares = np.where(is_known, shares.values, 0)

@@ -18,11 +18,11 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
     """See :meth:`mechattn.results.result.Result.methods`, which explains the arguments.
 
     Raises:
-        OptionError: A table doesn't state its family of tests.
+        OptionError: A table is not from ``Result.compare``.
     """
     about = result.provenance
     for number, table in enumerate(tables):
-        if "family" not in getattr(table, "attrs", {}):
+        if "patterns" not in getattr(table, "attrs", {}):  # as only its tables say
             raise OptionError(
                 f"table {number} has no record of how it was made; give tables from Result.compare"
             )
@@ -34,7 +34,7 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
         _analyses(about),
     ]
 
-    # Which nulls were computed, as the names of stored variables end with them.
+    # The nulls that were computed: the names of their variables end with theirs.
     names: set[str] = set()
     for dataset in result.datasets.values():
         names |= set(map(str, dataset))
@@ -99,7 +99,7 @@ def _prompts(result: Result) -> str:
     prompts = result.provenance["prompts"]
     units = units_of(result)
     unit = "group"
-    if units.of is None:
+    if units.group_of_prompt is None:
         unit = "prompt"
 
     details = f"hash {prompts['hash']}"
@@ -108,7 +108,7 @@ def _prompts(result: Result) -> str:
     sentence = (
         f"The run used {units.words} ({details}), and the unit of replication was the {unit}."
     )
-    # How much the prompts repeat each other is added unless groups take account of it.
+    # How much the prompts repeat each other; empty if they don't, or groups take account of it.
     return f"{sentence} {alike_words(result)}".strip()
 
 
@@ -120,7 +120,7 @@ def _conditions(result: Result) -> str:
         if name == BASELINE:
             continue
 
-        written = stored.get(name, {}).get("written", "unknown")
+        written = stored[name]["written"]
         phrases.append(f"“{name}” ({written}; {inserted_words(result, name)})")
 
     if not phrases:
@@ -155,8 +155,8 @@ def _compared(table: pd.DataFrame) -> str:
         quantity += f" of the {about['segment']}"
     quantity += f" as {about['scale']}s"
 
-    # The units, and the half of them on which heads were selected.
-    pairing = f"paired by {about['unit'].partition(' ')[0]}"
+    # The units, and whether heads were selected on one half of them.
+    pairing = f"paired by {about['unit_kind']}"
     units = 0
     if len(table):
         units = int(table.n.iloc[0])
@@ -202,7 +202,7 @@ def _several(value: Any) -> str:
 
 
 def _and(phrases: Sequence[str]) -> str:
-    """Phrases as a list with "and"."""
+    """Phrases as an enumeration: "a, b and c"."""
     if len(phrases) <= 1:
         return "".join(phrases)
     return f"{', '.join(phrases[:-1])} and {phrases[-1]}"

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import xarray as xr
 
+from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE, INSERTED
 from mechattn.errors import MemoryOptionError, OptionError, memory_bytes
 from mechattn.results.result import Result
@@ -37,13 +38,11 @@ _NULL_NEEDS = {
     ),
 }
 
-# Dimensions that a quantity may have beside prompt, layer and head.
-FURTHER_DIMS = ("segment", "to_segment", "band")
 _HEAD_DIMS = {"prompt", "condition", "layer", "head"}
 
 # Arrays [prompt, cell] of float64 in memory at the same time in a comparison: measured 4 to 6.
 _ARRAYS_AT_ONCE = 8
-_ARRAYS_KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
+_ARRAYS_KEPT = 6  # arrays [unit or bag, cell] that are kept for resampling, of all layers
 
 
 # Which variable a quantity is.
@@ -70,39 +69,36 @@ def dataset_of(result: Result, quantity: str) -> tuple[xr.Dataset, str]:
                 return dataset, name
 
     # What there is instead, and the analysis that measures this quantity.
-    from mechattn.analysis import ANALYSES
-
     measured = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
     hint = f"there are {', '.join(measured)}: name one with quantity=…"
-    for kind in ANALYSES:
-        its_quantities = kind().quantities.keys()
-        if not its_quantities.isdisjoint(names):
-            hint += f", or run it with ma.analyses.{kind.__name__}()"
+    for analysis in ANALYSES:
+        if not analysis().quantities.keys().isdisjoint(names):
+            hint += f", or run it with ma.analyses.{analysis.__name__}()"
     raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; {hint}")
 
 
 def head_quantities(result: Result) -> list[str]:
-    """The quantities with one number per head and prompt, named as in ``result.compare``;
-    "received" comes first.
+    """The quantities with one number for each head of a prompt, or of a segment of it, named as in
+    ``result.compare``; "received" comes first.
     """
     allowed_dims = _HEAD_DIMS | {"segment"}
     names = _quantities(result, lambda dims: _HEAD_DIMS <= dims <= allowed_dims)
     names = [name for name in names if not name.endswith("_per_prompt")]
-    return sorted(names, key=lambda name: name != "received")
+    return sorted(names, key=lambda name: name != "received")  # False sorts before True
 
 
 def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[str]:
     """The names of what was measured with such dimensions, without nulls."""
     null_endings = tuple(f"_{kind}" for kind in NULLS)
-    names: dict[str, None] = {}
+    names = []
     for dataset_name, dataset in result.datasets.items():
         if dataset_name == "sequences":
             continue
         for variable_name, variable in dataset.data_vars.items():
-            name = str(variable_name)
+            name = str(variable_name).removesuffix("_by_segment")
             if has_dims(set(variable.dims)) and not name.endswith(null_endings):
-                names[name.removesuffix("_by_segment")] = None
-    return list(names)
+                names.append(name)
+    return list(dict.fromkeys(names))  # each once, in this order
 
 
 # Its values in a condition and a segment, and those of its null.
@@ -120,9 +116,13 @@ def values_of(
         segment: A segment; all of them, as a further dimension, where it is None.
         kind: Which null.
 
+    Returns:
+        The values, and those of the null; None in place of a uniform null that is not known, as
+        many quantities have none.
+
     Raises:
-        OptionError: There is no such null; without a uniform one None is returned, and the table
-            says that no null is known.
+        OptionError: There is no such condition, quantity or segment, or no such null, unless it is
+            the uniform one.
     """
     check_condition(result, condition)
     dataset, name = dataset_of(result, quantity)
@@ -140,7 +140,7 @@ def values_of(
 
 
 def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
-    """Whether each number of a quantity in a condition has its dilution null."""
+    """Whether every number of a quantity in a condition has its dilution null."""
     result, condition = side
     dataset, name = dataset_of(result, quantity)
     null_name = f"{name}_dilution"
@@ -165,14 +165,15 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
 def values_beside_null(
     result: Result, quantity: str, segment: str, conditions: Sequence[str]
 ) -> tuple[xr.DataArray, xr.DataArray | None, Null]:
-    """The values of a quantity with at most one number per head, beside dilution or else uniform
-    attention; unread [prompt, condition, layer, …].
+    """The values of a quantity with at most one number for each head, and those of its null; unread
+    [prompt, condition, layer, …].
 
     Args:
         result: A result with the quantity.
         quantity: The quantity, such as "received".
         segment: The segment, where the quantity has segments.
-        conditions: The conditions that are shown: the null is dilution if all of them have it.
+        conditions: The conditions that are shown. The null is dilution if all of them but the
+            baseline have it, and otherwise uniform attention.
 
     Returns:
         The values, those of the null (None if there is none), and which null it is.
@@ -182,12 +183,7 @@ def values_beside_null(
     """
     dataset, name = dataset_of(result, quantity)
     values = in_segment(dataset[name], segment)
-
-    head_dims = {"prompt", "condition", "layer", "head", "block"}
-    further = [str(dim) for dim in values.dims if dim not in head_dims]
-    if further:
-        words = ", ".join(further)
-        raise OptionError(f"{quantity!r} has more than one number for each head ({words})")
+    check_at_most_one_number(values, quantity)
 
     changed = [condition for condition in conditions if condition != BASELINE]
     have_dilution = [has_dilution((result, condition), quantity, segment) for condition in changed]
@@ -212,7 +208,8 @@ def values_in(variable: xr.DataArray, condition: str, segment: str | None) -> xr
 
 
 def in_segment(variable: Values, segment: str | None) -> Values:
-    """The values of a variable or a dataset in a segment, if it has segments.
+    """The values of a variable or a dataset in a segment; all of them if it has no segments, or
+    None is named.
 
     Raises:
         OptionError: It has segments, but not this one.
@@ -226,18 +223,20 @@ def in_segment(variable: Values, segment: str | None) -> Values:
 
 
 def segment_of(variable: xr.DataArray, segment: str | None) -> str:
-    """The segment that the numbers of a quantity are of, as a column of a table says; empty for one
-    without.
+    """The segment of a quantity's numbers as tables state it: "all" where None is named, and empty
+    for a quantity without segments.
     """
     if "segment" not in variable.dims:
         return ""
-    return segment or "all"
+    if segment is None:
+        return "all"
+    return segment
 
 
 def labels_where(mask: xr.DataArray, dim: str) -> set[object]:
     """The labels of a dimension at which any value of a mask is true."""
-    over = [name for name in mask.dims if name != dim]
-    has_any = mask.any(over).values
+    other_dims = [name for name in mask.dims if name != dim]
+    has_any = mask.any(other_dims).values
     return set(mask[dim].values[has_any].tolist())
 
 
@@ -248,15 +247,17 @@ def inserted_counts(result: Result, condition: str) -> np.ndarray:
 
 
 def inserted_words(result: Result, condition: str) -> str:
-    """How many tokens a condition inserts, in words; the range over prompts."""
+    """How many tokens a condition inserts, in words; a range where prompts differ."""
     counts = inserted_counts(result, condition)
     fewest = counts.min()
     most = counts.max()
+    if fewest != most:
+        return f"{fewest} to {most} tokens inserted"
     if most == 0:
         return "no tokens inserted"
-    if fewest == most:
-        return f"{most} tokens inserted"
-    return f"{fewest} to {most} tokens inserted"
+    if most == 1:
+        return "1 token inserted"
+    return f"{most} tokens inserted"
 
 
 # What is refused.
@@ -269,6 +270,23 @@ def check_condition(result: Result, condition: str) -> None:
         raise OptionError(f"there is no condition {condition!r}; the result has {conditions}")
 
 
+def check_one_number(values: xr.DataArray, quantity: str) -> None:
+    """Refuse values that are not one number for each layer and head of a prompt."""
+    dims = [str(dim) for dim in values.dims if dim not in ("prompt", "condition")]
+    if sorted(dims) != ["head", "layer"]:
+        raise OptionError(
+            f"{quantity!r} does not have one number per head, but one for each {', '.join(dims)}"
+        )
+
+
+def check_at_most_one_number(values: xr.DataArray, quantity: str) -> None:
+    """Refuse values with several numbers for a head; one for a layer or for its blocks is fine."""
+    further = [str(dim) for dim in values.dims if dim not in {*_HEAD_DIMS, "block"}]
+    if further:
+        words = ", ".join(further)
+        raise OptionError(f"{quantity!r} has more than one number for each head ({words})")
+
+
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
     """Refuse a layer that does not exist or was not measured."""
     measured = dataset.layer.values.tolist()
@@ -277,12 +295,13 @@ def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
 
 
 def check_present(values: xr.DataArray, quantity: str, segment: str | None, side: Side) -> None:
-    """Refuse values of a side that some prompts lack, in a cell that others have."""
+    """Refuse values that some prompts lack in a cell that others have; a cell that all lack is left
+    out elsewhere.
+    """
     # The minimum is NaN if any value is: this is fast, and nearly always all are there.
     if not np.isnan(values.values.min(initial=np.inf)):
         return
 
-    # A cell that every prompt lacks is left out elsewhere.
     missing = values.isnull()
     missing &= ~missing.all("prompt")
     if missing.any():
@@ -292,7 +311,7 @@ def check_present(values: xr.DataArray, quantity: str, segment: str | None, side
 
 
 def check_measured(side: Side, quantity: str, segment: str | None) -> None:
-    """Refuse a side in which some prompts have a quantity in no cell."""
+    """Refuse a condition in which some prompts have a quantity in no cell."""
     result, condition = side
     variable = variable_of(result, quantity)
     values = in_segment(variable.sel(condition=condition), segment)
@@ -307,13 +326,13 @@ def check_measured(side: Side, quantity: str, segment: str | None) -> None:
 
 
 def absent_error(count: int, quantity: str, segment: str | None, side: Side) -> OptionError:
-    """The error where some prompts lack a quantity in a condition."""
+    """The error for a condition in which this number of prompts lack a quantity."""
     result, condition = side
     if segment == "inserted" and not inserted_counts(result, condition).any():
         return OptionError(
             f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted';"
-            " result.compare takes two conditions that insert, and result.heads(…, condition=…,"
-            " segment='inserted') shows what one of them has"
+            " result.compare takes two conditions that insert, and"
+            " result.heads(…, condition=…, segment='inserted') shows what one of them has"
         )
 
     variable = variable_of(result, quantity)
@@ -336,18 +355,18 @@ def absent_error(count: int, quantity: str, segment: str | None, side: Side) -> 
 def slices(
     count: int, bytes_of_one: int, memory: str, what: str, bytes_of_resamples: int = 0
 ) -> list[slice]:
-    """Split a number of layers or prompts, which take some bytes each, into blocks that fit beside
-    the resamples of all of them.
+    """Split layers or prompts into blocks that fit into memory, beside what is resampled of all of
+    them.
 
     Args:
         count: The number of layers or prompts.
         bytes_of_one: What each takes.
         memory: What may be used, such as "8GiB".
         what: What each is, for the error.
-        bytes_of_resamples: What resamples of all of them take together; 0 without any.
+        bytes_of_resamples: What is kept for resampling, of all of them together.
 
     Returns:
-        One slice of everything if it fits; else slices of as many as fit at a time.
+        One ``slice(None)`` if everything fits; else slices of as many as fit at a time.
 
     Raises:
         MemoryOptionError: Not even one fits.
@@ -369,26 +388,23 @@ def slices(
 
 
 def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArray]:
-    """Yield values some layers or prompts at a time."""
+    """Yield the values of some layers or prompts at a time."""
     count = values.sizes[dim]
     bytes_of_one = 8 * _ARRAYS_AT_ONCE * values.size // max(1, count)
     for block in slices(count, bytes_of_one, memory, f"one {dim} of {values.name!r}"):
-        if block == slice(None):
-            yield values
-        else:
-            yield values.isel({dim: block})
+        yield values.isel({dim: block})
 
 
 def layer_blocks(
     result: Result, quantity: str, segment: str | None, resamples: int = 0
 ) -> list[slice]:
-    """The layers of a quantity in blocks for a comparison with this number of resamples.
+    """Split the layers of a quantity into blocks for a comparison.
 
     Args:
         result: A result with the quantity.
         quantity: The quantity, such as "received".
         segment: A segment; all of them where it is None.
-        resamples: The number of resamples; 0 where only differences are computed.
+        resamples: The number of resamples; 0 where nothing is resampled.
 
     Raises:
         MemoryOptionError: Not even one layer fits.
@@ -404,9 +420,9 @@ def layer_blocks(
         cells //= sizes.get("segment", 1)
 
     # What is read of both conditions, and what is computed from it.
-    read = 2 * variable.dtype.itemsize * prompts * stored
-    computed = 8 * _ARRAYS_AT_ONCE * prompts * cells
-    bytes_of_a_layer = (read + computed) // layers
+    bytes_read = 2 * variable.dtype.itemsize * prompts * stored
+    bytes_computed = 8 * _ARRAYS_AT_ONCE * prompts * cells
+    bytes_of_a_layer = (bytes_read + bytes_computed) // layers
 
     # What is kept of all layers: counts of both kinds of resamples, signs as bits, and values.
     bytes_of_resamples = 0
@@ -414,5 +430,5 @@ def layer_blocks(
         bytes_of_patterns = patterns_needed(resamples, cells) // 8
         bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _ARRAYS_KEPT * cells
         bytes_of_resamples = resampled_count(prompts) * bytes_of_a_unit
-    words = f"{quantity!r} of {prompts:,} prompts"
-    return slices(layers, bytes_of_a_layer, result.memory, words, bytes_of_resamples)
+    what = f"{quantity!r} of {prompts:,} prompts"
+    return slices(layers, bytes_of_a_layer, result.memory, what, bytes_of_resamples)

@@ -16,6 +16,7 @@ from mechattn.axes import BASELINE, INSERTED
 from mechattn.contrast.quantities import (
     Null,
     Scale,
+    Side,
     check_condition,
     check_layer,
     has_dilution,
@@ -24,12 +25,12 @@ from mechattn.contrast.quantities import (
     variable_of,
 )
 from mechattn.errors import OptionError, check_choice, check_counts, visible
-from mechattn.results.result import Result, part_of, units_of
+from mechattn.results.result import Result, part_of, shared_units, units_of
 from mechattn.stats.intervals import Moments, check_level
-from mechattn.stats.units import RESAMPLES, Unit
+from mechattn.stats.units import RESAMPLES, Unit, Units
 
-SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
-FEWEST_SINK_HEADS = 0.1  # of all heads: with fewer, a sink that moves is not worth a sentence
+_SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
+_SHARE_WORTH_TELLING = 0.1  # of all heads: where fewer have a sink, its move is not told
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Question:
             their scores besides content (ALiBi, learned sinks): the softmax of these terms alone.
         scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0
             in some prompt) is left out, with a warning that names it.
-        unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the
+        unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, with the
             means over their prompts; "prompt" uses single prompts.
         matched: Refuse two conditions that insert different numbers of tokens.
         level: The level of the intervals.
@@ -100,9 +101,37 @@ class Question:
         return "uniform"
 
     @property
-    def sides(self) -> list[tuple[Result, str]]:
+    def scale_used(self) -> Scale:
+        """The scale, as asked for or by default: that of differences for a quantity that may be 0
+        in the baseline.
+        """
+        if self.scale is not None:
+            return self.scale
+        variable = variable_of(self.result, self.quantity)
+        if variable.attrs.get("compared") == "difference":
+            return "difference"
+        return "log-ratio"
+
+    @property
+    def segment_name(self) -> str:
+        """The segment as tables state it, "all" for all of them."""
+        if self.segment is None:
+            return "all"
+        return self.segment
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
         """Both conditions with their results."""
-        return [(self.result, self.condition), (self.reference, self.to)]
+        return (self.result, self.condition), (self.reference, self.to)
+
+    @property
+    def units(self) -> Units:
+        """The units of both results.
+
+        Raises:
+            OptionError: Their prompts have different groups.
+        """
+        return shared_units(self.result, self.reference, self.unit)
 
     def of_parts(self, part: Callable[[Result], Result]) -> Self:
         """The same question of a part of each result, with the null of the whole."""
@@ -119,13 +148,12 @@ class Question:
         """The same question of one layer; of all where it is None."""
         if layer is None:
             return self
-        variable = variable_of(self.result, self.quantity)
-        check_layer(layer, variable)
-        index = variable.layer.values.tolist().index(layer)
-        return self.of_layers(slice(index, index + 1))
+        check_layer(layer, variable_of(self.result, self.quantity))
+        return self.of_parts(lambda result: result.sel(layer=layer))
 
     def check_alike(self) -> None:
-        """Refuse other prompts, and two conditions that insert different numbers of tokens.
+        """Refuse two results of different prompts, a condition beside itself, and two conditions
+        that insert different numbers of tokens.
 
         Raises:
             OptionError: They cannot be compared prompt by prompt.
@@ -146,15 +174,16 @@ class Question:
 
         for result, condition in self.sides:
             check_condition(result, condition)
-        count, reference_count = [inserted_counts(*side) for side in self.sides]
-        if not count.any() or not reference_count.any():
+        counts = inserted_counts(self.result, self.condition)
+        their_counts = inserted_counts(self.reference, self.to)
+        if not counts.any() or not their_counts.any():
             return
-        differing = np.flatnonzero(count != reference_count)
+        differing = np.flatnonzero(counts != their_counts)
         if len(differing):
             prompt = differing[0]
             raise OptionError(
-                f"{self.condition!r} inserts {count[prompt]} tokens, {self.to!r}"
-                f" {reference_count[prompt]}, so their difference would be one of length too. Give"
+                f"{self.condition!r} inserts {counts[prompt]} tokens, {self.to!r}"
+                f" {their_counts[prompt]}, so their difference would be one of length too. Give"
                 " both the same count, or say matched=False"
             )
 
@@ -163,9 +192,9 @@ class Question:
 class FirstToken:
     """The attention to the first token of the baseline, without and with a condition.
 
-    Attention is that of a counted query, averaged over the queries of a prompt, then over prompts.
-    A head has its sink there if it pays more than 0.3 in the baseline, and has lost it if it pays
-    less than half of that in the condition.
+    Attention is that of a counted query, as a fraction, averaged over the queries of a prompt, then
+    over prompts. A head has its sink there if it pays more than 0.3 in the baseline, and has lost
+    it if it pays less than half of that in the condition.
 
     Args:
         text: The text of the token, in the first prompt.
@@ -192,11 +221,11 @@ class FirstToken:
 
     @property
     def moved(self) -> bool:
-        """Whether the sink has moved: at least half of the heads with a sink there, a tenth of all,
-        have lost it.
+        """Whether the sink has moved: at least a tenth of all heads have it there in the baseline,
+        and at least half of these have lost it.
         """
-        enough = self.sink_heads >= FEWEST_SINK_HEADS * self.heads
-        return enough and 2 * self.lost_heads >= self.sink_heads
+        is_worth_telling = self.sink_heads >= _SHARE_WORTH_TELLING * self.heads
+        return is_worth_telling and 2 * self.lost_heads >= self.sink_heads
 
 
 def first_token(result: Result, condition: str) -> FirstToken | None:
@@ -219,18 +248,19 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
         return None
     if "first" not in dataset.segment.values or BASELINE not in result.conditions:
         return None
+
     masses = dataset.mass_by_segment.sel(segment="first")
-    baseline = masses.sel(condition=BASELINE)
-    changed = masses.sel(condition=condition)
-    head_means = _head_means(result, baseline)
-    head_means_after = _head_means(result, changed)
+    head_means = _head_means(result, masses.sel(condition=BASELINE))
+    head_means_after = _head_means(result, masses.sel(condition=condition))
     if np.isnan(head_means).all():
         return None
-    has_sink = head_means > SINK_ABOVE
+    has_sink = head_means > _SINK_ABOVE
     has_lost_it = has_sink & (head_means_after < head_means / 2)
+
+    # The token that comes first in the condition.
     sequences = result["sequences"]
     first_origin = sequences.origin.sel(condition=condition).isel(pos=0)
-    now = float("nan")
+    now = np.nan
     if "received" in dataset:
         now = float(dataset.received.sel(condition=condition).isel(key=0).mean())
     return FirstToken(
@@ -247,11 +277,10 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
 
 
 def first_token_words(result: Result, condition: str) -> str:
-    """One sentence on the first token where a condition comes before it or takes its sink;
-    otherwise "".
+    """What happens to the first token where a condition puts tokens before it or takes its sink, in
+    two sentences; otherwise "".
 
-    It says how much attention the token held and holds, and that it is not part of the question's
-    numbers.
+    They say how much attention the token held and holds, and that it is counted by itself.
     """
     token = first_token(result, condition)
     if token is None or not (token.preceded or token.moved):
@@ -277,15 +306,14 @@ def first_token_words(result: Result, condition: str) -> str:
 
 
 def _head_means(result: Result, masses: xr.DataArray) -> np.ndarray:
-    """The mean over prompts or groups of each head's attention [layer, head], a few layers at a
+    """The mean over prompts or groups of each head's attention [layer, head], read some layers at a
     time.
     """
     units = units_of(result)
     means = []
     for block in in_parts(masses, "layer", result.memory):
-        of_prompts = block.transpose("prompt", "layer", "head").values
-        moments = Moments.of(units.means(of_prompts))
-        means.append(moments.known_mean)
+        unit_values = units.means(block.transpose("prompt", "layer", "head").values)
+        means.append(Moments.of(unit_values).known_mean)
     return np.concatenate(means)
 
 

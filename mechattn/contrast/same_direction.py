@@ -12,7 +12,7 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, units_of
-from mechattn.stats.intervals import FEWEST, check_level, ratio, t_interval
+from mechattn.stats.intervals import FEWEST, ratio, t_interval
 from mechattn.stats.units import Unit
 
 
@@ -28,8 +28,8 @@ def agreement(
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments.
 
     Raises:
-        OptionError: No activations were measured, a condition is unknown or the one that changes
-            are from, or there are too few units.
+        OptionError: No activations were measured, a condition is unknown, ``over`` is one of the
+            two, or there are too few units.
     """
     if "mlp_activations" not in result.datasets:
         raise OptionError(
@@ -44,22 +44,22 @@ def agreement(
         check_condition(result, name)
     if over in (condition, other):
         raise OptionError(f"over={over!r} is one of the two conditions, so its change is zero")
-    check_level(level)
-    product = result["mlp_activations"].change_product
-    product = product.transpose("prompt", "layer", "condition", "other_condition")
     units = units_of(result, unit)
     units.refuse_below(FEWEST)
 
     # Some prompts at a time.
+    product = result["mlp_activations"].change_product
+    product = product.transpose("prompt", "layer", "condition", "other_condition")
     blocks = []
     for block in in_parts(product, "prompt", result.memory):
         blocks.append(_cosines(block.astype(np.float64), condition, others, over))
     cosines = np.concatenate(blocks)  # [prompt, other, layer]
 
+    # Each cosine, and how far that with ``other``, the first, is beyond it.
     unit_cosines = units.means(cosines)
+    unit_differences = units.means(cosines[:, :1] - cosines)
     mean, low, high = t_interval(unit_cosines, level)
-    differences = units.means(cosines[:, :1] - cosines)  # from the first, which is ``other``
-    beyond, beyond_low, beyond_high = t_interval(differences, level)
+    beyond, beyond_low, beyond_high = t_interval(unit_differences, level)
     layers = product.layer.values
     columns = {
         "condition": condition,
@@ -82,13 +82,15 @@ def _cosines(product: xr.DataArray, condition: str, others: Sequence[str], over:
     """The cosines [prompt, other, layer] of a condition's change from ``over`` with the changes of
     others; NaN if one changes nothing.
 
-    ``⟨a − o, b − o⟩ = ⟨a, b⟩ − (⟨a, o⟩ + ⟨o, b⟩) + ⟨o, o⟩``, all of changes from the baseline.
+    ``⟨a − o, b − o⟩ / (‖a − o‖ ‖b − o‖)`` with
+    ``⟨a − o, b − o⟩ = ⟨a, b⟩ − (⟨a, o⟩ + ⟨o, b⟩) + ⟨o, o⟩``, where a, b and o are the changes from
+    the baseline of the condition, another one and ``over``.
 
     Args:
-        product: The stored products of two conditions' changes from the baseline.
+        product: ``⟨a, b⟩`` [prompt, layer, condition, other_condition].
         condition: The condition.
         others: Those that it is compared with.
-        over: The condition from which changes are taken.
+        over: The condition from which changes are measured.
     """
     second_over = product.sel(other_condition=over, drop=True)
     first_over = product.sel(condition=over, drop=True)

@@ -15,15 +15,15 @@ from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking, Selection, largest
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_counts
-from mechattn.results.result import units_of
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags
 
-_Halves = list[tuple[np.ndarray, np.ndarray]]
+_Halves = list[tuple[np.ndarray, np.ndarray]]  # the units of both halves, of each split
 _Select = Callable[[np.ndarray], np.ndarray]  # from values [unit, cell] to a mask of cells
+_RANKED_WORDS = {"difference": "that change most", "beyond": "furthest from the null"}
 
 
-def stability(
+def overlap_table(
     contrast: Question,
     top: int | None,
     by: Ranking | None,
@@ -40,17 +40,15 @@ def stability(
     """
     names = [contrast.condition]
     if over is not None:
-        are_different = len(set(over)) == len(over) >= 2
-        if isinstance(over, str) or not are_different:
-            raise OptionError(f"over={over!r}: name at least two different conditions")
-        names = [contrast.result.condition(name) for name in over]
+        names = _different_conditions(contrast, over)
     check_counts(splits=splits, patterns=patterns)
     fewest = Selection("half", top, by).fewest
+    ranked_by: Ranking = by or "difference"
 
-    # What is selected by, in cells that all conditions have.
-    units = units_of(contrast.result, contrast.unit)
+    # What cells are selected by, in those that all conditions have.
+    units = contrast.units
     bags = Bags.drawn(units.n, contrast.seed)
-    tested, present = several_tested(contrast, names, layer, bags, by or "difference")
+    tested, present = several_tested(contrast, names, layer, bags, ranked_by)
     cells = int(present.sum())
     if top is not None and top >= cells:
         raise OptionError(
@@ -61,17 +59,23 @@ def stability(
     for name, of_condition in zip(names, tested, strict=True):
         values[name] = of_condition.values[:, present]
 
-    # All conditions are split at the same units, or at bags of them.
-    n = len(values[names[0]])
+    # All conditions are split into the same halves of the units, or of the bags of them.
+    n = len(tested[0].values)
     generator = np.random.default_rng(contrast.seed)
     halves = [random_halves(n, generator) for _ in range(splits)]
-    select, words = _selecting(top, by, patterns)
+
+    if top is None:
+        select: _Select = partial(significant, resamples=patterns)
+        selection_words = "q < 0.05"
+    else:
+        select = partial(largest_means, count=top)
+        selection_words = f"the {top} {_RANKED_WORDS[ranked_by]}"
 
     table = pd.DataFrame(_rows(values, halves, select))
     table.attrs = {
         "quantity": contrast.quantity,
-        "segment": contrast.segment or "all",
-        "selection": words,
+        "segment": contrast.segment_name,
+        "selection": selection_words,
         "of": cells,
         "unit": units.unit,
         "splits": splits,
@@ -82,14 +86,12 @@ def stability(
     return table
 
 
-def _selecting(top: int | None, by: Ranking | None, patterns: int) -> tuple[_Select, str]:
-    """The function that selects cells, and what it selects in words."""
-    if top is None:
-        return partial(significant, resamples=patterns), "q < 0.05"
-    select = partial(largest_means, count=top)
-    if by == "beyond":
-        return select, f"the {top} furthest from the null"
-    return select, f"the {top} that change most"
+def _different_conditions(contrast: Question, over: Sequence[str]) -> list[str]:
+    """The names of conditions that are compared with each other."""
+    are_different = len(set(over)) == len(over) >= 2
+    if isinstance(over, str) or not are_different:
+        raise OptionError(f"over={over!r}: name at least two different conditions")
+    return [contrast.result.condition(name) for name in over]
 
 
 def _rows(
@@ -116,45 +118,39 @@ def _rows(
     pairs = [(name, name) for name in values]
     pairs += combinations(values, 2)
     for name, other_name in pairs:
-        on_all_prompts = np.nan  # a condition agrees with itself on the same prompts
+        on_all_prompts = np.nan  # for a condition with itself it would be 1, whatever is selected
         if name != other_name:
             on_all_prompts = jaccard(on_all[name], on_all[other_name])
 
-        overlap = _overlap(on_first[name], on_second[other_name])
         labels = {"condition": name, "other": other_name}
-        rows.append(labels | overlap | {"on_all": on_all_prompts})
+        overlap = _overlap(on_first[name], on_second[other_name])
+        rows.append({**labels, **overlap, "on_all": on_all_prompts})
     return rows
 
 
 def _overlap(selections: list[np.ndarray], other_selections: list[np.ndarray]) -> dict[str, object]:
-    """How much two selections of each split overlap, and how many cells they have."""
-    overlaps = []
-    chances = []
-    sizes = []
+    """How much the two selections of each split overlap, and how many cells they have."""
+    rows = []
     for selected, other_selected in zip(selections, other_selections, strict=True):
         size = int(selected.sum())
         other_size = int(other_selected.sum())
-        both_sizes = size + other_size
-        sizes.append(both_sizes / 2)
-        if both_sizes:
-            overlaps.append(jaccard(selected, other_selected))
-            chances.append(jaccard_by_chance(size, other_size, len(selected)))
+        row = {
+            "jaccard": jaccard(selected, other_selected),
+            "by_chance": jaccard_by_chance(size, other_size, len(selected)),
+            "selected": (size + other_size) / 2,
+        }
+        rows.append(row)
 
-    # Without an index in any split, as nothing was ever selected, there is none at all.
-    mean = low = high = by_chance = np.nan
-    if overlaps:
-        mean = float(np.mean(overlaps))
-        low, high = np.quantile(overlaps, [0.025, 0.975])
-        by_chance = float(np.mean(chances))
-
-    none_selected = 1 - len(overlaps) / len(sizes)
+    # A split in which nothing is selected has no index: NaN, which means and quantiles leave out.
+    splits = pd.DataFrame(rows)
+    means = splits.mean()
     return {
-        "jaccard": mean,
-        "low": low,
-        "high": high,
-        "by_chance": by_chance,
-        "selected": np.mean(sizes),
-        "none_selected": none_selected,
+        "jaccard": means.jaccard,
+        "low": splits.jaccard.quantile(0.025),
+        "high": splits.jaccard.quantile(0.975),
+        "by_chance": means.by_chance,
+        "selected": means.selected,
+        "none_selected": splits.jaccard.isna().mean(),
     }
 
 
@@ -162,18 +158,18 @@ def jaccard(selected: np.ndarray, other: np.ndarray) -> float:
     """``|A ∩ B| / |A ∪ B|`` of two masks [cell]; NaN if both are empty."""
     union = int((selected | other).sum())
     if not union:
-        return float("nan")
+        return np.nan
 
     intersection = int((selected & other).sum())
     return intersection / union
 
 
-@cache
+@cache  # most splits select as many cells
 def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
     """The expected Jaccard index of two random subsets of these sizes, out of all cells.
 
-    ``Σ_i P(i) · i / (a + b − i)``, with hypergeometric i, the size of the intersection. NaN if both
-    sets are empty.
+    ``Σ_i P(i) · i / (a + b − i)`` for sizes a and b, with i, the size of the intersection,
+    hypergeometric. NaN if both are empty.
 
     Args:
         size: The number of cells in the first subset.
@@ -181,7 +177,7 @@ def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
         cells: The number of cells that both are drawn from.
     """
     if not size + other_size:
-        return float("nan")
+        return np.nan
 
     shared = np.arange(min(size, other_size) + 1)
     probability = stats.hypergeom(cells, size, other_size).pmf(shared)
@@ -191,14 +187,14 @@ def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
 
 
 def largest_means(values: np.ndarray, count: int) -> np.ndarray:
-    """The columns of values [unit, cell] with the largest means, up to sign; ties go to the earlier
-    column.
+    """Which columns of values [unit, cell] have the largest means, up to sign; of equal ones, the
+    earlier.
     """
     return largest(abs(values.mean(0)), count)
 
 
 def significant(values: np.ndarray, resamples: int) -> np.ndarray:
-    """The columns of values [unit, cell] with q < 0.05 by the test of ``compare``."""
+    """Which columns of values [unit, cell] have q < 0.05 by the test of ``compare``."""
     statistics = paired(values, None, resamples=resamples, bootstrap_ends=False)
     return statistics.q < 0.05
 

@@ -16,7 +16,7 @@ from mechattn.contrast.differences import (
     cell_labels,
     check_cells,
     layers_of,
-    no_cells_error,
+    refuse_without_cells,
 )
 from mechattn.contrast.further_columns import (
     check_margin,
@@ -27,17 +27,18 @@ from mechattn.contrast.further_columns import (
 from mechattn.contrast.quantities import segment_of, variable_of
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError, check_choice, check_counts
-from mechattn.results.result import Result, alike_words, by_head, shared_units
+from mechattn.results.result import Result, alike_words, by_head
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import Paired, PairedStream
 from mechattn.stats.units import MOST_EXACT, Bags, Units, halves_of, patterns_needed, resolution
 
-# The fewest units of one half. With 6, the two most extreme of 2⁶ sign patterns give p = 0.03, so
-# that q < 0.05 can be reached at all. So few are lenient: where measured values were centred, so
-# that nothing changes, a table had some q < 0.05 in 23 % of draws of 12 units (24: 10 %, 64: 7 %).
+# The fewest units of a half that selects by q < 0.05. With 6, the two most extreme of 2⁶ sign
+# patterns give p = 0.03, so that this can be reached at all. So few are lenient: where measured
+# values were centred, so that nothing changes, a table had some q < 0.05 in 23 % of draws of 12
+# units (24: 10 %, 64: 7 %).
 FEWEST_TO_SELECT = 6
 
-# The columns of a table that have other names than the fields of Paired.
+# The columns of a table whose names are not those of the fields of Paired.
 _COLUMN_NAMES = {
     "low": "difference_low",
     "high": "difference_high",
@@ -52,8 +53,8 @@ CHANGE = ["change", "change_low", "change_high", "change_null"]
 DEFAULT_MARGINS = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
 _TEST_COLUMNS = ["q_beyond", "q_difference", "n"]
 _DIFFERENCE = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
-LOGS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
-_OPTION_COLUMNS = ["q_same", "q_random"]  # columns that margin=… and random=… add
+DIFFERENCE_COLUMNS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
+_OPTION_COLUMNS = ["q_same", "q_random"]  # that margin=… and random=… add
 
 Columns = Literal["main", "all"]
 Ranking = Literal["beyond", "difference"]
@@ -61,14 +62,14 @@ Ranking = Literal["beyond", "difference"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cells one half of the prompts selects: those with q < 0.05, or the ``top`` furthest
-    from 0 ``by`` a column.
+    """Which cells a table reports: all of them, or those that one half of the prompts selects, the
+    ``top`` furthest from 0 ``by`` a column or those with q < 0.05.
 
     Args:
         select: "half" selects on one half of the units; None reports all cells on all units.
         top: The number of cells to select; None for those with q < 0.05.
-        by: What ranks them: the difference (the default), or what is beyond the null; where no null
-            is known, the difference all the same.
+        by: What ranks them: the difference (the default), or what is beyond the null. Where no null
+            is known, it is the difference all the same.
 
     Raises:
         OptionError: An option is unknown, or ``top`` or ``by`` is given where nothing is selected.
@@ -94,14 +95,14 @@ class Selection:
 
     @property
     def fewest(self) -> int:
-        """The fewest units: both halves need what an interval, or a test, needs."""
+        """The fewest units: both halves need as many as an interval, or a test."""
         if self.select is None:
             return FEWEST
         if self.top is not None:
             return 2 * FEWEST
         return 2 * FEWEST_TO_SELECT
 
-    def sizes(self, statistics: Paired) -> np.ndarray:
+    def distances(self, statistics: Paired) -> np.ndarray:
         """How far each cell is from 0, in what ranks it.
 
         Args:
@@ -121,41 +122,44 @@ class Selection:
         if self.top is None:
             return statistics.q_difference < 0.05
 
-        sizes = self.sizes(statistics)
-        return largest(sizes, self.top) & ~np.isnan(sizes)
+        distances = self.distances(statistics)
+        return largest(distances, self.top) & ~np.isnan(distances)
 
 
-def table(
+ALL_CELLS = Selection()
+
+
+def comparison_table(
     contrast: Question,
-    selection: Selection | None = None,
+    selection: Selection = ALL_CELLS,
     random: Sequence[Result] | None = None,
     margin: float | None = None,
     bootstrap_ends: bool = True,
 ) -> pd.DataFrame:
-    """See :meth:`mechattn.contrast.contrast.Contrast.table`; the ends of bootstrap intervals take
-    most of the time.
+    """All columns of :meth:`mechattn.contrast.contrast.Contrast.table`, which explains the options;
+    the ends of bootstrap intervals take most of the time.
     """
     contrast.check_alike()
-    if selection is None:
-        selection = Selection()
     if random is not None:
         check_random(random, contrast)
-
-    units = shared_units(contrast.result, contrast.reference, contrast.unit)
+    units = contrast.units
     units.refuse_below(selection.fewest)
 
     # Cells are selected on one half of the units, and reported on the other.
     reported_units = np.arange(units.n)
     masks = None
-    if selection.select:
+    distances = None  # by which the rows are ordered
+    if selection.select is not None:
         selecting_units, reported_units = halves_of(units.n)
         selecting = _cell_statistics(contrast, units, selecting_units, bootstrap_ends=False)
         is_selected = selection.selected(selecting.statistics)
         masks = _selected(selecting.masks, is_selected)
+        if selection.top is not None:
+            distances = selection.distances(selecting.statistics)[is_selected]
 
     cells = _cell_statistics(contrast, units, reported_units, masks, bootstrap_ends)
     count = sum(mask.size for mask in cells.masks)
-    check_cells(contrast, cells.any_block.scale, count, cells.left_out)
+    check_cells(contrast, count, cells.left_out)
 
     heads = _columns(cells)
     heads.attrs = _about(contrast, selection, cells, units)
@@ -166,15 +170,14 @@ def table(
         heads = with_equivalence(heads, margin)
     if random is not None:
         heads = with_random(heads, random, contrast, units, reported_units)
-    if selection.top is not None:  # which comes with ``select``
-        sizes = selection.sizes(selecting.statistics)[is_selected]
-        largest_first = np.argsort(-sizes, kind="stable")
-        heads = heads.iloc[largest_first].reset_index(drop=True)
+    if distances is not None:
+        furthest_first = np.argsort(-distances, kind="stable")
+        heads = heads.iloc[furthest_first].reset_index(drop=True)
     return by_head(heads)
 
 
 def largest(sizes: np.ndarray, count: int) -> np.ndarray:
-    """Which of some numbers are the largest; ties go to the earlier one, and NaN comes last."""
+    """Which of some numbers are the largest; of equal ones the earlier, and NaN last."""
     largest_first = np.argsort(-sizes, kind="stable")
     mask = np.zeros(sizes.shape, dtype=bool)
     mask[largest_first[:count]] = True
@@ -195,11 +198,11 @@ def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
-    """Which rows of a table change by more than a margin, and not by chance: what a map of heads
-    marks.
+    """Which rows of a table change by more than a margin, and not by chance: those that a map of
+    heads marks.
 
-    With hundreds of heads and tens of prompts even a change of 0.5 % passes q < 0.05, so
-    significance alone marks all.
+    With hundreds of heads and tens of prompts even a change of 0.5 % has q < 0.05, so significance
+    alone would mark all.
 
     Args:
         table: A table from ``Result.compare``.
@@ -231,16 +234,14 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """The cells of all blocks: their coordinates and means, their statistics, and which cells of
-    each block they are.
-    """
+    """The cells of all blocks of layers that a table reports, and their statistics."""
 
-    means: pd.DataFrame
+    means: pd.DataFrame  # a row for each cell: its layer, head …, value and reference
     statistics: Paired
-    masks: list[np.ndarray]
-    left_out: list[str]
-    any_block: Differences  # its scale, null and dimensions are those of all
-    bags: Bags | None
+    masks: list[np.ndarray]  # which cells of each block they are [*cells]
+    left_out: list[str]  # the names of cells without a difference
+    last_block: Differences  # its scale, null and dimensions are those of all
+    bags: Bags | None  # which are resampled in place of units
 
 
 def _cell_statistics(
@@ -267,7 +268,7 @@ def _cell_statistics(
     )
 
     def unit_values(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """The values [unit, cell] of the mask's cells."""
+        """The values of the units that count, in the mask's cells [unit, cell]."""
         counted_units = units.means(values)[unit_indices]
         return counted_units[:, mask]
 
@@ -275,7 +276,6 @@ def _cell_statistics(
     used_masks = []
     left_out: list[str] = []
     for number, block in enumerate(layers_of(contrast, contrast.resamples)):
-        any_block = block
         mask = block.cells
         if masks is not None:
             mask = masks[number]
@@ -295,13 +295,18 @@ def _cell_statistics(
 
     means = pd.concat(rows, ignore_index=True)
     if masks is None and not len(means):
-        raise no_cells_error(contrast, any_block.scale)
-    return _Cells(means, stream.statistics(), used_masks, left_out, any_block, stream.bags)
+        refuse_without_cells(contrast)
+    return _Cells(
+        means, stream.statistics(), used_masks, left_out, last_block=block, bags=stream.bags
+    )
 
 
 def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.ndarray]:
-    """The masks of blocks without the cells that are not selected; these are counted over all
-    blocks.
+    """The masks of blocks without the cells that are not selected.
+
+    Args:
+        masks: The cells with statistics, of each block [*cells].
+        is_selected: Which of these, counted over all blocks, are selected [cell].
     """
     ends = np.cumsum([mask.sum() for mask in masks])
     selected_masks = []
@@ -316,39 +321,37 @@ def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.n
 
 
 def _columns(cells: _Cells) -> pd.DataFrame:
-    """The columns of a table in their order: fractions and tests first, then logarithms or
-    differences.
+    """The columns of a table in their order: fractions, where there are ratios, and tests come
+    first, then differences with their intervals, and the rest.
     """
     statistics = {}
     for field in fields(Paired):
         name = _COLUMN_NAMES.get(field.name, field.name)
         statistics[name] = getattr(cells.statistics, field.name)
     heads = cells.means.assign(**statistics)
-    if cells.any_block.expected is None:
+    if cells.last_block.expected is None:
         heads = heads.assign(p_beyond=np.nan, q_beyond=np.nan)
 
     labels = list(cells.means.columns.drop(["value", "reference"]))
-    order = [*labels, *LOGS, *_TEST_COLUMNS]
-    if cells.any_block.scale == "log-ratio":
+    order = [*labels, *DIFFERENCE_COLUMNS, *_TEST_COLUMNS]
+    if cells.last_block.scale == "log-ratio":
         log_ratios = heads[_DIFFERENCE].to_numpy()  # in the order of CHANGE
         heads[CHANGE] = np.expm1(log_ratios)
-        order = [*labels, *CHANGE, *_TEST_COLUMNS, *LOGS]
-    order.extend(heads.columns.drop(order))
-
-    in_order = heads[order]
-    return in_order.assign(scale=cells.any_block.scale)
+        order = [*labels, *CHANGE, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
+    rest = heads.columns.drop(order)
+    return heads[[*order, *rest]].assign(scale=cells.last_block.scale)
 
 
 def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
     """What a table records about its question, its null and its tests."""
     tests = len(cells.statistics.p)
     n = cells.statistics.n
-    can = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
+    reachable = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
 
     models = {str(result.provenance["model"]["name"]) for result, _ in contrast.sides}
-    dims = " × ".join(map(str, cells.any_block.difference.dims[1:]))
+    dims = " × ".join(map(str, cells.last_block.difference.dims[1:]))
     tested = "beyond"
-    if cells.any_block.expected is None:
+    if cells.last_block.expected is None:
         tested = "difference"
 
     patterns = None  # all were tried
@@ -359,21 +362,22 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         "condition": contrast.condition,
         "to": contrast.to,
         "quantity": contrast.quantity,
-        "segment": contrast.segment or "all",
-        "scale": cells.any_block.scale,
-        "select": selection.select or "none",
+        "segment": contrast.segment_name,
+        "scale": cells.last_block.scale,
+        "select": selection.select,
         "level": contrast.level,
         "resamples": contrast.resamples,
         "seed": contrast.seed,
         "models": ", ".join(sorted(models)),
-        "null": cells.any_block.null,
-        "predicts_no_change": cells.any_block.predicts_no_change,
+        "null": cells.last_block.null,
+        "predicts_no_change": cells.last_block.predicts_no_change,
         "tested": tested,
         "left_out": cells.left_out,
         "family": f"{tests} tests: {dims}",
         "unit": units.unit,
-        "smallest_q": can.smallest_p,  # the smallest if all tests reach it
-        "resolution": str(can),
+        "unit_kind": units.kind,
+        "smallest_p": reachable.smallest_p,
+        "resolution": str(reachable),
         "patterns": patterns,
         "skewed": cells.statistics.skewed,
         "alike": alike_words(contrast.result),
@@ -387,13 +391,11 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
 
 
 def _labelling(contrast: Question, heads: pd.DataFrame) -> dict[str, Any]:
-    """The last columns, which say what the numbers are where a table is a file; a fraction is of
-    the reference.
-    """
+    """The last columns, which say what the numbers are where a table is a file."""
     columns = {name: heads.attrs[name] for name in ("quantity", "condition", "to")}
     if "segment" not in heads:
         variable = variable_of(contrast.result, contrast.quantity)
         columns["segment"] = segment_of(variable, contrast.segment)
     if "change" in heads:
-        columns["change_units"] = "fraction"
+        columns["change_units"] = "fraction"  # of the reference
     return {**columns, "level": contrast.level, "n_of": heads.attrs["unit"]}

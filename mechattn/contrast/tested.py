@@ -15,17 +15,14 @@ from mechattn.contrast.differences import cell_labels, check_cells, layers_of
 from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking
 from mechattn.errors import OptionError
-from mechattn.results.result import units_of
 from mechattn.stats.paired import without_rounding
 from mechattn.stats.units import Bags, Units
 
 
 class Tested(NamedTuple):
-    """The numbers of a table's test [unit, cell], or those of bags of units [bag, cell], NaN for
-    missing cells; the units, the labels of the cells and the null.
-    """
+    """What a table tests: a number for each unit, or bag of units, and cell."""
 
-    values: np.ndarray
+    values: np.ndarray  # [unit or bag, cell]; NaN in cells that are left out
     units: Units
     labels: pd.DataFrame  # a row for each cell: its layer, its head …
     null: str  # in words
@@ -37,7 +34,7 @@ def what_is_tested(
     bags: Bags | None = None,
     by: Ranking = "beyond",
 ) -> Tested:
-    """What the table tests, of all layers or one: differences, by default minus those of the null.
+    """What the table tests, of all layers or one: by default differences less those of the null.
 
     Args:
         contrast: The comparison.
@@ -50,10 +47,11 @@ def what_is_tested(
     """
     contrast.check_alike()
     contrast = contrast.at_layer(layer)
-    units = units_of(contrast.result, contrast.unit)
+    units = contrast.units
+
     values = []
-    left_out: list[str] = []
     labels = []
+    left_out: list[str] = []
     for block in layers_of(contrast):
         differences = block.difference.values
         if by == "beyond" and block.expected is not None:
@@ -69,13 +67,11 @@ def what_is_tested(
         every_cell = np.ones_like(block.cells)
         labels.append(pd.DataFrame(cell_labels(block, every_cell)))
         left_out += block.left_out
-        # The same in every block.
-        scale = block.scale
-        null = block.null
 
     all_values = np.concatenate(values, axis=1)
-    check_cells(contrast, scale, all_values.shape[1], left_out)
-    return Tested(all_values, units, pd.concat(labels, ignore_index=True), null)
+    check_cells(contrast, all_values.shape[1], left_out)
+    all_labels = pd.concat(labels, ignore_index=True)
+    return Tested(all_values, units, all_labels, null=block.null)  # that of every block
 
 
 def several_tested(
@@ -92,9 +88,9 @@ def several_tested(
     Args:
         contrast: The comparison, with any of the conditions.
         names: The conditions.
-        layer: As for :func:`what_is_tested`, like the rest.
-        bags: Bags of units.
-        by: Whether to subtract the null.
+        layer: As for :func:`what_is_tested`.
+        bags: As for :func:`what_is_tested`.
+        by: As for :func:`what_is_tested`.
 
     Returns:
         The numbers of each condition, and a mask of the cells that all have [cell].
@@ -102,26 +98,25 @@ def several_tested(
     Raises:
         OptionError: Nulls or labels differ, or a condition cannot be compared.
     """
-    contrasts = {name: replace(contrast, condition=name) for name in names}
-    nulls = {name: named_contrast.null_used for name, named_contrast in contrasts.items()}
-    if by == "beyond" and len(set(nulls.values())) > 1:
-        words = ", ".join(f"{name!r}: {null}" for name, null in nulls.items())
+    contrasts = [replace(contrast, condition=name) for name in names]
+    nulls = [of_condition.null_used for of_condition in contrasts]
+    if by == "beyond" and len(set(nulls)) > 1:
+        words = ", ".join(f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True))
         raise OptionError(
             f"the conditions have different nulls by default ({words}), so what is beyond them"
             ' cannot be taken together; give one for all, such as null="uniform"'
         )
 
     # Cells are matched by their place, so their labels must agree.
-    by_condition: list[Tested] = []
-    for name, named_contrast in contrasts.items():
-        tested = what_is_tested(named_contrast, layer, bags, by)
-        by_condition.append(tested)
-        labels = by_condition[0].labels
+    by_condition = [what_is_tested(of_condition, layer, bags, by) for of_condition in contrasts]
+    labels = by_condition[0].labels
+    present = np.full(len(labels), True)
+    for name, tested in zip(names, by_condition, strict=True):
         for dim in labels:
             if not tested.labels[dim].equals(labels[dim]):
                 raise OptionError(
                     f"{name!r} has other {dim}s than {names[0]!r}, so they cannot be taken"
                     " together; compare each by itself"
                 )
-    present = np.all([np.isfinite(tested.values).all(0) for tested in by_condition], axis=0)
+        present &= np.isfinite(tested.values).all(0)
     return by_condition, present

@@ -13,18 +13,12 @@ import torch
 from mechattn.analysis.analysis import Analysis
 from mechattn.engine.engines import Forward
 from mechattn.engine.nulls import Nulls
-from mechattn.engine.pending_sums import (
-    LayerValues,
-    PendingSums,
-    RowReceiver,
-    receiving_activations,
-    receiving_captures,
-)
+from mechattn.engine.pending_sums import AllArrived, LayerValues, PendingSums
 from mechattn.engine.placed_batch import PlacedBatch, Windows
-from mechattn.errors import ModelError, RowError, memory_bytes
+from mechattn.engine.receivers import RowReceiver, receiving_activations, receiving_captures
+from mechattn.errors import ModelError, RowError, memory_bytes, reason
 from mechattn.functional.attention import BLOCK
 from mechattn.interventions.intervention import Target, any_reads_first
-from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch
@@ -34,8 +28,10 @@ from mechattn.prompts.token_sequences import Batch
 _SQUARES = 6
 _BLOCKS = 2
 _FLOAT32 = 4  # bytes
-_LARGEST_BATCH = 64
+_LARGEST_BATCH = 64  # rows
 _LEAST_FILL = 0.75  # the shortest prompt of a batch, as a share of its longest
+# What torch's allocators, cuBLAS and the kernel say in a RuntimeError; only that of CUDA's allocator
+# has a type of its own.
 _MEMORY_WORDS = (
     "not enough memory",
     "cublas_status_alloc_failed",
@@ -77,7 +73,7 @@ def batch_plan(
         lengths: The most tokens of each prompt under any condition.
         conditions: How many conditions there are, and so rows of each prompt.
         bytes_of_row: The memory of a row by its length, see :func:`row_bytes`.
-        memory: The budget, such as "2 GB".
+        memory: The budget, such as "2GiB".
         sides: The side of the model's boundary on which each prompt lies, which a batch cannot mix;
             empty for a model without a boundary.
 
@@ -85,22 +81,26 @@ def batch_plan(
         The indices of the prompts of each batch.
     """
     budget = memory_bytes(memory)
-    side_of = sides or [""] * len(lengths)
-    order = sorted(range(len(lengths)), key=lambda index: (side_of[index], lengths[index], index))
+    if not sides:
+        sides = [""] * len(lengths)
+
+    def fits(batch: Sequence[int], index: int) -> bool:
+        """Whether a prompt at least as long as those of the batch can join it."""
+        shortest = batch[0]
+        rows = (len(batch) + 1) * conditions
+        return (
+            sides[shortest] == sides[index]
+            and lengths[shortest] >= _LEAST_FILL * lengths[index]
+            and rows <= _LARGEST_BATCH
+            and rows * bytes_of_row(lengths[index]) <= budget
+        )
 
     batches: list[list[int]] = []
-    for index in order:
-        longest = lengths[index]
-        if batches:
-            batch = batches[-1]
-            rows = (len(batch) + 1) * conditions
-            fits = rows * bytes_of_row(longest) <= budget and rows <= _LARGEST_BATCH
-            is_same_side = side_of[batch[0]] == side_of[index]
-            if fits and is_same_side and lengths[batch[0]] >= _LEAST_FILL * longest:
-                batch.append(index)
-                continue
-
-        batches.append([index])
+    for index in sorted(range(len(lengths)), key=lambda index: (sides[index], lengths[index])):
+        if batches and fits(batches[-1], index):
+            batches[-1].append(index)
+        else:
+            batches.append([index])
     return batches
 
 
@@ -144,7 +144,7 @@ def in_halves(
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device or the machine had no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, MemoryError):
         return True
     message = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in message for words in _MEMORY_WORDS)
@@ -164,7 +164,7 @@ def measure_batch(
     Args:
         model: The model.
         batch: Sequences, padded on the right.
-        forward: The engine, see :func:`mechattn.engine.engines.chosen_forward`.
+        forward: The engine, see :func:`mechattn.engine.engines.chosen_engine`.
         windows: The layers to measure, each with the number of keys that its queries see.
         analyses: The analyses, which share the pass.
         prompt_ids: The id of each prompt of the run, for interventions and messages.
@@ -179,7 +179,7 @@ def measure_batch(
     placed_batch = PlacedBatch.of(model, batch, windows, prompt_ids)
     placed = placed_batch.placed
     nulls = Nulls(analyses, placed, blind)
-    pending = PendingSums(placed_batch, analyses, nulls, all_arrived=_stop_pass)
+    pending = PendingSums(placed_batch, analyses, nulls)
     receiver = RowReceiver(pending)
 
     try:
@@ -197,23 +197,17 @@ def measure_batch(
 
             stack.enter_context(watching_mlps)
             stack.enter_context(receiving_captures(pending))
-            with suppress(_PassStopped):
-                seen_windows = windows if receiver.is_needed else {}
-                forward(model, placed, seen_windows, receiver, pending.last_layer)
+            windows_to_see: Windows = {}
+            if receiver.is_needed:
+                windows_to_see = windows
+            with suppress(AllArrived):
+                forward(model, placed, windows_to_see, receiver, pending.last_layer)
     except RowError as error:
         raise ModelError(f"{placed_batch.name_of_row(error.row)}: {error}") from error
     except Exception:
         pending.refuse_nan()  # the cause, if there is one
         raise
     return pending.checked_values()
-
-
-class _PassStopped(BaseException):
-    """Raised to skip the rest of a pass; no error handler of a model may catch it."""
-
-
-def _stop_pass() -> None:
-    raise _PassStopped
 
 
 def _same_target(target: Target) -> Target:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -14,7 +15,7 @@ from mechattn.engine.placed_batch import Windows
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
 from mechattn.functional.fused import Fused
-from mechattn.model import hooks
+from mechattn.model import hooks, patterns_at_hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, device_of, facts_of
 from mechattn.model.patch.streaming import fires_while_streamed, streaming
 from mechattn.model.verify.checks import check_fused, check_streaming
@@ -34,23 +35,31 @@ class LayerReceiver(Protocol):
         """Receive a whole layer from a fused kernel."""
 
 
-Forward = Callable[[Any, Batch, Windows, LayerReceiver, int], None]
+# Runs a model on a batch, and shows the attention of the measured layers to a receiver; the number
+# is that of the last layer to compute.
+Forward = Callable[[HookedModel, Batch, Windows, LayerReceiver, int], None]
 
 
-def chosen_forward(
+@dataclass(frozen=True)
+class ChosenEngine:
+    """The engine of a run, and why it was chosen."""
+
+    name: str  # "streaming", "fused" or "hooks"
+    forward: Forward
+    reason: str
+
+
+def chosen_engine(
     model: HookedModel, engine: Engine, analyses: Sequence[Analysis], layers: Sequence[int]
-) -> tuple[Forward, str]:
-    """The engine for this model, and the reason; streaming is compared with the hooks before use,
-    once per model that came from ``load_model``.
+) -> ChosenEngine:
+    """The engine for this model; streaming is compared with the hooks before use, once per model
+    that came from ``load_model``.
 
     Args:
         model: The model.
         engine: The engine that the user asked for, or "auto".
         analyses: The analyses of the run, which may need rows or hooks.
         layers: The layers that they measure.
-
-    Returns:
-        A function that runs a batch and shows its attention, and a sentence for the result.
 
     Raises:
         OptionError: An analysis needs what the chosen engine does not give, or captures a hook that
@@ -59,18 +68,21 @@ def chosen_forward(
     """
     captures = _captured_hooks(model, analyses, layers)
     if engine == "hooks":
-        return forward_through_hooks, "asked for"
+        return ChosenEngine("hooks", forward_through_hooks, "asked for")
 
     # Some hooks, such as hook_pattern, never fire while attention is streamed.
     hidden = [name for name in captures if not fires_while_streamed(name)]
     if hidden:
         if engine == "auto":
-            return forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
+            return ChosenEngine(
+                "hooks", forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
+            )
         raise OptionError(
             f"an analysis captures {hidden[0]!r}, which doesn't fire while attention is streamed;"
             ' choose engine="hooks" or "auto"'
         )
 
+    # A model that mechattn did not load has no facts: it is checked in every run.
     facts = facts_of(model) or ModelFacts()
     if facts.streaming is None:
         facts.streaming = check_streaming(model)
@@ -82,7 +94,7 @@ def chosen_forward(
                 f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or'
                 ' "auto"'
             )
-        return forward_through_hooks, f"not streamed: {check.detail}"
+        return ChosenEngine("hooks", forward_through_hooks, f"not streamed: {check.detail}")
     return _fused_or_in_blocks(model, facts, engine, analyses)
 
 
@@ -109,40 +121,43 @@ def _captured_hooks(
 
 def _fused_or_in_blocks(
     model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
-) -> tuple[Forward, str]:
+) -> ChosenEngine:
     """A fused kernel where it is asked for, or where a GPU makes it faster and no analysis needs
     rows; otherwise blocks of rows."""
     of_rows = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
     needing_rows = [
         analysis.name for analysis in of_rows if not isinstance(analysis, WholeAnalysis)
     ]
-    takes_whole_layers = len(of_rows) > len(needing_rows)
-
     if engine == "fused" and needing_rows:
         raise OptionError(
             f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
             ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
         )
+    if engine == "fused" and not of_rows:
+        return ChosenEngine(
+            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
+        )
 
-    if engine == "fused" and not takes_whole_layers:
-        return forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
-
-    can_be_fused = takes_whole_layers and not needing_rows
+    can_be_fused = bool(of_rows) and not needing_rows
     is_slower_here = engine == "auto" and device_of(model).type != "cuda"
     if engine == "streaming" or not can_be_fused or is_slower_here:
-        return forward_in_blocks, "its numbers are those of the hooks"
+        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
 
     if facts.fused is None:
         facts.fused = check_fused(model)
     check = facts.fused
     if check.outcome == "passed":
-        return (
-            forward_fused,
-            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks",
+        reason = (
+            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
         )
+        return ChosenEngine("fused", forward_fused, reason)
     if engine == "fused":
         raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
-    return forward_in_blocks, f"its numbers are those of the hooks; not fused: {check.detail}"
+    return ChosenEngine(
+        "streaming",
+        forward_in_blocks,
+        f"its numbers are those of the hooks; not fused: {check.detail}",
+    )
 
 
 def forward_in_blocks(
@@ -209,28 +224,24 @@ def forward_through_hooks(
     def see_pattern(
         layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None
     ) -> None:
-        is_measured = layer in windows
-        window = windows[layer] if is_measured else hooks.attention_window(model, layer)
-        hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
-        if is_measured:
-            pattern = pattern.float()
-            attention = None if v is None else PatternRows(pattern, v)
-            rows = Rows(pattern, all_positions, all_positions, attention)
-            receiver.see_rows(layer, rows)
+        window = hooks.attention_window(model, layer)
+        patterns_at_hooks.check_pattern(
+            model, layer, pattern, batch.real, window, edge_masks.get(layer)
+        )
+        if layer not in windows:
+            return
+
+        attention = None
+        pattern = pattern.float()
+        if v is not None:
+            attention = PatternRows(pattern, v)
+        receiver.see_rows(layer, Rows(pattern, all_positions, all_positions, attention))
 
     # Layers with cut edges are checked too, because some models ignore changes to their scores.
     layers = sorted({*windows, *edge_masks})
-    hooks.forward_with_patterns(
+    patterns_at_hooks.forward_with_patterns(
         model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
     )
-
-
-# The name that a result records, of each forward.
-ENGINES: Mapping[Forward, str] = {
-    forward_in_blocks: "streaming",
-    forward_fused: "fused",
-    forward_through_hooks: "hooks",
-}
 
 
 def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import starmap
 from typing import Any
 
@@ -22,9 +23,8 @@ from mechattn.analysis.analysis import (
     Window,
 )
 from mechattn.engine.placed_batch import paired_layer
-from mechattn.errors import ModelError
+from mechattn.errors import ModelError, reason
 from mechattn.functional.attention import Attention, Rows, attention_by_rows
-from mechattn.model.checkpoint import reason
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch, pairs_of
 
@@ -50,7 +50,7 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
             quantity = replace(quantity, no_null="it is not made of rows of attention")
 
         quantities[name] = quantity
-        if not is_of_rows or not has_null(name, quantity):
+        if not has_null(name, quantity):
             continue
 
         for kind, condition in NULL_DESCRIPTIONS.items():
@@ -85,11 +85,14 @@ class Nulls:
     blind: BlindScores  # what the model adds to its scores regardless of content
     _cache: dict[Any, dict[int, Values]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._has_nulls = [
-            isinstance(analysis, OF_ROWS) and any(starmap(has_null, analysis.quantities.items()))
-            for analysis in self.analyses
-        ]
+    @cached_property
+    def _of_rows(self) -> dict[int, Analysis]:
+        """The analyses of rows with a quantity that has nulls, by their numbers."""
+        return {
+            number: analysis
+            for number, analysis in enumerate(self.analyses)
+            if isinstance(analysis, OF_ROWS) and any(starmap(has_null, analysis.quantities.items()))
+        }
 
     def of(self, number: int, layer: int, window: Window) -> Values:
         """The nulls of all quantities of an analysis, for one layer.
@@ -102,7 +105,7 @@ class Nulls:
         Returns:
             Values by the names of :func:`with_nulls`.
         """
-        if not self._has_nulls[number]:
+        if number not in self._of_rows:
             return {}
 
         values = self._values(UNIFORM, layer, window)[number]
@@ -131,43 +134,43 @@ class Nulls:
         attention = self._blind_attention(kind, layer, window, batch)
 
         paired = None
-        if any(isinstance(analysis, PairAnalysis) for analysis in self.analyses):
+        if any(isinstance(analysis, PairAnalysis) for analysis in self._of_rows.values()):
             pairs = replace(pairs_of(self.batch), batch=batch)
             paired = paired_layer(layer, attention, pairs, window)
 
         sums = {
             number: analysis.start(batch, attention.q.shape[1])
-            for number, analysis in enumerate(self.analyses)
-            if self._has_nulls[number]
+            for number, analysis in self._of_rows.items()
         }
 
         def see(rows: Rows) -> None:
             """Add a block of such rows to the sums of every analysis."""
             block = AttentionRows(
-                layer,
-                rows.pattern,
-                rows.queries,
-                rows.keys,
-                batch,
-                window,
-                attention.v,
+                layer=layer,
+                pattern=rows.pattern,
+                queries=rows.queries,
+                keys=rows.keys,
+                batch=batch,
+                window=window,
+                v=attention.v,
                 null=True,
             )
 
-            for number, analysis_sums in sums.items():
-                analysis = self.analyses[number]
+            for number, analysis in self._of_rows.items():
                 with _saying_no_null(analysis):
                     if isinstance(analysis, RowAnalysis):
-                        analysis.add(analysis_sums, block)
-                    if isinstance(analysis, PairAnalysis) and paired is not None:
-                        analysis.add_pairs(analysis_sums, paired.rows(rows))
+                        analysis.add(sums[number], block)
+                    if paired is not None and isinstance(analysis, PairAnalysis):
+                        analysis.add_pairs(sums[number], paired.rows(rows))
 
         attention_by_rows(attention, see)
 
-        return {
-            number: _null_values(self.analyses[number], analysis_sums, kind, batch, window)
-            for number, analysis_sums in sums.items()
-        }
+        nulls = {}
+        for number, analysis in self._of_rows.items():
+            # Also where a value is missing: its quantity then has no null, which it must declare.
+            with _saying_no_null(analysis):
+                nulls[number] = _null_values(analysis, sums[number], kind, batch, window)
+        return nulls
 
     def _blind_attention(self, kind: str, layer: int, window: Window, batch: Batch) -> Attention:
         """The attention of queries that are 0, in one head for all where these are equal."""
@@ -186,24 +189,21 @@ class Nulls:
         k = q[:, :1]
         v = torch.ones_like(k)
 
-        return Attention(q, k, v, 1.0, bias, window, None, batch.edge_mask, sinks)
+        return Attention(
+            q, k, v, scale=1.0, bias=bias, window=window, edge_mask=batch.edge_mask, sinks=sinks
+        )
 
 
 def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: Window) -> Values:
     """The nulls, named after their quantities; without a head dimension if all heads are equal."""
-    with _saying_no_null(analysis):
-        values = analysis.values(sums, batch, window)
-
+    values = analysis.values(sums, batch, window)
     nulls = {}
     for name, quantity in analysis.quantities.items():
         measures_its_own = name + kind in analysis.quantities
         if measures_its_own or not has_null(name, quantity):
             continue
 
-        # A value that is missing here has no null, which its quantity must declare.
-        with _saying_no_null(analysis):
-            null = values[name]
-
+        null = values[name]
         if kind == UNIFORM and "head" in quantity.dims:
             null = null.select(1 + quantity.dims.index("head"), 0)
         nulls[name + kind] = null

@@ -3,8 +3,10 @@ of attention belong beside each other."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -82,16 +84,19 @@ class PlacedBatch:
         """Each intervention of each condition, in order, with the tokens that it acts on.
 
         Returns:
-            An intervention once for all rows of its condition, with these rows as its target.
+            An intervention once for all rows of a condition that have the same interventions, with
+            these rows as its target.
         """
         batch = self.placed
-        rows_of: dict[str, list[int]] = {}  # of the conditions that intervene
+        # By identity: a condition may make other interventions for each prompt.
+        rows_of: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, (_, condition) in enumerate(batch.rows):
-            if batch.interventions[row]:
-                rows_of.setdefault(condition, []).append(row)
+            interventions = batch.interventions[row]
+            if interventions:
+                rows_of[(condition, *map(id, interventions))].append(row)
 
         # An original token by its place in the baseline, an inserted one by −1 − its place in the
-        # sequence.
+        # sequence. Random draws are keyed by it, so a token has the same ones in every batch.
         positions = torch.where(batch.original, batch.origin, -1 - batch.positions)
 
         with_targets = []
@@ -99,7 +104,6 @@ class PlacedBatch:
             index = torch.tensor(rows, device=batch.tokens.device)
             ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in rows)
             target = Target(index, ids, positions[index], batch.segment[index])
-            # The rows of a condition have the same interventions.
             for intervention in batch.interventions[rows[0]]:
                 with_targets.append((intervention, target))
         return with_targets

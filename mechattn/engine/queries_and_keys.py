@@ -3,22 +3,29 @@ matrix in memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
-from mechattn.functional.attention import Attention, Marked, Rows, attention_by_rows, working_dtype
+from mechattn.functional.attention import (
+    Attention,
+    Marked,
+    PerHead,
+    Rows,
+    Vectors,
+    attention_by_rows,
+    working_dtype,
+)
 from mechattn.functional.focus import entropy
 
-Queries = Float[Tensor, "batch head pos d_head"]
 Keys = Float[Tensor, "batch kv_head pos d_head"]
 Values = Float[Tensor, "batch kv_head pos d_value"]
-PerHead = Float[Tensor, " head"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +41,7 @@ class AttentionScores:
         sinks: The score of each head's learned sink.
 
     Raises:
-        OptionError: A window without keys, or a bound of 0 or less.
+        OptionError: A window without keys, or a bound that is not a finite number above 0.
     """
 
     scale: float | None = None
@@ -46,10 +53,10 @@ class AttentionScores:
     def __post_init__(self) -> None:
         if self.window is not None:
             check_counts(window=self.window)
-        if self.softcap is not None and not self.softcap > 0:
-            raise OptionError(f"softcap={self.softcap!r}: give a bound above 0, or None")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise OptionError(f"softcap={self.softcap!r}: give a finite bound above 0, or None")
 
-    def attention(self, q: Queries, k: Keys, v: Values) -> Attention:
+    def attention(self, q: Vectors, k: Keys, v: Values) -> Attention:
         """The attention of these queries, keys and values, as the row kernel takes it.
 
         Args:
@@ -68,15 +75,11 @@ class AttentionScores:
             positions = torch.arange(q.shape[2], device=q.device, dtype=dtype)
             bias = (self.alibi.to(dtype)[:, None] * positions)[None]
 
-        sinks = self.sinks
-        if sinks is not None:
-            sinks = sinks.to(dtype)
-
-        return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=sinks)
+        return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=self.sinks)
 
 
 def measure(
-    q: Queries,
+    q: Vectors,
     k: Keys,
     v: Values | None = None,
     *,
@@ -98,7 +101,7 @@ def measure(
         scores: The scale, window, soft cap, ALiBi slopes and sinks of the scores; plain ``q·k /
             √d_head`` by default.
         lengths: The number of positions of each sequence without the padding on its right; all by
-            default.
+            default. What the tensors hold at padding is not read.
         counted: The queries that count in "received"; all by default.
         segments: The keys of each segment, by name; with them, "mass" is computed too.
 
@@ -117,15 +120,20 @@ def measure(
         For the null, uniform attention, call ``measure(torch.zeros_like(q), k, …)``.
 
     Raises:
-        OptionError: The shapes do not fit together.
+        OptionError: The shapes do not fit together, or a tensor holds no floats, or no truth values.
     """
-    _check_shapes(q, k, v)
-    for name, numbers in {"alibi": scores.alibi, "sinks": scores.sinks}.items():
-        _check_shape(name, numbers, head=q.shape[1])
-    for name, marked in {"counted": counted, **(segments or {})}.items():
-        _check_shape(name, marked, batch=len(q), pos=q.shape[2])
+    _check_vectors(q, k, v)
+    _check_options(q, scores, counted, segments)
 
-    is_real = _not_padding(q, lengths)
+    is_real = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    if lengths is not None:
+        is_real = _real_positions(lengths, is_real)
+        # A weight of 0 would not keep out NaN, which some kernels leave at padding.
+        is_padding = ~is_real[:, None, :, None]
+        q = q.masked_fill(is_padding, 0)
+        k = k.masked_fill(is_padding, 0)
+        if v is not None:
+            v = v.masked_fill(is_padding, 0)
     is_counted = is_real
     if counted is not None:
         is_counted = is_real & counted
@@ -143,7 +151,9 @@ def measure(
         blocks.append(_of_queries(rows, segments))
 
     # Values without dimensions: then there is no output to compute.
-    values = k[..., :0] if v is None else v
+    values = v
+    if values is None:
+        values = k[..., :0]
     with torch.no_grad():
         output = attention_by_rows(scores.attention(q, k, values), see)
 
@@ -156,12 +166,8 @@ def measure(
     if v is not None:
         statistics["output"] = output
 
-    # [batch head pos], and mass and output with one more axis.
-    for name, statistic in statistics.items():
-        is_padding = ~is_real[:, None]
-        if statistic.ndim == 4:
-            is_padding = is_padding[..., None]
-        statistics[name] = statistic.masked_fill(is_padding, torch.nan)
+    for statistic in statistics.values():
+        statistic.transpose(1, 2)[~is_real] = torch.nan  # [batch pos head], or with one more axis
     return statistics
 
 
@@ -180,36 +186,57 @@ def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, 
     return statistics
 
 
-def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "batch pos"]:
-    """Which positions are tokens of their sequence."""
-    batch, _, length, _ = q.shape
-    if lengths is None:
-        lengths = [length] * batch
-
-    counts = torch.as_tensor(lengths, device=q.device)
-    if counts.shape != (batch,) or (counts < 1).any() or (counts > length).any():
-        raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {length}")
-
-    return torch.arange(length, device=q.device) < counts[:, None]
+def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
+    """Which of the positions are tokens of their sequence."""
+    batch, longest = positions.shape
+    counts = torch.as_tensor(lengths, device=positions.device)
+    is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
+    if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
+        raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {longest}")
+    return torch.arange(longest, device=positions.device) < counts[:, None]
 
 
-def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
-    """Refuse a tensor with other dimensions than these."""
-    if tensor is not None and tensor.shape != tuple(sizes.values()):
+def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
+    """Refuse tensors that are not queries, keys and values of the same positions."""
+    vectors = [tensor for tensor in (q, k, v) if tensor is not None]
+    fits = all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in vectors)
+    fits = fits and q.ndim == k.ndim == 4 and q.numel() > 0 and k.numel() > 0
+    if fits:
+        # Keys and values may have fewer heads, and values another width.
+        fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
+    if fits and v is not None:
+        fits = v.ndim == 4 and v.shape[:3] == k.shape[:3]
+    if not fits:
+        shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
         raise OptionError(
-            f"{name} has the shape {list(tensor.shape)}: give [{', '.join(sizes)}] ="
-            f" {list(sizes.values())}"
+            f"q, k (and v) have the shapes {shapes}: give tensors of floats [batch, head, pos,"
+            " d_head], alike but for the number of heads, where that of k and v divides that of q"
         )
 
 
-def _check_shapes(q: Queries, k: Keys, v: Values | None) -> None:
-    """Refuse tensors that are not queries, keys and values of the same positions."""
-    # Keys and values may have fewer heads, and values another width.
-    fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
-    v_fits = v is None or v.shape[:3] == k.shape[:3]
-    if not fits or not v_fits:
-        shapes = [list(tensor.shape) for tensor in (q, k, v) if tensor is not None]
+def _check_options(
+    q: Vectors,
+    scores: AttentionScores,
+    counted: Marked | None,
+    segments: Mapping[str, Marked] | None,
+) -> None:
+    """Refuse tensors that are not of these heads, or not truth values of these positions."""
+    _, heads, length, _ = q.shape
+    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
+        _check_shape(name, numbers, head=heads)
+    for name, marked in (("counted", counted), *(segments or {}).items()):
+        _check_shape(name, marked, batch=len(q), pos=length)
+        if marked is not None and marked.dtype != torch.bool:
+            raise OptionError(f"{name} holds {marked.dtype}: give truth values")
+
+
+def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
+    """Refuse anything but a tensor with these dimensions, or None."""
+    if tensor is None:
+        return
+    shape = list(getattr(tensor, "shape", ()))
+    if not isinstance(tensor, Tensor) or shape != list(sizes.values()):
         raise OptionError(
-            f"q, k (and v) have the shapes {shapes}: give [batch, head, pos, d_head], alike but for"
-            " the number of heads, where that of k and v divides that of q"
+            f"{name} has the shape {shape}: give a tensor [{', '.join(sizes)}] ="
+            f" {list(sizes.values())}"
         )

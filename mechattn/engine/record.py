@@ -23,7 +23,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.batches import measure_batch
-from mechattn.engine.engines import chosen_forward
+from mechattn.engine.engines import chosen_engine
 from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import (
     AnyPrompts,
@@ -126,7 +126,7 @@ def _passes(
     Yields:
         Each prompt, its batch with a row for each of ``measured``, and the values by layer.
     """
-    forward, _ = chosen_forward(model, "auto", [analysis], layers)
+    engine = chosen_engine(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     conditions = with_baseline({_RECORDED: condition})
 
@@ -141,7 +141,7 @@ def _passes(
     for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
         rows = [(0, name) for name in measured]
         batch = pad_right([prompt_sequences[name] for name in measured], rows, 0)
-        (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
+        (values,) = measure_batch(model, batch, engine.forward, windows, [analysis], [prompt.id])
         yield prompt, batch, values
 
 
@@ -257,26 +257,24 @@ def head_means(
         layers: The layers, from 0; by default all that have attention.
 
     Raises:
-        MechattnError: There is no such layer, or the model cannot read a prompt.
+        MechattnError: There is no such layer, the model cannot read a prompt, or the outputs of its
+            heads cannot be read.
     """
     model = load_model(model)
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     sequences = checked_sequences(with_baseline(None), prompts, model, seed=0)
-    tokens = [by_condition[BASELINE].tokens for by_condition in sequences]
+    token_ids = [by_condition[BASELINE].tokens for by_condition in sequences]
     sums: dict[int, Tensor] = {}
 
     def add_up(layer: int, z: Z) -> Z:
-        total = z.detach().double().sum((0, 1))
-        if layer in sums:
-            total = total + sums[layer]
-        sums[layer] = total
+        sums[layer] = sums.get(layer, 0) + z.detach().double().sum((0, 1))
         return z
 
     with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
-        for prompt_tokens in tokens:
-            hooks.forward_to(model, prompt_tokens[None].to(device_of(model)), max(chosen), [])
+        for prompt_ids in token_ids:
+            hooks.forward_to(model, prompt_ids[None].to(device_of(model)), max(chosen), [])
 
-    count = sum(map(len, tokens))
+    count = sum(map(len, token_ids))
     means = {layer: (total / count).float() for layer, total in sums.items()}
     return HeadMeans(means, len(prompts))

@@ -15,8 +15,7 @@ from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooL
 from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import boundary_of
-from mechattn.model.positions import takes_negative_ids, takes_position_ids
+from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence, with_changes
@@ -34,7 +33,12 @@ _DECLARED = ("name", "options", "quantities", "problem", "start", "values")
 
 
 def checked_analyses(analyses: Analyses) -> list[Analysis]:
-    """The analyses; there must be at least one, and each name must be unique."""
+    """The analyses as a list, each with a name and quantities of its own; received attention if none
+    is given.
+
+    Raises:
+        OptionError: One is no analysis, the list is empty, or two share a name or a quantity.
+    """
     if analyses is None:
         return [ReceivedAttention()]
     if not isinstance(analyses, (list, tuple)):
@@ -46,9 +50,11 @@ def checked_analyses(analyses: Analyses) -> list[Analysis]:
     if not names or len(set(names)) < len(names):
         raise OptionError(f"analyses={names}: give at least one, and each name once")
 
+    # ``compare`` and figures find a quantity by its name alone, with or without the suffix.
     owners: dict[str, str] = {}
     for analysis in analyses:
-        for quantity in {name.removesuffix("_by_segment") for name in analysis.quantities}:
+        for name in analysis.quantities:
+            quantity = name.removesuffix("_by_segment")
             owner = owners.setdefault(quantity, analysis.name)
             if owner != analysis.name:
                 raise OptionError(
@@ -61,10 +67,12 @@ def checked_analyses(analyses: Analyses) -> list[Analysis]:
 def _check_protocol(analysis: Any) -> None:
     """Refuse an analysis that does not follow the protocol."""
     lacking = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
-    if lacking or isinstance(analysis, type):
+    if isinstance(analysis, type):
+        lacking = ["an instance"]
+    if lacking:
         raise OptionError(
             f"analyses holds {analysis!r}, which is not an analysis (it lacks"
-            f" {', '.join(lacking) or 'an instance'}); give one such as ma.ReceivedAttention()"
+            f" {', '.join(lacking)}); give one such as ma.ReceivedAttention()"
         )
 
     if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
@@ -95,10 +103,10 @@ def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
     for name, condition in named.items():
         check_name(name)
         if isinstance(condition, type) or not hasattr(condition, "apply"):
-            hint = "an instance of a condition, such as ma.MeaninglessTokens(…)"
+            example = "an instance of a condition, such as ma.MeaninglessTokens(…)"
             if hasattr(condition, "check"):  # an intervention
-                hint = f"ma.Baseline(intervention={type(condition).__name__}(…))"
-            raise OptionError(f"the condition {name!r} is {condition!r}; give {hint}")
+                example = f"ma.Baseline(intervention={type(condition).__name__}(…))"
+            raise OptionError(f"the condition {name!r} is {condition!r}; give {example}")
     return {BASELINE: named.pop(BASELINE, Baseline()), **named}
 
 
@@ -201,7 +209,7 @@ def condition_sequences(
     tokens.
 
     Args:
-        named: The conditions by name, with the baseline.
+        named: The conditions by name, the baseline first.
         prompts: The prompts.
         model: The model whose tokenizer is used.
         seed: The seed of the conditions' draws.
@@ -225,13 +233,12 @@ def condition_sequences(
                     " insert(tokenize(prompt, model), ids, at)"
                 )
             sequences[name] = sequence
-
-        for name, sequence in sequences.items():
             if name == BASELINE or sequence.counterpart:
                 continue
+
             # One prompt is enough to find a condition that draws without the seed.
             if not prompt_sequences:
-                again = named[name].apply(prompt, model, seed)
+                again = condition.apply(prompt, model, seed)
                 if not again.tokens.equal(sequence.tokens):
                     raise ConditionError(
                         f"the condition {name!r} inserts other tokens into prompt {prompt.id} each"
@@ -378,10 +385,12 @@ def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> lis
     if boundary is None:
         return []
 
-    # All sequences of a prompt lie on the same side, see check_side.
-    return [
-        boundary.side(max(_position_counts(sequences).values())) for sequences in prompt_sequences
-    ]
+    sides: list[str] = []
+    for sequences in prompt_sequences:
+        # All sequences of a prompt lie on the same side, see check_side.
+        longest = max(_position_counts(sequences).values())
+        sides.append(boundary.side(longest))
+    return sides
 
 
 def _position_counts(sequences: ByCondition) -> dict[str, int]:
@@ -413,35 +422,32 @@ def check_side(
     counts = _position_counts(sequences)
     longest = max(counts, key=counts.__getitem__)
     shortest = min(counts, key=counts.__getitem__)
-
-    has = f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"'
-    if new_tokens:
-        has += f" and {new_tokens} new tokens are allowed"
-
-    beyond = f"beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
     is_beyond = counts[longest] + new_tokens > boundary.at
+    length = f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"'
+    if new_tokens:
+        length = f"{length} and {new_tokens} new tokens are allowed"
 
     # There is no other side whose numbers would be the same each time.
     if boundary.kind == "dynamic":
         if is_beyond:
             raise PromptTooLong(
-                f"{has}: {beyond} the frequencies of the longest text that it has read so"
-                " far (dynamic NTK), so results would depend on what was read before. Shorten it,"
-                " or insert fewer tokens"
+                f"{length}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
+                " the frequencies of the longest text that it has read so far (dynamic NTK), so"
+                " results would depend on what was read before. Shorten it, or insert fewer tokens"
             )
         return
 
     if boundary.side(counts[shortest]) != boundary.side(counts[longest]):
         raise PromptError(
             f'{prompt.where} has {counts[shortest]:,} positions with the condition "{shortest}" and'
-            f' {counts[longest]:,} with "{longest}": {beyond} other factors'
-            " (LongRoPE), so this would compare two models and not the effect of the inserted"
-            " tokens. Omit the prompt, insert fewer tokens, or let the original ones keep their"
-            " positions (.unshifted())"
+            f' {counts[longest]:,} with "{longest}": beyond {boundary.at:,} positions'
+            f" {model.cfg.model_name} computes with other factors (LongRoPE), so this would"
+            " compare two models and not the effect of the inserted tokens. Omit the prompt,"
+            " insert fewer tokens, or let the original ones keep their positions (.unshifted())"
         )
     if is_beyond and counts[longest] <= boundary.at:
         raise PromptError(
-            f"{has}: {beyond} other factors (LongRoPE), which would change in the middle"
-            f" of an answer. Omit the prompt, or give new_tokens={boundary.at - counts[longest]}"
-            " at most"
+            f"{length}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
+            " other factors (LongRoPE), which would change in the middle of an answer. Omit the"
+            f" prompt, or give new_tokens={boundary.at - counts[longest]} at most"
         )

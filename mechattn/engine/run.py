@@ -15,35 +15,31 @@ from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
 from mechattn.engine.batches import batch_plan, in_halves, measure_batch, row_bytes
-from mechattn.engine.engines import (
-    ENGINES,
-    Engine,
-    Forward,
-    chosen_forward,
-    forward_through_hooks,
-)
-from mechattn.engine.labelled_datasets import (
-    Collector,
-    Keep,
-    condition_data,
-    model_data,
-    sequences_dataset,
-)
+from mechattn.engine.description import condition_data, model_data
+from mechattn.engine.engines import ChosenEngine, Engine, chosen_engine
+from mechattn.engine.labelled_datasets import Collector, Keep
 from mechattn.engine.pending_sums import LayerValues
-from mechattn.engine.request_checks import Analyses, AnyPrompts, ChosenLayers, Conditions
+from mechattn.engine.request_checks import (
+    Analyses,
+    AnyPrompts,
+    ByCondition,
+    ChosenLayers,
+    Conditions,
+)
+from mechattn.engine.sequences_dataset import sequences_dataset
 from mechattn.errors import check_choice, check_counts, memory_bytes, warn
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
+from mechattn.model.random_weights import Kind, check_draw, random_weights
 from mechattn.model.scores import BlindScores, blind_scores
-from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.prompt import Prompt, as_prompts, likeness_of
-from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right
+from mechattn.prompts.token_sequences import Batch, pad_right
 from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result
 from mechattn.stats.random_effects import FEWEST_DRAWS
 
-Sequences = list[dict[str, TokenSequence]]
+Sequences = Sequence[ByCondition]  # of each prompt
 
 
 @dataclass(frozen=True)
@@ -142,14 +138,15 @@ class Plan:
                 f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
                 " load_prompts(group=…)"
             )
+
         analyses = []
         for analysis in self.analyses:
             if isinstance(analysis, Calibrates):
                 analysis = analysis.calibrated(self.model, self.layers, prompts)
             analyses.append(analysis)
-        forward, reason = chosen_forward(self.model, self.options.engine, analyses, self.layers)
-        plan = replace(self, analyses=analyses)
-        return Run(plan, forward, reason, blind_scores(self.model), alike)
+
+        engine = chosen_engine(self.model, self.options.engine, analyses, self.layers)
+        return Run(replace(self, analyses=analyses), engine, blind_scores(self.model), alike)
 
 
 @dataclass(frozen=True)
@@ -157,8 +154,7 @@ class Run:
     """A plan with calibrated analyses and a chosen engine, which can measure any prompts."""
 
     plan: Plan
-    forward: Forward
-    engine_reason: str
+    engine: ChosenEngine
     blind: BlindScores
     # How much the prompts of the whole run repeat each other, in words, and how many these are;
     # empty if they don't. A merge of several runs has an entry of each.
@@ -167,77 +163,84 @@ class Run:
     def result(
         self, prompts: Sequence[Prompt], sequences: Sequences, places: Sequence[int]
     ) -> Result:
-        """Run the model on some prompts, at these places of the whole set, with sequences from
-        ``Plan.sequences``."""
+        """Run the model on some prompts.
+
+        Args:
+            prompts: The prompts.
+            sequences: Those of ``Plan.sequences`` for these prompts.
+            places: The index of each prompt in the whole run.
+        """
         start = time.monotonic()
+        collectors = self._collectors(prompts, sequences)
+        measure = partial(self._measured, prompts, sequences)
+        batches = self._batches(sequences)
+
+        halved = []
+        # The bar of one of several chunks disappears when it is done.
+        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
+            measured, too_large = in_halves(indices, measure)
+            for whole in too_large:
+                halved.append({"prompts": len(whole), "first": prompts[whole[0]].id})
+            for batch, values in measured:
+                for collector, layer_values in zip(collectors, values, strict=True):
+                    collector.add(batch, layer_values)
+
+        datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
+        datasets["sequences"] = sequences_dataset(self.plan.model, prompts, sequences, places)
+        description = self._description(prompts, sequences[0])
+        seconds = round(time.monotonic() - start, 3)
+        return Result(datasets, {**description, "halved": halved, "seconds": seconds})
+
+    def _collectors(self, prompts: Sequence[Prompt], sequences: Sequences) -> list[Collector]:
+        """What collects the values of each analysis, still empty."""
         plan = self.plan
-        # The most tokens of each prompt under any condition.
-        longest = [max(map(len, by_condition.values())) for by_condition in sequences]
         coords: dict[str, list] = {
             "prompt": [prompt.id for prompt in prompts],
             "condition": list(plan.conditions),
             "layer": plan.layers,
         }
         widths = {
-            "key": max(longest),
+            "key": max(map(_longest, sequences)),
             "original_key": max(len(by_condition[BASELINE]) for by_condition in sequences),
         }
-        collectors = [
+        return [
             Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
         ]
 
-        by_hooks = self.forward is forward_through_hooks
-        bytes_of_row = partial(row_bytes, plan.model.cfg, holds_pattern=by_hooks)
-        sides = checks.sides_of(plan.model, sequences)
-        conditions = len(plan.conditions)
-        batches = batch_plan(longest, conditions, bytes_of_row, plan.options.memory, sides)
-        halved = self._measure(batches, prompts, sequences, collectors)
-
-        datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
-        datasets["sequences"] = sequences_dataset(plan.model, prompts, sequences, places)
-        about = self._description(prompts, sequences[0])
-        about["halved"] = [
-            {"prompts": len(indices), "first": prompts[indices[0]].id} for indices in halved
-        ]
-        about["seconds"] = round(time.monotonic() - start, 3)
-        return Result(datasets, about)
-
-    def _measure(
-        self,
-        batches: Sequence[list[int]],
-        prompts: Sequence[Prompt],
-        sequences: Sequences,
-        collectors: Sequence[Collector],
-    ) -> list[list[int]]:
-        """Measure batches of prompts into the collectors; returns those that had to be halved."""
+    def _batches(self, sequences: Sequences) -> list[list[int]]:
+        """The indices of the prompts that are measured together."""
         plan = self.plan
-        model = plan.model
-        ids = [prompt.id for prompt in prompts]
-        windows = {layer: hooks.attention_window(model, layer) for layer in plan.layers}
+        holds_pattern = self.engine.name == "hooks"
+        return batch_plan(
+            lengths=[_longest(by_condition) for by_condition in sequences],
+            conditions=len(plan.conditions),
+            bytes_of_row=partial(row_bytes, plan.model.cfg, holds_pattern=holds_pattern),
+            memory=plan.options.memory,
+            sides=checks.sides_of(plan.model, sequences),
+        )
+
+    def _measured(
+        self, prompts: Sequence[Prompt], sequences: Sequences, indices: Sequence[int]
+    ) -> tuple[Batch, list[LayerValues]]:
+        """The batch of the prompts at these indices under all conditions, and its values."""
+        plan = self.plan
         # Without one, any token will do: no token sees what comes after it.
-        pad = getattr(model.tokenizer, "pad_token_id", None) or 0
-
-        def measure(indices: Sequence[int]) -> tuple[Batch, list[LayerValues]]:
-            """Measure these prompts, under all conditions, in one pass."""
-            rows = [(index, name) for index in indices for name in sequences[index]]
-            batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
-            values = measure_batch(
-                model, batch, self.forward, windows, plan.analyses, ids, self.blind
-            )
-            return batch, values
-
-        halved = []
-        # The bar of one of several chunks disappears when it is done.
-        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
-            measured, too_large = in_halves(indices, measure)
-            halved += too_large
-            for batch, values in measured:
-                for collector, by_layer in zip(collectors, values, strict=True):
-                    collector.add(batch, by_layer)
-        return halved
+        pad = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
+        rows = [(index, name) for index in indices for name in sequences[index]]
+        batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
+        values = measure_batch(
+            plan.model,
+            batch,
+            self.engine.forward,
+            {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers},
+            plan.analyses,
+            [prompt.id for prompt in prompts],
+            self.blind,
+        )
+        return batch, values
 
     def _description(
-        self, prompts: Sequence[Prompt], first_sequences: Mapping[str, TokenSequence]
+        self, prompts: Sequence[Prompt], first_sequences: ByCondition
     ) -> dict[str, Any]:
         """The model, the prompts and the options, which determine the numbers; and when and where
         they were computed."""
@@ -263,12 +266,17 @@ class Run:
             "threads": torch.get_num_threads(),
             "versions": provenance.versions(),
             "time": provenance.now(),
-            "engine": ENGINES[self.forward],
-            "engine_reason": self.engine_reason,
+            "engine": self.engine.name,
+            "engine_reason": self.engine.reason,
             "seed": plan.options.seed,
             "memory": plan.options.memory,
             "keep": plan.options.keep,
         }
+
+
+def _longest(sequences: ByCondition) -> int:
+    """The most tokens of a prompt under any condition."""
+    return max(map(len, sequences.values()))
 
 
 def make_plan(

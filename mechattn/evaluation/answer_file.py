@@ -61,7 +61,7 @@ class GradedAnswer:
         return self.prompt, self.condition, self.sample
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptAnswers:
     """The answers so far, and where they come from; also in a file if one is given.
 
@@ -168,15 +168,10 @@ def _continued(path: Path, about: Mapping[str, Any]) -> KeptAnswers:
     about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
     _check_same_run(path, stored, about_as_stored)
 
-    extended = dict(stored)
-    for name in _OF_THE_LATER_RUN:
-        if name in about:
-            extended[name] = about[name]
-    for name in _OF_BOTH_RUNS:
-        if name in about:
-            extended[name] = stored.get(name, {}) | about[name]
-    if "samples" in about:
-        extended["samples"] = max(stored.get("samples", 0), about["samples"])
+    later = {name: about[name] for name in _OF_THE_LATER_RUN if name in about}
+    merged = {name: stored.get(name, {}) | about[name] for name in _OF_BOTH_RUNS if name in about}
+    samples = max(stored.get("samples", 0), about.get("samples", 0))
+    extended = {**stored, **later, **merged, "samples": samples}
 
     # Written at once, also without a last line that was cut off.
     write_answers(path, extended, answers.values())

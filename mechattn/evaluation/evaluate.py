@@ -23,8 +23,8 @@ from mechattn.evaluation.answer_file import GradedAnswer, KeptAnswers, kept_answ
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.generate import (
     Answer,
-    checked_sampling,
-    dtype_of,
+    Sampling,
+    dtype_name,
     local_answers,
     native_of,
 )
@@ -32,9 +32,10 @@ from mechattn.evaluation.generating_rows import Request
 from mechattn.evaluation.grader import Grader
 from mechattn.evaluation.served_answers import check_room, check_servable, served_answers
 from mechattn.evaluation.server import Server
-from mechattn.model.architectures import PARTICULARS, Particulars
-from mechattn.model.hooked import HookedModel, alone, config_of
-from mechattn.model.load import load_model, unloaded
+from mechattn.model.architectures import particulars_of
+from mechattn.model.hooked import HookedModel, alone, config_of, holding, measuring
+from mechattn.model.load import load_model
+from mechattn.model.unloaded import unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -98,7 +99,11 @@ def evaluate(
 
     prompts = as_prompts(prompts)
     named = request_checks.with_baseline(conditions)
-    sampling = checked_sampling(new_tokens, samples, temperature, seed)
+    if temperature is None:
+        temperature = 1.0
+        if samples == 1:
+            temperature = 0.0
+    sampling = Sampling(new_tokens, samples, temperature, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
 
@@ -111,30 +116,18 @@ def evaluate(
 
     sequences = request_checks.condition_sequences(named, prompts, reader, seed)
     requests = _requests(prompts, sequences, sampling.samples)
-    for by_condition in sequences:
-        request_checks.check_is_unchanged(by_condition[BASELINE])
-
-    rope_factors: dict[str, str] = {}
-    if server is None:
-        _check_generates(reader, prompts, sequences, new_tokens)
-        sides = request_checks.sides_of(reader, sequences)  # none but of a LongRoPE model
-        rope_factors = {prompt.id: side for prompt, side in zip(prompts, sides, strict=False)}
-    else:
-        check_servable(reader, prompts, sequences, new_tokens)
+    _check_sequences(reader, server, prompts, sequences, new_tokens)
     check_room(requests, new_tokens, reader.cfg.n_ctx, str(reader.cfg.model_name))
 
-    about = _about(reader, server, prompts) | asdict(sampling)
+    about = _about(reader, server, prompts, sequences) | asdict(sampling)
     about["conditions"] = {name: identity(condition) for name, condition in named.items()}
     about["grader"] = grader
-    if rope_factors:
-        about["rope_factors"] = dict(Counter(rope_factors.values()))
-
     with kept_answers(out, about) as file, _saying_what_is_kept(file, requests):
         _check_kept(file, requests)
         todo = [request for request in requests if request.key not in file.answers]
         if server is None:
             kept_count = len(requests) - len(todo)
-            answers = local_answers(reader, todo, sampling, batch, rope_factors, kept_count)
+            answers = local_answers(reader, todo, sampling, batch, kept_count)
         else:
             answers = served_answers(server, reader, requests, todo, sampling, batch, file)
 
@@ -205,7 +198,7 @@ def baseline_noise(
         )
 
     model = load_model(model)
-    dtype = dtype_of(model)
+    dtype = dtype_name(model)
     other_dtype = "float32"
     if dtype == "float32":
         other_dtype = "bfloat16"
@@ -266,24 +259,23 @@ def _requests(
 
 
 def _check_kept(file: KeptAnswers, requests: Sequence[Request]) -> None:
-    """Refuse kept answers to other token ids, or with another reference, than those of this
+    """Refuse kept answers to other token ids, or with other references, than those of this
     call."""
     for request in requests:
         answer = file.answers.get(request.key)
         if answer is None:
             continue
 
-        differing = []
         if answer.read != _read_digest(request):
-            differing.append("tokens")
-        if answer.solution != request.solution:
-            differing.append("solution")
-        if differing:
-            raise OptionError(
-                f"{file.path} holds answers of another run (the {differing[0]} of prompt"
-                f" {request.prompt} under {request.condition!r} differ); choose another file, or"
-                " move this one"
-            )
+            differing = "tokens"
+        elif answer.solution != request.solution:
+            differing = "solution"
+        else:
+            continue
+        raise OptionError(
+            f"{file.path} holds answers of another run (the {differing} of prompt {request.prompt}"
+            f" under {request.condition!r} differ); choose another file, or move this one"
+        )
 
 
 def _read_digest(request: Request) -> str:
@@ -334,8 +326,8 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
             raise PromptError(
-                f"{prompt.where} has no solution to compare with; load prompts with answers, or give"
-                " Prompt(…, solution=…)"
+                f"{prompt.where} has no solution to compare with; load prompts with answers, or"
+                " give Prompt(…, solution=…)"
             )
 
         if prompt.answer or prompt.answer_tokens:
@@ -354,26 +346,47 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
             graders.check_grader("math")
 
 
-@alone
-def _check_generates(
-    model: HookedModel,
+def _check_sequences(
+    reader: Any,
+    server: Server | None,
     prompts: Sequence[Prompt],
     sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
 ) -> None:
-    """Refuse what the model here cannot generate answers to, before a token is generated."""
-    native = native_of(model)
+    """Refuse what cannot be answered, here or by a server, before a token is generated.
+
+    Args:
+        reader: The hooked model that generates; with a server an ``UnloadedModel``, which may hold
+            a hooked model to compare with.
+        server: The server that generates; None if the model here does.
+        prompts: The prompts.
+        sequences: For each prompt its sequence under each condition.
+        new_tokens: The longest answer, in tokens.
+    """
+    if server is None:
+        native_of(reader)  # refuses a model that cannot generate
+        hooked = reader
+    else:
+        hooked = reader.loaded
+
     for prompt, by_condition in zip(prompts, sequences, strict=True):
-        request_checks.check_side(prompt, by_condition, model, new_tokens)
+        request_checks.check_is_unchanged(by_condition[BASELINE])
         for name, sequence in by_condition.items():
-            _check_cut_edges(native, sequence, name)
+            if server is None:
+                _check_cut_edges(reader, sequence, name)
+            else:
+                check_servable(sequence, name)
+        if hooked is not None:
+            request_checks.check_side(prompt, by_condition, hooked, new_tokens)
 
-    ids = [prompt.id for prompt in prompts]
-    request_checks.check_variants(model, sequences)
-    request_checks.check_interventions(model, ids, sequences)
+    if server is None:
+        ids = [prompt.id for prompt in prompts]
+        with holding(reader), measuring(reader):
+            request_checks.check_variants(reader, sequences)
+            request_checks.check_interventions(reader, ids, sequences)
 
 
-def _check_cut_edges(native: Any, sequence: TokenSequence, name: str) -> None:
+def _check_cut_edges(model: HookedModel, sequence: TokenSequence, name: str) -> None:
     """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
     if sequence.cut_edges is None:
         return
@@ -383,8 +396,8 @@ def _check_cut_edges(native: Any, sequence: TokenSequence, name: str) -> None:
             f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"
         )
 
-    config = config_of(native)
-    masks_edges = PARTICULARS.get(config.model_type, Particulars()).masks_edges
+    config = config_of(model)
+    masks_edges = particulars_of(model).masks_edges
     layer_types = getattr(config, "layer_types", None) or ()
     if masks_edges and "sliding_attention" not in layer_types:
         return
@@ -393,17 +406,25 @@ def _check_cut_edges(native: Any, sequence: TokenSequence, name: str) -> None:
     if not masks_edges:
         reason = "has ALiBi"
     raise OptionError(
-        f"{name!r} cuts edges, and a {config.model_type} model {reason}: generation with cut edges is not "
-        "supported here. Omit the condition"
+        f"{name!r} cuts edges, and a {config.model_type} model {reason}: generation with cut edges"
+        " is not supported here. Omit the condition"
     )
 
 
-def _about(model: Any, server: Server | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """The provenance of answers, but for how they are sampled and graded."""
+def _about(
+    model: Any,
+    server: Server | None,
+    prompts: Sequence[Prompt],
+    sequences: Sequence[Mapping[str, TokenSequence]],
+) -> dict[str, Any]:
+    """The provenance of answers, but for the conditions and how answers are sampled and graded."""
     about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
     if server is None:
         about["weights_hash"] = weights_hash(model)
-        about["dtype"] = dtype_of(model)
+        about["dtype"] = dtype_name(model)
+        sides = request_checks.sides_of(model, sequences)
+        if sides:  # of a LongRoPE model
+            about["rope_factors"] = dict(Counter(sides))
     else:
         about["server"] = server.address
         about["served_model"] = None

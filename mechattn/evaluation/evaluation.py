@@ -1,5 +1,5 @@
-"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and after a transplant whose
-answers are given."""
+"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and whose answers are given
+after a transplant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pandas as pd
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.evaluation.answer_file import GradedAnswer, read_answers, write_answers
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.provenance import digest
 from mechattn.stats.accuracy import (
     paired_accuracy,
@@ -41,15 +41,14 @@ class Evaluation:
     provenance: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        shares = []
+        accuracies = []
         for name in self.conditions:
             accuracy = np.mean([answer.right for answer in self._under(name)])
-            shares.append(f"{name} {100 * accuracy:.1f} %")
-        right = ", ".join(shares)
+            accuracies.append(f"{name} {100 * accuracy:.1f} %")
 
-        problems = len({answer.prompt for answer in self.answers})
         line = (
-            f"Evaluation({problems} problems × {len(self.conditions)} conditions; right: {right})"
+            f"Evaluation({len(self._problems())} problems × {len(accuracies)} conditions; right:"
+            f" {', '.join(accuracies)})"
         )
         return "\n".join([line, *self.cautions])
 
@@ -75,12 +74,12 @@ class Evaluation:
         for name in self.conditions:
             answers = self._under(name)
             count = len(answers)
-            finished = [answer for answer in answers if answer.finished]
-            unread_count = sum(answer.answer is None for answer in finished)
+            cut_off_count = sum(not answer.finished for answer in answers)
+            unread_count = sum(answer.finished and answer.answer is None for answer in answers)
             if count < expected:
                 missing.append(f"{expected - count} of {expected} under {name!r}")
-            if count - len(finished) > _MANY * count:
-                cut_off.append(f"{count - len(finished)} of {count} under {name!r}")
+            if cut_off_count > _MANY * count:
+                cut_off.append(f"{cut_off_count} of {count} under {name!r}")
             if unread_count > _MANY * count:
                 unread.append(f"{unread_count} of {count} under {name!r}")
 
@@ -100,10 +99,10 @@ class Evaluation:
                 " ask for a mark, such as \\boxed{…}?"
             )
 
-        right = [answer.right for answer in self._under(BASELINE)]
-        if len(right) > 1 and all(right):
+        is_right = [answer.right for answer in self._under(BASELINE)]
+        if len(is_right) > 1 and all(is_right):
             cautions.append("every answer of the baseline is right; it can only fall.")
-        if len(right) > 1 and not any(right):
+        if len(is_right) > 1 and not any(is_right):
             cautions.append("no answer of the baseline is right; it can only rise.")
         return [f"Careful: {caution}" for caution in cautions]
 
@@ -119,15 +118,17 @@ class Evaluation:
         Raises:
             OptionError: There is no such condition, or some of its answers are missing.
         """
-        self._check_condition(condition)
-        right = {(answer.prompt, answer.sample): answer.right for answer in self._under(condition)}
+        check_choice(self.conditions, condition=condition)
+        is_right = {
+            (answer.prompt, answer.sample): answer.right for answer in self._under(condition)
+        }
         keys = product(self._problems(), range(self.samples))
-        in_order = [right.get(key) for key in keys]
-        missing = in_order.count(None)
-        if missing:
+        in_order = [is_right.get(key) for key in keys]
+        missing_count = in_order.count(None)
+        if missing_count:
             raise OptionError(
-                f"{missing} answers of {condition!r} are missing, as after an interrupted run,"
-                " or one of fewer problems: call evaluate with out=… and all its problems and"
+                f"{missing_count} answers of {condition!r} are missing, as after an interrupted"
+                " run, or one of fewer problems: call evaluate with out=… and all its problems and"
                 " conditions"
             )
 
@@ -184,7 +185,7 @@ class Evaluation:
         *,
         other: Evaluation | None = None,
         unit: Unit = "auto",
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Compare the accuracy of two conditions on the same problems, as a difference.
 
         With one answer per problem: Newcombe's interval, the mid-p McNemar test and the smallest
@@ -201,9 +202,10 @@ class Evaluation:
                 problems.
 
         Returns:
-            "difference", from -1 to 1, with "low" and "high" at 95 %; "p"; "n"; "detectable", the
-            smallest difference that would be found with 80 % power; and with one answer per problem
-            "only_first" and "only_second", the problems that only one of the two has right.
+            "difference", from -1 to 1, with "low" and "high" at 95 %; "p", and "test", which is
+            "mid-p McNemar" or "sign flips"; "n"; "detectable", the smallest difference that would
+            be found with 80 % power; and with one answer per problem "only_first" and
+            "only_second", the problems that only one of the two has right.
 
         Raises:
             OptionError: There is no such condition, the problems differ, or there are too few
@@ -221,11 +223,12 @@ class Evaluation:
         second = other._restricted_to(list(self._problems())).right(to)
 
         units = self._units(unit)
-        figures: dict[str, float] = {}
-        if first.shape[1] == second.shape[1] == 1:
+        has_single_answers = first.shape[1] == second.shape[1] == 1
+        figures: dict[str, Any] = {}
+        if has_single_answers:
             figures = asdict(paired_accuracy(first[:, 0], second[:, 0]))
-            if units.of is None:
-                return figures
+            if units.group_of_prompt is None:
+                return figures | {"test": "mid-p McNemar"}
 
         # Over units that hold several answers each, in place of what assumes single ones.
         differences = units.means(first.mean(1) - second.mean(1))
@@ -237,6 +240,7 @@ class Evaluation:
             "p": float(paired(differences, bootstrap_ends=False).p_flip),
             "n": units.n,
             "detectable": share_deviation(differences) * detectable_size(units.n),
+            "test": "sign flips",
         }
 
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
@@ -292,7 +296,9 @@ class Evaluation:
             OptionError: There is no condition other than the baseline, or a half has too few
                 problems (or groups of them) for :meth:`compare`.
         """
-        names = [name for name in conditions or self.conditions if name != BASELINE]
+        if conditions is None:
+            conditions = self.conditions
+        names = [name for name in conditions if name != BASELINE]
         group_of = self._groups()
 
         def arbitrary(problem: str) -> bytes:
@@ -394,17 +400,7 @@ class Evaluation:
 
         own_answers = self._final_answers(without)
         answers = self._final_answers(condition)
-        distinct = []  # the prompts whose own answer and whose source's can be told apart
-        for prompt, own_answer in own_answers.items():
-            source = sources.get(prompt, prompt)
-            if source not in own_answers:
-                raise OptionError(
-                    f"the source of prompt {prompt} is not among the answered problems; give"
-                    " KeysValues.from_other_prompts().sources of the same prompts"
-                )
-            source_answer = own_answers[source]
-            if None not in (own_answer, source_answer) and own_answer != source_answer:
-                distinct.append(prompt)
+        distinct = _with_distinct_sources(own_answers, sources)
         if not distinct:
             raise OptionError(
                 f"under {without!r} no prompt's answer differs from its source's, so they cannot be"
@@ -416,25 +412,21 @@ class Evaluation:
         for prompt in distinct:
             answer = answers[prompt]
             unrelated = readable.drop([prompt, sources[prompt]])
-            rows.append(
-                {
-                    "followed": answer == own_answers[sources[prompt]],
-                    "kept": answer == own_answers[prompt],
-                    "by_chance": (unrelated == answer).mean(),  # NaN without any
-                }
-            )
+            is_followed = answer == own_answers[sources[prompt]]
+            is_kept = answer == own_answers[prompt]
+            share_by_chance = (unrelated == answer).mean()  # NaN if there is no unrelated prompt
+            rows.append([is_followed, is_kept, share_by_chance])
 
         units = self._restricted_to(distinct)._units(unit)
-        of_prompts = pd.DataFrame(rows).astype(float)
-        of_units = pd.DataFrame(units.means(of_prompts.to_numpy()), columns=of_prompts.columns)
-        followed = share_interval(of_units.followed.to_numpy(), level)
+        followed, kept, by_chance = units.means(np.array(rows, dtype=float)).T
+        interval = share_interval(followed, level)
         return {
             "condition": condition,
-            "followed": followed.estimate,
-            "low": followed.low,
-            "high": followed.high,
-            "kept": float(of_units.kept.mean()),
-            "by_chance": float(of_units.by_chance.mean()),
+            "followed": interval.estimate,
+            "low": interval.low,
+            "high": interval.high,
+            "kept": float(kept.mean()),
+            "by_chance": float(by_chance.mean()),
             "n": units.n,
             "alike": len(own_answers) - len(distinct),
         }
@@ -454,9 +446,10 @@ class Evaluation:
             sample: Which of several answers, from 0.
 
         Raises:
-            OptionError: There is no such condition or sample, or a prompt has no answer under it.
+            OptionError: There is no such condition or sample, a prompt has no answer under it, or
+                another problem has its id.
         """
-        self._check_condition(condition)
+        check_choice(self.conditions, condition=condition)
         if not 0 <= sample < self.samples:
             raise OptionError(
                 f"sample={sample}: the evaluation has {self.samples} answers to each problem,"
@@ -464,10 +457,15 @@ class Evaluation:
             )
         answers = self._answers_by_problem(condition, sample)
         answered = []
-        for prompt in prompts:
+        for prompt in as_prompts(prompts):
             answer = answers.get(prompt.id)
             if answer is None or not answer.tokens:
                 raise OptionError(f"prompt {prompt.id} has no answer under {condition!r}; omit it")
+            if prompt.solution not in (None, answer.solution):
+                raise OptionError(
+                    f"prompt {prompt.id} has another solution than the problem that was evaluated"
+                    " under this id; give all prompts as they were evaluated, or ids of their own"
+                )
             answered.append(replace(prompt, answer=answer.text, answer_tokens=answer.tokens))
 
         return answered
@@ -482,12 +480,6 @@ class Evaluation:
         self.right(condition)  # refuses where one is missing
         answers = self._answers_by_problem(condition)
         return {problem: answers[problem].answer for problem in self._problems()}
-
-    def _check_condition(self, condition: str) -> None:
-        """Refuse a condition without answers."""
-        if condition not in self.conditions:
-            have = ", ".join(map(repr, self.conditions))
-            raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
@@ -536,6 +528,32 @@ class Evaluation:
     def _problems(self) -> dict[str, str]:
         """The reference of each problem, by its id."""
         return {answer.prompt: answer.solution for answer in self.answers}
+
+
+def _with_distinct_sources(
+    own_answers: Mapping[str, str | None], sources: Mapping[str, str]
+) -> list[str]:
+    """The prompts whose own answer and whose source's can be read, and differ.
+
+    Args:
+        own_answers: The answer to each prompt without a transplant; None if it cannot be read.
+        sources: The source of each prompt's keys and values.
+
+    Raises:
+        OptionError: A source has no answer.
+    """
+    distinct = []
+    for prompt, own_answer in own_answers.items():
+        source = sources.get(prompt, prompt)
+        if source not in own_answers:
+            raise OptionError(
+                f"the source of prompt {prompt} is not among the answered problems; give"
+                " KeysValues.from_other_prompts().sources of the same prompts"
+            )
+        source_answer = own_answers[source]
+        if None not in (own_answer, source_answer) and own_answer != source_answer:
+            distinct.append(prompt)
+    return distinct
 
 
 def load_evaluation(path: str | Path) -> Evaluation:

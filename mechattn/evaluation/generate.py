@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from mechattn.engine.request_checks import sides_of
 from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.evaluation.generating_rows import (
     GeneratingRow,
@@ -27,7 +29,6 @@ from mechattn.evaluation.generating_rows import (
     acting_on_prompts,
 )
 from mechattn.functional.activations import keyed_uniform, token_keys
-from mechattn.model.checkpoint import end_tokens
 from mechattn.model.hooked import (
     HookedModel,
     facts_of,
@@ -35,6 +36,7 @@ from mechattn.model.hooked import (
     measuring,
 )
 from mechattn.model.hooks import last_logits_only
+from mechattn.model.unloaded import end_tokens
 from mechattn.prompts.prompt import LARGEST_COUNT
 
 
@@ -47,6 +49,9 @@ class Sampling:
         samples: The number of answers to each question.
         temperature: 0 takes the likeliest token.
         seed: The seed of the draws.
+
+    Raises:
+        OptionError: A number is not allowed, or several answers would be the same.
     """
 
     new_tokens: int
@@ -54,41 +59,20 @@ class Sampling:
     temperature: float
     seed: int
 
-
-def checked_sampling(
-    new_tokens: int, samples: int, temperature: float | None, seed: int
-) -> Sampling:
-    """How answers are sampled, checked; the default temperature depends on the number of
-    samples.
-
-    Args:
-        new_tokens: The longest answer, in tokens.
-        samples: The number of answers to each question.
-        temperature: 0 takes the likeliest token; by default 0 for one sample and 1 for several.
-        seed: The seed of the draws.
-
-    Raises:
-        OptionError: A number is not allowed, or several answers would be the same.
-    """
-    check_counts(new_tokens=new_tokens)
-    check_counts(most=LARGEST_COUNT, samples=samples)
-    if temperature is None:
-        temperature = 1.0
-        if samples == 1:
-            temperature = 0.0
-
-    if not 0 <= temperature < float("inf"):
-        raise OptionError(
-            f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0"
-        )
-
-    if temperature == 0 and samples > 1:
-        raise OptionError(
-            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a "
-            "temperature above 0"
-        )
-
-    return Sampling(new_tokens, samples, float(temperature), seed)
+    def __post_init__(self) -> None:
+        check_counts(new_tokens=self.new_tokens)
+        check_counts(most=LARGEST_COUNT, samples=self.samples)
+        is_number = isinstance(self.temperature, (int, float))
+        if not is_number or not 0 <= self.temperature < float("inf"):
+            raise OptionError(
+                f"temperature={self.temperature!r}: give 0 for the likeliest token, or a number"
+                " above 0"
+            )
+        if self.temperature == 0 and self.samples > 1:
+            raise OptionError(
+                f"samples={self.samples} with temperature=0 gives the same answer {self.samples}"
+                " times; give a temperature above 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -131,7 +115,7 @@ def native_of(model: HookedModel) -> Any:
     return facts.native
 
 
-def dtype_of(model: Any) -> str:
+def dtype_name(model: Any) -> str:
     """The dtype of a model's parameters, such as "float32"."""
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
@@ -141,7 +125,6 @@ def local_answers(
     requests: Sequence[Request],
     sampling: Sampling,
     batch: int,
-    rope_factors: Mapping[str, str],
     kept_count: int,
 ) -> Generator[tuple[Request, Answer, str], None, None]:
     """Each answer with its text, as soon as it ends.
@@ -151,21 +134,21 @@ def local_answers(
         requests: What is asked for.
         sampling: How answers are sampled.
         batch: How many sequences are in a batch.
-        rope_factors: Of a LongRoPE model, the factors with which it reads each prompt.
         kept_count: How many answers an earlier run has left, for the bar.
     """
     native = native_of(model)
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
 
-    # LongRoPE has other factors beyond a length, and chooses them for a whole batch.
+    # LongRoPE has other factors beyond a length, and chooses them for a whole batch; other models
+    # have no sides.
     shortest_first = sorted(requests, key=lambda request: len(request.sequence))
-    with_same_factors: dict[str | None, list[Request]] = {}
-    for request in shortest_first:
-        factors = rope_factors.get(request.prompt)
-        with_same_factors.setdefault(factors, []).append(request)
+    sides = sides_of(model, [{request.condition: request.sequence} for request in shortest_first])
+    requests_by_side: dict[str | None, list[Request]] = {}
+    for request, side in zip_longest(shortest_first, sides):
+        requests_by_side.setdefault(side, []).append(request)
 
     with AnswerBar(len(requests), kept_count) as bar:
-        for group in with_same_factors.values():
+        for group in requests_by_side.values():
             generation = Generation(
                 native,
                 group,
@@ -300,7 +283,8 @@ class Generation:
         if not numbers:
             return {}
 
-        requests = [self.requests[number] for number in numbers]
+        new_rows = [GeneratingRow(number, self.requests[number]) for number in numbers]
+        requests = [row.request for row in new_rows]
         prompts = PaddedPrompts([request.sequence for request in requests], self.rows.device)
         cache = self.rows.new_cache()
         with acting_on_prompts(self.model, requests, prompts):
@@ -311,7 +295,6 @@ class Generation:
                 **last_logits_only(self.model),
             )
 
-        new_rows = [GeneratingRow(number, self.requests[number]) for number in numbers]
         self.rows.add(new_rows, prompts, cache)
         return self.write(new_rows, output.logits[:, -1].float())
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -311,10 +312,8 @@ def acting_on_prompts(
         return Target(rows, ids, prompts.origin[rows], prompts.segments[rows])
 
     with _acting(model, requests, prompts.tokens.device, target):
-        interventions = [
-            intervention for request in requests for intervention in request.sequence.interventions
-        ]
-        if any_reads_first(interventions):
+        interventions = [request.sequence.interventions for request in requests]
+        if any_reads_first(chain.from_iterable(interventions)):
             model(**prompts.inputs, use_cache=False, **last_logits_only(model))
         yield
 

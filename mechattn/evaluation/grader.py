@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 from mechattn.errors import OptionError, check_choice
 
@@ -39,6 +39,7 @@ _BARE_ROOT = re.compile(r"(\\sqrt\[\w+\])\s*(\w)")  # which math-verify does not
 # What stands around a number without changing it.
 _SPACES = re.compile(r"\\[!,;: ]|~|\\left|\\right|\\displaystyle")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
+_BRACKETED = re.compile(r"^\(\s*([^(),]*?)\s*\)$")  # not "(1,000)", which may be a point
 _CURRENCY = re.compile(r"^(?:\\\$|[$€£¥])\s*")
 _UNIT = re.compile(r"^(\s*)(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400})"
@@ -103,8 +104,11 @@ class Grade:
 def check_grader(grader: str) -> None:
     """Refuse a grader that doesn't exist, or whose package is not installed."""
     check_choice(Grader, grader=grader)
-    if grader == "math":
-        _math_verify()
+    if grader == "math" and find_spec("math_verify") is None:
+        raise OptionError(
+            "these references are not plain numbers, and comparing expressions needs math-verify: "
+            'pip install "mechattn[math]"'
+        )
 
 
 def grader_for(solution: str) -> Literal["number", "math"]:
@@ -232,7 +236,10 @@ def _braced(text: str) -> str | None:
     """The text up to the brace that closes what was opened before it; None if there is none."""
     depth = 1
     for brace in _BRACE.finditer(text):
-        depth += {"{": 1, "}": -1}[brace[0]]
+        if brace[0] == "{":
+            depth += 1
+        else:
+            depth -= 1
         if depth == 0:
             return text[: brace.start()].strip()
     return None
@@ -253,11 +260,12 @@ def _last_side(answer: str) -> str:
 
 
 def _without_dressing(answer: str) -> str:
-    """Without LaTeX's spaces, fonts and dollar signs around it."""
+    """Without LaTeX's spaces, fonts and dollar signs, and without brackets around it."""
     answer = re.sub(r"\s*\{,\s*\}|,\s*\\!\s*", ",", answer)
     answer = _TEXT.sub(r" \1 ", _SPACES.sub(" ", answer))
     answer = re.sub(r"(?<!\\)\$(?!\s*[\d.])", "", answer)
-    return answer.strip().strip("*`").strip()
+    answer = answer.strip().strip("*`").strip()
+    return _BRACKETED.sub(r"\1", answer)
 
 
 def _number_at(text: str) -> tuple[Fraction | None, str]:
@@ -320,7 +328,8 @@ def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
 
 def _compared_as_expressions(answer: str, reference: str) -> Grade:
     """The grade of an answer that is an expression: equal as a text, or for math-verify."""
-    parse, verify = _math_verify()
+    check_grader("math")
+    from math_verify import parse, verify
 
     plain_answer = _normalised(answer)
     if plain_answer and plain_answer == _normalised(reference):
@@ -343,15 +352,3 @@ def _normalised(expression: str) -> str:
     """An expression without spaces, fonts and dollar signs, to compare texts such as names."""
     bare = _MARKDOWN.sub("", _TEXT.sub(r"\1", _SPACES.sub("", expression)))
     return re.sub(r"\s+", "", bare.replace("dfrac", "frac").replace("tfrac", "frac")).rstrip(".")
-
-
-def _math_verify() -> tuple[Any, Any]:
-    """The functions ``parse`` and ``verify`` of math-verify, which is an extra of mechattn."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise OptionError(
-            "these references are not plain numbers, and comparing expressions needs math-verify: "
-            'pip install "mechattn[math]"'
-        ) from None
-    return parse, verify

@@ -1,4 +1,4 @@
-"""Answers from a server, which is compared with the model before, within and after a run."""
+"""Answers from a server, which is compared with the model before, during and after a run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
-from mechattn.engine.request_checks import check_side
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError, warn
 from mechattn.evaluation import server_probe
 from mechattn.evaluation.answer_file import KeptAnswers
 from mechattn.evaluation.generate import Answer, AnswerBar, Sampling, mean_logprob, until_end
 from mechattn.evaluation.generating_rows import Question, Request
-from mechattn.evaluation.server import (
-    Completion,
-    CompletionRequest,
-    Connection,
-    Server,
-    connected,
-)
-from mechattn.model.checkpoint import UnloadedModel
-from mechattn.prompts.prompt import Prompt
+from mechattn.evaluation.server import Completion, CompletionRequest, Connection, Server, connected
+from mechattn.evaluation.server_probe import Sent
+from mechattn.model.unloaded import UnloadedModel
 from mechattn.prompts.token_sequences import TokenSequence
 
 _MOST_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
@@ -58,15 +51,15 @@ def served_answers(
         return
 
     # Samples of a question read the same tokens.
-    questions = {request.question: request.sequence for request in requests}
-    longest = max(len(sequence) for sequence in questions.values())
+    questions = {request.question: request for request in requests}
+    longest = max(len(request.sequence) for request in requests)
     most_tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
     with connected(server, model, at_once, most_tokens) as connection:
         check_room(requests, sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
 
         # What cannot be sent as text is left out.
-        sent = _sent(connection, questions)
+        sent = _prompts_sent(connection, questions)
         todo = [request for request in todo if request.question in sent]
 
         earlier = file.about.get("probe", {})
@@ -77,36 +70,35 @@ def served_answers(
             for start in range(0, len(todo), _PROBED_AFTER):
                 stretch = todo[start : start + _PROBED_AFTER]
 
-                asked = ((request, _sampled(sent, request, sampling)) for request in stretch)
+                asked = {request: _sampled(sent, request, sampling) for request in stretch}
                 for request, completion in connection.completions(asked):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
                     bar.update()
                     yield request, answer, text
 
-                reason = probe.again()
-                if reason is not None:
+                probe = probe.compared(dict(connection.completions(probe.requests)))
+                if server.verify and not probe.is_passed:
                     file.drop(request.key for request in stretch)
                     file.note("probe", probe.about)
                     raise server.error(
-                        f"no longer serves the model, {reason}. Its {len(stretch)} answers since it"
-                        " last did are dropped; serve the model, and call evaluate again with the"
-                        " same arguments"
+                        f"no longer serves the model, {probe.comparison}. Its {len(stretch)}"
+                        " answers since it last did are dropped; serve the model, and call evaluate"
+                        " again with the same arguments"
                     )
 
         file.note("probe", probe.about)
 
 
-def _sampled(
-    sent: Mapping[Question, CompletionRequest], request: Request, sampling: Sampling
-) -> CompletionRequest:
+def _sampled(sent: Sent, request: Request, sampling: Sampling) -> CompletionRequest:
     """The request of an answer, whose seed is the same under each condition."""
     name = f"{sampling.seed} {request.sample} {request.prompt}"
     seed = crc32(name.encode(errors="backslashreplace"))
-    return replace(
+    return CompletionRequest(
         sent[request.question],
-        new_tokens=sampling.new_tokens,
-        temperature=sampling.temperature,
+        len(request.sequence),
+        sampling.new_tokens,
+        sampling.temperature,
         seed=seed >> 1,  # 31 bits, which every server takes
     )
 
@@ -126,9 +118,7 @@ def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
     return replace(answer, finished=answer.finished or is_stopped), text
 
 
-def _sent(
-    connection: Connection, questions: Mapping[Question, TokenSequence]
-) -> dict[Question, CompletionRequest]:
+def _prompts_sent(connection: Connection, questions: Mapping[Question, Request]) -> Sent:
     """What the server gets: token ids if it takes them, or else texts that give the same ids.
 
     A problem without such a text is left out under every condition, so that conditions are compared
@@ -137,16 +127,13 @@ def _sent(
     Raises:
         PromptError: More than a tenth of the texts would be read as other tokens.
     """
-    ids = {question: sequence.tokens.tolist() for question, sequence in questions.items()}
-    requests = {
-        question: CompletionRequest(tokens, len(tokens), new_tokens=1)
-        for question, tokens in ids.items()
-    }
+    ids = {question: request.sequence.tokens.tolist() for question, request in questions.items()}
 
     # One token is asked for, to see whether ids are taken.
+    first_ids = next(iter(ids.values()))
     try:
-        connection.completion(next(iter(requests.values())))
-        return requests
+        connection.completion(CompletionRequest(first_ids, len(first_ids), new_tokens=1))
+        return ids
     except ServerError as error:
         if error.status not in (400, 422):  # it has taken texts, so these are bad input to it
             raise
@@ -159,7 +146,7 @@ def _sent(
 
     left_out = {prompt for prompt, _ in refused}
     return {
-        question: replace(requests[question], prompt=text)
+        question: text
         for question, text in texts.items()
         if text is not None and question[0] not in left_out
     }
@@ -189,31 +176,22 @@ def text_of(tokenizer: Any, ids: list[int]) -> str | None:
     return None
 
 
-def check_servable(
-    model: UnloadedModel,
-    prompts: Sequence[Prompt],
-    sequences: Sequence[Mapping[str, TokenSequence]],
-    new_tokens: int,
-) -> None:
-    """Refuse conditions that act inside the model, which a server does not allow, and prompts that
-    are not read alike under all conditions, where a loaded model tells it.
+def check_servable(sequence: TokenSequence, name: str) -> None:
+    """Refuse a condition that acts inside the model, which a server does not allow.
+
+    Args:
+        sequence: A sequence that the condition has made.
+        name: The condition's name.
 
     Raises:
-        OptionError: A condition acts inside the model.
-        PromptError: A prompt and its answer cross a boundary of the RoPE frequencies, as for
-            ``run``.
+        OptionError: It does.
     """
-    for prompt, by_condition in zip(prompts, sequences, strict=True):
-        for name, sequence in by_condition.items():
-            is_masked = sequence.cut_edges is not None
-            if sequence.interventions or is_masked or sequence.keeps_positions:
-                raise OptionError(
-                    f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()),"
-                    " and a server takes tokens and nothing else. Omit the condition, or evaluate"
-                    " it here, without server=…"
-                )
-        if model.loaded is not None:
-            check_side(prompt, by_condition, model.loaded, new_tokens)
+    if sequence.interventions or sequence.cut_edges is not None or sequence.keeps_positions:
+        raise OptionError(
+            f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()), and a"
+            " server takes tokens and nothing else. Omit the condition, or evaluate it here,"
+            " without server=…"
+        )
 
 
 def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:

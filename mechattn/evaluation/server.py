@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,10 +16,19 @@ from multiprocessing.pool import ThreadPool
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AliasPath, BaseModel, Field, FiniteFloat, HttpUrl, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BaseModel,
+    Field,
+    FiniteFloat,
+    HttpUrl,
+    TypeAdapter,
+    ValidationError,
+)
 
 from mechattn.errors import OptionError, ServerError, check_choice
-from mechattn.model.checkpoint import UnloadedModel
+from mechattn.model.unloaded import UnloadedModel
 
 _SHORTEST_HIDDEN = 8  # characters: a shorter key may stand in an answer by chance
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections
@@ -39,8 +48,8 @@ _FURTHER_OPTIONS = {
 }
 _SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
 Name = TypeVar("Name")
-# HttpUrl takes spaces around it, and "http:host".
-_Address = Annotated[str, Field(pattern=r"(?i)^https?://\S+$")]
+# HttpUrl by itself takes spaces around it, and "http:host".
+_Address = Annotated[str, Field(pattern=r"(?i)^https?://\S+$"), AfterValidator(HttpUrl)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -81,7 +90,6 @@ class Server:
             )
 
         try:
-            TypeAdapter(HttpUrl).validate_python(self.address)
             TypeAdapter(_Address).validate_python(self.address)
         except ValidationError:
             raise OptionError(
@@ -129,8 +137,8 @@ class CompletionRequest:
         new_tokens: The longest completion, in tokens.
         temperature: 0 takes the likeliest token.
         seed: The seed of the server's draws.
-        prompt_logprobs: 0 asks for the log-probabilities of the prompt, without alternatives; None
-            does not.
+        asks_prompt_logprobs: Whether the log-probabilities of the prompt's tokens are asked for,
+            of a server that takes token ids.
     """
 
     prompt: list[int] | str
@@ -138,7 +146,7 @@ class CompletionRequest:
     new_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    prompt_logprobs: int | None = None
+    asks_prompt_logprobs: bool = False
 
 
 def _reported(name: str, *place: str | int) -> Any:
@@ -189,8 +197,12 @@ class Completion(BaseModel, strict=True):
     def prompt_logprobs(self) -> list[float]:
         """The log-probability of each token of the prompt after the first, as it is stored: to four
         decimals."""
-        entries = [entry for entry in self.prompt_entries or () if entry]
-        return [round(next(iter(entry.values())).logprob, 4) for entry in entries]
+        logprobs = []
+        for entry in self.prompt_entries or ():
+            if entry:  # none for the first token
+                token = next(iter(entry.values()))  # the prompt's own; alternatives may follow
+                logprobs.append(round(token.logprob, 4))
+        return logprobs
 
 
 class _ListedModel(BaseModel):
@@ -221,25 +233,24 @@ class Connection:
     at_once: int
 
     def completions(
-        self, requests: Iterable[tuple[Name, CompletionRequest]]
+        self, requests: Mapping[Name, CompletionRequest]
     ) -> Iterator[tuple[Name, Completion]]:
         """Each completion in the order of arrival; if a request fails, its error after the others
         in progress.
 
         Args:
-            requests: What is asked for, each with a name that its completion has too.
+            requests: What is asked for, by names that the completions have too.
 
         Raises:
             ServerError: A request fails; no further one is sent.
         """
         failures: list[Exception] = []
 
-        def completed(item: tuple[Name, CompletionRequest]) -> tuple[Name, Completion] | None:
-            name, request = item
-            if failures:
+        def completed(name: Name) -> tuple[Name, Completion] | None:
+            if failures:  # nothing more is sent
                 return None
             try:
-                return name, self.completion(request)
+                return name, self.completion(requests[name])
             except Exception as error:
                 failures.append(error)
                 return None
@@ -271,7 +282,8 @@ class Connection:
         if not isinstance(request.prompt, str):
             body |= _FURTHER_OPTIONS
             body["stop_token_ids"] = sorted(self.reader.end)
-            body["prompt_logprobs"] = request.prompt_logprobs
+            if request.asks_prompt_logprobs:
+                body["prompt_logprobs"] = 0  # no alternatives to the prompt's own tokens
 
         content = _replied(self.server, self.client.post, "/completions", body=body)
         try:
@@ -400,8 +412,7 @@ def _listed_limits(client: Any, server: Server) -> dict[str, int | None]:
         content = _replied(server, client.get, "/models")
         models = _ListedModels.model_validate_json(content).data
     except ServerError as error:
-        is_missing = (error.status or 0) >= 400
-        if not is_missing or error.status in (401, 403):
+        if error.status is None or error.status < 400 or error.status in (401, 403):
             raise
         return {}
     except ValidationError:

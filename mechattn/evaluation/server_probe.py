@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from mechattn.errors import ModelError, warn
-from mechattn.evaluation.generate import Sampling, answers, dtype_of, native_of
+from mechattn.evaluation.generate import Sampling, answers, dtype_name, native_of
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import Completion, CompletionRequest, Connection
-from mechattn.model.checkpoint import UnloadedModel
 from mechattn.model.hooked import alone, device_of
+from mechattn.model.unloaded import UnloadedModel
 from mechattn.model.weights import weights_hash
-from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 
@@ -39,6 +38,7 @@ LEAST_ALIKE_ITSELF = 0.6
 LARGEST_LOGPROB_DIFFERENCE = 0.05
 _TIE = 0.5  # nats between the two likeliest tokens: rounding may exchange them
 _HOT = 2.0  # a temperature at which no two answers are equal
+_HALF_CHARACTER = "\ufffd"  # at the end of a text whose last token is a part of a character
 
 # Words, code, digits and letters of which each tokenizer makes other numbers of tokens.
 _TEXTS = [
@@ -48,6 +48,11 @@ _TEXTS = [
 ]
 _MOST_ADDED = 3  # tokens that a server may put around a text, such as a BOS
 
+# Of each question that a server gets, its token ids, or a text that gives the same ids.
+Sent = Mapping[Question, list[int] | str]
+Requests = Mapping[Question, CompletionRequest]
+Completions = Mapping[Question, Completion]
+
 
 def check_tokenizer(connection: Connection) -> None:
     """Compare how many tokens the server and the local tokenizer read of three texts.
@@ -55,16 +60,15 @@ def check_tokenizer(connection: Connection) -> None:
     Raises:
         ServerError: The numbers are those of another tokenizer.
     """
-    reader = connection.reader
-    texts_ids = reader.tokenizer(_TEXTS, add_special_tokens=False)["input_ids"]
-    local_counts = [len(ids) for ids in texts_ids]
-
-    requests = [(text, CompletionRequest(text, None, 1)) for text in _TEXTS]
+    requests = {text: CompletionRequest(text, None, new_tokens=1) for text in _TEXTS}
     completions = dict(connection.completions(requests))
     counts = [completions[text].prompt_tokens for text in _TEXTS]
     if not connection.server.verify or None in counts:
         return
 
+    reader = connection.reader
+    texts_ids = reader.tokenizer(_TEXTS, add_special_tokens=False)["input_ids"]
+    local_counts = [len(ids) for ids in texts_ids]
     added = np.array(counts) - local_counts
     if added.min() < 0 or added.max() > _MOST_ADDED:
         name = reader.cfg.model_name
@@ -81,25 +85,24 @@ class Reference:
     Args:
         text: The answer.
         prompt_logprobs: The log-probability of each of the prompt's tokens after the first.
-        steps: Of the local model's answer, the text after each token.
-        gaps: How much likelier each token was than the second likeliest, in nats.
+        gaps: Of the local model's answer, how much likelier each token was than the second
+            likeliest, in nats, by the text before it; empty for a server's answer.
     """
 
     text: str
     prompt_logprobs: Sequence[float] = ()
-    steps: Sequence[str] = ()
-    gaps: Sequence[float] = ()
+    gaps: Mapping[str, float] = field(default_factory=dict)
 
     def agrees(self, text: str) -> bool:
         """Whether another answer is this one; where the local model is undecided, either is
         right."""
-        text = text.rstrip("�")  # which is half a character
-        if text == self.text.rstrip("�"):
+        text = text.rstrip(_HALF_CHARACTER)
+        if text == self.text.rstrip(_HALF_CHARACTER):
             return True
 
         # The first token that differs is forgiven where another one was about as likely.
-        equal_steps = sum(text.startswith(step) for step in self.steps)
-        return equal_steps > 0 and self.gaps[equal_steps - 1] < _TIE
+        gaps = [gap for beginning, gap in self.gaps.items() if text.startswith(beginning)]
+        return bool(gaps) and gaps[-1] < _TIE
 
 
 @dataclass(frozen=True)
@@ -107,67 +110,74 @@ class Probe:
     """Questions to a server, and the answers with which its own are compared.
 
     Args:
-        connection: The connection.
-        requests: The questions, as the server gets them.
+        requests: The questions.
         references: An answer to each.
-        source: Whose answers these are, in words.
         least: The share of the server's answers that must be alike.
-        about: What is recorded.
+        about: What is recorded: "against", whose answers the references are, in words; "rounds",
+            the figures of each comparison so far; and facts about the server.
     """
 
-    connection: Connection
-    requests: Mapping[Question, CompletionRequest]
+    requests: Requests
     references: Mapping[Question, Reference]
-    source: str
     least: float
-    about: dict[str, Any]
+    about: Mapping[str, Any]
 
-    def again(self) -> str | None:
-        """Ask the questions again, and compare; why the server is refused, if so."""
-        return self.compare(dict(self.connection.completions(self.requests.items())))
+    def compared(self, completions: Completions) -> Probe:
+        """The probe after a further round: how far these answers are the references.
 
-    def compare(self, completions: Mapping[Question, Completion]) -> str | None:
-        """Record how far a server's answers are the references; why it is refused, if so.
+        A round has "alike", the share of answers that are alike, with its interval from "alike_low"
+        to "alike_high"; and "logprob_difference", the mean difference of log-probabilities in nats,
+        if there are any to compare.
 
-        Recorded are the share of answers that are alike, with its interval, and the mean difference
-        of log-probabilities in nats, if there are any to compare.
+        Args:
+            completions: The server's answers to all questions.
         """
         alike_count = 0
         differences = []
         for question, reference in self.references.items():
             completion = completions[question]
             alike_count += reference.agrees(completion.text)
+            # A server that reports no log-probabilities has nothing to compare.
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
-            differences += [abs(own - theirs) for own, theirs in pairs]
+            differences += [abs(own - served) for own, served in pairs]
 
         count = len(self.references)
-        alike = alike_count / count
         low, high = wilson_interval(alike_count, count)
-        figures = {"alike": alike, "alike_low": low, "alike_high": high}
-        is_model = alike >= self.least
-        reason = (
-            f"against {self.source}: {100 * alike:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of"
-            f" {count} greedy answers are alike (at least {100 * self.least:.0f} %)"
-        )
+        figures = {"alike": alike_count / count, "alike_low": low, "alike_high": high}
         if differences:
-            difference = sum(differences) / len(differences)
-            figures["logprob_difference"] = difference
-            is_model = is_model and difference <= LARGEST_LOGPROB_DIFFERENCE
-            reason += (
-                f", log-probabilities are {difference:.3f} nats apart (at most"
+            figures["logprob_difference"] = sum(differences) / len(differences)
+        return replace(self, about={**self.about, "rounds": [*self.about["rounds"], figures]})
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the server is the model by the last round."""
+        figures = self.about["rounds"][-1]
+        is_near = figures.get("logprob_difference", 0.0) <= LARGEST_LOGPROB_DIFFERENCE
+        return is_near and figures["alike"] >= self.least
+
+    @property
+    def comparison(self) -> str:
+        """The last round in words."""
+        figures = self.about["rounds"][-1]
+        low = 100 * figures["alike_low"]
+        high = 100 * figures["alike_high"]
+        words = (
+            f"against {self.about['against']}: {100 * figures['alike']:.0f} % [{low:.0f},"
+            f" {high:.0f}] of {len(self.references)} greedy answers are alike (at least"
+            f" {100 * self.least:.0f} %)"
+        )
+        if "logprob_difference" in figures:
+            words += (
+                f", log-probabilities are {figures['logprob_difference']:.3f} nats apart (at most"
                 f" {LARGEST_LOGPROB_DIFFERENCE})"
             )
-
-        self.about["rounds"].append(figures)
-        if is_model or not self.connection.server.verify:
-            return None
-        return reason
+        return words
 
 
 def start_probe(
     connection: Connection,
-    sequences: Mapping[Question, TokenSequence],
-    sent: Mapping[Question, CompletionRequest],
+    questions: Mapping[Question, Request],
+    sent: Sent,
     sampling: Sampling,
     earlier: Mapping[str, Any],
 ) -> Probe:
@@ -175,37 +185,32 @@ def start_probe(
 
     Args:
         connection: The connection.
-        sequences: All questions of the run.
-        sent: Those that the server gets, as it gets them.
+        questions: All questions of the run.
+        sent: What the server gets.
         sampling: That of the run; its seed draws the questions.
-        earlier: What the file says about the probe of the run, if it is resumed.
+        earlier: The record of the run's probe, if the run is resumed; empty otherwise.
 
     Raises:
         ServerError: It is not the model, or no longer that of the run that is resumed.
     """
     # A run that is resumed has the questions of its first probe.
-    first_answers = {
-        (prompt, name): Reference(text, prompt_logprobs)
-        for prompt, name, text, prompt_logprobs in earlier.get("texts", ())
-        if (prompt, name) in sent
-    }
+    first_answers = _stored_answers(earlier, sent)
     is_resumed = bool(first_answers)
-    questions = list(first_answers)
+    asked = list(first_answers)
     if not is_resumed:
-        generator = random.Random(sampling.seed)
-        questions = generator.sample([*sent], min(ANSWERS, len(sent)))
+        asked = random.Random(sampling.seed).sample([*sent], min(ANSWERS, len(sent)))
 
-    longest_prompt = max(len(sequences[question]) for question in questions)
-    new_tokens = min(TOKENS, connection.longest - longest_prompt)
+    lengths = {question: len(questions[question].sequence) for question in asked}
+    new_tokens = min(TOKENS, connection.longest - max(lengths.values()))
     requests = {
-        question: replace(sent[question], new_tokens=new_tokens, prompt_logprobs=0)
-        for question in questions
+        question: CompletionRequest(sent[question], length, new_tokens, asks_prompt_logprobs=True)
+        for question, length in lengths.items()
     }
-    completions = dict(connection.completions(requests.items()))
+    completions = dict(connection.completions(requests))
     if not is_resumed:
         first_answers = {
             question: Reference(completions[question].text, completions[question].prompt_logprobs)
-            for question in questions
+            for question in asked
         }
 
     native = _native_of_loaded(connection.reader)
@@ -215,25 +220,21 @@ def start_probe(
         source = "its answers when this run began"
         least = LEAST_ALIKE_ITSELF
     else:
-        asked = {question: sequences[question] for question in questions}
-        references = _local_answers(native, connection.reader, asked, new_tokens)
+        asked_here = [questions[question] for question in asked]
+        references = _local_answers(native, connection.reader, asked_here, new_tokens)
         weights = weights_hash(connection.reader.loaded)
-        source = f"the model here ({dtype_of(native)}, weights {weights})"
+        source = f"the model here ({dtype_name(native)}, weights {weights})"
         least = ALIKE
 
     about = _about(connection, requests, completions, first_answers)
     about["against"] = source
-    about["rounds"] = list(earlier.get("rounds", ()))
-    probe = Probe(connection, requests, references, source, least, about)
-    reason = None
+    about["rounds"] = earlier.get("rounds", [])
+    probe = Probe(requests, references, least, about)
+
     # Without the weights here, the first answers of a run have nothing to be compared with.
     if native is not None or is_resumed:
-        reason = probe.compare(completions)
-    if reason is not None:
-        raise connection.server.error(
-            f"is not the model, {reason}. Is it quantised, another revision, or does it change the"
-            " prompt? With verify=False its answers are accepted, and these figures are recorded"
-        )
+        probe = probe.compared(completions)
+        _check_is_model(connection, probe)
     if sampling.temperature > 0:
         _check_samples(connection, requests, completions)
     return probe
@@ -241,24 +242,42 @@ def start_probe(
 
 def _about(
     connection: Connection,
-    requests: Mapping[Question, CompletionRequest],
-    completions: Mapping[Question, Completion],
+    requests: Requests,
+    completions: Completions,
     first_answers: Mapping[Question, Reference],
 ) -> dict[str, Any]:
     """What is recorded of a server, and with which answers a run is resumed."""
     sent = "token ids"
-    first_request = next(iter(requests.values()))
-    if isinstance(first_request.prompt, str):
+    if any(isinstance(request.prompt, str) for request in requests.values()):
         sent = "text"
+    texts = []
+    for question, answer in first_answers.items():
+        texts.append([*question, answer.text, answer.prompt_logprobs])
     return {
         "model": name_of(connection.model),
         "sent": sent,
         "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
-        "texts": [
-            [*question, answer.text, answer.prompt_logprobs]
-            for question, answer in first_answers.items()
-        ],
+        "texts": texts,
     }
+
+
+def _check_is_model(connection: Connection, probe: Probe) -> None:
+    """Refuse a server whose first answers are not those of the model."""
+    if connection.server.verify and not probe.is_passed:
+        raise connection.server.error(
+            f"is not the model, {probe.comparison}. Is it quantised, another revision, or does it"
+            " change the prompt? With verify=False its answers are accepted, and these figures are"
+            " recorded"
+        )
+
+
+def _stored_answers(earlier: Mapping[str, Any], sent: Sent) -> dict[Question, Reference]:
+    """The first answers of a run that is resumed, to the questions that it still has."""
+    answers_by_question = {}
+    for prompt, name, text, prompt_logprobs in earlier.get("texts", ()):
+        if (prompt, name) in sent:
+            answers_by_question[prompt, name] = Reference(text, prompt_logprobs)
+    return answers_by_question
 
 
 def _native_of_loaded(reader: UnloadedModel) -> Any:
@@ -273,15 +292,9 @@ def _native_of_loaded(reader: UnloadedModel) -> Any:
 
 
 def _local_answers(
-    native: Any,
-    reader: UnloadedModel,
-    sequences: Mapping[Question, TokenSequence],
-    new_tokens: int,
+    native: Any, reader: UnloadedModel, requests: Sequence[Request], new_tokens: int
 ) -> dict[Question, Reference]:
     """The greedy answers of the model here to some questions."""
-    requests = [
-        Request(prompt, sequence, 0, name) for (prompt, name), sequence in sequences.items()
-    ]
     greedy = answers(native, requests, new_tokens, reader.end)
     references = {}
     for request, answer in zip(requests, greedy, strict=True):
@@ -305,17 +318,13 @@ def _warn_of_other_weights(connection: Connection) -> None:
         )
 
 
-def _check_samples(
-    connection: Connection,
-    asked: Mapping[Question, CompletionRequest],
-    greedy: Mapping[Question, Completion],
-) -> None:
+def _check_samples(connection: Connection, requests: Requests, greedy: Completions) -> None:
     """Refuse a server that gives greedy answers at any temperature."""
-    hot_requests = [
-        (question, replace(request, temperature=_HOT)) for question, request in asked.items()
-    ]
+    hot_requests = {
+        question: replace(request, temperature=_HOT) for question, request in requests.items()
+    }
     hot = dict(connection.completions(hot_requests))
-    if all(hot[question].text == greedy[question].text for question in asked):
+    if all(completion.text == greedy[question].text for question, completion in hot.items()):
         raise connection.server.error(
             f"does not sample: {len(hot)} answers at temperature {_HOT:g} are the greedy ones."
             " `transformers serve` samples only if generation_config.json of the checkpoint says"
@@ -346,5 +355,6 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
 
     starts = [answer[:length] for length in range(len(answer) + 1)]
     texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
-    steps = [text.rstrip("�") for text in texts]
-    return Reference(steps[-1], token_logprobs[:split].tolist(), steps, gaps.tolist())
+    texts = [text.rstrip(_HALF_CHARACTER) for text in texts]
+    gap_after = dict(zip(texts, gaps.tolist(), strict=True))
+    return Reference(texts[-1], token_logprobs[:split].tolist(), gap_after)

@@ -20,9 +20,9 @@ from mechattn.errors import OptionError, check_choice
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.model.load import load_model
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import Result
-from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.intervals import FEWEST, check_level, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Unit, Units
 
@@ -129,7 +129,7 @@ class WhileAnswering:
         matched = self._matched(answers, level)
         if matched.beyond.isna().all():
             within = ""
-            if self.units.of is not None:
+            if self.units.group_of_prompt is not None:
                 within = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
                 f"{matched.pairs[0]} pairs of a right and a wrong answer of about the same"
@@ -158,23 +158,23 @@ class WhileAnswering:
         values = units.means(chosen.flow.values)
         uniform = units.means(chosen.uniform.values)
 
-        low = high = np.nan
-        if len(values) >= FEWEST:
-            interval = t_interval(values, level)
-            low = float(interval.low)
-            high = float(interval.high)
-
-        return {
-            prefix: _mean(values),
-            f"{prefix}_low": low,
-            f"{prefix}_high": high,
-            f"{prefix}_uniform": _mean(uniform),
-            f"{prefix}_tokens": _mean(chosen.tokens.values),
+        columns = {
+            prefix: pd.Series(values).mean(),  # NaN of nothing
+            f"{prefix}_low": np.nan,
+            f"{prefix}_high": np.nan,
+            f"{prefix}_uniform": pd.Series(uniform).mean(),
+            f"{prefix}_tokens": pd.Series(chosen.tokens.values).mean(),
             f"{prefix}_n": len(places),
         }
+        if len(values) >= FEWEST:
+            interval = t_interval(values, level)
+            columns[f"{prefix}_low"] = float(interval.low)
+            columns[f"{prefix}_high"] = float(interval.high)
+        return columns
 
     def _matched(self, answers: xr.Dataset, level: float) -> pd.DataFrame:
         """Right minus wrong, over pairs of about the same length: a row a cell."""
+        check_level(level)
         count = answers.sizes["prompt"]
         flow = answers.flow.values.reshape(count, -1)
         uniform = answers.uniform.values.reshape(count, -1)
@@ -185,7 +185,7 @@ class WhileAnswering:
             answers.tokens.values,
             right & is_measured,
             ~right & is_measured,
-            self.units.of,
+            self.units.group_of_prompt,
         )
         right_places, wrong_places = pairs.T
         columns: dict[str, Any] = dict.fromkeys(_FIELDS_OF_PAIRS, np.nan)
@@ -207,9 +207,9 @@ class WhileAnswering:
 
     def _units(self, places: np.ndarray) -> Units:
         """The units of some prompts, by their places."""
-        if self.units.of is None:
+        if self.units.group_of_prompt is None:
             return Units(len(places))
-        return Units.grouped(self.units.of[places].astype(str).tolist())
+        return Units.grouped(self.units.group_of_prompt[places].astype(str).tolist())
 
     def __str__(self) -> str:
         title = (
@@ -220,13 +220,6 @@ class WhileAnswering:
         table = self.table()[[*of_answers, *of_pairs]]
         rows = table.to_string(index=False, float_format="{:.3g}".format)
         return f"{title}\n{rows}"
-
-
-def _mean(values: np.ndarray) -> float:
-    """The mean; NaN of nothing."""
-    if not len(values):
-        return float("nan")
-    return float(values.mean())
 
 
 def matched_pairs(
@@ -302,9 +295,17 @@ def while_answering(
             groups.
     """
     model = load_model(model)
+    prompts = as_prompts(prompts)
     named = with_baseline(conditions)
-    _check_evaluated(evaluation, named, prompts)
+    for name in named:
+        check_choice(evaluation.conditions, condition=name)
+    evaluated = evaluation._problems()
     ids = [prompt.id for prompt in prompts]
+    for prompt_id in ids:
+        if prompt_id not in evaluated:
+            raise OptionError(
+                f"prompt {prompt_id} was not evaluated; give the prompts of the evaluation"
+            )
     units = evaluation._restricted_to(ids)._units(unit)  # refuses too few groups
 
     measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
@@ -318,21 +319,6 @@ def while_answering(
         about=str(model.cfg.model_name),
         predicting=predicting,
     )
-
-
-def _check_evaluated(
-    evaluation: Evaluation, named: Mapping[str, Condition], prompts: Sequence[Prompt]
-) -> None:
-    """Refuse conditions and prompts that were not evaluated."""
-    for name in named:
-        evaluation._check_condition(name)
-
-    evaluated = evaluation._problems()
-    for prompt in prompts:
-        if prompt.id not in evaluated:
-            raise OptionError(
-                f"prompt {prompt.id} was not evaluated; give the prompts of the evaluation"
-            )
 
 
 def _measured(

@@ -7,19 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 Channels = Float[Tensor, "*token channel"]
-PerToken = Float[Tensor, "*token"]
+TokenValues = Float[Tensor, "*token"]
 Entries = Float[Tensor, "row entry"]  # of a token, or of the whole tensor
-PerRow = Int[Tensor, " row"]
 OfTokens = Int[Tensor, "row pos"]  # positions, or keys
 Integers = Int[Tensor, "*any"]
 
 
-def near_zero_share(x: Channels, threshold: float) -> PerToken:
+def near_zero_share(x: Channels, threshold: float) -> TokenValues:
     """The share of channels with ``|x| ≤ threshold``.
 
     Args:
@@ -32,7 +30,7 @@ def near_zero_share(x: Channels, threshold: float) -> PerToken:
     return (x.abs() <= threshold).float().mean(-1)
 
 
-def saturated_share(x: Channels, pre: Channels, threshold: float, minimum: float) -> PerToken:
+def saturated_share(x: Channels, pre: Channels, threshold: float, minimum: float) -> TokenValues:
     """The share of channels with ``|x| ≤ threshold`` and an input left of the nonlinearity's
     minimum.
 
@@ -70,7 +68,7 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
     return float(at_minimum.max())
 
 
-def gini(x: Channels) -> PerToken:
+def gini(x: Channels) -> TokenValues:
     """The Gini coefficient of ``|x|``: 0 if all channels are equally active, ``1 − 1/n`` if only
     one is.
 
@@ -92,7 +90,7 @@ def gini(x: Channels) -> PerToken:
     return 2 * ranked_sum / (n * total) - (n + 1) / n
 
 
-def kurtosis(x: Channels) -> PerToken:
+def kurtosis(x: Channels) -> TokenValues:
     """``mean of (x − mean)⁴ / variance²``: 3 for a normal distribution, more for heavy tails; NaN
     for a constant.
 
@@ -144,7 +142,7 @@ def redistribute(
     scope: Scope = "token",
     strength: float = 1.0,
 ) -> Channels:
-    """Apply ARM to activations: ``x + strength · (arm(x) − x)``; ``strength=0`` returns x.
+    """Apply ARM to activations: ``x + strength · (arm(x) − x)``.
 
     With ``ε = 1.4826 · c · MAD(|x|)`` and p the share of ``|x| ≤ ε``, the ``round(clip(p) · n)``
     smallest ``|x|`` are moved, with ties by index; 0 is not moved. The bound of positive entries is
@@ -172,14 +170,11 @@ def redistribute(
             published) over the whole tensor, so that the result depends on batch and padding.
         strength: The fraction of the change to apply.
     """
-    if strength == 0:
-        return x
-
-    # Each row has its own statistics.
+    # Each row has its own statistics: the channels of a token, or the whole tensor.
+    entries = x.shape[-1]
     if scope == "tensor":
-        flat = rearrange(x, "... channel -> 1 (... channel)")
-    else:
-        flat = rearrange(x, "... channel -> (...) channel")
+        entries = x.numel()
+    flat = x.reshape(-1, entries)
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = flat.to(dtype)
     uniform = uniform.reshape(flat.shape).to(dtype)
@@ -253,7 +248,7 @@ def mad_threshold(ordered: Entries, c: float) -> Float[Tensor, "row 1"]:
     return _KAPPA * c * mad.clamp(min=_LEAST_MAD)
 
 
-def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> PerRow:
+def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
     """The number of entries to move in each row, from the sorted absolute values."""
     n = ordered.shape[-1]
     threshold = mad_threshold(ordered, c)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -15,9 +15,12 @@ Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or s
 Tokens = Int[Tensor, "batch pos"]
 Stream = Float[Tensor, "batch pos d_model"]  # the residual stream, or a direction in it
 Marked = Bool[Tensor, "batch pos"]  # some tokens of each sequence
-Queries = Int[Tensor, "batch query"]  # positions of some queries of each sequence
-Sequences = Int[Tensor, " chosen"]  # some sequences of a batch
-Vectors = Float[Tensor, "batch head query d_head"]
+Vectors = Float[Tensor, "batch head pos d_head"]  # queries, keys or outputs of each head
+PerHead = Float[Tensor, " head"]
+PerQuery = Float[Tensor, "batch head query"]
+PerToken = Float[Tensor, "batch head pos"]
+QueryPositions = Int[Tensor, "batch query"]  # of some queries of each sequence
+SequenceIndices = Int[Tensor, " chosen"]  # of some sequences of a batch
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 # An accelerator waits for its orders where a block is small: at most 128 MiB of scores, and so many
 # rows.
@@ -47,7 +50,7 @@ class EdgeMask:
     queries: Marked  # the queries that are blind to the keys
     keys: Marked
 
-    def unseen(self, queries: Queries, keys: slice) -> Bool[Tensor, "batch query key"]:
+    def unseen(self, queries: QueryPositions, keys: slice) -> Bool[Tensor, "batch query key"]:
         """The keys at these positions that each of the queries doesn't see.
 
         Args:
@@ -69,7 +72,7 @@ class EdgeMask:
         """The same on a device."""
         return EdgeMask(self.queries.to(device), self.keys.to(device))
 
-    def of(self, sequences: Sequences) -> EdgeMask:
+    def of(self, sequences: SequenceIndices) -> EdgeMask:
         """The same for some sequences of the batch."""
         return EdgeMask(self.queries[sequences], self.keys[sequences])
 
@@ -104,7 +107,7 @@ class Attention:
     no token sees what comes after it.
     """
 
-    q: Float[Tensor, "batch head pos d_head"]  # queries, after RoPE
+    q: Vectors  # queries, after RoPE
     # Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``
     k: Float[Tensor, "batch kv_head pos d_head"]
     v: Float[Tensor, "batch kv_head pos d_value"]
@@ -115,7 +118,7 @@ class Attention:
     softcap: float | None = None  # the bound of soft-capped scores
     edge_mask: EdgeMask | None = None  # edges that are cut
     # The score of each head's learned sink, which keeps its share of every row to itself
-    sinks: Float[Tensor, " head"] | None = None
+    sinks: PerHead | None = None
 
     @property
     def fusable(self) -> bool:
@@ -125,7 +128,7 @@ class Attention:
         windowed = self.window is not None and self.window < self.q.shape[2]
         return self.softcap is None and self.edge_mask is None and not windowed
 
-    def of(self, sequences: Sequences) -> Attention:
+    def of(self, sequences: SequenceIndices) -> Attention:
         """The same for some sequences of the batch."""
         bias = self.bias
         if bias is not None and len(bias) > 1:
@@ -143,7 +146,7 @@ class Attention:
             edge_mask=edge_mask,
         )
 
-    def rows(self, queries: Queries, keys: int) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(self, queries: QueryPositions, keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they
         can see.
 
@@ -184,11 +187,11 @@ class PatternRows:
     pattern: Float[Tensor, "batch head pos pos"]
     v: Float[Tensor, "batch kv_head pos d_value"]
 
-    def of(self, sequences: Sequences) -> PatternRows:
+    def of(self, sequences: SequenceIndices) -> PatternRows:
         """The same for some sequences of the batch."""
         return PatternRows(self.pattern[sequences], self.v[sequences])
 
-    def rows(self, queries: Queries, keys: int) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(self, queries: QueryPositions, keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys.
 
         Args:
@@ -219,7 +222,9 @@ class Rows:
     attention: AnyRows | None = None  # has other rows and the values; None if not requested
 
 
-def mix(pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]) -> Vectors:
+def mix(
+    pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]
+) -> Float[Tensor, "batch head query d_head"]:
     """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``.
 
     Args:
@@ -411,7 +416,7 @@ def rows_of_block(scores_of_row: int, device: torch.device) -> int:
     return min(max(BLOCK, rows_in_memory), _LARGEST_BLOCK)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # every layer of every pass asks for the same one
 def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
     """The mask added to the scores of a block's own keys, so that no row sees the keys after it."""
     masked = torch.full((block, block), _MASKED, dtype=dtype, device=device)
@@ -426,9 +431,7 @@ def _cap_and_bias(attention: Attention, scores: Pattern, keys: slice) -> None:
         scores += attention.bias[:, :, None, keys]
 
 
-def _left_by_sinks(
-    scores: Pattern, sinks: Float[Tensor, " head"]
-) -> Float[Tensor, "batch head query 1"]:
+def _left_by_sinks(scores: Pattern, sinks: PerHead) -> Float[Tensor, "batch head query 1"]:
     """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) +
     exp(sink))``."""
     score_of_keys = scores.logsumexp(-1, keepdim=True)
@@ -448,5 +451,4 @@ def for_each_head(
     Returns:
         A copy in the order of the query heads.
     """
-    group = heads // x.shape[1]
-    return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=group)
+    return x.repeat_interleave(heads // x.shape[1], 1)

@@ -9,11 +9,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Attention, Pattern, Rows, attention_by_rows, working_dtype
+from mechattn.functional.attention import (
+    Attention,
+    Pattern,
+    Rows,
+    Vectors,
+    attention_by_rows,
+    working_dtype,
+)
 
 Masses = Float[Tensor, "batch segment head query"]  # attention of each query to each segment
 Means = Float[Tensor, "batch head segment"]
-Vectors = Float[Tensor, "batch head pos d_head"]
 Members = Float[Tensor, "batch segment key"]  # 1 where a key belongs to a segment
 Turns = tuple[Float[Tensor, "batch 1 pos pair"], Float[Tensor, "batch 1 pos pair"]]  # cos and sin
 
@@ -160,15 +166,16 @@ def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, " row"]:
     Returns:
         A truth value for each row, on the device of the queries.
     """
-    are_equal = []
-    for x_before, x_after in ((before.q, after.q), (before.k, after.k)):
+
+    def is_rounding(x_before: Vectors, x_after: Vectors) -> Bool[Tensor, " row"]:
+        """Whether the largest difference is one of rounding."""
+        eps = torch.finfo(x_after.dtype).eps
         largest = x_after.abs().amax((1, 2, 3))
-        rounding = _ROUNDINGS * torch.finfo(x_after.dtype).eps * largest
         difference = (x_before - x_after).abs().amax((1, 2, 3))
-        are_equal.append(difference <= rounding)
+        return difference <= _ROUNDINGS * eps * largest
 
     # As tensors: reading them here would wait for the GPU.
-    return are_equal[0] & are_equal[1]
+    return is_rounding(before.q, after.q) & is_rounding(before.k, after.k)
 
 
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:

@@ -7,12 +7,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Tokens, in_working_dtype
+from mechattn.functional.attention import Marked, Pattern, PerQuery, Tokens, in_working_dtype
 
 Squares = Float[Tensor, "*batch query key"]
-PerQuery = Float[Tensor, "*batch query"]
-KeyOfQuery = Int[Tensor, "*batch query"]
-PerHead = Float[Tensor, "batch head query"]
+QueryValues = Float[Tensor, "*batch query"]  # a number of each query
+KeyOfQuery = Int[Tensor, "*batch query"]  # an index, or a number, of keys
 Indices = Int[Tensor, " pair"]
 PairIndices = tuple[Indices, Indices, Indices]  # row of the batch, query, key
 _CHUNK = 32  # keys
@@ -20,7 +19,7 @@ _CHUNK = 32  # keys
 _PIECE = 2**18
 
 
-def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, KeyOfQuery]:
+def top_two(pattern: Squares) -> tuple[QueryValues, QueryValues, KeyOfQuery]:
     """The largest and the second largest probability of each query, and the index of the largest.
 
     ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, which is meaningless.
@@ -44,7 +43,7 @@ def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, KeyOfQuery]:
     return largest, second, argmax
 
 
-def _largest(pattern: Squares) -> tuple[PerQuery, KeyOfQuery]:
+def _largest(pattern: Squares) -> tuple[QueryValues, KeyOfQuery]:
     """The largest probability of each query and its first index.
 
     A maximum without an index is vectorised, ten times as fast as one with its index: so the best
@@ -76,7 +75,7 @@ def _largest(pattern: Squares) -> tuple[PerQuery, KeyOfQuery]:
     return torch.maximum(largest, largest_of_rest), argmax
 
 
-def entropy(pattern: Squares) -> PerQuery:
+def entropy(pattern: Squares) -> QueryValues:
     """``−Σ_k A[q, k] log A[q, k]``, in nats; a key with no attention adds nothing.
 
     Args:
@@ -100,7 +99,7 @@ def entropy(pattern: Squares) -> PerQuery:
     return torch.cat(entropies).view(pattern.shape[:-1])
 
 
-def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) -> PerQuery:
+def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) -> QueryValues:
     """``Σ_k A[q, k] (q − k)``, in positions: how far back a query looks on average.
 
     Args:
@@ -122,7 +121,7 @@ def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) ->
     return queries * mass - mean_key
 
 
-def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> PerHead:
+def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> PerQuery:
     """``A[q, q − back]`` of each query, 0 if that key is not in this block.
 
     Args:
@@ -199,7 +198,7 @@ def repeats_of(
     return is_same & is_before_query & (key >= after)
 
 
-def looked_up_mass(pattern: Pattern, places: PairIndices) -> PerHead:
+def looked_up_mass(pattern: Pattern, places: PairIndices) -> PerQuery:
     """Each query's attention to some keys, of which there are few in a text.
 
     Args:

@@ -9,10 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechattn.functional.attention import Attention, for_each_head
+from mechattn.functional.attention import Attention, PerToken, Vectors, for_each_head, working_dtype
 
-Vectors = Float[Tensor, "batch head pos d"]
-PerToken = Float[Tensor, "batch head pos"]
 PerGroup = Float[Tensor, "batch head pos group"]  # of each key or query, by groups of the others
 GroupWeights = Float[Tensor, "batch pos group"]
 
@@ -52,21 +50,19 @@ class Fused:
         """
         heads = self.q.shape[1]
         reversed_weights = weights.flip(1)[:, None].expand(-1, heads, -1, -1)
+        minus_lse = -self.lse.flip(2)
 
         sums = []
         if self.q.dtype in _HALF:
             # A call for each group: its log-sum-exp alone is the sum, and the output is not used.
             for weight in reversed_weights.split(1, -1):
                 log_weight = weight[..., 0].log().clamp(min=_LOG_OF_ZERO)
-                added = log_weight - self.lse.flip(2)
-                _, lse = self._reversed_call(weight, added)
+                _, lse = self._reversed_call(weight, log_weight + minus_lse)
                 sums.append(lse.exp()[..., None])
         else:
             # As many groups in a call as there are dimensions.
-            d_head = self.q.shape[-1]
-            for values in reversed_weights.split(d_head, -1):
-                added = -self.lse.flip(2)
-                mean, lse = self._reversed_call(values, added)
+            for values in reversed_weights.split(self.q.shape[-1], -1):
+                mean, lse = self._reversed_call(values, minus_lse)
                 sums.append(mean * lse.exp()[..., None])
 
         # Back in the order of time.
@@ -85,7 +81,7 @@ class Fused:
             Probability mass of each query on each group; together less than 1 beside a learned
             sink.
         """
-        dtype = torch.float32 if self.q.dtype in _HALF else self.q.dtype
+        dtype = working_dtype(self.q)
         heads = self.q.shape[1]
         values = weights.to(dtype)[:, None].expand(-1, heads, -1, -1)
 

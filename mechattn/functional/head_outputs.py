@@ -9,20 +9,25 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Stream, mix, working_dtype
+from mechattn.functional.attention import (
+    Marked,
+    Pattern,
+    PerQuery,
+    PerToken,
+    Stream,
+    mix,
+    working_dtype,
+)
 
 Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
 Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
 Weights = Float[Tensor, "head d_head d_model"]  # W_O
 PerPart = Float[Tensor, "batch part pos"]  # of heads, or other parts of a layer
-PerQuery = Float[Tensor, "batch head query"]
-PerHead = Float[Tensor, "batch head pos"]
 Z = Float[Tensor, "batch pos head d_head"]
-Edges = Float[Tensor, " edge"]
+BinEdges = Float[Tensor, " edge"]
 Energies = Float[Tensor, "*batch d_head"]  # squared singular values, largest first
 PerMatrix = Float[Tensor, "*batch"]
 OriginalValues = Float[Tensor, "batch kv_head original d_head"]
-Bins = Int[Tensor, "batch part pos"]
 Factor = Float[Tensor, "head rank d_head"]  # see output_factor
 
 
@@ -36,23 +41,19 @@ def output_factor(w_o: Weights) -> Factor:
     return torch.linalg.qr(w_o.mT.to(working_dtype(w_o)), mode="r").R
 
 
-def update_norm(z: Z, factor: Factor) -> PerHead:
+def update_norm(z: Z, factor: Factor) -> PerToken:
     """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
     by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
     return (by_head @ factor.mT).norm(dim=-1)
 
 
-def update_product(
-    z: Z,
-    w_o: Weights,
-    direction: Stream,
-) -> PerHead:
+def update_product(z: Z, w_o: Weights, direction: Stream) -> PerToken:
     """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is
     built.
     """
     read = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
-    read = rearrange(read, "batch pos (head d_head) -> batch pos head d_head", head=len(w_o))
-    return torch.linalg.vecdot(read, z).mT
+    read_by_head = read.unflatten(-1, (len(w_o), -1))
+    return torch.linalg.vecdot(read_by_head, z).mT
 
 
 def orientation(
@@ -65,7 +66,7 @@ def orientation(
 
 
 def counts_in_bins(
-    value: PerPart, edges: Edges, counted: Marked
+    value: PerPart, edges: BinEdges, counted: Marked
 ) -> Float[Tensor, "batch part bin"]:
     """The number of counted tokens below the first edge, between each two edges, and at or above
     the last.
@@ -89,7 +90,7 @@ def counts_in_bins(
 def counts_in_pairs_of_bins(
     first: PerPart,
     second: PerPart,
-    first_edges: Edges,
+    first_edges: BinEdges,
     second_edges: Float[Tensor, " edge2"],
     counted: Marked,
 ) -> Float[Tensor, "batch bin bin2"]:
@@ -113,7 +114,7 @@ def counts_in_pairs_of_bins(
     return rearrange(counts, "batch (bin bin2) -> batch bin bin2", bin2=second_bins)
 
 
-def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Bins:
+def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Int[Tensor, "batch part pos"]:
     """The bin of each value, whatever it is where the value is unknown."""
     return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.functional.attention import EdgeMask, Marked, Pattern, Stream, for_each_head
+from mechattn.functional.attention import EdgeMask, Marked, Pattern, PerQuery, Stream, for_each_head
 
 PerKey = Float[Tensor, "batch head key"]
-PerQuery = Float[Tensor, "batch head query"]
 Counted = Bool[Tensor, "batch query"]  # the queries that count
 CountOfKey = Float[Tensor, "batch key"]  # of queries
 Members = Bool[Tensor, "batch segment key"]  # the keys of each segment
@@ -99,35 +98,33 @@ def seeing_queries(
     Returns:
         Numbers of queries, as float32; 0 for a key that no counted query sees.
     """
-    sums = _sums_over_seeing(counted.double(), window, include_self)
+    count = _seeing_without_cuts(counted, window, include_self)
     if edge_mask is not None:
         # Blind queries don't see these keys; other queries, and each token itself, still do.
-        others = _sums_over_seeing(counted & ~edge_mask.queries, window, include_self)
+        others = _seeing_without_cuts(counted & ~edge_mask.queries, window, include_self)
         own = counted & edge_mask.queries & include_self
-        sums = torch.where(edge_mask.keys, others + own, sums)
-    return sums.round().float()
+        count = torch.where(edge_mask.keys, others + own, count)
+    return count.float()
 
 
-def _sums_over_seeing(
-    weight: Shaped[Tensor, "batch query"], window: int | None, include_self: bool
-) -> CountOfKey:
-    """For each key the sum of the weights of the queries that can see it, from one cumulative
-    sum.
+def _seeing_without_cuts(counted: Counted, window: int | None, include_self: bool) -> CountOfKey:
+    """For each key the number of counted queries that can see it, whatever edges are cut, from one
+    cumulative sum.
 
     Args:
-        weight: The weight of each query, 0 for one that does not count.
+        counted: The queries that count.
         window: How many keys a query sees, including its own; None for all.
         include_self: Whether a key's own query counts.
 
     Returns:
-        Sums of weights in float64.
+        Numbers of queries, as float64.
     """
-    length = weight.shape[-1]
+    length = counted.shape[-1]
 
-    # The sum of all weights from each position on; beyond the end there is nothing.
-    from_last = weight.double().flip(-1)
-    sums_from = from_last.cumsum(-1).flip(-1)
-    sums_from = torch.nn.functional.pad(sums_from, (0, length + 1))
+    # The number of counted queries from each position on; beyond the end there are none.
+    from_last = counted.double().flip(-1)
+    counts_from = from_last.cumsum(-1).flip(-1)
+    counts_from = torch.nn.functional.pad(counts_from, (0, length + 1))
 
     # Of key k, the first query that sees it is k + first, and the first that doesn't k + end.
     first = 0 if include_self else 1
@@ -135,8 +132,8 @@ def _sums_over_seeing(
     if window is not None:
         end = min(max(window, first), length)
 
-    from_first = sums_from[:, first : first + length]
-    from_end = sums_from[:, end : end + length]
+    from_first = counts_from[:, first : first + length]
+    from_end = counts_from[:, end : end + length]
     return from_first - from_end
 
 
@@ -154,10 +151,9 @@ def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
 
     Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
-    # A factor of NaN, because a sum of 0 over no queries is no measurement.
-    nan_without_queries = torch.where(query_counts > 0, 1.0, torch.nan)
-    divisor = query_counts.clamp(min=1)
-    return nan_without_queries[:, None] * sums / divisor[:, None]
+    # Divided by NaN, because a sum over no queries is no measurement, even if rounding left some.
+    divisor = torch.where(query_counts > 0, query_counts, torch.nan)
+    return sums / divisor[:, None]
 
 
 def segment_mean(received: PerKey, member: Members) -> PerSegment:

@@ -9,47 +9,35 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Pattern, for_each_head
+from mechattn.functional.attention import Pattern, PerHead, for_each_head
 
-PerHead = Float[Tensor, " head"]
 VisibleKeys = Bool[Tensor, "#batch 1 query key"]  # which keys each query sees
 
 
-def alibi_slopes(heads: int) -> PerHead:
-    """The slope of each head: ``base^(h + 1)``, ``base = 2^(−8 / P)``, for the P heads of the
-    largest power of two.
+def alibi_slopes(heads: int, largest: float = 8.0) -> PerHead:
+    """The slopes ``2^(−largest r / P)`` for the next power of two P, those of even r = 2, 4 … first
+    unless there are P heads.
 
-    The other heads get the odd powers of ``2^(−4 / P)``. Source: Press et al., arXiv:2108.12409,
-    and its code.
-    """
-    power = 2 ** int(math.log2(heads))
-    # In float64, so that each slope is rounded once.
-    ranks = torch.arange(1, power + 1, dtype=torch.float64)
-    exponents = torch.cat([-8 * ranks / power, -4 * (2 * ranks - 1) / power])
-    return exponents[:heads].exp2().float()
-
-
-def mpt_slopes(heads: int, largest: float = 8.0) -> PerHead:
-    """The slopes of MPT: those of the next power of two P, ``2^(−largest (h + 1) / P)``, with the
-    odd ones first.
+    For ``largest=8`` they are those of Press et al., arXiv:2108.12409, and of its code: for other
+    numbers of heads than a power of two, the slopes of the power before, and then the odd ones of
+    the next.
 
     Args:
         heads: The number of heads of a layer.
-        largest: The largest exponent, ``alibi_bias_max`` of its configuration.
+        largest: The largest exponent, ``alibi_bias_max`` in the configuration of MPT.
 
     Returns:
         A slope for each head, positive, in score per position.
     """
     power = 2 ** math.ceil(math.log2(heads))
+    # In float64, so that each slope is rounded once.
     ranks = torch.arange(1, power + 1, dtype=torch.float64)
-    exponents = -largest * ranks / power
-    slopes = exponents.exp2().float()
+    slopes = (-largest * ranks / power).exp2().float()
     if power == heads:
         return slopes
 
-    # The odd h come first, as in MPT's code; what is too many is cut off.
-    odd_first = torch.cat([slopes[1::2], slopes[::2]])
-    return odd_first[:heads]
+    even_first = torch.cat([slopes[1::2], slopes[::2]])
+    return even_first[:heads]
 
 
 def score_parts(
@@ -85,7 +73,7 @@ def score_parts(
     bias = scale * (b_q[None, :, None] @ keys)
 
     # Each query meets the same key bias at every key.
-    key_biases = for_each_head(b_k[None, :, None], heads)[0, :, 0]
+    key_biases = b_k.repeat_interleave(heads // len(b_k), 0)
     rest = einsum(q, key_biases, "batch head query d_head, head d_head -> batch head query")
     return content, bias, scale * rest[..., None]
 
@@ -100,9 +88,7 @@ def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys)
     Returns:
         Scores whose mean over each query's visible keys is 0.
     """
-    # A part may be the same for all queries, or for all keys; its mean still is one of each query.
-    part = part.expand(*part.shape[:2], *visible.shape[2:])
-
+    # A part may be the same for all queries; its mean still is one of each query.
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     total = (part * visible).sum(-1, keepdim=True)
     mean = total / count

@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.interventions.intervention import (
     Acting,
     CurrentTarget,
     as_tuple,
+    is_head,
     on,
     tensors_digest,
 )
@@ -59,22 +60,21 @@ class HeadAblation:
             activations.
 
     Raises:
-        OptionError: The heads are not pairs.
+        OptionError: The heads are not pairs, or there are none.
     """
 
     heads: tuple[tuple[int, int], ...]
     means: HeadMeans | None = None
 
     def __post_init__(self) -> None:
-        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in self.heads):
+        heads = as_tuple(self.heads)
+        if not heads or not all(map(is_head, heads)):
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a layer or head that doesn't exist, or that has no mean if means are given."""
-        if not self.heads:
-            raise OptionError("heads=() ablates nothing; give (layer, head) pairs")
         check_layers(model, [layer for layer, _ in self.heads])
         head_count = heads_of(model)
         for layer, head in self.heads:
@@ -96,11 +96,16 @@ class HeadAblation:
         def ablate(layer: int, z: Z) -> Z:
             z = z.clone()
             rows = target().rows.to(z.device)
+            outputs = z.new_zeros(z.shape[2:])
+            if self.means is not None:
+                outputs = self.means.by_layer[layer].to(z)
+            if outputs.shape != z.shape[2:]:
+                raise OptionError(
+                    f"the means of layer {layer} are {list(outputs.shape)}, but its outputs"
+                    f" {list(z.shape[2:])} [head d_head]: they are of another model"
+                )
             for head in heads_by_layer[layer]:
-                if self.means is None:
-                    z[rows, :, head] = 0.0
-                else:
-                    z[rows, :, head] = self.means.by_layer[layer][head].to(z)
+                z[rows, :, head] = outputs[head]
             return z
 
         return changing_z(model, {layer: partial(ablate, layer) for layer in heads_by_layer})
@@ -130,12 +135,10 @@ class AttentionKnockout:
     layers: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("queries", "keys"):
-            value: Any = getattr(self, name)
-            if not value or not set(as_tuple(value)) <= set(SEGMENTS):
-                raise OptionError(
-                    f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}"
-                )
+        for segment in as_tuple(self.queries):
+            check_choice(SEGMENTS, queries=segment)
+        for segment in as_tuple(self.keys):
+            check_choice(SEGMENTS, keys=segment)
 
     def marked(self, sequence: TokenSequence) -> TokenSequence:
         """Return the sequence with these edges cut.
@@ -151,7 +154,7 @@ class AttentionKnockout:
 
         queries = _in_segments(sequence, self.queries)
         keys = _in_segments(sequence, self.keys)
-        keys_before = keys.cumsum(0) - keys.long()
+        keys_before = keys.cumsum(0) - keys.long()  # of each token, without itself
         if not (queries & (keys_before > 0)).any():
             raise OptionError(
                 f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys}"
@@ -166,5 +169,5 @@ class AttentionKnockout:
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
     """Which tokens belong to any of these segments."""
-    members = [sequence.of_segment(segment) for segment in as_tuple(segments)]
-    return torch.stack(members).any(0)
+    numbers = [SEGMENTS.index(segment) for segment in as_tuple(segments)]
+    return torch.isin(sequence.segment, torch.tensor(numbers, device=sequence.segment.device))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
+from mechattn.functional.attention import in_working_dtype
 from mechattn.interventions.intervention import Acting, CurrentTarget, as_tuple, on
 from mechattn.model.hooked import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
 Activations = Float[Tensor, "row pos d_mlp"]
 _WIDTH_OF_QWEN_7B = 3584  # d_model of Qwen2.5-Math-7B; the 1.5B model has 1,536
-_ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
+_ENTRIES_AT_ONCE = 2**22  # of activations, as the random number of each takes 8 bytes
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class ARM:
                 " fraction"
             )
 
-        if not self.layer_numbers or min(self.layer_numbers) < 0:
+        layers = self.layer_numbers
+        if not layers or not all(isinstance(layer, Integral) and layer >= 0 for layer in layers):
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
 
     @classmethod
@@ -128,9 +130,7 @@ class ARM:
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
         """Move the activations of these tokens."""
 
-        def move(layer: int, pre: Activity, post: Activity) -> Activity | None:
-            if self.strength == 0:
-                return None
+        def move(layer: int, pre: Activity, post: Activity) -> Activity:
             tokens = target()
             rows = tokens.rows.to(post.device)
             positions = tokens.positions.to(post.device)
@@ -139,7 +139,7 @@ class ARM:
             # Statistics of the whole tensor need all rows at once.
             rows_at_once = max(1, len(rows))
             if self.scope == "token":
-                rows_at_once = max(1, _ENTRIES // activations[0].numel())
+                rows_at_once = max(1, _ENTRIES_AT_ONCE // activations[0].numel())
             for start in range(0, len(rows), rows_at_once):
                 block = slice(start, start + rows_at_once)
                 activations[rows[block]] = self._moved(
@@ -168,9 +168,9 @@ class ARM:
         )
         if self.control is None:
             return moved
-        wide = torch.promote_types(x.dtype, torch.float32)
-        change = moved.to(wide) - x.to(wide)
-        change = fn.as_control(change, uniform(self.control), self.control)
-        return (x.to(wide) + change).to(x.dtype)
+        own = in_working_dtype(x)
+        change = in_working_dtype(moved) - own
+        other_change = fn.as_control(change, uniform(self.control), self.control)
+        return (own + other_change).to(x.dtype)
 
     on = on  # with arm.on(model): … sets it outside a run

@@ -60,9 +60,17 @@ def _tensors_in(nested: Any) -> Iterator[Tensor]:
 
 def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
     """One or several layers, or names of segments, as a tuple."""
-    if isinstance(one_or_several, (Integral, str)):
+    if isinstance(one_or_several, str) or not isinstance(one_or_several, Iterable):
         return (one_or_several,)
     return tuple(one_or_several)
+
+
+def is_head(where: Any) -> bool:
+    """Whether this is a (layer, head) pair of whole numbers."""
+    match where:
+        case (Integral(), Integral()):
+            return True
+    return False
 
 
 @runtime_checkable
@@ -150,7 +158,7 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
         model: The model of transformers, or the ``HookedTransformer``, whose ``forward`` is called.
         inputs: The arguments of ``forward`` by their names.
     """
-    tokens = next(iter(inputs.values()))
+    tokens = next(iter(inputs.values()))  # of a model that has another name for them
     for name in ("input_ids", "input", "inputs_embeds"):
         if inputs.get(name) is not None:
             tokens = inputs[name]

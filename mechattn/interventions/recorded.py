@@ -1,13 +1,11 @@
-"""Interventions with what was recorded in another run of the model.
-
-That is the affine map of inserted tokens, or their keys and values.
-"""
+"""Interventions that put what was recorded in another run into this one: the affine map of
+inserted tokens, or the keys and values of a segment."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional.attention import in_working_dtype
 from mechattn.interventions.intervention import (
     Acting,
@@ -28,6 +26,7 @@ from mechattn.interventions.intervention import (
     on,
     tensors_digest,
 )
+from mechattn.model.head_parts import output_weights
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
@@ -39,7 +38,7 @@ from mechattn.model.patch.keys_values_z import (
 )
 from mechattn.prompts.token_sequences import TokenSequence
 
-Parts = Literal["both", "scale", "shift"]
+AffineParts = Literal["both", "scale", "shift"]
 Positions = Int[Tensor, " pos"]
 # λ and Σσ at some tokens, which broadcast to [pos head d_head], and which of the tokens change.
 TokenMap = tuple[Tensor, Tensor, Bool[Tensor, " pos"]]
@@ -57,13 +56,13 @@ class _AffineMap:
     (``_map``, from a layer, a prompt and positions)."""
 
     layers: int | tuple[int, ...]
-    parts: Parts
+    parts: AffineParts
     _map: Callable[[int, str, Positions], TokenMap]
 
     def __post_init__(self) -> None:
-        check_choice(Parts, parts=self.parts)
+        check_choice(AffineParts, parts=self.parts)
 
-    def only(self, parts: Parts) -> _AffineMap:
+    def only(self, parts: AffineParts) -> _AffineMap:
         """Return the intervention with only the scale, or only the shift."""
         return replace(self, parts=parts)  # type: ignore[type-var]  # a subclass is a dataclass
 
@@ -117,7 +116,7 @@ class AffineAttention(_AffineMap):
     scale: float | Float[Tensor, " head"] = 1.0
     shift: float | Float[Tensor, "head d_head"] = 0.0
     layers: int | tuple[int, ...] = 0
-    parts: Parts = "both"
+    parts: AffineParts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist, and a scale or shift of other axes."""
@@ -133,6 +132,16 @@ class AffineAttention(_AffineMap):
                     f"{name} has the shape {tuple(shape)}; give a number, or [{' '.join(axes)}] of"
                     f" {heads} heads"
                 )
+
+        # The width of z is known where W_O is, which a model of transformers does not show by head.
+        shift_width = torch.as_tensor(self.shift).shape[1:]
+        if shift_width and hasattr(model, "hook_dict"):
+            with suppress(ModelError):
+                width = output_weights(model, self.layer_numbers[0]).shape[1:2]
+                if shift_width != width:
+                    raise OptionError(
+                        f"shift has {shift_width[0]} numbers of each head; give d_head = {width[0]}"
+                    )
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         scale = torch.as_tensor(self.scale)[..., None]
@@ -161,13 +170,13 @@ class RecordedAffine(_AffineMap):
     recorded: Mapping[str, Mapping[int, Affine]]
     layers: int | tuple[int, ...]
     source: str
-    parts: Parts = "both"
+    parts: AffineParts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist and prompts that were not recorded."""
         check_layers(model, self.layer_numbers)
-        missing = [prompt for prompt in prompts if prompt not in self.recorded]
-        _refuse_unrecorded(missing, prompts, "RecordedAffine", "record_affine")
+        _check_recorded_prompts(prompts, self.recorded, "record_affine")
+        _check_recorded_layers(self.layer_numbers, self.recorded[prompts[0]])
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         recorded = self.recorded[prompt][layer]
@@ -277,11 +286,7 @@ class KVPatch:
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
             )
 
-        missing = [layer for layer in self.layer_numbers if layer not in self.from_.layers]
-        if missing or not self.layer_numbers:
-            raise OptionError(
-                f"layers={self.layers!r}: the recorded layers are {list(self.from_.layers)}"
-            )
+        _check_recorded_layers(self.layer_numbers, self.from_.layers)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -301,9 +306,8 @@ class KVPatch:
                     f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
                     "whatever their keys and values are"
                 )
-        recorded = self.from_.by_prompt
-        missing = [prompt for prompt in prompts if self.from_.source_of(prompt) not in recorded]
-        _refuse_unrecorded(missing, prompts, "KVPatch", "record_keys_values")
+        sources = [self.from_.source_of(prompt) for prompt in prompts]
+        _check_recorded_prompts(sources, self.from_.by_prompt, "record_keys_values")
 
     def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
@@ -373,12 +377,19 @@ class KVPatch:
     on = on  # with patch.on(model): … sets it outside a run
 
 
-def _refuse_unrecorded(
-    missing: Sequence[str], prompts: Sequence[str], intervention: str, recorder: str
+def _check_recorded_prompts(
+    prompts: Sequence[str], recorded: Collection[str], recorder: str
 ) -> None:
     """Refuse prompts of which nothing was recorded, and a call that names none."""
-    reason = f"a {intervention} acts only on the prompts that {recorder} recorded"
-    if missing:
-        raise OptionError(f"prompt {missing[0]!r} was not recorded: {reason}")
+    reason = f"this intervention acts only on the prompts that {recorder} recorded"
+    for prompt in prompts:
+        if prompt not in recorded:
+            raise OptionError(f"prompt {prompt!r} was not recorded: {reason}")
     if not prompts:
         raise OptionError(f"name the prompts: {reason}")
+
+
+def _check_recorded_layers(layers: Sequence[int], recorded: Collection[int]) -> None:
+    """Refuse layers that were not recorded, and none at all."""
+    if not layers or not set(layers) <= set(recorded):
+        raise OptionError(f"layers={layers}: the recorded layers are {list(recorded)}")

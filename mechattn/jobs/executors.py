@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any, Literal, Protocol
@@ -27,7 +26,7 @@ TRIES = 3  # of a chunk whose worker dies
 LOOPBACK = ("127.0.0.1", "::1")
 # Ray stays on the loopback address where it supports no clusters of several machines, as on Windows
 # and macOS; its code asks this variable on every system.
-ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class Executor(Protocol):
@@ -35,7 +34,6 @@ class Executor(Protocol):
 
     def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
         """Yield each chunk's number and result, in any order."""
-        ...
 
 
 def executor_named(name: str, address: str | None = None, workers: int | None = None) -> Executor:
@@ -57,7 +55,6 @@ def executor_named(name: str, address: str | None = None, workers: int | None = 
     return Local()
 
 
-@dataclass(frozen=True)
 class Local:
     """The executor for a single machine, or for one job of a job array."""
 
@@ -99,32 +96,15 @@ class Ray:
         from ray.util import ActorPool
 
         threads = job.threads or 1
-        resources = ray.cluster_resources()
-        gpus = int(resources.get("GPU", 0))
-        cpus_of_actor = threads
-        default_workers = int(resources.get("CPU", 1)) // threads
-        if gpus:
-            cpus_of_actor = 1
-            default_workers = gpus
-
-        actor_class = ray.remote(Worker).options(
-            num_cpus=cpus_of_actor,
-            num_gpus=min(gpus, 1),
-            max_restarts=-1,  # as often as needed
-            max_task_retries=TRIES - 1,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
-        )
-
-        stored_job = ray.put(replace(job, threads=threads))  # once, for any number of actors
-        count = max(1, min(self.workers or default_workers, len(chunks)))
-        actors = [actor_class.remote(stored_job) for _ in range(count)]
+        # For any number of actors; one that restarts reads it again, so it is named until the end.
+        stored_job = ray.put(replace(job, threads=threads))
+        actors = self._actors(ray, stored_job, threads, len(chunks))
         pool = ActorPool(actors)
-
         try:
-            checks = pool.map_unordered(lambda actor, n: actor.check.remote(n), list(chunks))
+            checks = pool.map_unordered(lambda actor, chunk: actor.check.remote(chunk), chunks)
             for _ in checks:  # all prompts are read before any is measured
                 pass
-            yield from pool.map_unordered(lambda actor, n: actor.part.remote(n), list(chunks))
+            yield from pool.map_unordered(lambda actor, chunk: actor.part.remote(chunk), chunks)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             reason = str(error).partition("\n")[0]
             raise OutputError(
@@ -140,6 +120,26 @@ class Ray:
             for actor in actors:  # the cluster stays up
                 ray.kill(actor)
 
+    def _actors(self, ray: Any, stored_job: Any, threads: int, chunk_count: int) -> list[Any]:
+        """Actors that compute a job: as many as are asked for or fit, but no more than chunks."""
+        resources = ray.cluster_resources()
+        cpus = threads
+        default_workers = int(resources.get("CPU", 1)) // threads
+        gpus = int(resources.get("GPU", 0))
+        if gpus:  # which compute in place of the cores
+            cpus = 1
+            default_workers = gpus
+
+        actor_class = ray.remote(Worker).options(
+            num_cpus=cpus,
+            num_gpus=min(gpus, 1),
+            max_restarts=-1,  # as often as needed
+            max_task_retries=TRIES - 1,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        )
+        count = max(1, min(self.workers or default_workers, chunk_count))
+        return [actor_class.remote(stored_job) for _ in range(count)]
+
     def _connected(self) -> Any:
         """Ray, connected to the cluster at the address, or to one of this machine.
 
@@ -154,6 +154,8 @@ class Ray:
 
             if not ray.is_initialized():
                 ray.init(self.address, log_to_driver=False, logging_level=WARNING)
+        except MechattnError:  # an OptionError is a ValueError
+            raise
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -173,10 +175,13 @@ def _with_private_cluster() -> Any:
         OptionError: Ray starts one that others can reach.
     """
     # A token for this cluster only, in the mode that the user has set or Ray has read.
-    variables = {**ONE_MACHINE, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    variables = {ONE_MACHINE: "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         variables["RAY_AUTH_MODE"] = "token"
-    with _environment(variables):
+
+    environment = dict(os.environ)
+    os.environ.update(variables)  # for the processes of the cluster, which inherit them
+    try:
         import ray
 
         if ray.is_initialized():
@@ -189,6 +194,9 @@ def _with_private_cluster() -> Any:
             ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=WARNING)
         finally:
             constants.ENABLE_RAY_CLUSTER = was_enabled
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
 
     address = ray.util.get_node_ip_address()
     if address not in LOOPBACK:
@@ -200,15 +208,3 @@ def _with_private_cluster() -> Any:
         )
 
     return ray
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, which the cluster's processes inherit, within a ``with`` block."""
-    earlier = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(earlier)

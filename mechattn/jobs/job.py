@@ -15,8 +15,9 @@ import torch
 from mechattn.analysis.analysis import Analysis
 from mechattn.engine.run import Plan, Run, RunOptions, make_plan
 from mechattn.errors import ModelError, check_choice, check_counts
-from mechattn.model.checkpoint import tokenizer_named, unloaded_tokenizer
+from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.load import dtype_named, load_model
+from mechattn.model.unloaded import unloaded_tokenizer
 from mechattn.model.weights import stored_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -121,9 +122,9 @@ class Job:
         write the date; None if tokens were given in place of texts."""
         if all(prompt.tokens for prompt in self.prompts):
             return None
-        reader: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
-        token_ids = [tokenize(prompt, reader).tokens.tolist() for prompt in self.prompts]
-        beginning = reader.tokenizer.decode(token_ids[0][:_SHOWN_TOKENS])
+        model: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
+        token_ids = [tokenize(prompt, model).tokens.tolist() for prompt in self.prompts]
+        beginning = model.tokenizer.decode(token_ids[0][:_SHOWN_TOKENS])
         return {"hash": provenance.digest(token_ids), "first": beginning}
 
     @cached_property

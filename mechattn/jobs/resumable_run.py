@@ -25,9 +25,9 @@ from mechattn.jobs.job import Job
 from mechattn.results.merge import check_same_run, merge_results
 from mechattn.results.result import Result, with_provenance
 from mechattn.store.atomic_writes import LOCK, sweep
-from mechattn.store.objects import DamagedResult, Place, errors_of_files, place_of
+from mechattn.store.objects import DamagedResult, Location, errors_of_files, location_of
 from mechattn.store.reading import load_result, open_checked_result, open_result
-from mechattn.store.writing import check_result_or_place, check_result_place, save_result
+from mechattn.store.writing import check_result_location, save_result
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Shard:
 
 WHOLE = Shard(1, 1)
 CHUNK_NAME = re.compile(r"[0-9]{5,}\.zarr")
+# As that of a temporary folder of atomic_writes, which a killed process leaves.
 UNFINISHED_NAME = re.compile(r"\.[0-9]{5,}\.zarr\.mechattn-[a-z0-9_]{8}")
 
 
@@ -73,16 +74,21 @@ def run_job(
     """
     if isinstance(executor, str):
         executor = executor_named(executor, address, workers)
-    result, _ = compute(job, path, parse_shard(shard), executor, fresh)
+    chosen_shard = parse_shard(shard)
+    location = shard_location(path, chosen_shard)
+    result, _ = compute(job, location, chosen_shard, executor, fresh)
     return result
 
 
 def compute(
     job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
 ) -> tuple[Result, bool]:
-    """As :func:`run_job`; the result, and whether it was computed now and not stored before."""
-    path = checked_shard_place(path, shard, fresh)
-    chunks = list(range(shard.number - 1, len(job.chunks), shard.count))
+    """Compute a shard of a job and store its result at a path of its own, as :func:`run_job` does.
+
+    Returns:
+        The result, and whether it was computed now and not stored before.
+    """
+    chunks = range(shard.number - 1, len(job.chunks), shard.count)
     if not chunks:
         raise OptionError(
             f"shard {shard.number}/{shard.count} has nothing to do: {len(job.prompts)} prompts in"
@@ -98,22 +104,11 @@ def compute(
                 chunk_folder.delete()
         return load_result(path), False
 
-    check_result_place(path)
+    check_result_location(path)
     with locked_chunks(path, job) as chunk_folder:
         if fresh:
             chunk_folder.discard()
-
-        finished = chunk_folder.finished()
-        try:
-            _compute_missing(chunk_folder, chunks, finished, executor)
-            merged = merge_results([finished[chunk] for chunk in chunks])
-            save_result(with_provenance(merged, job=job.fingerprint), path)
-        except KeyboardInterrupt:
-            raise Interrupted(
-                f"stopped; {len(finished)} of {len(chunks)} chunks are done and kept in "
-                f"{chunk_folder.path}; rerun the command to resume"
-            ) from None
-
+        _compute_missing(chunk_folder, chunks, executor, path)
         chunk_folder.delete()
 
     return load_result(path), True
@@ -134,39 +129,20 @@ def parse_shard(text: str | None) -> Shard:
     return Shard(int(match[1]), int(match[2]))
 
 
-def shard_place(path: str | Path, shard: Shard) -> str | Path:
+def shard_location(path: str | Path, shard: Shard) -> str:
     """Where a shard's result is stored: "llama.zarr" gives "llama-3-of-16.zarr"."""
     if shard == WHOLE:
-        return path
-    folder, slash, last_part = str(path).rpartition("/")
-
-    name = PurePosixPath(last_part)
-    return f"{folder}{slash}{name.stem}-{shard.number}-of-{shard.count}{name.suffix}"
-
-
-def checked_shard_place(path: str | Path, shard: Shard, fresh: bool) -> str | Path:
-    """Where a shard's result is stored, after a check that one can be stored there; without
-    ``fresh``, one that is there already may be what is asked for.
-
-    Raises:
-        OutputError: Nothing can be stored there.
-    """
-    place = shard_place(path, shard)
-    if fresh:
-        check_result_place(place)
-    else:
-        check_result_or_place(place)
-    return place
+        return str(path)
+    ending = rf"-{shard.number}-of-{shard.count}\g<extension>"
+    return re.sub(r"(?P<extension>\.\w+)?/*\Z", ending, str(path), count=1)
 
 
 def chunks_folder(path: str | Path) -> Path:
     """Where finished chunks are kept: next to the result, or in the current folder if it goes to an
     address."""
-    place = place_of(path)
-    folder = Path.cwd()
-    if place.folder:
-        folder = place.folder.parent
-    return folder / f"{PurePosixPath(str(place)).name}.parts"
+    location = location_of(path)
+    folder = location.folder or Path.cwd() / PurePosixPath(location.name).name
+    return folder.with_name(f"{folder.name}.parts")
 
 
 @dataclass(frozen=True)
@@ -175,10 +151,6 @@ class ChunkFolder:
 
     path: Path
     job: Job
-
-    def chunk_path(self, chunk: int) -> Path:
-        """Where a chunk is kept."""
-        return self.path / f"{chunk:05d}.zarr"
 
     def finished(self) -> dict[int, Result]:
         """The chunks that need not be computed; damaged ones are deleted.
@@ -192,16 +164,18 @@ class ChunkFolder:
                 continue
             chunk = int(path.stem)
             try:
-                result = open_checked_result(path)
-                self._check_job(result)
-                if chunk >= len(self.job.chunks) or not _holds(result, self.job.chunks[chunk]):
-                    raise DamagedResult(f"{path} is another chunk")
-                results[chunk] = result
+                results[chunk] = self._opened(path, chunk)
             except DamagedResult as error:
                 say(f"{error}; computing chunk {chunk} again")
                 _delete_chunk(path)
 
         return results
+
+    def keep(self, chunk: int, result: Result) -> Result:
+        """Store a chunk with what decides its numbers; what is stored, read on demand."""
+        path = self.path / f"{chunk:05d}.zarr"
+        save_result(with_provenance(result, job=self.job.decides), path)
+        return open_result(path)
 
     def discard(self) -> None:
         """Delete all chunks, and what killed processes have left of them."""
@@ -218,8 +192,14 @@ class ChunkFolder:
             (self.path / LOCK).unlink(missing_ok=True)
             self.path.rmdir()
 
-    def _check_job(self, result: Result) -> None:
-        """Refuse a chunk of another job, and say what differs."""
+    def _opened(self, path: Path, chunk: int) -> Result:
+        """A kept chunk.
+
+        Raises:
+            OptionError: It is of another job.
+            DamagedResult: It is damaged, or another chunk.
+        """
+        result = open_checked_result(path)
         decided = result.provenance.get("job")
         if not isinstance(decided, dict):  # the result of a whole job, or of no job
             decided = {}
@@ -232,6 +212,10 @@ class ChunkFolder:
                     "again: mechattn run --fresh, in Python fresh=True"
                 )
 
+        if chunk >= len(self.job.chunks) or not _holds(result, self.job.chunks[chunk]):
+            raise DamagedResult(f"{path} is another chunk")
+        return result
+
 
 @contextmanager
 def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
@@ -241,24 +225,28 @@ def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
         OutputError: Another process has locked them, or no folder can be made for them.
     """
     folder = chunks_folder(path)
+    lock = FileLock(folder / LOCK, timeout=0)
     with errors_of_files(
         f"finished chunks cannot be kept in {folder}", "give this run another output"
     ):
         folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise OutputError(
+                f"another process is computing this result: it holds {folder / LOCK}. Wait for it, "
+                "or give this run another output"
+            ) from None
 
     try:
-        with FileLock(folder / LOCK, timeout=0):
-            yield ChunkFolder(folder, job)
-    except Timeout:
-        raise OutputError(
-            f"another process is computing this result: it holds {folder / LOCK}. Wait for it, or "
-            "give this run another output"
-        ) from None
+        yield ChunkFolder(folder, job)
+    finally:
+        lock.release()
 
 
 def _delete_chunk(path: Path) -> None:
     """Delete a chunk under the name of an unfinished one, as half of a chunk is none."""
-    Place(str(path)).check_ours()
+    Location(str(path)).check_ours()
 
     unfinished = path.with_name(f".{path.name}.mechattn-deleted_")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -267,23 +255,34 @@ def _delete_chunk(path: Path) -> None:
 
 
 def _compute_missing(
-    chunk_folder: ChunkFolder, chunks: list[int], finished: dict[int, Result], executor: Executor
+    chunk_folder: ChunkFolder, chunks: range, executor: Executor, path: str | Path
 ) -> None:
-    """Compute the chunks that are not finished; each is kept, and added to those that are."""
-    missing = [chunk for chunk in chunks if chunk not in finished]
-    if not missing:
-        return
-    with tqdm(total=len(chunks), initial=len(finished), desc="chunks", delay=2) as bar:
-        for chunk, result in executor.parts(chunk_folder.job, missing):
-            result = with_provenance(result, job=chunk_folder.job.decides)
-            if finished:  # a model on the hub may have changed since
-                check_same_run(next(iter(finished.values())), result)
-            save_result(result, chunk_folder.chunk_path(chunk))
-            finished[chunk] = open_result(chunk_folder.chunk_path(chunk))
-            bar.update()
+    """Compute and keep the chunks that are not finished, and store the merged result.
+
+    Raises:
+        Interrupted: The user stops it.
+    """
+    job = chunk_folder.job
+    results = chunk_folder.finished()
+    missing = [chunk for chunk in chunks if chunk not in results]
+    try:
+        with tqdm(total=len(chunks), initial=len(results), desc="chunks", delay=2) as bar:
+            if missing:  # an executor may connect to a cluster even for none
+                for chunk, result in executor.parts(job, missing):
+                    if results:  # a model on the hub may have changed since
+                        check_same_run(next(iter(results.values())), result)
+                    results[chunk] = chunk_folder.keep(chunk, result)
+                    bar.update()
+        merged = merge_results([results[chunk] for chunk in chunks])
+        save_result(with_provenance(merged, job=job.fingerprint), path)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped; {len(results)} of {len(chunks)} chunks are done and kept in "
+            f"{chunk_folder.path}; rerun the command to resume"
+        ) from None
 
 
-def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:
+def _is_stored(job: Job, path: str | Path, chunks: range) -> bool:
     """Whether the whole result of these chunks is stored."""
     try:
         result = open_checked_result(path)
@@ -292,11 +291,13 @@ def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:
         return False
     except OutputError:  # there is none
         return False
-    folder = place_of(path).folder
-    if folder:
+    folder = location_of(path).folder
+    if folder:  # a process may have been killed at the end of its save
         sweep(folder)
 
-    prompts = [index for chunk in chunks for index in job.chunks[chunk]]
+    prompts: list[int] = []
+    for chunk in chunks:
+        prompts += job.chunks[chunk]
     return result.provenance.get("job") == job.fingerprint and _holds(result, prompts)
 
 

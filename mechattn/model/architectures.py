@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.functional.scores import mpt_slopes
+from mechattn.functional.scores import alibi_slopes
 from mechattn.model.hooked import config_of, original_of
 
 
@@ -51,6 +52,28 @@ def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
     return scale
 
 
+def _do_not_divide_products(model: Any) -> str | None:
+    """Take q·k as it is, in a model whose configuration says so (transformer-lens to 4.3)."""
+    if config_of(model).scale_attn_weights:
+        return None
+    for block in model.blocks:
+        reconstruct = block.attn._reconstruct_attention
+        block.attn._reconstruct_attention = partial(
+            _with_larger_queries, reconstruct, model.cfg.d_head
+        )
+    return (
+        "q·k is not divided by √d_head, as scale_attn_weights=False says: TransformerLens divides"
+        " it in every GPT-2"
+    )
+
+
+def _with_larger_queries(
+    reconstruct: Callable[..., Any], d_head: int, q: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Attention from queries times √d_head, by which their products are divided then."""
+    return reconstruct(q * d_head**0.5, *args, **kwargs)
+
+
 def _mpt_scale(config: Any, layer: int, usual: float) -> float:
     """The configuration's own factor, if it names one."""
     return config.attn_config.softmax_scale or usual
@@ -60,12 +83,11 @@ def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
     """MPT's slopes; None if this model has none."""
     if not config.attn_config.alibi:
         return None
-    return mpt_slopes(heads, float(config.attn_config.alibi_bias_max))
+    return alibi_slopes(heads, float(config.attn_config.alibi_bias_max))
 
 
 def _rotate_in_dtype_of_weights(model: Any) -> str | None:
     """Cast rotated queries and keys to the weights' dtype, if that is a half precision."""
-
     if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         return None
 
@@ -90,24 +112,20 @@ def _count_alibi_once(model: Any) -> str | None:
         return None
     for block in model.blocks:
         reconstruct = block.attn._reconstruct_attention
-        block.attn._reconstruct_attention = _without_second_alibi(reconstruct)
+        block.attn._reconstruct_attention = partial(_without_second_alibi, reconstruct)
     return (
         "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in"
         " transformers 4.46 to 5.23, since the mask carries it already"
     )
 
 
-def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at
-    later keys always is."""
-
-    def reconstruct_once(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-        mask = kwargs.get("attention_mask")
-        if mask is not None and mask.is_floating_point() and bool((mask[..., -1, :] > 0).any()):
-            kwargs["alibi"] = None
-        return reconstruct(q, k, v, **kwargs)
-
-    return reconstruct_once
+def _without_second_alibi(reconstruct: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attention without ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi
+    at later keys always is."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.is_floating_point() and bool((mask[..., -1, :] > 0).any()):
+        kwargs["alibi"] = None
+    return reconstruct(*args, **kwargs)
 
 
 def _call_no_rotary_embedding(model: Any) -> str | None:
@@ -140,7 +158,7 @@ PARTICULARS: Mapping[str, Particulars] = {
     "cohere2": _COHERE,
     "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, mend=_count_alibi_once),
     "flex_olmo": _OLMO,
-    "gpt2": Particulars(score_scale=_gpt2_scale),
+    "gpt2": Particulars(score_scale=_gpt2_scale, mend=_do_not_divide_products),
     "gpt_neo": Particulars(
         score_scale=lambda *_: 1.0, kinds_field="attention_layers", window_field="window_size"
     ),
@@ -172,9 +190,3 @@ def particulars_of(model: Any) -> Particulars:
 def score_scale(model: Any, layer: int, width: int) -> float:
     """The factor of q·k in a layer, for heads of this width."""
     return particulars_of(model).score_scale(config_of(model), layer, width**-0.5)
-
-
-def mend(model: Any) -> tuple[str, ...]:
-    """Correct known faults of a booted bridge, in place; a sentence for each."""
-    sentence = particulars_of(model).mend(model)
-    return () if sentence is None else (sentence,)

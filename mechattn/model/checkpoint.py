@@ -1,52 +1,35 @@
-"""Checkpoints and toys before their weights are read: place, configuration, tokenizer, ends of
-answers; and trust.
-
-A checkpoint does not run its own code unless the user allows it. No option does this: for some
-architectures TransformerLens imports the checkpoint's code whatever ``trust_remote_code`` says, and
-transformers asks on standard input if the option is left open. So we wrap the functions of
-transformers that ask and that import code, once and permanently. The wrappers act only in the
-thread and the ``with`` block of one of our loads; other code that loads a model in this process is
-not affected.
-"""
+"""Checkpoints and toys before their weights are read: place, configuration, tokenizer."""
 
 from __future__ import annotations
 
 import os
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cache, wraps
 from pathlib import Path
 from string import ascii_lowercase
-from threading import Lock
 from typing import Any
 
-from mechattn.errors import ModelError, warn
+from mechattn.errors import ModelError, reason, warn
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.model.gguf_files import (
-    REAL,
+    REAL_PREFIX,
     SMOLLM2,
     as_transformers_names,
-    gguf_header,
     is_gguf,
     packaged_file,
+    read_gguf,
     read_once,
 )
+from mechattn.model.own_code import as_trusted, refuse_own_code
 
-PREFIX = "toy:"
+TOY_PREFIX = "toy:"
 # Not a solver of word problems: it recalls, and passes what it recalls through filler.
 RELAY = "toy:relay"
-NO_LIMIT = 2**31  # tokens: the context length of a model that states none
 _TOYS = Path(__file__).parent.parent / "toys"
-_LONGEST_REASON = 300  # characters: some errors list every architecture
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
 
 
 def toy_names() -> list[str]:
     """The toys that solve word problems, one per family, such as "toy:llama"."""
-    toys = {PREFIX + config.parent.name for config in _TOYS.glob("*/config.json")}
+    toys = {TOY_PREFIX + config.parent.name for config in _TOYS.glob("*/config.json")}
     return sorted(toys - {RELAY})
 
 
@@ -60,7 +43,7 @@ def toy_folder(name: str) -> Path:
         raise ModelError(
             f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}"
         )
-    return _TOYS / name.removeprefix(PREFIX)
+    return _TOYS / name.removeprefix(TOY_PREFIX)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -80,13 +63,13 @@ def model_place(name: str) -> str:
         ModelError: There is no such toy or file, or the folder is no checkpoint; says what it is.
     """
     place = name
-    if name.startswith(PREFIX):
+    if name.startswith(TOY_PREFIX):
         place = str(toy_folder(name))
-    elif name.startswith(REAL):
+    elif name.startswith(REAL_PREFIX):
         place = packaged_file(name)
 
     if is_gguf(place):
-        gguf_header(place)
+        read_gguf(place)  # refuses one that cannot be read
         return place
 
     if os.path.isdir(place):
@@ -138,11 +121,12 @@ def check_weights_are_whole(place: str) -> None:
     Raises:
         ModelError: Names the index.
     """
-    shards = sorted(path.name for path in Path(place).glob("model-*-of-*.safetensors"))
-    whole = [*Path(place).glob("model.safetensors*"), *Path(place).glob("pytorch_model*")]
+    folder = Path(place)
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    whole = [*folder.glob("model.safetensors*"), *folder.glob("pytorch_model*")]
     if shards and not whole:
         raise ModelError(
-            f"the directory {place} holds parts of the weights ({shards[0]} …) without "
+            f"the directory {place} holds parts of the weights ({shards[0].name} …) without "
             "model.safetensors.index.json, which says what is where; copy it there"
         )
 
@@ -153,7 +137,7 @@ def tokenizer_named(name: str) -> Any:
     Raises:
         ModelError: There is no such model, or it has no tokenizer that can be loaded.
     """
-    if name.startswith(PREFIX):
+    if name.startswith(TOY_PREFIX):
         return load_tokenizer(name)
     place = model_place(name)
     with asked_once(place), as_trusted(None):
@@ -173,8 +157,8 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     from transformers import AutoTokenizer
 
     if os.path.isdir(place):
-        files = [file for kind in _TOKENIZER_FILES for file in Path(place).glob(kind)]
-        if not files:
+        kinds = [kind for kind in _TOKENIZER_FILES if any(Path(place).glob(kind))]
+        if not kinds:
             return None
 
     folder, file = as_transformers_names(place)
@@ -249,9 +233,11 @@ def config_of_place(place: str, **remote: Any) -> Any:
     """The config of a checkpoint.
 
     Raises:
-        ModelError: There is no such checkpoint, or its config cannot be read.
+        ModelError: There is no such checkpoint, its config cannot be read, or a GGUF file has no
+            language model.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder, file = as_transformers_names(place)
     try:
@@ -269,37 +255,32 @@ def config_of_place(place: str, **remote: Any) -> Any:
             f" hub failed ({reason(error)})"
         ) from error
 
-    if is_gguf(place):
-        config.architectures = [_class_of_gguf(place, config)]
+    if is_gguf(place):  # whose header names no class
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if model_class is None:
+            raise ModelError(
+                f"{place} is not of a language model that answers token by token: its architecture"
+                f" is {config.model_type!r}"
+            )
+        config.architectures = [model_class]
     return config
 
 
-def _class_of_gguf(place: str, config: Any) -> str:
-    """The class of the model in a GGUF file, whose header does not name it."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if model_class is None:
-        raise ModelError(
-            f"{place} is not of a language model that answers token by token: its architecture is"
-            f" {gguf_header(place).architecture!r}"
-        )
-    return model_class
+def _config_named(name: str) -> Any:
+    """The config of a model, without the weights."""
+    place = model_place(name)
+    with asked_once(place):
+        return config_of_place(place, trust_remote_code=False)
 
 
 def text_config(name: str) -> Any:
     """The config of a model (of its text part, in a multimodal model), without the weights."""
-    place = model_place(name)
-    with asked_once(place):
-        return config_of_place(place, trust_remote_code=False).get_text_config(decoder=True)
+    return _config_named(name).get_text_config(decoder=True)
 
 
 def architecture_named(name: str) -> str:
     """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
-    place = model_place(name)
-    with asked_once(place):
-        architectures = config_of_place(place, trust_remote_code=False).architectures
-    return architectures[0] if architectures else ""
+    return (_config_named(name).architectures or [""])[0]
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
@@ -311,125 +292,3 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
     if isinstance(layers, int) and isinstance(heads, int):
         return layers, heads
     return None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The part of ``model.cfg`` that prompts and conditions need; ``n_ctx`` is very large if
-    unknown."""
-
-    model_name: str
-    d_vocab: int
-    n_ctx: int
-    default_prepend_bos: bool
-
-
-@dataclass(frozen=True)
-class UnloadedModel:
-    """A tokenizer in place of a model: enough to make sequences, and to decode answers."""
-
-    tokenizer: Any
-    cfg: Any  # Sizes, or those of the loaded model
-    end: frozenset[int]  # the tokens that end an answer
-    loaded: Any = None  # the hooked model, if one was given
-
-
-def unloaded_tokenizer(
-    tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None
-) -> UnloadedModel:
-    """A tokenizer as an unloaded model with a name, a context length and generation settings."""
-    sizes = Sizes(name, len(tokenizer), longest, prepends_bos(tokenizer))
-    return UnloadedModel(tokenizer, sizes, end_tokens(settings, tokenizer))
-
-
-def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer, by a model's generation settings and by its tokenizer."""
-    tokens = getattr(generation_config, "eos_token_id", None)
-    if not isinstance(tokens, (list, tuple)):
-        tokens = [tokens]
-    tokens = [*tokens, tokenizer.eos_token_id]
-    return frozenset(int(token) for token in tokens if token is not None)
-
-
-def reason(error: Exception) -> str:
-    """An error's class and the first line of its text, shortened."""
-    error_class = type(error).__name__
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return error_class
-    message = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".")
-    return f"{error_class}: {message}"
-
-
-_wrapping = Lock()  # as a cached function may run twice if two threads call it for the first time
-
-# Whether a checkpoint's own code may run; None outside our loads.
-_own_code_allowed: ContextVar[bool | None] = ContextVar("own_code_allowed", default=None)
-
-
-@contextmanager
-def as_trusted(trust_remote_code: bool | None) -> Iterator[None]:
-    """Inside a ``with`` block, this thread runs a checkpoint's own code only if the user allowed
-    it, without asking on the terminal."""
-    with _wrapping:
-        _wrap_transformers()
-    before = _own_code_allowed.set(trust_remote_code is True)
-    try:
-        yield
-    finally:
-        _own_code_allowed.reset(before)
-
-
-def is_of_own_code(model: Any) -> bool:
-    """Whether the class of a model comes from its checkpoint, whose code the user has then allowed
-    to run."""
-    return type(model).__module__.startswith("transformers_modules")
-
-
-def refuse_own_code(error: Exception, name: str) -> None:
-    """Raise our own error if transformers refused to run the checkpoint's code."""
-    if "custom code" in str(error):
-        raise ModelError(
-            f"{name} has its own code, which is run only with load_model(…,"
-            " trust_remote_code=True); use this if you trust it"
-        ) from error
-
-
-@cache
-def _wrap_transformers() -> None:
-    """Wrap the functions of transformers that import code or ask, for the whole process."""
-    from transformers import dynamic_module_utils
-    from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
-
-    importing: Any = dynamic_module_utils
-    for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
-        setattr(importing, name, _without_code(getattr(importing, name)))
-    asking: list[Any] = [dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto]
-    for module in asking:
-        module.resolve_trust_remote_code = _without_a_question(module.resolve_trust_remote_code)
-
-
-def _without_code(load: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that imports code, refused where the user has not allowed it."""
-
-    @wraps(load)
-    def guarded(*arguments: Any, **options: Any) -> Any:
-        if _own_code_allowed.get() is False:
-            raise ModelError(
-                "the checkpoint has its own code, which is run only with trust_remote_code=True"
-            )
-        return load(*arguments, **options)
-
-    return guarded
-
-
-def _without_a_question(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """The decision about code, without a question inside of our loads."""
-
-    @wraps(resolve)
-    def guarded(trust: bool | None, *arguments: Any, **options: Any) -> Any:
-        if trust is None:
-            trust = _own_code_allowed.get()
-        return resolve(trust, *arguments, **options)
-
-    return guarded

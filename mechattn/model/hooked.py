@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from threading import Lock, RLock
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
-    from mechattn.model.verified_models import State
     from mechattn.model.verify.verification import Check, Report
+    from mechattn.model.weights import State
 
 FACTS_NAME = "_mechattn"  # of the attribute of a model that holds our facts
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -59,10 +59,16 @@ def original_of(model: Any) -> Any:
     return getattr(model, "original_model", None)
 
 
+def innermost(model: Any) -> Any:
+    """The transformers model behind the hooks; the model itself if there is none."""
+    original = original_of(model)
+    return model if original is None else original
+
+
 def config_of(model: Any) -> Any:
     """The configuration of a transformers text model, or of the one behind the hooks; None for a
     ``HookedTransformer``."""
-    config = getattr(original_of(model) or model, "config", None)
+    config = getattr(innermost(model), "config", None)
     return getattr(config, "text_config", None) or config
 
 
@@ -126,8 +132,8 @@ class ModelFacts:
     """What is known about a model: how it was made, mended and verified; kept on the model
     object."""
 
-    # Or "raw"; the default warns that they may have been folded.
-    weights: str = "as given, perhaps processed"
+    # The default warns that they may have been folded.
+    weights: Literal["raw", "random", "as given, perhaps processed"] = "as given, perhaps processed"
     revision: str | None = None  # the commit on the hub that the weights come from
     random_weights: Mapping[str, Any] | None = None  # the kind and seed of weights drawn at random
     # A copy without hooks that shares the parameters; None if there cannot be one.
@@ -141,10 +147,10 @@ class ModelFacts:
     streaming: Check | None = None
     fused: Check | None = None
     weights_hash: str | None = None  # the last one
-    hashed_state: object = None  # what of the weights is compared before it is used again
-    state: State | None = None  # of the model when it was last verified
-    # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is
-    # unknown.
+    hashed_versions: object = None  # of the weights, compared before that hash is used again
+    # Of the model when it last passed its verification; None if it has not.
+    state: State | None = None
+    # By layers and rotary frequencies: the Rotations of model/positions.py.
     rotations: dict[Any, Any] = field(default_factory=dict)
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
@@ -277,7 +283,7 @@ def _locks_of(model: Any) -> list[Any]:
 def device_of(model: Any) -> torch.device:
     """Where a model takes its tokens, or a layer its input: with its first weights, or where these
     are brought to."""
-    for module in (original_of(model) or model).modules():
+    for module in innermost(model).modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_meta:
                 return torch.device(_hook_of(module).execution_device)

@@ -1,31 +1,23 @@
-"""Hook names, sizes and windows of a hooked model, the length at which its frequencies change, and
-a forward pass that hands over its patterns."""
+"""Hook names, layers and windows of a hooked model, and its forward passes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mechattn.errors import ModelError, OptionError, RowError
-from mechattn.functional.attention import (
-    EdgeMask,
-    Marked,
-    Pattern,
-    Tokens,
-    visible_keys,
-)
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional.attention import Tokens
 from mechattn.model.architectures import particulars_of
-from mechattn.model.head_parts import mixed_values
 from mechattn.model.hooked import (
     HookedModel,
     attribute_set,
@@ -39,9 +31,7 @@ from mechattn.model.hooked import (
 # In this method a bridge computes a norm by the module of transformers, and again for the values of
 # the norm's two hooks (transformer-lens 3.9 to 4.3); where it is missing, nothing is saved.
 _NORM_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"
-_NO_MASS = 1e-6  # attention up to this is rounding
 Hooks = list[tuple[str, Callable]]  # the name of each hook, and the function called there
-SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
 
 def pattern_hook(layer: int) -> str:
@@ -79,11 +69,9 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
         if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
         if layer not in with_attention:
-            first = with_attention[0]
-            last = with_attention[-1]
-            existing = ", ".join(map(str, with_attention))
-            if with_attention == list(range(first, last + 1)):
-                existing = f"{first} to {last}"
+            existing = f"{with_attention[0]} to {with_attention[-1]}"
+            if len(with_attention) != with_attention[-1] - with_attention[0] + 1:
+                existing = ", ".join(map(str, with_attention))
             raise OptionError(
                 f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
                 f" {existing}"
@@ -118,138 +106,15 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
     )
 
 
-def check_pattern(
-    model: HookedModel,
-    layer: int,
-    pattern: Pattern,
-    real: Marked,
-    window: int | None,
-    edge_mask: EdgeMask | None = None,
-) -> None:
-    """Refuse an impossible pattern.
-
-    Raises:
-        RowError: A row does not sum to 1 (with learned sinks, to more than 1).
-        ModelError: A query gives attention to a key that it cannot see.
-    """
-    real = real.to(pattern.device)
-    sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
-    least = -0.01 if has_sinks(model) else 0.99
-    is_bad = ~((sums < 1.01) & (sums > least))  # NaN is bad, too
-    if is_bad.any():
-        row, head, query = is_bad.nonzero()[0].tolist()
-        raise RowError(
-            f"layer {layer}, head {head}: the attention of query {query} sums to"
-            f" {float(sums[row, head, query]):.4f}, not to 1; the model gives NaN or infinity there"
-            " (try another dtype), or its hook shows no probabilities",
-            row,
-        )
-
-    strongest = pattern.amax(1)  # of the heads
-    if edge_mask is not None and (strongest * _unseen(edge_mask)).max() > _NO_MASS:
-        raise ModelError(
-            f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
-            ' effect here; use engine="streaming" if the model can be streamed'
-        )
-
-    length = pattern.shape[-1]
-    visible = visible_keys(torch.arange(length, device=pattern.device), length, window)
-    stray_mass = (strongest * real[:, :, None]).masked_fill(visible, 0.0).max()
-    if stray_mass > _NO_MASS:
-        mask = "full causal attention" if window is None else f"a window of {window}"
-        raise ModelError(
-            f"layer {layer}: a query gives {float(stray_mass):.2g} to a key that it should not see"
-            f" ({mask}); the mask is not the model's"
-        )
-
-
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
-    """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
+    """The score of each head's learned sink (GPT-OSS), which takes part of every row; None in a
+    layer without sinks."""
     module = unwrapped(model.blocks[layer].attn)
     with weights_here(module):
         sinks = getattr(module, "sinks", None)
         if not isinstance(sinks, nn.Parameter):
             return None
         return sinks.detach().float()
-
-
-def has_sinks(model: HookedModel) -> bool:
-    """Whether a layer has learned sinks, whatever their name."""
-    modules = [unwrapped(block.attn) for block in model.blocks if hasattr(block, "attn")]
-    return any(
-        "sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False)
-    )
-
-
-def count_parameters(model: Any) -> int:
-    """Number of distinct parameters; a tied embedding counts once."""
-    owner = original_of(model) or model
-    return sum(parameter.numel() for parameter in owner.parameters())
-
-
-def forward_with_patterns(
-    model: HookedModel,
-    tokens: Tokens,
-    real: Marked | Tokens,
-    layers: list[int],
-    see: SeePattern,
-    edge_masks: Mapping[int, EdgeMask] | None = None,
-    position_ids: Tokens | None = None,
-    last: int | None = None,
-) -> None:
-    """A forward pass that shows the pattern of each layer.
-
-    Args:
-        model: A hooked model.
-        tokens: The tokens, padded on the right.
-        real: Which of them are no padding.
-        layers: The layers to show.
-        see: Called with each layer, its pattern, and the values that the pattern mixes (None if the
-            layer's hook_v has an unknown layout).
-        edge_masks: By layer, the edges of attention that are cut.
-        position_ids: The model's own by default.
-        last: The layer after which the pass stops; by default the last of ``layers``.
-    """
-    values: dict[int, Tensor] = {}
-    existing_hooks = model.hook_dict
-    fwd_hooks: Hooks = []
-
-    for layer, edge_mask in (edge_masks or {}).items():
-        hide = partial(_hide, _unseen(edge_mask)[:, None])
-        fwd_hooks.append((f"blocks.{layer}.attn.hook_attn_scores", hide))
-
-    def keep_values(v: Float[Tensor, ...], hook: Any, layer: int) -> None:
-        values[layer] = v.detach()
-
-    def show_pattern(pattern: Pattern, hook: Any, layer: int) -> None:
-        v = values.pop(layer, None)
-        if v is not None:
-            v = mixed_values(model, layer, v, pattern)
-        see(layer, pattern.detach(), v)
-
-    for layer in layers:
-        hook_v = f"blocks.{layer}.attn.hook_v"
-        if hook_v in existing_hooks:
-            fwd_hooks.append((hook_v, partial(keep_values, layer=layer)))
-        fwd_hooks.append((pattern_hook(layer), partial(show_pattern, layer=layer)))
-
-    options = {}
-    if not real.all():
-        options["attention_mask"] = real.long()
-    if last is None:
-        last = max(layers)
-    forward_to(model, tokens, last, fwd_hooks, position_ids, **options)
-
-
-def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
-    """The pairs of positions whose edge is cut."""
-    positions = torch.arange(edge_mask.keys.shape[1], device=edge_mask.keys.device)
-    return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
-
-
-def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any) -> Pattern:
-    """Cut edges of a layer before the softmax."""
-    return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
 
 
 def forward_to(
@@ -333,6 +198,18 @@ def blocks_of(model: Any) -> nn.ModuleList:
     return max(lists, key=len)
 
 
+def block_of(model: Any, layer: int) -> Any:
+    """A layer of a hooked model or a transformers model.
+
+    Raises:
+        OptionError: There is no such layer.
+    """
+    blocks = blocks_of(model)
+    if not 0 <= layer < len(blocks):
+        raise OptionError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
+    return blocks[layer]
+
+
 @dataclass
 class RequiredCall:
     """A call that must happen while a layer runs; ``check``, a hook of the layer, refuses a layer
@@ -385,73 +262,6 @@ def _norm_once(
         if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
             return norm_twice(x)
     return norm.original_component(x).to(x.dtype)
-
-
-@dataclass(frozen=True, order=True)
-class Boundary:
-    """The number of positions up to which a model uses its frequencies for short texts; beyond it
-    uses others.
-
-    In "longrope" there is a second set of factors, and transformers uses the set for the longest
-    row on the whole batch. In "dynamic" (NTK) the frequencies of a long text are those of the
-    longest text that was read so far.
-    """
-
-    at: int
-    kind: Literal["longrope", "dynamic"]
-
-    def side(self, positions: int) -> Literal["short", "long"]:
-        """The factors for a row of this length."""
-        return "long" if positions > self.at else "short"
-
-    def __str__(self) -> str:
-        if self.kind == "longrope":
-            return f"short factors up to {self.at:,} positions, long ones beyond (LongRoPE)"
-        return f"dynamic NTK beyond {self.at:,} positions, which is not measured"
-
-
-def boundary_of(model: Any) -> Boundary | None:
-    """The boundary of a hooked model or a transformers model, from its configuration; None for
-    most.
-
-    Raises:
-        ModelError: Its layers have different ones.
-    """
-    config = config_of(model)
-    stated = [_boundary(settings, config) for settings in _rope_settings(config)]
-    boundaries = {boundary for boundary in stated if boundary is not None}
-    if len(boundaries) > 1:
-        lengths = ", ".join(f"{boundary.at:,}" for boundary in sorted(boundaries))
-        raise ModelError(
-            f"the layers of a {type(model).__name__} change their frequencies at different lengths"
-            f" ({lengths}), so mechattn cannot separate its prompts by length"
-        )
-    return next(iter(boundaries), None)
-
-
-def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The RoPE settings, for all layers or for each kind of them, under the new name or the old
-    one."""
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = getattr(config, name, None)
-        if isinstance(settings, Mapping):
-            yield settings
-            yield from (value for value in settings.values() if isinstance(value, Mapping))
-
-
-def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
-    """The boundary that some RoPE settings state; None for most."""
-    kind = str(settings.get("rope_type") or settings.get("type") or "")
-    longest = getattr(config, "max_position_embeddings", None)
-    if "dynamic" in kind and longest:
-        return Boundary(int(longest), "dynamic")
-
-    if kind in ("longrope", "su") or "long_factor" in settings:
-        name = "original_max_position_embeddings"
-        length = settings.get(name) or getattr(config, name, longest)
-        if length:
-            return Boundary(int(length), "longrope")
-    return None
 
 
 def split_heads(

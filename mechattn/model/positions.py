@@ -1,11 +1,14 @@
-"""How a model counts positions: which position ids it takes, and how each layer rotates its queries
-and keys by position, found among its frequencies by trying them."""
+"""How a model counts positions: the length at which its frequencies change, which position ids it
+takes, and how each layer rotates its queries and keys, found among its frequencies by trying them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,12 +20,14 @@ from mechattn.model import hooks
 from mechattn.model.hooked import (
     HookedModel,
     ModelFacts,
+    config_of,
     device_of,
     facts_of,
-    original_of,
+    innermost,
     rounding_of,
 )
 from mechattn.model.patch.streaming import streaming, why_not_streamed
+from mechattn.model.patterns_at_hooks import forward_with_patterns
 
 _TRIED_LENGTH = 6  # tokens on which position ids are tried
 _ROTATED_LENGTH = 16  # tokens whose queries and keys are compared
@@ -31,10 +36,75 @@ _FAR = 1000  # positions by which these are moved, so that slow frequencies matt
 _ROUNDING = (1e-3, 0.1)
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """The number of positions up to which a model uses its frequencies for short texts; beyond it
+    uses others.
+
+    In "longrope" there is a second set of factors, and transformers uses the set for the longest
+    row on the whole batch. In "dynamic" (NTK) the frequencies of a long text are those of the
+    longest text that was read so far.
+    """
+
+    at: int
+    kind: Literal["longrope", "dynamic"]
+
+    def side(self, positions: int) -> Literal["short", "long"]:
+        """The factors for a row of this length."""
+        return "long" if positions > self.at else "short"
+
+    def __str__(self) -> str:
+        if self.kind == "longrope":
+            return f"short factors up to {self.at:,} positions, long ones beyond (LongRoPE)"
+        return f"dynamic NTK beyond {self.at:,} positions, which is not measured"
+
+
+def boundary_of(model: Any) -> Boundary | None:
+    """The boundary of a hooked model or a transformers model, from its configuration; None for
+    most.
+
+    Raises:
+        ModelError: Its layers have different ones.
+    """
+    config = config_of(model)
+    stated = [_boundary(settings, config) for settings in _rope_settings(config)]
+    boundaries = {boundary for boundary in stated if boundary is not None}
+    if len(boundaries) > 1:
+        lengths = ", ".join(f"{at:,}" for at in sorted(boundary.at for boundary in boundaries))
+        raise ModelError(
+            f"the layers of a {type(model).__name__} change their frequencies at different lengths"
+            f" ({lengths}), so mechattn cannot separate its prompts by length"
+        )
+    return next(iter(boundaries), None)
+
+
+def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The RoPE settings, for all layers or for each kind of them, under the new name or the old
+    one."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(config, name, None)
+        if isinstance(settings, Mapping):
+            yield settings
+            yield from (value for value in settings.values() if isinstance(value, Mapping))
+
+
+def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
+    """The boundary that some RoPE settings state; None for most."""
+    kind = str(settings.get("rope_type") or settings.get("type") or "")
+    longest = getattr(config, "max_position_embeddings", None)
+    if "dynamic" in kind and longest:
+        return Boundary(int(longest), "dynamic")
+
+    if kind in ("longrope", "su") or "long_factor" in settings:
+        name = "original_max_position_embeddings"
+        length = settings.get(name) or getattr(config, name, longest)
+        if length:
+            return Boundary(int(length), "longrope")
+    return None
+
+
 def takes_position_ids(model: HookedModel) -> bool:
     """Whether the model's attention depends on the given position ids, tried on a few tokens."""
-    if original_of(model) is None:
-        return False
     ids = torch.arange(_TRIED_LENGTH, device=device_of(model))
     last_layer = hooks.attention_layers(model)[-1]
     change = _change_of_pattern(model, last_layer, ids, 3 * ids)
@@ -70,9 +140,7 @@ def _change_of_pattern(
 
     try:
         for given_ids in (ids, other_ids):
-            hooks.forward_with_patterns(
-                model, tokens, real, [layer], see, position_ids=given_ids[None]
-            )
+            forward_with_patterns(model, tokens, real, [layer], see, position_ids=given_ids[None])
     except (TypeError, ValueError):
         return None
     before, after = patterns
@@ -113,7 +181,7 @@ def _tried_rotations(
     reason = why_not_streamed(model, hooks.attention_layers(model))
     if reason is not None:
         return Rotations({}, reason)
-    boundary = hooks.boundary_of(model)
+    boundary = boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
         return Rotations({}, "its rotary frequencies depend on the length of the text (LongRoPE)")
 
@@ -141,11 +209,10 @@ def _tried_rotations(
     rotations: dict[int, Rotation] = {}
 
     for layer in layers:
-        attention = attentions[layer]
-        errors = [_error(rotation, attention, position_ids) for rotation in candidates]
-        least = min(errors)
-        if least <= rounding_of(model, *_ROUNDING):
-            rotations[layer] = candidates[errors.index(least)]
+        errors = [_error(rotation, attentions[layer], position_ids) for rotation in candidates]
+        best = int(np.argmin(errors))
+        if errors[best] <= rounding_of(model, *_ROUNDING):
+            rotations[layer] = candidates[best]
 
     # A model that ignores position ids looks as if it had no positions.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):
@@ -165,8 +232,7 @@ def _attentions(
     attention_of_layer: dict[int, Attention] = {}
 
     def see(layer: int, block: Rows) -> None:
-        if not isinstance(block.attention, Attention):
-            raise ModelError(f"layer {layer} shows no queries and keys")
+        assert isinstance(block.attention, Attention), "what is streamed has queries and keys"
         attention_of_layer[layer] = block.attention
 
     tokens = hooks.few_tokens(model, _ROTATED_LENGTH).expand(rows, -1)
@@ -178,8 +244,7 @@ def _attentions(
 def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
     """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
     frequencies = {}
-    owner: Any = original_of(model) or model
-    for name, buffer in owner.named_buffers():
+    for name, buffer in innermost(model).named_buffers():
         if name.endswith("inv_freq"):
             frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
     return frequencies

@@ -1,115 +1,32 @@
-"""A model's weights as a whole: hashes that identify them, and random ones in their place."""
+"""What identifies a model's weights, and what shows that a loaded model was changed: hashes, and
+sums of bits."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.errors import ModelError, check_choice, check_counts
+from mechattn.errors import ModelError
 from mechattn.hub_access import hub_commit
-from mechattn.model.checkpoint import as_trusted, is_of_own_code
-from mechattn.model.gguf_files import REAL, SUFFIX, packaged_file
+from mechattn.model.gguf_files import REAL_PREFIX, SUFFIX, packaged_file
 from mechattn.model.hooked import (
+    HookedModel,
     ModelFacts,
-    alone,
-    device_of,
     facts_of,
-    model_creation_lock,
+    modules_of,
+    original_of,
     unoffloaded,
 )
-from mechattn.model.load import hooked_object, load_model
-from mechattn.model.verified_models import known_facts, verified
+from mechattn.model.native_twin import WRAPPED
 
-Kind = Literal["initialised", "shuffled"]
-
-
-@alone
-def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
-    """Return a model of the same architecture and tokenizer with random weights, loaded and
-    verified like any other.
-
-    The given model is not changed, so two models are in memory at the same time.
-
-    Args:
-        model: Anything that ``load_model`` accepts.
-        kind: "initialised": the architecture's own initialisation, as at the start of training;
-            "shuffled": the entries of each parameter are permuted, so every matrix keeps the
-            distribution of its numbers.
-        seed: The seed of the draw.
-        **options: Passed to ``load_model``.
-
-    Returns:
-        A ``TransformerBridge``; its name and the provenance of its results state that the weights
-        are random.
-
-    Raises:
-        OptionError: There is no such kind, or the seed is not a whole number.
-        ModelError: The weights cannot be redrawn: the model is quantised, or has no transformers
-            model behind it.
-
-    Source:
-        Random networks as the null of interpretability: arXiv:2512.18792.
-    """
-    check_draw(kind, seed)
-    hooked = load_model(model, **options)
-    facts = known_facts(hooked)
-    if facts.native is None:
-        raise ModelError(
-            f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}."
-            " Give an unquantised model by its name, its directory, or as a transformers model"
-        )
-
-    with model_creation_lock:
-        native = _drawn(facts.native, kind, seed)
-
-        with as_trusted(is_of_own_code(native)):
-            drawn = hooked_object(native, hooked.tokenizer)
-
-    drawn = verified(drawn, verify=True)
-    drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
-    drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
-    facts_of_drawn = known_facts(drawn)
-    facts_of_drawn.weights = "random"
-    facts_of_drawn.random_weights = {"kind": kind, "seed": seed}
-    return drawn
-
-
-def check_draw(kind: str, seed: int) -> None:
-    """Refuse an invalid kind or seed, before a model is loaded."""
-    check_choice(Kind, kind=kind)
-    check_counts(0, 2**63 - 1, seed=seed)  # torch takes no other
-
-
-def _drawn(native: Any, kind: Kind, seed: int) -> Any:
-    """A new model of the same class and configuration; the given one is unchanged."""
-    config = copy.deepcopy(native.config)
-    config._attn_implementation_internal = None  # the class chooses its attention again
-    with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
-        torch.manual_seed(seed)
-        drawn = type(native)(config)
-
-    drawn.generation_config = getattr(native, "generation_config", None)
-    drawn = drawn.to(device=device_of(native), dtype=next(native.parameters()).dtype)
-    if kind == "initialised":
-        return drawn
-
-    generator = torch.Generator().manual_seed(seed)
-    drawn.load_state_dict(native.state_dict())
-    with torch.no_grad():
-        for _, values in sorted(drawn.named_parameters()):  # a tied parameter occurs once
-            order = torch.randperm(values.numel(), generator=generator)
-            shuffled = values.flatten()[order.to(values.device)]
-            values.copy_(shuffled.view_as(values))
-
-    return drawn
-
+State = Mapping[str, dict[str, Any]]  # by what can be changed, and the name of the part
 
 _HASHED_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
 # A larger file is hashed by this many pieces of this size, evenly spaced; a larger parameter by
@@ -119,6 +36,28 @@ _MOST_PIECES = 64
 _HASHED_NUMBERS = 2**20
 _COMPARED_NUMBERS = 64  # of a parameter: if they are the same, its last hash is used again
 
+# These register hooks of their own when a model first runs, none of which changes a value.
+_LIBRARIES = ("transformers.", "transformer_lens.", "accelerate.", "mechattn.")
+_WORD_BYTES = 8  # of an int64, in which weights are summed
+_LOAD_AGAIN = (
+    "Load the model again as it is now; load_model(model, verify=False) measures it anyway, and "
+    "every result then records verified: false"
+)
+# By what was changed, with the name of the part, and its value now and before.
+_CHANGES = {
+    "class": (
+        "{name} is {now} where {before} was. Adapters are merged (merge_and_unload) before "
+        "load_model. " + _LOAD_AGAIN
+    ),
+    "dtype": (
+        "{name} is {now} and was {before}. Give the dtype to load_model(…, dtype=…), which leaves"
+        " the rotary frequencies in float32"
+    ),
+    "attention": "{name} is {now!r} and was {before!r}, for which hooks may not fire. "
+    + _LOAD_AGAIN,
+    "weights": "the weights of {name} were edited. " + _LOAD_AGAIN,
+}
+
 
 def weights_hash(model: Any) -> str:
     """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with
@@ -127,16 +66,16 @@ def weights_hash(model: Any) -> str:
     source = facts.native
     if source is None:
         source = model
-    stored = source.state_dict()
-    tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
+    stored = sorted(source.state_dict().items())
+    tensors = {name: values for name, values in stored if isinstance(values, Tensor)}
 
-    state = []  # by which the last hash is known to hold still
+    versions = []  # by which the last hash is known to hold still
     for values in tensors.values():
         # A tensor made in inference mode does not count how often it was written to.
         version = 0 if values.is_inference() else values._version
-        state.append((values.data_ptr(), version, _sample(values, _COMPARED_NUMBERS)))
+        versions.append((values.data_ptr(), version, _sample(values, _COMPARED_NUMBERS)))
 
-    if facts.weights_hash is not None and facts.hashed_state == state:
+    if facts.weights_hash is not None and facts.hashed_versions == versions:
         return facts.weights_hash
 
     digest = hashlib.sha256()
@@ -145,7 +84,7 @@ def weights_hash(model: Any) -> str:
         digest.update(_sample(unoffloaded(source, name, values), _HASHED_NUMBERS))
 
     facts.weights_hash = digest.hexdigest()[:16]
-    facts.hashed_state = state
+    facts.hashed_versions = versions
     return facts.weights_hash
 
 
@@ -154,7 +93,7 @@ def stored_hash(name: str) -> str | None:
     it; of a model on the hub, its commit there, or else the one downloaded. None for a toy."""
     try:
         place = Path(name)
-        if name.startswith(REAL):
+        if name.startswith(REAL_PREFIX):
             place = Path(packaged_file(name))
         if place.is_dir():
             files = [
@@ -190,3 +129,71 @@ def _sample(values: Float[Tensor, ...], most: int) -> bytes:
         return b""
     step = math.ceil(len(flat) / most)
     return flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def state_of(model: HookedModel) -> State:
+    """What a user can change on a loaded model; of its weights, sums of their bits.
+
+    Reading all weights takes as long as a few tokens in a forward pass.
+    """
+    modules = modules_of(model)
+    parameters: dict[int, tuple[str, Tensor]] = {}  # each once, by the first of its names
+    hooks = {}
+
+    for name, module in modules.items():
+        for own_name, values in module._parameters.items():
+            if values is not None:
+                parameters.setdefault(id(values), (f"{name}.{own_name}", values))
+        functions = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [function for function in functions if not _is_of_a_library(function)]
+        # TransformerLens wraps the functions that are added to its hook points.
+        foreign += getattr(module, "fwd_hooks", [])
+        if foreign:
+            hooks[name] = frozenset(map(id, foreign))
+
+    weights = dict(parameters.values())
+    config = getattr(original_of(model), "config", None)
+    return {
+        "class": {name: type(module).__qualname__ for name, module in modules.items()},
+        "dtype": {name: values.dtype for name, values in weights.items()},
+        "attention": {"its attention": getattr(config, "_attn_implementation", "")},
+        "weights": {name: _sum_of_bits(values) for name, values in weights.items()},
+        "device": {name: values.device for name, values in weights.items()},
+        "hooks": hooks,
+    }
+
+
+def refuse_changes(model: HookedModel, before: State, now: State) -> None:
+    """Refuse a model whose parts, dtype, attention or weights are not those that were verified.
+
+    Raises:
+        ModelError: Says what was changed, and what to do.
+    """
+    for kind, sentence in _CHANGES.items():
+        for name in {**before[kind], **now[kind]}:
+            value_before = before[kind].get(name)
+            value_now = now[kind].get(name)
+            if value_before != value_now:
+                plain_name = WRAPPED.sub("", name)
+                change = sentence.format(name=plain_name, before=value_before, now=value_now)
+                raise ModelError(
+                    f"{model.cfg.model_name} was changed after it was verified: {change}"
+                )
+
+
+def _sum_of_bits(values: Tensor) -> int:
+    """A sum over a tensor's memory as whole numbers, which may overflow, always alike; 0 if it is
+    offloaded."""
+    if values.is_meta:
+        return 0
+    octets = values.detach().reshape(-1).view(torch.uint8)
+    is_whole = octets.numel() % _WORD_BYTES == 0 and octets.storage_offset() % _WORD_BYTES == 0
+    if is_whole:
+        octets = octets.view(torch.int64)
+    return int(octets.sum())
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    """Whether a hook was registered by a library, which changes no value."""
+    function = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)

@@ -22,8 +22,7 @@ from mechattn.axes import BASELINE, INSERTED, PADDING, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, shares_by_position
 from mechattn.contrast.quantities import has_dilution, head_quantities, layer_blocks, variable_of
-from mechattn.contrast.table import DEFAULT_MARGINS, marked
-from mechattn.contrast.table import table as contrast_table
+from mechattn.contrast.table import DEFAULT_MARGINS, comparison_table, marked
 from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed
 from mechattn.pages.first_screen import ShownModel, captions
@@ -205,7 +204,7 @@ def _values(
 
 def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and that beyond it."""
-    table = contrast_table(contrast, bootstrap_ends=False)
+    table = comparison_table(contrast, bootstrap_ends=False)
     table["half"] = table.difference_high - table.difference
     table["beyond_half"] = table.beyond_high - table.beyond
     table["marked"] = marked(table)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import PromptError, check_choice
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import tokenize
 
@@ -23,7 +23,7 @@ Metric = MetricName | Callable[[Logits, Answer], Values]
 # From a run's logits, the answer and the baseline's logits to one number per row.
 Measure = Callable[[Logits, Answer, Logits], Values]
 
-WORDS: Mapping[str, str] = {
+METRIC_WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
     "logit_diff": (
         "logit of the answer minus that of the other answer, at the first token in which they"
@@ -38,21 +38,18 @@ WORDS: Mapping[str, str] = {
 }
 
 
-def answer_logprob(logits: Logits, answer: Answer, baseline: Logits) -> Values:
-    """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats.
-
-    ``baseline``, the baseline's logits, is not used here: all metrics take the same arguments.
-    """
+def answer_logprob(logits: Logits, answer: Answer) -> Values:
+    """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
     logprobs = logits.log_softmax(-1)
     return logprobs[:, torch.arange(len(answer)), answer].sum(-1)
 
 
-def answer_margin(logits: Logits, answer: Answer, baseline: Logits) -> Values:
+def answer_margin(logits: Logits, answer: Answer) -> Values:
     """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in
     logits.
 
     Above 0 if greedy decoding would give the answer; with several tokens their mean may be above 0
-    without. ``baseline`` is not used.
+    without.
     """
     index = torch.arange(len(answer))
     without_answer = logits.clone()
@@ -64,7 +61,6 @@ def answer_margin(logits: Logits, answer: Answer, baseline: Logits) -> Values:
 def answer_difference(
     logits: Logits,
     answer: Answer,
-    baseline: Logits,
     other_tokens: Int[Tensor, " other"],
 ) -> Values:
     """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
@@ -73,7 +69,6 @@ def answer_difference(
     Args:
         logits: Logits before each token of the answer.
         answer: The tokens of the reference answer.
-        baseline: The baseline's logits, which are not used.
         other_tokens: The tokens of the other answer, at least one of which differs.
     """
     shorter = min(len(answer), len(other_tokens))
@@ -82,7 +77,7 @@ def answer_difference(
     return logits[:, first, answer[first]] - logits[:, first, other_tokens[first]]
 
 
-def divergence(logits: Logits, answer: Answer, baseline: Logits) -> Values:
+def divergence(logits: Logits, baseline: Logits) -> Values:
     """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``,
     in nats.
     """
@@ -90,14 +85,6 @@ def divergence(logits: Logits, answer: Answer, baseline: Logits) -> Values:
     log_ratio = expected - logits.log_softmax(-1)
     token_divergence = (expected.exp() * log_ratio).sum(-1)
     return token_divergence.mean(-1)
-
-
-# All but "logit_diff", which needs the other answer too.
-_MEASURES: Mapping[str, Measure] = {
-    "logprob": answer_logprob,
-    "logit_margin": answer_margin,
-    "kl": divergence,
-}
 
 
 def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
@@ -111,11 +98,8 @@ def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
             return "logit_diff"
         return "logprob"
 
-    if not callable(metric) and metric not in WORDS:
-        choices = ", ".join(map(repr, WORDS))
-        raise OptionError(
-            f"metric={metric!r}: choose one of {choices}, or give a function of logits and answer"
-        )
+    if not callable(metric):
+        check_choice(MetricName, metric=metric)
     return metric
 
 
@@ -123,7 +107,7 @@ def metric_words(metric: Metric) -> str:
     """What a metric measures; of a function its name."""
     if callable(metric):
         return getattr(metric, "__name__", "a function")
-    return WORDS[metric]
+    return METRIC_WORDS[metric]
 
 
 def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measure]:
@@ -133,15 +117,24 @@ def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[M
         PromptError: "logit_diff" is asked of a prompt that cannot have it.
     """
     if callable(metric):
-        return [lambda logits, answer, baseline: metric(logits, answer)] * len(prompts)
-    if metric != "logit_diff":
-        return [_MEASURES[metric]] * len(prompts)
+        return [of_answer(metric)] * len(prompts)
+    if metric == "logprob":
+        return [of_answer(answer_logprob)] * len(prompts)
+    if metric == "logit_margin":
+        return [of_answer(answer_margin)] * len(prompts)
+    if metric == "kl":
+        return [lambda logits, answer, baseline: divergence(logits, baseline)] * len(prompts)
 
-    measures: list[Measure] = []
+    measures = []
     for prompt in prompts:
         other_tokens = other_answer_tokens(prompt, model)
-        measures.append(partial(answer_difference, other_tokens=other_tokens))
+        measures.append(of_answer(partial(answer_difference, other_tokens=other_tokens)))
     return measures
+
+
+def of_answer(metric: Callable[[Logits, Answer], Values]) -> Measure:
+    """The measure of a metric that does not compare with the baseline."""
+    return lambda logits, answer, baseline: metric(logits, answer)
 
 
 def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
@@ -164,12 +157,10 @@ def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     other_tokens = _answer_tokens(with_other, model)
     shorter = min(len(answer), len(other_tokens))
     if answer[:shorter].equal(other_tokens[:shorter]):
-        relation = "begin with the same tokens, and one ends there"
-        if len(answer) == len(other_tokens):
-            relation = "are the same tokens"
         raise PromptError(
-            f"both answers of {prompt.where} {relation}, so no logits tell them apart: begin each"
-            ' with its blank (" he", not "he"), or give other answers'
+            f"both answers of {prompt.where} are the same tokens up to the end of the shorter, so"
+            ' no logits tell them apart: begin each with its blank (" he", not "he"), or give other'
+            " answers"
         )
     return other_tokens
 

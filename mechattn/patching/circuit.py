@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest_means
 from mechattn.errors import OptionError, check_choice, check_counts, warn
+from mechattn.interventions.intervention import as_tuple
 from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.circuit_effects import (
@@ -24,10 +25,10 @@ from mechattn.patching.circuit_effects import (
     first_edges,
 )
 from mechattn.patching.edges import attributed_edges
-from mechattn.patching.effects import DIRECTIONS, Patching
+from mechattn.patching.effects import DIRECTIONS, Patching, printed, sharing_lines
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.pairs import request_of
-from mechattn.patching.plan import check_edges_fit
+from mechattn.patching.pass_memory import check_edges_fit
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY, head_named
@@ -38,6 +39,11 @@ from mechattn.stats.units import halves_of
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
+_ABLATION_WORDS: Mapping[Ablation, str] = {
+    "counterpart": "the other version's outputs",
+    "mean": "mean outputs of the prompts that rank",
+    "resample": "the outputs of another prompt that ranks",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +191,7 @@ class Circuit:
         """
         kept_edges = self.kept(size, q)
         scores = _mean_scores(self.edges)
-        writers = [_eap_names(self.graph, name)[0] for name in self.graph.writers]
+        writers = [_eap_name(writer) for writer in self.graph.writers]
 
         edges: dict[str, Any] = {}
         for writer, reader in self.graph.edges:
@@ -193,8 +199,11 @@ class Circuit:
                 "score": float(scores[writer, reader]),
                 "in_graph": bool(kept_edges[writer, reader]),
             }
-            for reader_name in _eap_names(self.graph, self.graph.readers[reader]):
-                edges[f"{writers[writer]}->{reader_name}"] = edge
+            reader_name = self.graph.readers[reader]
+            _, _, part = reader_name.partition(".")
+            suffix = f"<{part}>" if part else ""
+            for node in self.graph.nodes_after[reader_name]:
+                edges[f"{writers[writer]}->{_eap_name(node)}{suffix}"] = edge
 
         nodes = {"logits": {"in_graph": True}}
         for name, edges_of_writer in zip(writers, kept_edges, strict=True):
@@ -205,22 +214,17 @@ class Circuit:
         return Path(path)
 
     def __str__(self) -> str:
-        areas = []
-        for name, value in self.areas.items():
-            area, _, ranking = name.partition("_")
-            if ranking:
-                area = f"{area} of {ranking}"
-            areas.append(f"{area} {value:.3f}")
+        areas = [f"{name} {value:.3f}" for name, value in self.areas.items()]
 
         about = self.about
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
-                f" {about['ranked_on']}, {about['method']}; what is outside gets the"
-                f" {about['ablation']}'s outputs, on {about['reported_on']}"
+                f" {about['ranked_on']}, {about['method']}; on {about['reported_on']} all other"
+                f" edges carry {_ABLATION_WORDS[about['ablation']]}"
             ),
             str(self.edges.resolution),
-            self.curve.to_string(index=False, float_format=lambda x: f"{x:.3g}"),
+            printed(self.curve),
             ", ".join(areas),
         ]
         if (self.curve.faithfulness >= _ENOUGH).any():
@@ -229,8 +233,7 @@ class Circuit:
                 f"stability: the first {self.size()} edges of two halves of the ranking prompts"
                 f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
             )
-        if "sharing" in about:
-            lines.append(about["sharing"])
+        lines += sharing_lines(about)
         return "\n".join(lines)
 
 
@@ -243,7 +246,7 @@ def circuit(
     steps: int = 5,
     metric: Metric | None = None,
     ablation: Ablation = "counterpart",
-    sizes: Sequence[int] | None = None,
+    sizes: int | Sequence[int] | None = None,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Circuit:
@@ -265,7 +268,8 @@ def circuit(
             over the clean runs of the ranking half (by position if all prompts are as long, else
             over all tokens), or "resample", that in another prompt of it (aligned from the end).
             Zero is not offered: the model never has such outputs.
-        sizes: Numbers of edges; by default 0.1 % to 50 % of all, besides none and all.
+        sizes: One or several numbers of edges; by default 0.1 % to 50 % of all, besides none and
+            all.
         memory: As for ``edges``.
         seed: The seed of random circuits and resampled prompts.
 
@@ -319,15 +323,15 @@ def circuit(
     return Circuit(scores, graph, curve, about, measurement)
 
 
-def _checked_sizes(sizes: Sequence[int] | None, edge_count: int) -> list[int]:
+def _checked_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
     """The sizes to measure, from none to all."""
     if sizes is None:
         sizes = [round(share * edge_count) for share in _SHARES]
 
-    for size in sizes:
-        if not isinstance(size, int) or not 0 <= size <= edge_count:
-            raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {edge_count}")
-    return sorted({0, *sizes, edge_count})
+    chosen_sizes = as_tuple(sizes)
+    for size in chosen_sizes:
+        check_counts(0, edge_count, sizes=size)
+    return sorted({0, *chosen_sizes, edge_count})
 
 
 def _curve(effects: CircuitEffects) -> pd.DataFrame:
@@ -366,7 +370,7 @@ def _mean_scores(scores: Patching) -> np.ndarray:
 def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
     # [reader writer]
-    goes_on = np.array([np.isin(graph.writers, graph.read_by(name)) for name in graph.readers])
+    goes_on = np.array([np.isin(graph.writers, nodes) for nodes in graph.nodes_after.values()])
     is_embedding = np.array(graph.writers) == "embedding"
     is_logits = np.array(graph.readers) == "logits"
 
@@ -383,21 +387,14 @@ def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
         kept_edges = fewer_edges
 
 
-def _eap_names(graph: Graph, name: str) -> list[str]:
-    """The names of a node in EAP-IG; one for each of the heads that share keys or values."""
-    if name == "embedding":
-        return ["input"]
-    if name == "logits":
-        return ["logits"]
-
-    _, _, part = name.partition(".")
-    suffix = f"<{part}>" if part else ""
-    names = []
-    for node in graph.read_by(name):
-        layer_and_head = head_named(node)
-        if layer_and_head is None:
-            layer = node.removeprefix("L").removesuffix("MLP")
-            names.append(f"m{layer}")
-        else:
-            names.append("a{}.h{}".format(*layer_and_head) + suffix)
-    return names
+def _eap_name(node: str) -> str:
+    """The name of a node in EAP-IG, such as "a0.h1" for "L0H1" and "m0" for "L0MLP"."""
+    if node == "embedding":
+        return "input"
+    if node == "logits":
+        return node
+    layer_and_head = head_named(node)
+    if layer_and_head is not None:
+        return "a{}.h{}".format(*layer_and_head)
+    layer = node.removeprefix("L").removesuffix("MLP")
+    return f"m{layer}"

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from tqdm.auto import tqdm
 
 from mechattn.model.hooked import holding
-from mechattn.patching.edges import EdgePair, EdgeRuns
+from mechattn.patching.edges import EdgeRuns, edge_runs
 from mechattn.patching.graph import EdgeSet, Graph, Written, read_edges, showing_edges
 from mechattn.patching.pairs import Pair, PatchingRequest
 
@@ -59,10 +59,8 @@ class CircuitMeasurement:
         with holding(request.model), showing_edges(request.model):
             replacement_of = self._replacement()
             for pair in tqdm(request.pairs, desc="circuits", delay=2):
-                edge_pair = EdgePair(request.model, self.graph, pair, request.memory)
-                runs = edge_pair.runs()
-                replacement = replacement_of(runs)
-                effects.append(edge_pair.with_edges(kept_edges, replacement, runs.unpatched))
+                runs = edge_runs(request.model, self.graph, request.memory, pair)
+                effects.append(runs.with_edges(kept_edges, replacement_of(runs)))
 
         by_order = np.reshape(effects, (len(effects), len(orders), len(self.sizes)))
         return request.units.means(by_order)

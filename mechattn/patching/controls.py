@@ -29,35 +29,30 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
 
     Args:
         pairs: All pairs.
-        seed: The seed of the draws; a prompt's draw depends on its own id, not on its place in the
+        seed: The seed of the draws; a prompt's draw depends on its own id, not on its index in the
             list.
 
     Returns:
         Partners by the id of the pair that they are drawn for.
     """
     answers = {pair.id: pair.answer.tolist() for pair in pairs}
-    by_name = sorted(pairs, key=lambda pair: pair.id)
+    by_id = sorted(pairs, key=lambda pair: pair.id)
 
     partners = {}
     for pair in pairs:
-        length = len(pair.origins)
-        others = [other for other in by_name if other.id != pair.id]
-        at_least_as_long = [other for other in others if len(other.origins) >= length]
-        if not at_least_as_long:
-            continue
-
-        with_another_answer = [
-            other for other in at_least_as_long if answers[other.id] != answers[pair.id]
-        ]
-        generator = random.Random(f"other prompt {seed} {pair.id}")
-        partners[pair.id] = generator.choice(with_another_answer or at_least_as_long)
+        as_long = [other for other in by_id if len(other.origins) >= len(pair.origins)]
+        others = [other for other in as_long if other.id != pair.id]
+        with_another_answer = [other for other in others if answers[other.id] != answers[pair.id]]
+        if others:
+            generator = random.Random(f"other prompt {seed} {pair.id}")
+            partners[pair.id] = generator.choice(with_another_answer or others)
     return partners
 
 
 def random_steps(
     seed: int, prompt_id: str, base: RecordedRun, values: Mapping[LayerHead, HeadOutput]
 ) -> dict[LayerHead, HeadOutput]:
-    """Each head's own output and a random step, as long as that to what replaces it.
+    """Each head's own output plus a random step, as long as the step to what would replace it.
 
     ``z + ‖value − z‖ · r / ‖r‖``, with r normally distributed.
 
@@ -73,7 +68,7 @@ def random_steps(
         # The inverse of the normal distribution is infinite at 0; numbers are multiples of 2⁻²⁴.
         above_zero = _uniform(seed, prompt_id, layer, head, value).clamp(min=2**-25)
         direction = torch.special.ndtri(above_zero).to(base_output)
-        step = with_length_of(direction, value - base_output)
+        step = _with_length_of(direction, value - base_output)
         randomised[layer, head] = base_output + step
     return randomised
 
@@ -85,8 +80,8 @@ def shuffled_patterns(
     base: RecordedRun,
     values: Mapping[LayerHead, PatternRows],
 ) -> dict[LayerHead, PatternRows]:
-    """Each head's new probabilities, permuted among the keys that the query sees, which are at
-    least as many as have a probability above 0.
+    """Each head's new probabilities, permuted among the keys that the query sees; at least as many
+    keys are seen as have a probability above 0.
 
     Args:
         model: The hooked model.
@@ -109,7 +104,13 @@ def shuffled_patterns(
     return shuffled
 
 
-def with_length_of(direction: Tensor, step: Tensor) -> Tensor:
+def random_step(generator: torch.Generator, step: Tensor) -> Tensor:
+    """A step in a normally distributed direction, as long as the given one."""
+    direction = torch.randn(step.shape, generator=generator, dtype=torch.float64)
+    return _with_length_of(direction.to(step), step)
+
+
+def _with_length_of(direction: Tensor, step: Tensor) -> Tensor:
     """A direction at the length of a step: ``‖step‖ · direction / ‖direction‖``."""
     length = step.norm(dim=-1, keepdim=True)
     length_of_direction = direction.norm(dim=-1, keepdim=True)

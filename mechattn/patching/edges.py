@@ -15,11 +15,11 @@ from torch import Tensor
 from mechattn.errors import ModelError, check_counts
 from mechattn.model.hooked import HookedModel, alone, device_of, rounding_of
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import with_length_of
-from mechattn.patching.effects import CHECKED, Patching, checked_sample
+from mechattn.patching.controls import random_step
+from mechattn.patching.effects import CHECKED_PROMPTS, Patching, checked_sample
 from mechattn.patching.graph import (
+    Component,
     Graph,
-    Place,
     ReplacedEdges,
     Written,
     graph_of,
@@ -35,14 +35,14 @@ from mechattn.patching.pairs import (
     Unpatched,
     request_of,
 )
-from mechattn.patching.patched_runs import positions_of
-from mechattn.patching.plan import (
+from mechattn.patching.pass_memory import (
     check_edges_fit,
     edges_fixed_bytes,
     edges_row_bytes,
     gradients_row_bytes,
     rows_within,
 )
+from mechattn.patching.patched_runs import positions_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
@@ -123,75 +123,89 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
-    about: dict[str, Any] = {"steps": steps}
-    sharing = graph.read_by("L0H0.v")
-    if len(sharing) > 1:
-        readers = ", ".join(sharing)
-        about["sharing"] = f"k and v are those of key-value heads: L0H0.v is read by {readers}"
-    method = "attributed (first order)" if steps == 1 else f"attributed ({steps} steps)"
+    method = f"attributed ({steps} steps)"
+    if steps == 1:
+        method = "attributed (first order)"
+    about = {
+        "steps": steps,
+        "method": method,
+        "readers_of_first_values": graph.nodes_after["L0H0.v"],
+    }
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
-    def edge_pair(pair: Pair) -> EdgePair:
-        return EdgePair(model, graph, pair, request.memory)
+    read_pair = partial(edge_runs, model, graph, request.memory)
 
-    def effects_of(pairs: Sequence[Pair]) -> list[PromptEffects]:
-        return [edge_pair(pair).attributed(steps) for pair in pairs]
+    def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
+        return {pair.id: read_pair(pair).attributed(steps) for pair in pairs}
 
     with showing_edges(model):
-        patching = request.patched(request.one_by_one, effects_of, axes, method, **about)
+        patching = request.run_patching(request.one_by_one, effects_of, axes, **about)
         sample = checked_sample(patching, request.seed)
         sampled_edges = [graph.edges[index] for index in sample]
-        exact = [edge_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED]]
+        exact = [read_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED_PROMPTS]]
     return patching.with_exact(exact, sample)
+
+
+def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> EdgeRuns:
+    """Read both runs of a pair, while the model shows its edges.
+
+    Args:
+        model: The hooked model.
+        graph: Its graph.
+        memory: The bytes that later passes may take.
+        pair: The pair.
+
+    Raises:
+        ModelError: What is written does not add up to the residual stream.
+    """
+    device = device_of(model)
+    base = read_edges(model, graph, pair.base)
+    source = read_edges(model, graph, pair.source)
+    base_positions = positions_of(pair.base, pair.origins).to(device)
+    source_positions = positions_of(pair.source, pair.origins).to(device)
+
+    # Tokens that only the base run has keep what they write.
+    exchanged = base.written.clone()
+    exchanged[:, base_positions] = source.written[:, source_positions]
+
+    # The residual stream is a sum: what writers change must be all of its change.
+    change = source.stream[source_positions] - base.stream[base_positions]
+    explained = (exchanged - base.written)[:, base_positions].sum(0)
+    missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
+    if missing > rounding_of(model, *_MISSING):
+        raise ModelError(
+            f"what heads and MLPs of {model.cfg.model_name} write does not add up to the residual"
+            f" stream ({missing:.2g} of its change is missing), so edges have no meaning: patch"
+            " nodes with ma.patch, or paths between heads with ma.paths"
+        )
+    unpatched = Unpatched(pair, base.logits, source.logits)
+    return EdgeRuns(model, graph, memory, unpatched, base.written, exchanged)
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeRuns:
-    """A pair's unpatched runs: what the base run writes, and what it would write with the source
-    run's outputs at the tokens that both have."""
+    """A pair's unpatched runs, and what can be measured of its edges while the model shows them.
 
+    Args:
+        model: The hooked model.
+        graph: Its graph.
+        memory: The bytes that passes may take.
+        unpatched: The logits of both runs.
+        written: What the base run writes.
+        exchanged: What it would write with the source run's outputs at the tokens that both have.
+    """
+
+    model: HookedModel
+    graph: Graph
+    memory: int
     unpatched: Unpatched
     written: Written
     exchanged: Written
 
-
-@dataclass(frozen=True)
-class EdgePair:
-    """What can be measured of a pair's edges, while the model shows them."""
-
-    model: HookedModel
-    graph: Graph
-    pair: Pair
-    memory: int  # bytes
-
-    def runs(self) -> EdgeRuns:
-        """Both runs.
-
-        Raises:
-            ModelError: What is written does not add up to the residual stream.
-        """
-        pair = self.pair
-        device = device_of(self.model)
-        base = read_edges(self.model, self.graph, pair.base)
-        source = read_edges(self.model, self.graph, pair.source)
-        base_positions = positions_of(pair.base, pair.origins).to(device)
-        source_positions = positions_of(pair.source, pair.origins).to(device)
-
-        # Tokens that only the base run has keep what they write.
-        exchanged = base.written.clone()
-        exchanged[:, base_positions] = source.written[:, source_positions]
-
-        # The residual stream is a sum: what writers change must be all of its change.
-        change = source.stream[source_positions] - base.stream[base_positions]
-        explained = (exchanged - base.written)[:, base_positions].sum(0)
-        missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
-        if missing > rounding_of(self.model, *_MISSING):
-            raise ModelError(
-                f"what heads and MLPs of {self.model.cfg.model_name} write does not add up to the "
-                f"residual stream ({missing:.2g} of its change is missing), so edges have no "
-                "meaning: patch nodes with ma.patch, or paths between heads with ma.paths"
-            )
-        return EdgeRuns(Unpatched(pair, base.logits, source.logits), base.written, exchanged)
+    @property
+    def pair(self) -> Pair:
+        """The pair of these runs."""
+        return self.unpatched.pair
 
     def attributed(self, steps: int) -> PromptEffects:
         """The score of each edge, that of a random step, and the whole effect.
@@ -202,45 +216,44 @@ class EdgePair:
         Returns:
             "effect" and "random" [writer reader], NaN where there is no edge, and "whole".
         """
-        runs = self.runs()
-        gradients = self._gradients(steps, runs)
+        gradients = self._gradients(steps)
 
         def scores(step: Written) -> np.ndarray:
             by_edge = step.flatten(1) @ gradients.flatten(1).T
             return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
-        step = (runs.exchanged - runs.written).double()
+        step = (self.exchanged - self.written).double()
         generator = torch.Generator().manual_seed(self.pair.seed)
-        direction = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
         return {
             "effect": scores(step),
-            "random": scores(with_length_of(direction, step)),
-            "whole": runs.unpatched.whole,
+            "random": scores(random_step(generator, step)),
+            "whole": self.unpatched.whole,
         }
 
-    def _gradients(self, steps: int, runs: EdgeRuns) -> Float[Tensor, "reader pos d_model"]:
+    def _gradients(self, steps: int) -> Float[Tensor, "reader pos d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the
         steps.
         """
-        # Added to what is read, for gradients by place: each reads the same stream.
-        zeros: dict[Place, Tensor] = {}
+        # All readers read the same stream: a zero that is added to what one of them reads has the
+        # gradient of this reader alone.
+        zeros: dict[Component, Tensor] = {}
 
-        def read_with_zeros(place: Place, x: Tensor) -> Tensor:
-            zeros[place] = torch.zeros_like(x, requires_grad=True)
-            return x + zeros[place]
+        def read_with_zeros(component: Component, x: Tensor) -> Tensor:
+            zeros[component] = torch.zeros_like(x, requires_grad=True)
+            return x + zeros[component]
 
         # The middles of equal parts of the way; with one step, where the patched run is.
         points = (torch.arange(steps) + 0.5) / steps
         if steps == 1:
             points = torch.zeros(1)
 
-        shape = (len(self.graph.readers), *runs.written.shape[1:])
-        total = runs.written.new_zeros(shape, dtype=torch.float64)
-        embedding_step = runs.exchanged[0] - runs.written[0]
+        shape = (len(self.graph.readers), *self.written.shape[1:])
+        total = self.written.new_zeros(shape, dtype=torch.float64)
+        embedding_step = self.exchanged[0] - self.written[0]
 
         row_bytes = gradients_row_bytes(self.model, self.graph, self.pair)
         for batch in points.split(self._rows(row_bytes)):
-            embedding_steps = batch.to(runs.written)[:, None, None] * embedding_step
+            embedding_steps = batch.to(self.written)[:, None, None] * embedding_step
             logits = run_edges(
                 self.model,
                 self.graph,
@@ -250,11 +263,11 @@ class EdgePair:
                 change_embedding=partial(torch.add, other=embedding_steps),
                 gradients=True,
             )
-            value = runs.unpatched.measure(logits).sum()
+            value = self.unpatched.measure(logits).sum()
             gradients = torch.autograd.grad(value, list(zeros.values()))
-            for place, gradient in zip(zeros, gradients, strict=True):
+            for component, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
-                total[self.graph.places[place]] += by_reader.to(total)
+                total[self.graph.components[component]] += by_reader.to(total)
             zeros.clear()
         return total
 
@@ -273,21 +286,18 @@ class EdgePair:
         kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
             kept_edges[row, writer, reader] = False
-        runs = self.runs()
-        return self.with_edges(kept_edges, runs.exchanged, runs.unpatched)
+        return self.with_edges(kept_edges, self.exchanged)
 
     def with_edges(
         self,
         kept_edges: Bool[Tensor, "row writer reader"],
         replacement: Written,
-        unpatched: Unpatched,
     ) -> Float[np.ndarray, " row"]:
         """The effect of keeping only some edges, with all others replaced.
 
         Args:
             kept_edges: The edges that each row keeps.
             replacement: What the other edges carry.
-            unpatched: The pair's unpatched runs, from which effects are counted.
         """
         effects = []
         row_bytes = edges_row_bytes(self.model, self.graph, self.pair)
@@ -301,5 +311,5 @@ class EdgePair:
                 change_read=replaced.change_read,
                 see_written=replaced.see_written,
             )
-            effects.append(unpatched.effects(logits))
+            effects.append(self.unpatched.effects(logits))
         return np.concatenate(effects)

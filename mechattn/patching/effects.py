@@ -20,6 +20,8 @@ from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.units import Resolution, Units, halves_of, resolution
 
 Columns = dict[str, np.ndarray]  # of a table, by name
+Chosen = np.ndarray | slice  # numbers of units or of cells
+_ALL = slice(None)
 
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
@@ -30,8 +32,8 @@ DIRECTIONS = {
     "noising": "noising (−: the other version's output lowers it)",
     "ablation": "mean ablation (+: copying needs the head)",
 }
-CHECKED = 4  # prompts on which attribution is compared with patching
-_COMPARED = 8  # cells on which it is compared there, half of them the largest
+CHECKED_PROMPTS = 4  # prompts on which attribution is compared with patching
+_CHECKED_CELLS = 8  # cells on which it is compared there, half of them the largest
 _SHOWN = 8  # heads that are printed
 # Of attributed and exact effects, from which on the print warns: by choice, not by a test.
 _LEAST_RANK_CORRELATION = 0.8
@@ -109,7 +111,7 @@ class Patching:
             cells = order[:top]
             tests = _tests_of(self._tested_values(reported_units, cells))
             family = f"{self._family(len(cells))}, ranked on the other half"
-            return self._table(cells, reported_units, tests, np.arange(len(cells)), family)
+            return self._table(cells, reported_units, tests, _ALL, family)
 
         self.units.refuse_below(FEWEST, instead="")
         if top is None:
@@ -123,21 +125,21 @@ class Patching:
             cells: Numbers of rows, in the order in which the table has them.
         """
         family = self._family(len(self._cells))
-        return self._table(cells, slice(None), self._tests, cells, family)
+        return self._table(cells, _ALL, self._tests, cells, family)
 
     def _table(
         self,
         cells: np.ndarray,
-        units: Any,
+        units: Chosen,
         tests: Mapping[str, PairedTests],
-        tested_cells: np.ndarray,
+        tested_cells: Chosen,
         family: str,
     ) -> pd.DataFrame:
         """Some rows of the table.
 
         Args:
             cells: The numbers of the rows.
-            units: The numbers of the units that are reported, or a slice of them.
+            units: The units that are reported.
             tests: The tests of all rows of the family.
             tested_cells: The number of each row in its family.
             family: What is tested together, in words.
@@ -148,12 +150,12 @@ class Patching:
 
         tested_values = self._tested_values(units, cells)
         effect = tested_values["effect"]
-        columns |= _with_ends("effect", t_interval(effect))
+        columns |= with_ends("effect", t_interval(effect))
         for name in tested_values:
             columns[f"q_{name}"] = tests[name].q[tested_cells]
 
         whole = self.units.means(self.effects.whole.values)[units]
-        columns |= _with_ends("share", ratio_interval(effect, whole))
+        columns |= with_ends("share", ratio_interval(effect, whole))
 
         for control in self.controls:
             # A prompt that is longer than all others has no other prompt's output.
@@ -161,7 +163,7 @@ class Patching:
         for control in self.controls:
             name = f"beyond_{control}"
             # Without ends where fewer than three units have this control.
-            columns |= _with_ends(name, Moments.of(tested_values[name]).interval())
+            columns |= with_ends(name, Moments.of(tested_values[name]).interval())
         columns["n"] = len(effect)
 
         tested = "effect"
@@ -179,7 +181,7 @@ class Patching:
         }
         return by_head(table)
 
-    def _tested_values(self, units: Any = slice(None), cells: Any = slice(None)) -> Columns:
+    def _tested_values(self, units: Chosen = _ALL, cells: Chosen = _ALL) -> Columns:
         """What is tested [unit cell]: effects, and what is beyond each control, without the units
         that lack it.
         """
@@ -241,7 +243,7 @@ class Patching:
         return f"{count} {nouns} {self.about['method']}"
 
     def _values(
-        self, name: str, units: Any = slice(None), cells: Any = slice(None)
+        self, name: str, units: Chosen = _ALL, cells: Chosen = _ALL
     ) -> Float[np.ndarray, "unit cell"]:
         """The values of a variable of ``effects``, where effects were measured."""
         by_prompt = self.effects[name].values[:, self.measured]
@@ -268,14 +270,7 @@ class Patching:
         """
         if self.checked is None:
             return None
-
-        exact = self.checked.exact
-        attributed = self.checked.attributed
-        correlation = exact.corr(attributed)
-        mean_square_error = ((attributed - exact) ** 2).mean()
-        mean_square = (exact**2).mean()
-        error = np.sqrt(mean_square_error / mean_square)
-        return float(correlation), float(error)
+        return _agreement_of(self.checked)
 
     @property
     def rank_agreement(self) -> float | None:
@@ -284,11 +279,11 @@ class Patching:
         """
         if self.checked is None:
             return None
+        return _rank_agreement_of(self._checked_means(self.checked))
 
-        cells = self.checked.groupby(self.labels)
-        means = cells[["attributed", "exact"]].mean()
-        correlation = means.attributed.corr(means.exact, method="spearman")
-        return float(correlation)
+    def _checked_means(self, checked: pd.DataFrame) -> pd.DataFrame:
+        """The mean attributed and exact effect of each checked cell."""
+        return checked.groupby(self.labels)[["attributed", "exact"]].mean()
 
     def with_exact(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts.
@@ -315,7 +310,7 @@ class Patching:
             lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
             means = self._cells.assign(effect=self._values("effect").mean(0))
             largest = means.sort_values("effect", key=abs, ascending=False)[:_SHOWN]
-            lines.append(_printed(largest))
+            lines.append(printed(largest))
             return "\n".join(lines)
 
         top = None
@@ -333,14 +328,13 @@ class Patching:
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
         lines += self._cautions()
         lines.append(str(table.attrs["resolution"]))
-        if self.checked is not None:
-            lines.append(self._agreement_words(self.checked))
+        lines.append(self._agreement_words())
         lines.append(table.attrs["skewed"])
-        lines.append(about.get("sharing", ""))
+        lines += sharing_lines(about)
 
         # Intervals of shares and differences are in the table; a line would be too long with them.
         columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
-        lines.append(_printed(table[columns]))
+        lines.append(printed(table[columns]))
         return "\n".join(line for line in lines if line)
 
     def _cautions(self) -> list[str]:
@@ -362,29 +356,54 @@ class Patching:
             )
         return cautions
 
-    def _agreement_words(self, checked: pd.DataFrame) -> str:
-        """How far attributed and exact effects agree, and what to do where they don't."""
-        assert self.agreement is not None  # as some effects were checked
-        assert self.rank_agreement is not None
-        correlation, error = self.agreement
-        cells = len(checked[self.labels].drop_duplicates())
+    def _agreement_words(self) -> str:
+        """How far attributed and exact effects agree, and what to do where they don't; nothing if
+        none were checked."""
+        if self.checked is None:
+            return ""
 
+        correlation, error = _agreement_of(self.checked)
+        means = self._checked_means(self.checked)
+        rank_agreement = _rank_agreement_of(means)
         sentence = (
-            f"attributed against exact on {len(checked)} effects in single prompts: correlation"
-            f" {correlation:.3f}, error {error:.2f} of the exact effects' root mean square; ranks"
-            f" of the {cells} mean effects correlate {self.rank_agreement:.2f}"
+            f"attributed against exact on {len(self.checked)} effects in single prompts:"
+            f" correlation {correlation:.3f}, error {error:.2f} of the exact effects' root mean"
+            f" square; ranks of the {len(means)} mean effects correlate {rank_agreement:.2f}"
         )
         if "head" not in self.labels:
             return sentence
 
-        if self.rank_agreement < _LEAST_RANK_CORRELATION:
+        if rank_agreement < _LEAST_RANK_CORRELATION:
             return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
         if error > _LARGEST_ERROR:
             return f'{sentence}; their sizes are wrong: at="all" patches each exactly'
         return sentence
 
 
-def _printed(table: pd.DataFrame) -> str:
+def _agreement_of(checked: pd.DataFrame) -> tuple[float, float]:
+    """Correlation of attributed and exact effects, and ``rms(attributed − exact) / rms(exact)``."""
+    exact = checked.exact
+    attributed = checked.attributed
+    mean_square_error = ((attributed - exact) ** 2).mean()
+    mean_square = (exact**2).mean()
+    error = np.sqrt(mean_square_error / mean_square)
+    return float(exact.corr(attributed)), float(error)
+
+
+def _rank_agreement_of(means: pd.DataFrame) -> float:
+    """Spearman's correlation of mean attributed and exact effects."""
+    return float(means.attributed.corr(means.exact, method="spearman"))
+
+
+def sharing_lines(about: Mapping[str, Any]) -> list[str]:
+    """A line that says which heads share keys and values, if edges are measured and some do."""
+    readers = about.get("readers_of_first_values", [])
+    if len(readers) < 2:
+        return []
+    return [f"k and v are those of key-value heads: L0H0.v is read by {', '.join(readers)}"]
+
+
+def printed(table: pd.DataFrame) -> str:
     """A table as text, its numbers with three digits."""
     return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
 
@@ -401,7 +420,7 @@ def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
     return tests
 
 
-def _with_ends(name: str, interval: Interval) -> Columns:
+def with_ends(name: str, interval: Interval) -> Columns:
     """The three columns of an interval."""
     return {
         name: interval.estimate,
@@ -422,7 +441,7 @@ def checked_sample(patching: Patching, seed: int) -> list[int]:
         The numbers of cells, as the rows of ``patching.table()`` are counted.
     """
     mean = patching._values("effect").mean(0)
-    half = _COMPARED // 2
+    half = _CHECKED_CELLS // 2
     largest = np.argsort(-abs(mean), kind="stable")[:half]
 
     generator = np.random.default_rng(seed)

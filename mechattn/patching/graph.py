@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.direct_logits import POST, norms_after
+from mechattn.analysis.direct_logits import NORM_INPUT, norms_after
 from mechattn.errors import ModelError
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
@@ -24,16 +24,15 @@ from mechattn.model.unembedding import FrozenNorm
 from mechattn.patching.answer_metrics import Logits
 from mechattn.patching.patched_runs import ActivationChange, Part, head_count, logits_of, on_output
 from mechattn.prompts.token_sequences import TokenSequence
-from mechattn.results.result import head_named
 
 # Which edges, such as those that exist or those of a circuit.
 EdgeSet = Bool[np.ndarray, "writer reader"]
 # What every writer adds to the residual stream at every token.
 Written = Float[Tensor, "writer pos d_model"]
-# Where readers read, such as ("q", 3): a part and a layer.
-Place = tuple[str, int]
-# From a reading place and what the readers there read to what they read instead.
-ChangeRead = Callable[[Place, Float[Tensor, "row pos reader d_model"]], Tensor]
+# A kind of reader in a layer, such as ("q", 3), which has a hook for its readers.
+Component = tuple[str, int]
+# From a component and what its readers read to what they read instead.
+ChangeRead = Callable[[Component, Float[Tensor, "row pos reader d_model"]], Tensor]
 # Receives what some writers write.
 SeeWritten = Callable[[slice, Float[Tensor, "row pos writer d_model"]], None]
 # The name of a hook, and a function of its activation that may return another in its place.
@@ -66,26 +65,13 @@ class Graph:
     # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
     readers: tuple[str, ...]
     exists: EdgeSet  # which writers come before which readers
-    # The readers of each reading place, in the order of a forward pass.
-    places: dict[Place, slice]
+    # The readers of each component, in the order of a forward pass.
+    components: Mapping[Component, slice]
+    # The nodes that go on from each reader: its head or MLP, or all heads that share these keys or
+    # values.
+    nodes_after: Mapping[str, list[str]]
     # Norms between attention and the residual stream, by layer (Gemma 2 and 3, OLMo 2).
-    norms: Mapping[int, FrozenNorm] = field(default_factory=dict)
-
-    def read_by(self, reader: str) -> list[str]:
-        """The writers that go on from a reader: its head or MLP, or all heads that share these keys
-        or values.
-        """
-        node, _, part = reader.partition(".")
-        layer_and_head = head_named(node)
-        if part not in ("k", "v") or layer_and_head is None:
-            return [node]
-
-        layer, key_head = layer_and_head
-        heads = self.readers[self.places["q", layer]]
-        key_heads = self.readers[self.places[part, layer]]
-        sharing = len(heads) // len(key_heads)
-        first_head = key_head * sharing
-        return [f"L{layer}H{first_head + index}" for index in range(sharing)]
+    norms: Mapping[int, FrozenNorm]
 
     @property
     def edges(self) -> list[list[int]]:
@@ -107,32 +93,46 @@ def graph_of(model: HookedModel) -> Graph:
 
     parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
     writers = ["embedding"]
-    readers: list[str] = []
+    nodes_after: dict[str, list[str]] = {}
     writers_before: list[int] = []  # of each reader, how many
-    places: dict[Place, slice] = {}
+    components: dict[Component, slice] = {}
 
-    def add_readers(place: Place, names: list[str], before: int) -> None:
-        places[place] = slice(len(readers), len(readers) + len(names))
-        readers.extend(names)
-        writers_before.extend([before] * len(names))
+    def add_readers(component: Component, nodes: dict[str, list[str]], before: int) -> None:
+        first = len(nodes_after)
+        components[component] = slice(first, first + len(nodes))
+        nodes_after.update(nodes)
+        writers_before.extend([before] * len(nodes))
 
     for layer in layers:
         before_attention = len(writers)
+        heads = [f"L{layer}H{head}" for head in range(cfg.n_heads)]
         for part in _HEAD_PARTS:
-            names = [f"L{layer}H{head}.{part}" for head in range(head_count(model, part))]
-            add_readers((part, layer), names, before_attention)
-        writers.extend(f"L{layer}H{head}" for head in range(cfg.n_heads))
+            count = head_count(model, part)
+            names = [f"L{layer}H{head}.{part}" for head in range(count)]
+            # Several heads may share keys and values.
+            heads_by_reader = np.reshape(heads, (count, -1)).tolist()
+            nodes = dict(zip(names, heads_by_reader, strict=True))
+            add_readers((part, layer), nodes, before_attention)
+        writers.extend(heads)
 
         hooks_of_mlp = {f"blocks.{layer}.hook_mlp_in", f"blocks.{layer}.hook_mlp_out"}
         if hooks_of_mlp <= model.hook_dict.keys():
             # Beside attention, an MLP does not read what this layer's heads write.
             before_mlp = before_attention if parallel else len(writers)
-            add_readers(("mlp", layer), [f"L{layer}MLP"], before_mlp)
-            writers.append(f"L{layer}MLP")
-    add_readers(("logits", layers[-1]), ["logits"], len(writers))
+            mlp = f"L{layer}MLP"
+            add_readers(("mlp", layer), {mlp: [mlp]}, before_mlp)
+            writers.append(mlp)
+    add_readers(("logits", layers[-1]), {"logits": ["logits"]}, len(writers))
 
     exists = np.arange(len(writers))[:, None] < np.array(writers_before)
-    return Graph(tuple(writers), tuple(readers), exists, places, norms_after(model, layers))
+    return Graph(
+        writers=tuple(writers),
+        readers=tuple(nodes_after),
+        exists=exists,
+        components=components,
+        nodes_after=nodes_after,
+        norms=norms_after(model, layers),
+    )
 
 
 def _no_inputs(model: HookedModel) -> ModelError:
@@ -182,7 +182,7 @@ def run_edges(
         graph: Its graph.
         sequence: A sequence that ends in the reference answer.
         rows: The number of copies of it.
-        change_read: Gives what the readers at a place read in place of what they would.
+        change_read: Gives what the readers of a component read instead of what they would.
         see_written: Receives what each writer writes.
         change_embedding: From the embeddings [row pos d_model] to what replaces them.
         gradients: Whether the pass keeps what gradients of activations need.
@@ -196,9 +196,9 @@ def run_edges(
         for layer in range(model.cfg.n_layers):
             hooks += _hooks_of_writers(model, graph, layer, see_written)
     if change_read is not None:
-        for place in graph.places:
-            kind, layer = place
-            hooks.append((_HOOKS[kind].format(layer), partial(_changed, change_read, place)))
+        for component in graph.components:
+            kind, layer = component
+            hooks.append((_HOOKS[kind].format(layer), partial(_changed, change_read, component)))
 
     with ExitStack() as stack:
         for name, function in hooks:
@@ -226,20 +226,20 @@ def _hooks_of_writers(
             see_written(heads, share.to(x))
 
         hooks.append((hook_result, results.append))
-        hooks.append((f"blocks.{layer}.{POST}", see_share))
+        hooks.append((f"blocks.{layer}.{NORM_INPUT}", see_share))
     else:
         hooks.append((hook_result, partial(see_written, heads)))
 
-    if ("mlp", layer) in graph.places:
+    if ("mlp", layer) in graph.components:
         mlp = slice(heads.stop, heads.stop + 1)
         hook_mlp_out = f"blocks.{layer}.hook_mlp_out"
         hooks.append((hook_mlp_out, lambda x: see_written(mlp, _by_node(x))))
     return hooks
 
 
-def _changed(change_read: ChangeRead, place: Place, x: Tensor) -> Tensor:
-    """What the readers at a place read after a change, in the shape of the activation."""
-    return change_read(place, _by_node(x)).reshape(x.shape)
+def _changed(change_read: ChangeRead, component: Component, x: Tensor) -> Tensor:
+    """What the readers of a component read after a change, in the shape of the activation."""
+    return change_read(component, _by_node(x)).reshape(x.shape)
 
 
 def _by_node(x: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _by_node(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeRun:
+class UnchangedRun:
     """An unchanged run: its logits, what every writer writes, and the stream that the logits
     read."""
 
@@ -259,7 +259,7 @@ class EdgeRun:
     stream: Float[Tensor, "pos d_model"]
 
 
-def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> EdgeRun:
+def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> UnchangedRun:
     """Run a sequence and record what is written.
 
     Args:
@@ -283,8 +283,8 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Edg
         written[writers] = by_writer.to(written.device)
         writer_count += count
 
-    def read(place: Place, x: Tensor) -> Tensor:
-        kind, _ = place
+    def read(component: Component, x: Tensor) -> Tensor:
+        kind, _ = component
         if kind == "logits":
             streams.append(x[0, :, 0])
         return x
@@ -292,7 +292,7 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Edg
     logits = run_edges(model, graph, sequence, 1, change_read=read, see_written=record)
     if written is None or writer_count < len(graph.writers):
         raise _no_inputs(model)
-    return EdgeRun(logits, written, streams[0])
+    return UnchangedRun(logits, written, streams[0])
 
 
 class ReplacedEdges:
@@ -301,8 +301,8 @@ class ReplacedEdges:
 
     ``input of v = Σ_u written_u + Σ_{u not kept} (replacement_u − written_u)``, exact because the
     residual stream is a sum. The steps ``replacement_u − written_u`` of all writers are in one
-    buffer that is filled as they write, so that a place needs one product with it and nothing is
-    copied again.
+    buffer that is filled as they write, so that a component needs one product with it and nothing
+    is copied again.
 
     Args:
         kept_edges: The edges that each row keeps.
@@ -330,10 +330,10 @@ class ReplacedEdges:
         torch.sub(self._replacement[writers], written, out=self._steps[:, writers])
 
     def change_read(
-        self, place: Place, x: Float[Tensor, "row pos reader d_model"]
+        self, component: Component, x: Float[Tensor, "row pos reader d_model"]
     ) -> Float[Tensor, "row pos reader d_model"]:
-        """What the readers at a place read, with the steps of the edges that are cut."""
-        readers = self._graph.places[place]
+        """What the readers of a component read, with the steps of the edges that are cut."""
+        readers = self._graph.components[component]
         before = int(self._graph.exists[:, readers.start].sum())  # how many writers there are
         cut = self._cut[:, readers, :before]
         if not cut.any():

@@ -16,8 +16,8 @@ from mechattn.engine.run import run
 from mechattn.errors import check_counts, memory_bytes
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Answer, Logits, Values, answer_logprob
-from mechattn.patching.effects import Patching
+from mechattn.patching.answer_metrics import Answer, Logits, Values, answer_logprob, of_answer
+from mechattn.patching.effects import Patching, printed, with_ends
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
 from mechattn.patching.patched_runs import HeadOutput, LayerHead, recorded_runs
 from mechattn.patching.plan import PatchingPlan
@@ -65,11 +65,9 @@ class InductionHeads:
         score = t_interval(self.scores.sel(layer=layer, head=head).values)
         attributed = self.attributed.sel(layer=layer, head=head).mean("prompt")
 
-        # After the columns of layer and head.
-        table.insert(2, "score", score.estimate)
-        table.insert(3, "score_low", score.low)
-        table.insert(4, "score_high", score.high)
-        table.insert(5, "attributed", attributed.values)
+        columns = with_ends("score", score) | {"attributed": attributed.values}
+        for index, (name, values) in enumerate(columns.items()):
+            table.insert(2 + index, name, values)  # after the columns of layer and head
         return table
 
     @property
@@ -106,7 +104,7 @@ class InductionHeads:
                 " its first-order estimate"
             ),
             str(table.attrs["resolution"]),
-            table[columns].to_string(index=False, float_format=lambda x: f"{x:.3g}"),
+            printed(table[columns]),
         ]
         return "\n".join(lines)
 
@@ -117,8 +115,8 @@ def induction_heads(
 ) -> InductionHeads:
     """Find the heads that look for what came next before, and measure how much copying needs each.
 
-    The model reads spans of random tokens, each twice. With s(t) the place of the same token in the
-    first copy, z a head's output before W_O, and the loss the mean of −log p over the second copy
+    The model reads spans of random tokens, each twice. With s(t) the position of the same token in
+    the first copy, z a head's output before W_O, and the loss the mean of −log p over the second copy
     without its first token::
 
         score      = mean over t in the second copy of pattern[t, s(t) + 1]
@@ -135,7 +133,7 @@ def induction_heads(
         model: A hooked model, or anything that ``load_model`` accepts.
         limit: The number of spans, at least 3; with few, no head can be significant (the print says
             so).
-        span: The length of a span, in tokens.
+        span: The length of a span, in tokens, at least 2.
         memory: The memory that the copies of a prompt may take; as many go together as fit.
         seed: The seed of the spans.
 
@@ -149,9 +147,12 @@ def induction_heads(
         random tokens. Ablation by the mean: arXiv:2211.00593.
     """
     check_counts(FEWEST, limit=limit)
+    check_counts(2, span=span)  # of a span's second copy, all but the first token has a loss
+    check_counts(0, seed=seed)
     budget = memory_bytes(memory)
     model = load_model(model)
     prompts = repeated_random(model, limit, span=(span, span), seed=seed)
+    # The condition, the metric and the direction are not used: pairs have a loss of their own.
     request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
     request.check_gradients()
 
@@ -166,17 +167,16 @@ def induction_heads(
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
     estimate = replace(plan, target=replace(target, attributed=True))
 
-    def effects_of(batch: Sequence[Pair]) -> list[PromptEffects]:
-        effects = []
-        for ablated, attributed in zip(plan.effects(batch), estimate.effects(batch), strict=True):
-            effects.append(ablated | {"attributed": attributed["effect"]})
-        return effects
+    def effects_of(batch: Sequence[Pair]) -> dict[str, PromptEffects]:
+        effects = plan.effects(batch)
+        estimates = estimate.effects(batch)
+        return {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
 
-    needed = request.patched(
+    needed = request.run_patching(
         plan.batches([_pair(model, prompt, span) for prompt in prompts]),
         effects_of,
         {"cell": range(len(cells))},
-        "ablated",
+        method="ablated",
         metric="loss of the second copy, in nats a token",
         metric_name="loss",
         direction="ablation",
@@ -200,7 +200,7 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     source = Baseline().apply(once, model)
     # All tokens are ablated, and nothing is taken from the other run, which is shorter.
     every_position = torch.arange(len(base))
-    return Pair(prompt.id, base, source, every_position, _loss, denoising=False)
+    return Pair(prompt.id, base, source, every_position, of_answer(_loss), denoising=False)
 
 
 def _mean_outputs(
@@ -216,6 +216,6 @@ def _mean_outputs(
     return {(layer, head): means[layer][:, head] for layer, head in target.heads}
 
 
-def _loss(logits: Logits, answer: Answer, baseline: Logits) -> Values:
+def _loss(logits: Logits, answer: Answer) -> Values:
     """The mean of −log p over the answer's tokens, in nats."""
-    return -answer_logprob(logits, answer, baseline) / len(answer)
+    return -answer_logprob(logits, answer) / len(answer)

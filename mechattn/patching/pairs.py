@@ -1,5 +1,7 @@
-"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured;
-and what cannot be patched, told before the first forward pass."""
+"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured.
+
+What cannot be patched is refused before the first forward pass.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from mechattn.engine.request_checks import (
     condition_sequences,
     with_baseline,
 )
-from mechattn.errors import ModelError, OptionError, PromptError, check_choice, memory_bytes, warn
+from mechattn.errors import (
+    ModelError,
+    OptionError,
+    PromptError,
+    check_choice,
+    check_counts,
+    memory_bytes,
+    warn,
+)
 from mechattn.functional.attention import in_working_dtype
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.load import load_model
@@ -46,7 +56,7 @@ from mechattn.stats.units import Units
 Direction = Literal["denoising", "noising"]
 # By the names of variables of ``Patching.effects``: the effects of a prompt [*axes], those of each
 # control, and the whole effect.
-PromptEffects = dict[str, np.ndarray | float]
+PromptEffects = Mapping[str, np.ndarray | float]
 _OTHER = "other version"  # the name of the condition, beside the baseline
 
 
@@ -137,13 +147,13 @@ class PatchingRequest:
 
         pairs = []
         denoising = self.direction == "denoising"
-        for index, (prompt, by_condition) in enumerate(zip(self.prompts, sequences, strict=True)):
-            other_version = by_condition[_OTHER]
-            base = by_condition[BASELINE]
-            source = other_version
+        for index, prompt in enumerate(self.prompts):
+            base = sequences[index][BASELINE]
+            source = sequences[index][_OTHER]
+            # The baseline has all original tokens, so those of the other version are in both.
+            shared = source.origin[source.origin >= 0].sort().values
             if denoising:
                 base, source = source, base
-            shared = other_version.origin[other_version.origin >= 0].sort().values
             seed = self.seed + index
             pairs.append(Pair(prompt.id, base, source, shared, measures[index], denoising, seed))
         warn_of_junctions(self.model, self.prompts, [pair.baseline for pair in pairs])
@@ -169,7 +179,7 @@ class PatchingRequest:
         return Units.grouped(groups)
 
     def of_prompts(self, indices: Iterable[int]) -> PatchingRequest:
-        """The same of some of the prompts, by their numbers."""
+        """The same request for some of the prompts, by their numbers."""
         return replace(self, prompts=[self.prompts[index] for index in indices])
 
     def check_gradients(self) -> None:
@@ -187,12 +197,11 @@ class PatchingRequest:
                 ' direction="denoising" or another metric'
             )
 
-    def patched(
+    def run_patching(
         self,
         batches: Sequence[Sequence[Pair]],
-        effects_of: Callable[[Sequence[Pair]], Sequence[PromptEffects]],
+        effects_of: Callable[[Sequence[Pair]], Mapping[str, PromptEffects]],
         axes: Mapping[str, Sequence[Any]],
-        method: str,
         **about: Any,
     ) -> Patching:
         """The effects of each pair [*axes] and its whole effect, by prompt, with what was patched
@@ -200,26 +209,25 @@ class PatchingRequest:
 
         Args:
             batches: The pair of each prompt, those together whose effects are asked for at once.
-            effects_of: From pairs to the effects of each.
+            effects_of: From pairs to the effects of each, by the id of its prompt.
             axes: The labels of each axis after the prompts.
-            method: How effects are measured, in words.
-            about: What else is said of the effects, or said in place of what this request says.
+            about: What else is said of the effects, or said in place of what this request says;
+                ``method`` at least, how effects are measured.
         """
-        total = len(self.prompts)
+        prompt_count = len(self.prompts)
         by_id: dict[str, PromptEffects] = {}
         start = perf_counter()
-        with tqdm(total=total, desc="patching", unit="prompt", delay=2) as progress:
+        with tqdm(total=prompt_count, desc="patching", unit="prompt", delay=2) as progress:
             for batch in batches:
                 is_first = not by_id
-                for pair, effects in zip(batch, effects_of(batch), strict=True):
-                    by_id[pair.id] = effects
+                by_id |= effects_of(batch)
                 progress.update(len(batch))
 
-                minutes = (perf_counter() - start) / 60 * total / len(by_id)
+                minutes = (perf_counter() - start) / 60 * prompt_count / len(by_id)
                 if is_first and minutes > 1:
                     warn(
-                        f"about {minutes:.0f} min for {total} prompts; fewer prompts take less, and"
-                        " so do ma.patch(…, controls=()) and, without at=…, attribution"
+                        f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
+                        " less, and in ma.patch so do controls=() and attribution (without at=…)"
                     )
 
         ids = [prompt.id for prompt in self.prompts]
@@ -229,9 +237,13 @@ class PatchingRequest:
         for name in by_id[ids[0]]:
             values = np.stack([by_id[id][name] for id in ids])
             variables[name] = (dims[: values.ndim], values)
+        return Patching(xr.Dataset(variables, coords), self.units, self._about | about)
 
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What is asked, as data."""
         metric_name = "own function" if callable(self.metric) else self.metric
-        record = {
+        return {
             "model": provenance.name_of(str(self.model.cfg.model_name)),
             "prompts": provenance.digest(self.prompts),
             "condition": provenance.identity(self.condition),
@@ -240,9 +252,7 @@ class PatchingRequest:
             "direction": self.direction,
             "seed": self.seed,
             "versions": provenance.versions(),
-            "method": method,
         }
-        return Patching(xr.Dataset(variables, coords), self.units, record | about)
 
 
 def request_of(
@@ -261,6 +271,7 @@ def request_of(
     """
     budget = memory_bytes(memory)
     check_choice(Direction, direction=direction)
+    check_counts(0, seed=seed)
     prompts = as_prompts(prompts)
     metric = chosen_metric(metric, prompts)
     return PatchingRequest(load_model(model), prompts, condition, metric, direction, budget, seed)
@@ -343,7 +354,7 @@ def _is_odd_junction(prompt: Prompt) -> bool:
     return prompt.template == "plain" and is_broken
 
 
-def _check_metric(values: Any, rows: int, gradients: bool) -> None:
+def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
     """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
     that is needed.
     """
@@ -356,7 +367,7 @@ def _check_metric(values: Any, rows: int, gradients: bool) -> None:
         )
     if not bool(values.isfinite().all()):
         raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
-    if gradients and not values.requires_grad:
+    if needs_gradient and not values.requires_grad:
         raise OptionError(
             "the metric has no gradient with respect to the logits (like an argmax), so heads"
             " cannot be attributed: name heads, which are patched without gradients"

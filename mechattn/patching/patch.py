@@ -54,8 +54,8 @@ from mechattn.patching.controls import (
     random_steps,
     shuffled_patterns,
 )
-from mechattn.patching.effects import CHECKED, CONTROLS, Control, Patching, checked_sample
-from mechattn.patching.pairs import Direction, Pair, request_of
+from mechattn.patching.effects import CHECKED_PROMPTS, CONTROLS, Control, Patching, checked_sample
+from mechattn.patching.pairs import Direction, Pair, PatchingRequest, request_of
 from mechattn.patching.patched_runs import LayerHead, Part, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan, Replacements
 from mechattn.patching.sites import Sites, target_in
@@ -131,45 +131,32 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
         the softmax, no softmax has to be recomputed.
     """
-    if not set(controls) <= set(CONTROLS):
-        raise OptionError(
-            f'controls={controls!r}: give ("other_prompt", "random"), one of them, such as'
-            ' ("random",), or () for none'
-        )
-
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
-    if request.metric == "kl" and direction == "noising" and "random" not in controls:
-        raise OptionError(
-            'metric="kl" cannot fall with direction="noising", so effects are tested against the '
-            'random control: give controls=("random",)'
-        )
+    _check_controls(controls, request)
     target = target_in(request.model, at, together)
     if target.attributed:
         request.check_gradients()
 
     pairs = request.pairs
     if target.by == "segment":
-        target = replace(target, labels=_common_segments(pairs))
+        target = replace(target, token_groups=_common_segments(pairs))
     elif target.by == "position":
-        target = replace(target, labels=_changed_positions(pairs))
+        target = replace(target, token_groups=_changed_positions(pairs))
 
     cells = target.cells
     plan = PatchingPlan(request, target, cells, _replacements, controls=controls)
     if "other_prompt" in controls:
         plan = replace(plan, partners=partners_of(pairs, seed))
-
-    method = "attributed (first order)"
     if not target.attributed:
-        method = "patched"
         layers = [cell.first_layer for cell in cells]
         starts = possible_starts(request.model, request.shortest, layers)
         plan = replace(plan, starts=starts)
 
-    patching = request.patched(
+    patching = request.run_patching(
         plan.batches(pairs),
         plan.effects,
         {"cell": range(len(cells))},
-        method,
+        method="attributed (first order)" if target.attributed else "patched",
         part=target.part,
         heads=list(target.heads),
     )
@@ -178,6 +165,21 @@ def patch(
     if target.attributed:
         return _beside_exact(patching, plan)
     return patching
+
+
+def _check_controls(controls: Sequence[Control], request: PatchingRequest) -> None:
+    """Refuse controls that don't exist, and a metric that lacks the one that it is tested against."""
+    if not isinstance(controls, (tuple, list)) or not set(controls) <= set(CONTROLS):
+        raise OptionError(
+            f'controls={controls!r}: give ("other_prompt", "random"), one of them, such as'
+            ' ("random",), or () for none'
+        )
+    cannot_fall = request.metric == "kl" and request.direction == "noising"
+    if cannot_fall and "random" not in controls:
+        raise OptionError(
+            'metric="kl" cannot fall with direction="noising", so effects are tested against the '
+            'random control: give controls=("random",)'
+        )
 
 
 def _beside_exact(patching: Patching, plan: PatchingPlan) -> Patching:
@@ -191,18 +193,18 @@ def _beside_exact(patching: Patching, plan: PatchingPlan) -> Patching:
         controls=(),
     )
     exact = []
-    for pair in plan.request.pairs[:CHECKED]:
-        [effects_of_pair] = exact_plan.effects([pair])
-        exact.append(np.asarray(effects_of_pair["effect"]))
+    for pair in plan.request.pairs[:CHECKED_PROMPTS]:
+        effects_by_id = exact_plan.effects([pair])
+        exact.append(np.asarray(effects_by_id[pair.id]["effect"]))
     return patching.with_exact(exact, sample)
 
 
-def _common_segments(pairs: Sequence[Pair]) -> list[str]:
-    """The segments that every prompt has."""
+def _common_segments(pairs: Sequence[Pair]) -> list[int]:
+    """The segments that every prompt has, by their numbers in ``SEGMENTS``."""
     in_all = []
-    for segment in SEGMENTS:
-        if all(pair.baseline.of_segment(segment).any() for pair in pairs):
-            in_all.append(segment)
+    for number in range(len(SEGMENTS)):
+        if all((pair.baseline.segment == number).any() for pair in pairs):
+            in_all.append(number)
     return in_all
 
 
@@ -245,15 +247,15 @@ def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
     values = {where: aligned(runs.base, runs.source, where) for where in heads}
     replacements = {"effect": values}
     if runs.partner is not None:
-        of_partner = {where: aligned(runs.base, runs.partner, where) for where in heads}
-        replacements["other_prompt"] = of_partner
-    if "random" not in plan.controls:
-        return replacements
+        values_of_partner = {where: aligned(runs.base, runs.partner, where) for where in heads}
+        replacements["other_prompt"] = values_of_partner
 
-    model = plan.request.model
-    seed = plan.request.seed
-    if is_pattern:
-        drawn = shuffled_patterns(model, seed, runs.pair.id, runs.base, values)
-    else:
-        drawn = random_steps(seed, runs.pair.id, runs.base, values)
-    return replacements | {"random": drawn}
+    if "random" in plan.controls:
+        seed = plan.request.seed
+        if is_pattern:
+            model = plan.request.model
+            drawn = shuffled_patterns(model, seed, runs.pair.id, runs.base, values)
+        else:
+            drawn = random_steps(seed, runs.pair.id, runs.base, values)
+        replacements["random"] = drawn
+    return replacements

@@ -1,10 +1,10 @@
-"""A prompt's two runs, with and without inserted tokens, and patching from one to the other."""
+"""Runs of a prompt's sequences: recorded, and patched with activations of another run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,15 +31,14 @@ LayerHead = tuple[int, int]  # a layer and a head; (layer, 0) for a part without
 # A number for each original token that both runs have, such as its position.
 SharedTokens = Int[Tensor, " shared"]
 HeadOutput = Float[Tensor, "shared d_head"]  # a part of one head, at these tokens
-# A sequence's length, and the positions of its answer.
-Shape = tuple[int, ...]
 # From a part of a layer [batch pos head d_head] to what replaces it.
 ActivationChange = Callable[[Tensor], Tensor]
 
 
 class HeadChange(NamedTuple):
-    """What is put in place of a head's part at some positions."""
+    """What replaces a part of a head at some positions."""
 
+    part: Part
     where: LayerHead
     positions: Int[Tensor, " change"]
     value: Float[Tensor, "change d_head"]
@@ -58,7 +57,7 @@ class RecordedRun:
     activations: Mapping[int, Activation]
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: SharedTokens
-    inputs_of: Mapping[int, Any] = field(default_factory=dict)
+    inputs_of: Mapping[int, Any]
 
     @property
     def positions(self) -> SharedTokens:
@@ -76,7 +75,7 @@ def positions_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens
     Returns:
         Positions in the sequence, in the order of ``origins``.
     """
-    order = sequence.origin.argsort()
+    order = sequence.origin.argsort()  # inserted tokens, whose origin is −1, come first
     return order[torch.searchsorted(sequence.origin[order], origins)]
 
 
@@ -133,8 +132,8 @@ def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
     block: Any = model.blocks[layer]
     name = f"hook_{part}" if part in LAYER_PARTS else f"attn.hook_{part}"
     if part in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
-        # Such a block fires these hooks only for functions that TransformerLens has added. Before
-        # the factor, both runs lack the same one.
+        # Such a block fires these hooks only for functions that TransformerLens has added. The
+        # outputs of its submodules are not multiplied yet, in both runs alike.
         module = block.scaled_mlp_submodule
         if part == "attn_out":
             module = block.scaled_attn_submodule
@@ -190,10 +189,6 @@ def recorded_runs(
     def record_block(layer: int, module: Any, inputs: Any, out: Any) -> None:
         batch_inputs_of[layer] = out
 
-    indices_by_shape: dict[Shape, list[int]] = {}
-    for index, (sequence, _) in enumerate(sequences):
-        indices_by_shape.setdefault(shape_of(sequence), []).append(index)
-
     blocks = blocks_of(model)
     records = {layer: partial(record, layer) for layer in layers}
     runs: dict[int, RecordedRun] = {}
@@ -204,7 +199,7 @@ def recorded_runs(
             recorder = partial(record_block, layer)
             stack.enter_context(block_before.register_forward_hook(recorder))
 
-        for indices in indices_by_shape.values():
+        for indices in of_one_shape([sequence for sequence, _ in sequences]):
             logits = logits_of(model, [sequences[index][0] for index in indices])
             for row, index in enumerate(indices):
                 sequence, origins = sequences[index]
@@ -214,11 +209,15 @@ def recorded_runs(
     return [runs[index] for index in range(len(sequences))]
 
 
-def shape_of(sequence: TokenSequence) -> Shape:
-    """What sequences have in common that can be rows of one pass: their length, and the positions
-    of the answer.
+def of_one_shape(sequences: Sequence[TokenSequence]) -> list[list[int]]:
+    """The numbers of sequences that can be rows of one pass: of one length, with the answer at the
+    same positions.
     """
-    return (len(sequence), *answer_positions(sequence).tolist())
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        shape = (len(sequence), *answer_positions(sequence).tolist())
+        by_shape.setdefault(shape, []).append(number)
+    return list(by_shape.values())
 
 
 def answer_positions(sequence: TokenSequence) -> Int[Tensor, " answer"]:
@@ -263,11 +262,11 @@ def possible_starts(
 
 @contextmanager
 def _starting_at(model: HookedModel, layer: int, runs: Sequence[RecordedRun]) -> Iterator[None]:
-    """Let passes with these runs as rows compute nothing before a layer: each block before it
-    returns what the last of them returned.
+    """Let passes with these runs as rows compute nothing before a layer, if they may start there:
+    each block before it returns what the last of them returned.
     """
     with ExitStack() as stack:
-        if layer > 0:
+        if layer in runs[0].inputs_of:
             out = _joined([run.inputs_of[layer] for run in runs])
 
             def returning_out(*inputs: Any, **options: Any) -> Any:
@@ -355,9 +354,8 @@ def patched_logits(
     model: HookedModel,
     runs: Sequence[RecordedRun],
     changes_by_row: Sequence[Sequence[HeadChange]],
-    part: Part = "z",
 ) -> Logits:
-    """Logits of runs of one shape, each with its changes to a part.
+    """Logits of runs of one shape, each with its changes.
 
     The pass starts at the first layer that is changed, where the runs may start there.
 
@@ -365,28 +363,27 @@ def patched_logits(
         model: The hooked model.
         runs: The run that is patched in each row; one may be in several.
         changes_by_row: For each row, the heads to change, where, and to what.
-        part: What is changed.
     """
-    by_layer: dict[int, list[tuple[int, HeadChange]]] = {}
+    by_component: dict[tuple[Part, int], list[tuple[int, HeadChange]]] = {}  # with their rows
     for row, changes in enumerate(changes_by_row):
         for change in changes:
             layer, _ = change.where
-            by_layer.setdefault(layer, []).append((row, change))
+            by_component.setdefault((change.part, layer), []).append((row, change))
 
-    def replace_values(changes: list[tuple[int, HeadChange]], activation: Tensor) -> Tensor:
+    def replace_values(row_changes: list[tuple[int, HeadChange]], activation: Tensor) -> Tensor:
         activation = activation.clone()
-        for row, change in changes:
+        for row, change in row_changes:
             _, head = change.where
             positions = change.positions.to(activation.device)
             activation[row, positions, head] = change.value.to(activation)
         return activation
 
-    first_layer = min(by_layer, default=0)
-    if first_layer not in runs[0].inputs_of:
-        first_layer = 0
-
-    replacements = {layer: partial(replace_values, changes) for layer, changes in by_layer.items()}
-    with changing(model, part, replacements), _starting_at(model, first_layer, runs):
+    first_layer = min(layer for _, layer in by_component)
+    with ExitStack() as stack:
+        stack.enter_context(_starting_at(model, first_layer, runs))
+        for (part, layer), row_changes in by_component.items():
+            replacement = partial(replace_values, row_changes)
+            stack.enter_context(changing(model, part, {layer: replacement}))
         return logits_of(model, [run.sequence for run in runs])
 
 

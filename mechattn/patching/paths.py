@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.controls import with_length_of
+from mechattn.patching.controls import aligned_output, random_step
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import (
     Direction,
@@ -26,6 +27,7 @@ from mechattn.patching.pairs import (
     Unpatched,
     request_of,
 )
+from mechattn.patching.pass_memory import row_bytes, rows_within
 from mechattn.patching.patched_runs import (
     HeadChange,
     HeadOutput,
@@ -37,7 +39,6 @@ from mechattn.patching.patched_runs import (
     possible_starts,
     recorded_runs,
 )
-from mechattn.patching.plan import row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
@@ -52,7 +53,7 @@ class Receiver(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Path:
+class HeadPath:
     """From a head to a part of another head, or to the logits.
 
     Args:
@@ -64,6 +65,13 @@ class Path:
     name: str
     sender: LayerHead
     receiver: Receiver | None
+
+
+class PatchedPath(NamedTuple):
+    """A path, and what replaces its sender's output."""
+
+    path: HeadPath
+    output: HeadOutput
 
 
 @alone
@@ -84,7 +92,7 @@ def paths(
     First the run is repeated with every head's output held at its own value, except the sender's,
     which is that of the other run, while MLPs are computed again; this gives what the receiver
     would get: ``r' = r(z_sender := z'_sender, z_h := z_h for all other heads h)``. Then the run is
-    repeated with r' in that place alone, and all that comes after is computed:
+    repeated with r' in place of r alone, and all that comes after is computed:
     ``effect = metric(run with r') − metric(run)``. For "logits" the first repetition's are
     measured.
 
@@ -109,16 +117,18 @@ def paths(
         Path patching: arXiv:2211.00593, appendix B.
     """
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
-    named = _paths_in(request.model, between)
-    receiving_layers = [path.receiver.where[0] for path in named if path.receiver]
+    chosen_paths = _paths_in(request.model, between)
+    receiving_layers = [path.receiver.where[0] for path in chosen_paths if path.receiver]
     starts = possible_starts(request.model, request.shortest, receiving_layers)
-    axes = {"path": [path.name for path in named]}
-    return request.patched(
-        request.one_by_one, partial(_effects, request, named, starts), axes, "patched"
-    )
+
+    def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
+        return {pair.id: _effects(request, chosen_paths, starts, pair) for pair in pairs}
+
+    axes = {"path": [path.name for path in chosen_paths]}
+    return request.run_patching(request.one_by_one, effects_of, axes, method="patched")
 
 
-def _paths_in(model: HookedModel, between: Any) -> list[Path]:
+def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
     """The named paths, each checked.
 
     Raises:
@@ -129,7 +139,7 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
         raise OptionError(
             f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]'
         )
-    named = []
+    chosen_paths = []
     for ends in between:
         path = _path_of(ends)
         check_head(model, path.sender, "z")
@@ -142,34 +152,33 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
                     f"{ends!r}: nothing passes from layer {sender_layer} to layer {layer}; name a"
                     " later layer"
                 )
-        named.append(path)
-    return named
+        chosen_paths.append(path)
+    return list(dict.fromkeys(chosen_paths))  # each once, or q would count it twice
 
 
-def _path_of(ends: Any) -> Path:
+def _path_of(ends: Any) -> HeadPath:
     """The path between two names, such as "L0H1" and "L1H0.k"."""
     match ends:
-        case (str(start), str(end)) if sender := head_named(start):
+        case (str(start), str(end)):
             name = f"{start} → {end}"
-            if end == "logits":
-                return Path(name, sender, None)
-
+            sender = head_named(start)
             node, _, part = end.partition(".")
             head = head_named(node)
-            if head is not None and part in ("q", "k", "v"):
-                return Path(name, sender, Receiver(part, head))  # type: ignore[arg-type]
+            if sender is not None and end == "logits":
+                return HeadPath(name, sender, None)
+            if sender is not None and head is not None and part in ("q", "k", "v"):
+                return HeadPath(name, sender, Receiver(part, head))  # type: ignore[arg-type]
     raise OptionError(
         f'{ends!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
     )
 
 
 def _effects(
-    request: PatchingRequest, named: Sequence[Path], starts: Sequence[int], pairs: Sequence[Pair]
-) -> list[PromptEffects]:
+    request: PatchingRequest, chosen_paths: Sequence[HeadPath], starts: Sequence[int], pair: Pair
+) -> PromptEffects:
     """The effect of each path in a pair, that of a random step of its sender, and the whole
     effect.
     """
-    [pair] = pairs
     model = request.model
     layers = attention_layers(model)
     [base_run] = recorded_runs(model, [(pair.base, pair.origins)], layers, "z", starts)
@@ -180,87 +189,73 @@ def _effects(
     generator = torch.Generator().manual_seed(pair.seed)
     source_outputs = {}
     random_outputs = {}
-    for where in dict.fromkeys(path.sender for path in named):
+    for where in dict.fromkeys(path.sender for path in chosen_paths):
         layer, head = where
         z = base_run.activations[layer][base_run.positions, head]
-        source_z = source_run.activations[layer][source_run.positions, head]
-        direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
+        source_z = aligned_output(base_run, source_run, where)
         source_outputs[where] = source_z
-        random_outputs[where] = z + with_length_of(direction, source_z - z)
+        random_outputs[where] = z + random_step(generator, source_z - z)
 
     # What all layers' receivers get is kept beside a pass.
     cfg = model.cfg
     of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
     rows = rows_within(request.memory, row_bytes(model, pair, of_receivers))
-    effects: PromptEffects = {"whole": unpatched.whole}
-    for name, outputs in (("effect", source_outputs), ("random", random_outputs)):
-        batches = []
-        for start in range(0, len(named), rows):
-            batch = named[start : start + rows]
-            batches.append(_patched(model, batch, base_run, unpatched, outputs))
-        effects[name] = np.concatenate(batches)
-    return [effects]
+    patched_paths = []
+    for outputs in (source_outputs, random_outputs):
+        patched_paths += [PatchedPath(path, outputs[path.sender]) for path in chosen_paths]
+    batches = []
+    for start in range(0, len(patched_paths), rows):
+        batches.append(_patched(model, patched_paths[start : start + rows], base_run, unpatched))
+    effect, random = np.split(np.concatenate(batches), 2)
+    return {"whole": unpatched.whole, "effect": effect, "random": random}
 
 
 def _patched(
     model: HookedModel,
-    named: Sequence[Path],
+    patched_paths: Sequence[PatchedPath],
     base_run: RecordedRun,
     unpatched: Unpatched,
-    outputs: Mapping[LayerHead, HeadOutput],
-) -> np.ndarray:
-    """The effect of each path: one row of two passes for each.
+) -> Float[np.ndarray, " row"]:
+    """The effect of what is sent along each path: one row of two passes for each.
 
     Args:
         model: The hooked model.
-        named: The paths.
+        patched_paths: The paths, and what replaces each sender's output.
         base_run: The run that is patched, with every head's output.
         unpatched: What effects are counted from.
-        outputs: What replaces each sender's output.
     """
-    rows_by_part: dict[Any, dict[int, LayerHead]] = {}  # the receiving head of each row
-    for row, path in enumerate(named):
-        if path.receiver is not None:
-            rows_by_part.setdefault(path.receiver.part, {})[row] = path.receiver.where
-
-    # The first pass: all heads are held except each row's sender, and receivers' parts are
-    # recorded.
-    recorded: dict[tuple[str, int], Tensor] = {}
+    received: dict[int, Tensor] = {}  # by row [pos d_head]
 
     def hold(layer: int, z: Tensor) -> Tensor:
+        """Each head's output in the base run, but for the sender of each row."""
         z = base_run.activations[layer].expand_as(z).clone()
         positions = base_run.positions.to(z.device)
-        for row, path in enumerate(named):
+        for row, (path, output) in enumerate(patched_paths):
             sender_layer, head = path.sender
             if sender_layer == layer:
-                z[row, positions, head] = outputs[path.sender].to(z)
+                z[row, positions, head] = output.to(z)
         return z
 
-    def record(part: str, layer: int, x: Tensor) -> Tensor:
-        recorded[part, layer] = x.detach()
+    def record(row: int, head: int, x: Tensor) -> Tensor:
+        received[row] = x[row, :, head].detach()
         return x
 
+    # The first pass gives the effect of paths to the logits, and what other receivers would get.
+    receivers = {row: path.receiver for row, (path, _) in enumerate(patched_paths) if path.receiver}
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.activations}
         stack.enter_context(changing(model, "z", holds))
-        for part, receivers in rows_by_part.items():
-            layers = {layer for layer, _ in receivers.values()}
-            records = {layer: partial(record, part, layer) for layer in layers}
-            stack.enter_context(changing(model, part, records))
-        logits = logits_of(model, [base_run.sequence] * len(named))
-
-    # Of paths to the logits, this is the effect; of the others it is replaced below.
+        for row, (part, (layer, head)) in receivers.items():
+            stack.enter_context(changing(model, part, {layer: partial(record, row, head)}))
+        logits = logits_of(model, [base_run.sequence] * len(patched_paths))
     effects = unpatched.effects(logits)
 
-    # The second: only the receivers' parts are changed.
-    all_positions = torch.arange(len(base_run.sequence))
-    for part, receivers in rows_by_part.items():
+    # In the second pass only what they get is changed.
+    if receivers:
+        all_positions = torch.arange(len(base_run.sequence))
         changes = []
-        for row, where in receivers.items():
-            layer, head = where
-            value = recorded[part, layer][row, :, head]
-            changes.append([HeadChange(where, all_positions, value)])
-
-        logits = patched_logits(model, [base_run] * len(changes), changes, part)
+        for row, (part, where) in receivers.items():
+            changes.append([HeadChange(part, where, all_positions, received[row])])
+        logits = patched_logits(model, [base_run] * len(changes), changes)
         effects[list(receivers)] = unpatched.effects(logits)
     return effects

@@ -1,33 +1,29 @@
 """Patches the cells of pairs: reads their runs, and gives as many patched copies to a pass as
-memory lets, from the first layer that they change; and how much memory a row of a pass takes."""
+memory allows, from the first layer that they change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
-from mechattn.model.hooked import HookedModel, device_of
-from mechattn.patching.graph import Graph
+from mechattn.model.hooked import device_of
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched
+from mechattn.patching.pass_memory import prompt_bytes, row_bytes, rows_within
 from mechattn.patching.patched_runs import (
     Activation,
     HeadChange,
     HeadOutput,
     LayerHead,
     RecordedRun,
-    Shape,
     gradients_of,
+    of_one_shape,
     patched_logits,
     recorded_runs,
-    shape_of,
 )
 from mechattn.patching.sites import PatchCell, PatchTarget
 
@@ -36,8 +32,6 @@ _MOST_ROWS = 32  # in a pass: more are no faster
 # With fewer rows than these, reading the weights takes longer than computing with them: then copies
 # that change a later layer join the pass, though it starts too early for them.
 _ENOUGH_ROWS_ON_CPU = 4
-_BYTES = 4  # of a number; half precision is counted as if it were whole
-_OF_SUMS = 8  # gradients and scores are summed in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +62,16 @@ class PatchedCopy:
 
     Args:
         runs: The runs of its pair.
-        name: Of what it measures: "effect", or a control.
-        index: The number of the cell.
+        variable: What it measures: "effect", or a control.
+        cell_index: The number of the cell.
         cell: The heads that are patched.
         tokens: Which of the tokens that both runs have are patched.
         values: What replaces each head's output, at the tokens that both runs have.
     """
 
     runs: PairRuns
-    name: str
-    index: int
+    variable: str
+    cell_index: int
     cell: PatchCell
     tokens: Bool[Tensor, " shared"]
     values: Mapping[LayerHead, HeadOutput]
@@ -90,11 +84,10 @@ class PatchedCopy:
         changes = []
         for where in self.cell.heads:
             value = self.values[where][self.tokens]
-            changes.append(HeadChange(where, positions, value))
+            changes.append(HeadChange(self.cell.part, where, positions, value))
         return changes
 
 
-CopyEffect = tuple[PatchedCopy, float]
 # What replaces each head's output in a pair's base run, for the effect and for each control.
 Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
 
@@ -122,14 +115,11 @@ class PatchingPlan:
     controls: Sequence[str] = ()
 
     def batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
-        """Pairs whose base runs have one shape, as many together as memory lets."""
-        by_shape: dict[Shape, list[Pair]] = {}
-        for pair in pairs:
-            by_shape.setdefault(shape_of(pair.base), []).append(pair)
-
+        """Pairs whose base runs have one shape, as many together as memory allows."""
         model = self.request.model
         batches = []
-        for same_shape in by_shape.values():
+        for numbers in of_one_shape([pair.base for pair in pairs]):
+            same_shape = [pairs[number] for number in numbers]
             longest = max(same_shape, key=lambda pair: pair.length)
             with_one_copy = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
             size = min(_MOST_PAIRS, rows_within(self.request.memory, with_one_copy))
@@ -137,7 +127,7 @@ class PatchingPlan:
                 batches.append(same_shape[start : start + size])
         return batches
 
-    def effects(self, pairs: Sequence[Pair]) -> list[PromptEffects]:
+    def effects(self, pairs: Sequence[Pair]) -> Mapping[str, PromptEffects]:
         """The effect of each cell and its controls [cell]; the whole effect, and the metric of the
         base run.
 
@@ -148,32 +138,36 @@ class PatchingPlan:
             pairs: Pairs whose base runs have one shape.
 
         Returns:
-            For each pair "effect" and the controls [cell], "whole" and "before", in the units of
-            the metric.
+            By the id of the prompt "effect" and the controls [cell], "whole" and "before", in the
+            units of the metric.
         """
         effects_by_id: dict[str, dict[str, Any]] = {}
         copies = []
         for runs in self._read(pairs):
-            # First of all, as they refuse a metric that gives no numbers.
-            effects: dict[str, Any] = {}
-            effects["whole"] = runs.unpatched.whole
-            effects["before"] = runs.unpatched.before
-            for name in ("effect", *self.controls):
-                effects[name] = np.full(len(self.cells), np.nan)
+            # The metric comes first of all, as it is refused here if it gives no numbers.
+            effects: dict[str, Any] = {
+                "whole": runs.unpatched.whole,
+                "before": runs.unpatched.before,
+            }
+            for variable in ("effect", *self.controls):
+                effects[variable] = np.full(len(self.cells), np.nan)
             effects_by_id[runs.pair.id] = effects
 
-            tokens_of_cells = [self._tokens_of(cell, runs) for cell in self.cells]
+            token_groups = self.target.groups_of(runs.pair)
             # Nothing replaces for "other_prompt" where no other prompt is long enough.
-            for name, values in self.replacements(self, runs).items():
-                for index, tokens in enumerate(tokens_of_cells):
+            for variable, values in self.replacements(self, runs).items():
+                for index, cell in enumerate(self.cells):
+                    tokens = token_groups == cell.token_group
                     if tokens.any():  # a segment may have no token in this prompt
-                        cell = self.cells[index]
-                        copies.append(PatchedCopy(runs, name, index, cell, tokens, values))
+                        copies.append(PatchedCopy(runs, variable, index, cell, tokens, values))
 
-        measured = _first_order(copies) if self.target.attributed else self._exact(pairs, copies)
-        for copy, effect in measured:
-            effects_by_id[copy.runs.pair.id][copy.name][copy.index] = effect
-        return [effects_by_id[pair.id] for pair in pairs]
+        if self.target.attributed:
+            effect_of_copy = _first_order(copies)
+        else:
+            effect_of_copy = self._exact(pairs, copies)
+        for copy, effect in effect_of_copy.items():
+            effects_by_id[copy.runs.pair.id][copy.variable][copy.cell_index] = effect
+        return effects_by_id
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
         """The unpatched runs of each pair, those of one shape in one pass."""
@@ -185,11 +179,10 @@ class PatchingPlan:
         bases = recorded_runs(model, base_sequences, layers, part, self.starts)
         sources = recorded_runs(model, source_sequences, layers, part)
 
-        with_partner = [pair.id for pair in pairs if pair.id in self.partners]
-        partners = [self.partners[pair_id] for pair_id in with_partner]
-        partner_sequences = [(partner.source, partner.origins) for partner in partners]
+        partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
+        partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
         partner_runs = recorded_runs(model, partner_sequences, layers, part)
-        partner_run_of = dict(zip(with_partner, partner_runs, strict=True))
+        partner_run_of = dict(zip(partners, partner_runs, strict=True))
 
         all_runs = []
         for pair, base, source in zip(pairs, bases, sources, strict=True):
@@ -197,34 +190,28 @@ class PatchingPlan:
             gradients = {}
             if self.target.attributed:
                 gradients = gradients_of(model, pair.base, layers, unpatched.measure)
-            partner_run = partner_run_of.get(pair.id)
-            all_runs.append(PairRuns(pair, base, source, unpatched, partner_run, gradients))
+            partner = partner_run_of.get(pair.id)
+            all_runs.append(PairRuns(pair, base, source, unpatched, partner, gradients))
         return all_runs
 
-    def _tokens_of(self, cell: PatchCell, runs: PairRuns) -> Bool[Tensor, " shared"]:
-        """Which of the tokens that both runs have are those of a cell."""
-        origins = runs.pair.origins
-        if self.target.by == "position":
-            return origins.eq(int(cell.label))
-        if self.target.by == "segment":
-            segments = runs.base.sequence.segment[runs.base.positions]
-            return segments.eq(SEGMENTS.index(cell.label))
-        return torch.ones_like(origins, dtype=torch.bool)
-
-    def _exact(self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
+    def _exact(
+        self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]
+    ) -> dict[PatchedCopy, float]:
         """The metric of each copy, minus that of its base run."""
         model = self.request.model
         prompts_memory = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
         memory = self.request.memory - prompts_memory
         rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pairs[0])))
 
+        effects = {}
         for batch in self._passes(copies, rows):
             base_runs = [copy.runs.base for copy in batch]
             changes = [copy.changes for copy in batch]
-            logits = patched_logits(model, base_runs, changes, self.target.part)
+            logits = patched_logits(model, base_runs, changes)
             for row, copy in enumerate(batch):
                 [effect] = copy.runs.unpatched.effects(logits[[row]])
-                yield copy, effect
+                effects[copy] = effect
+        return effects
 
     def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[PatchedCopy]]:
         """The copies of each pass, in the order of the first layers that they change, as a pass
@@ -248,8 +235,9 @@ class PatchingPlan:
         return passes
 
 
-def _first_order(copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
+def _first_order(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
     """The first-order effect of changing single heads: ``Σ gradient · (value − z)``."""
+    effects = {}
     for copy in copies:
         [change] = copy.changes
         layer, head = change.where
@@ -257,97 +245,5 @@ def _first_order(copies: Sequence[PatchedCopy]) -> Iterator[CopyEffect]:
         positions = change.positions.to(z.device)
         step = change.value.double() - z[positions, head].double()
         gradient = copy.runs.gradients[layer][positions, head].double()
-        yield copy, float((gradient * step).sum())
-
-
-def rows_within(budget: int, row: int) -> int:
-    """As many rows as fit in a budget, at least one."""
-    return max(1, budget // row)
-
-
-def row_bytes(model: HookedModel, pair: Pair, beside: int = 0) -> int:
-    """What a row of a forward pass takes: a layer at work, and logits before the answer.
-
-    ``4 · (tokens · (8 d_model + heads · (6 d_head + 3 tokens) + MLP + beside) + logits)``
-
-    Args:
-        model: The hooked model.
-        pair: The pair whose base run is patched.
-        beside: Further numbers that are kept for each token.
-
-    Returns:
-        Bytes.
-    """
-    cfg = model.cfg
-    length = len(pair.base)
-
-    attention = cfg.n_heads * (6 * cfg.d_head + 3 * length)
-    numbers_of_token = 8 * cfg.d_model + attention + _of_mlp(model) + beside
-    logits = 4 * len(pair.answer) * cfg.d_vocab
-
-    return _BYTES * int(length * numbers_of_token + logits)
-
-
-def _of_mlp(model: HookedModel) -> int:
-    """The numbers that an MLP keeps for a token; four times d_model wide if the model doesn't
-    say."""
-    width = getattr(model.cfg, "d_mlp", 0) or 4 * model.cfg.d_model
-    return 4 * width
-
-
-def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
-    """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, as
-    much to replace them, and the streams at which passes start or the gradients.
-
-    Args:
-        model: The hooked model.
-        target: What is patched; a row of a pattern is as wide as the prompt is long.
-        pair: The prompt's pair.
-
-    Returns:
-        Bytes.
-    """
-    cfg = model.cfg
-    width_of_head = pair.length if target.part == "pattern" else cfg.d_head
-    width = max(cfg.d_model, cfg.n_heads * width_of_head)
-    return _BYTES * int(7 * pair.length * len(target.layers) * width)
-
-
-def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
-    """What a row of a pass with replaced edges takes: the steps of all writers, and the inputs of a
-    layer's heads.
-    """
-    cfg = model.cfg
-    steps_and_inputs = len(graph.writers) + 4 * cfg.n_heads
-    return row_bytes(model, pair, cfg.d_model * steps_and_inputs)
-
-
-def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
-    """What a row of a pass takes that keeps all layers for the gradients of what readers read."""
-    cfg = model.cfg
-    attention = cfg.n_heads * (6 * cfg.d_head + 4 * len(pair.base))
-    of_layer = 4 * cfg.d_model + _of_mlp(model) + attention
-    of_readers = 2 * cfg.d_model * len(graph.readers)
-    return row_bytes(model, pair, of_readers + cfg.n_layers * of_layer)
-
-
-def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
-    """What a pair's edges take whatever the rows: outputs of two runs and exchanged ones, two steps
-    while one is scaled to the other, sums of gradients."""
-    of_writer = 3 * _BYTES + 4 * _OF_SUMS
-    of_token = len(graph.writers) * of_writer + len(graph.readers) * _OF_SUMS
-    return int(pair.length * model.cfg.d_model * of_token)
-
-
-def check_edges_fit(model: HookedModel, graph: Graph, pairs: list[Pair], budget: int) -> None:
-    """Refuse a graph if one row of the longest pair's passes does not fit."""
-    longest = max(pairs, key=lambda pair: pair.length)
-
-    row = max(gradients_row_bytes(model, graph, longest), edges_row_bytes(model, graph, longest))
-    needed = edges_fixed_bytes(model, graph, longest) + row
-    if needed > budget:
-        raise OptionError(
-            f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
-            f"{needed / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
-            " memory=…: give more, or shorter prompts"
-        )
+        effects[copy] = float((gradient * step).sum())
+    return effects

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from functools import partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -13,16 +13,21 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, OptionError, check_choice
-from mechattn.model.hooked import HookedModel, device_of
-from mechattn.model.hooks import attention_layers, chosen_layers, without_cache
+from mechattn.interventions.intervention import is_head
+from mechattn.model.hooked import HookedModel
+from mechattn.model.hooks import attention_layers, chosen_layers, few_tokens, without_cache
+from mechattn.patching.pairs import Pair
 from mechattn.patching.patched_runs import (
     LAYER_PARTS,
     LayerHead,
     Part,
+    SharedTokens,
     changing,
     head_count,
     hook_of,
+    positions_of,
 )
 from mechattn.results.result import head_named
 
@@ -50,17 +55,14 @@ class Sites:
     by: Literal["segment", "position"] | None = None
 
 
-ALL_TOKENS = "all"
-# A segment's name, or a position; ALL_TOKENS where all original tokens are patched together.
-TokenLabel = str | int
-
-
 @dataclass(frozen=True)
 class PatchCell:
-    """One patch of a prompt: which heads (or layers, as head 0), and which of their tokens."""
+    """One patch of a prompt: a part of which heads (or layers, as head 0), and which group of
+    tokens."""
 
+    part: Part
     heads: tuple[LayerHead, ...]
-    label: TokenLabel
+    token_group: int
 
     @property
     def first_layer(self) -> int:
@@ -75,10 +77,11 @@ class PatchTarget:
     Args:
         part: The part of each head or layer.
         heads: The heads; layers as (layer, 0).
-        by: What distinguishes tokens that are patched by themselves; None for all at once.
+        by: What distinguishes the groups of tokens that are patched one by one; None for a single
+            group of all.
         together: Whether all heads are patched as one set.
         attributed: Whether effects are estimated to first order.
-        labels: The segments, or the positions, that are patched one by one.
+        token_groups: The numbers of these groups: of segments in ``SEGMENTS``, or positions.
     """
 
     part: Part
@@ -86,7 +89,7 @@ class PatchTarget:
     by: Literal["segment", "position"] | None
     together: bool
     attributed: bool
-    labels: Sequence[TokenLabel] = (ALL_TOKENS,)
+    token_groups: Sequence[int] = (0,)
 
     @property
     def layers(self) -> list[int]:
@@ -95,9 +98,19 @@ class PatchTarget:
 
     @property
     def cells(self) -> list[PatchCell]:
-        """A cell for each head, or for all of them together, at each of the labelled tokens."""
-        sets = [self.heads] if self.together else [(where,) for where in self.heads]
-        return [PatchCell(heads, label) for heads in sets for label in self.labels]
+        """A cell for each head, or for all of them together, at each group of tokens."""
+        sets: list[tuple[LayerHead, ...]] = [(where,) for where in self.heads]
+        if self.together:
+            sets = [self.heads]
+        return [PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups]
+
+    def groups_of(self, pair: Pair) -> SharedTokens:
+        """The number of the group of each token that both runs of a pair have."""
+        if self.by == "position":
+            return pair.origins
+        if self.by == "segment":
+            return pair.base.segment[positions_of(pair.base, pair.origins)]
+        return torch.zeros_like(pair.origins)
 
     def by_dimension(self, effects: xr.Dataset) -> xr.Dataset:
         """Effects [prompt cell] by layer and head, layer, or set, and by segment or position; NaN
@@ -107,7 +120,7 @@ class PatchTarget:
             effects: Effects by cell, in the order of ``cells``.
         """
         cells = self.cells
-        labels: dict[str, list[Any]] = {}
+        labels: dict[str, list[int | str]] = {}
         if self.together:
             labels["set"] = [self._set_name] * len(cells)
         else:
@@ -115,13 +128,14 @@ class PatchTarget:
             if self.part not in LAYER_PARTS:
                 labels["head"] = [cell.heads[0][1] for cell in cells]
         if self.by is not None:
-            labels[self.by] = [cell.label for cell in cells]
+            labels[self.by] = [cell.token_group for cell in cells]
 
         index = pd.MultiIndex.from_arrays(list(labels.values()), names=list(labels))
         coords = xr.Coordinates.from_pandas_multiindex(index, "cell")
         effects = effects.drop_vars("cell").assign_coords(coords).unstack("cell")
-        if self.by is not None:  # the order of the text, not of the alphabet
-            effects = effects.reindex({self.by: self.labels})
+        if self.by == "segment":
+            names = [SEGMENTS[group] for group in self.token_groups]
+            effects = effects.assign_coords(segment=names)
         return effects
 
     @property
@@ -131,7 +145,7 @@ class PatchTarget:
         name = "L{}H{}"
         if self.part in LAYER_PARTS:
             noun = "layers"
-            name = "L{}"
+            name = "L{}"  # format drops the 0 that stands for the head
 
         if len(self.heads) > _NAMED_IN_SET:
             return f"{len(self.heads)} {noun}"
@@ -192,7 +206,7 @@ def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
     named = []
     if isinstance(heads, (tuple, list)):
         named = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
-    if not named or not all(map(_is_pair_of_numbers, named)):
+    if not named or not all(map(is_head, named)):
         parts = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
             f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}'
@@ -214,33 +228,20 @@ def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
         )
 
 
-def _is_pair_of_numbers(head: Any) -> bool:
-    """Whether this is (layer, head), each as an integer."""
-    if not isinstance(head, (tuple, list)) or len(head) != 2:
-        return False
-    return all(isinstance(number, Integral) for number in head)
-
-
 def _patterns_act(model: HookedModel) -> bool:
-    """Whether changing the pattern at its hook changes the head's output, tried on a few tokens."""
-    tokens = torch.arange(3, 9, device=device_of(model))[None]
+    """Whether changing the pattern at its hook changes the logits, tried on a few tokens."""
+    tokens = few_tokens(model, 6)
     layer = attention_layers(model)[0]
-    outputs: list[Tensor] = []
+    logits_of_tokens = partial(model, tokens, return_type="logits", **without_cache(model))
 
-    def record(z: Tensor) -> Tensor:
-        outputs.append(z.detach().clone())
-        return z
-
-    def to_oneself(pattern: Tensor) -> Tensor:
+    def attend_to_oneself(pattern: Tensor) -> Tensor:
         identity = torch.eye(pattern.shape[1], device=pattern.device, dtype=pattern.dtype)
         return identity[None, :, None].expand_as(pattern)
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TransformerLens warns of the same
 
-        # Once as it is, then with every token attending to itself alone.
-        for changes in ({}, {layer: to_oneself}):
-            changed = changing(model, "pattern", changes)
-            with changed, changing(model, "z", {layer: record}):
-                model(tokens, return_type=None, **without_cache(model))
-    return not torch.equal(*outputs)
+        logits = logits_of_tokens()
+        with changing(model, "pattern", {layer: attend_to_oneself}):
+            changed_logits = logits_of_tokens()
+    return not torch.equal(logits, changed_logits)

@@ -54,11 +54,16 @@ class Baseline:
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The prompt's own tokens."""
-        return _intervened(tokenize(prompt, model), _several(self.intervention))
+        return _intervened(tokenize(prompt, model), self.interventions)
+
+    @property
+    def interventions(self) -> tuple[Any, ...]:
+        """The interventions, one or several, as a tuple."""
+        return _several(self.intervention)
 
     def under(self, intervention: Any) -> Variant:
         """Return the same condition under a further intervention."""
-        return Variant(self, interventions=_several(intervention))
+        return Variant(self).under(intervention)
 
 
 @dataclass(frozen=True)
@@ -183,17 +188,17 @@ class Insertion(ABC):
     def masked(self) -> Variant:
         """Return the variant with the same tokens, hidden from the original ones, which they still
         move apart."""
-        return Variant(self, hides=True)
+        return Variant(self).masked()
 
     def unshifted(self) -> Variant:
         """Return the variant with the same tokens in which the original ones keep their baseline
         position ids."""
-        return Variant(self, keeps_positions=True)
+        return Variant(self).unshifted()
 
     def under(self, intervention: Any) -> Variant:
         """Return the variant with the same tokens read under an intervention, such as ``ARM()``;
         several as a tuple."""
-        return Variant(self, interventions=_several(intervention))
+        return Variant(self).under(intervention)
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,8 @@ class MeaninglessTokens(Insertion):
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
             raise OptionError(f'text={self.text!r}: give the text to repeat, such as "/"')
+        if not isinstance(self.separator, str):
+            raise OptionError(f'separator={self.separator!r}: give a text, "" for none')
         super().__post_init__()
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -249,14 +256,13 @@ class Text(Insertion):
 
     Args:
         text: The inserted text; it is tokenized on its own, including its spaces.
-        place: As for :class:`MeaninglessTokens`; before the question by default.
+        place: As for :class:`MeaninglessTokens`.
         after: In place of ``place``: insert after the first token that completes this text in the
             prompt.
     """
 
     text: str
-    # None, which the base class doesn't know, is "before_question" unless ``after`` is given.
-    place: Place | None = None  # type: ignore[assignment]
+    place: Place = "before_question"
     after: str | None = None
 
     def __post_init__(self) -> None:
@@ -267,12 +273,12 @@ class Text(Insertion):
 
         if self.after == "":
             raise OptionError("after='': give a text that every prompt contains, or omit it")
-        if self.after is not None and self.place is not None:
+        if self.after is not None and self.place != "before_question":
             raise OptionError(
                 f"place={self.place!r} and after={self.after!r}: give only one of the two"
             )
 
-        check_choice(Place, place=self.place or "before_question")
+        check_choice(Place, place=self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the text."""
@@ -280,7 +286,7 @@ class Text(Insertion):
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         if self.after is None:
-            return position_of(self.place or "before_question", sequence, prompt, seed)
+            return super()._at(sequence, prompt, model, seed)
         return position_behind(self.after, sequence, prompt, require_tokenizer(model))
 
 
@@ -409,10 +415,10 @@ class Counting(Insertion):
         """Return the tokens of the numbers and line breaks."""
         tokenizer = require_tokenizer(model)
         line = fillers.line_break(tokenizer)
-        after = [] if self.place == "after_question" else line
-        numbers = fillers.numbers_in_order(tokenizer, self.count - len(line) - len(after))
-        further_lines = self.count - len(numbers) - len(after)
-        return [*line * further_lines, *numbers, *after]
+        line_after = [] if self.place == "after_question" else line
+        room = self.count - len(line_after)
+        numbers = fillers.numbers_in_order(tokenizer, room - len(line))
+        return [*line * (room - len(numbers)), *numbers, *line_after]
 
 
 @dataclass(frozen=True)
@@ -441,8 +447,8 @@ class RepeatQuestion(Insertion):
         sequence = tokenize(prompt, model)
         question = sequence.tokens[sequence.of_part("question")].tolist()
         line = [] if prompt.tokens else fillers.line_break(require_tokenizer(model))
-        after = [] if self.place == "after_question" else line
-        return [*(line + question) * self.times, *after]
+        line_after = [] if self.place == "after_question" else line
+        return [*(line + question) * self.times, *line_after]
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -51,12 +51,12 @@ class Counterpart:
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        # A text is a sequence too, of letters, and token ids are one of numbers.
+        # Neither a single text nor the token ids of a single prompt.
         versions = self.versions
-        holds_ids = isinstance(versions, Sequence) and any(
-            isinstance(entry, int) for entry in versions
+        is_list = isinstance(versions, (list, tuple)) and not any(
+            isinstance(version, int) for version in versions
         )
-        if isinstance(versions, str) or holds_ids:
+        if versions is not None and not is_list and not isinstance(versions, Mapping):
             raise OptionError(
                 f"versions={versions!r}: give a list with a version of each prompt, or a"
                 " mapping by the prompts' ids"
@@ -95,7 +95,14 @@ class Counterpart:
 
     def _version(self, prompt: Prompt) -> Version:
         """The other version of a prompt, checked."""
-        version = self._given_version(prompt)
+        version: Version | None = None
+        if self.versions is None:
+            version = prompt.counterpart
+        elif isinstance(self.versions, Mapping):
+            version = self.versions.get(prompt.id)
+        elif prompt.id.isdecimal() and int(prompt.id) < len(self.versions):
+            version = self.versions[int(prompt.id)]
+
         if not version:
             raise ConditionError(
                 f"{prompt.where} has no other version: load_prompts(…, counterpart=<field>),"
@@ -104,25 +111,12 @@ class Counterpart:
             )
 
         is_text = isinstance(version, str)
-        if is_text and prompt.tokens:
+        if is_text == bool(prompt.tokens):
             raise OptionError(
-                f"{prompt.where} is token ids and its counterpart a text; give the same kind"
-            )
-        if not is_text and not prompt.tokens:
-            raise OptionError(
-                f"{prompt.where} is a text and its counterpart token ids; give the same kind"
+                f"one of {prompt.where} and its counterpart is a text and the other one is not;"
+                " give two texts, or the token ids of both"
             )
         return version
-
-    def _given_version(self, prompt: Prompt) -> Version | None:
-        """The other version as it was given; None if there is none."""
-        if self.versions is None:
-            return prompt.counterpart
-        if isinstance(self.versions, Mapping):
-            return self.versions.get(prompt.id)
-        if prompt.id.isdecimal() and int(prompt.id) < len(self.versions):
-            return self.versions[int(prompt.id)]
-        return None
 
 
 def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> TokenSequence:
@@ -132,7 +126,8 @@ def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> Tok
     origin = torch.full((len(other),), INSERTED)
     segment = torch.full((len(other),), SEGMENTS.index("inserted"))
 
-    for position, partner in _partners(own_tokens, other_tokens, from_the_end):
+    partners = _partners(own_tokens, other_tokens, from_the_end)
+    for position, partner in partners.items():
         origin[partner] = position
         if own_tokens[position] == other_tokens[partner]:
             segment[partner] = int(own.segment[position])
@@ -141,15 +136,12 @@ def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> Tok
     return replace(other, origin=origin, segment=segment, counterpart=True)
 
 
-def _partners(
-    own: Sequence[int], other: Sequence[int], from_the_end: bool
-) -> Iterator[tuple[int, int]]:
-    """Positions in the own version, each with that of its partner in the other one."""
+def _partners(own: Sequence[int], other: Sequence[int], from_the_end: bool) -> dict[int, int]:
+    """The position of each token's partner in the other version, by the token's own."""
     if len(own) == len(other):
-        for position in range(len(own)):
-            yield position, position
-        return
+        return {position: position for position in range(len(own))}
 
+    partners = {}
     matcher = SequenceMatcher(None, own, other, autojunk=False)
     for kind, own_start, own_stop, other_start, other_stop in matcher.get_opcodes():
         own_length = own_stop - own_start
@@ -157,4 +149,5 @@ def _partners(
         is_paired = from_the_end or own_length == other_length
         if kind == "equal" or (kind == "replace" and is_paired):
             for step in range(min(own_length, other_length), 0, -1):
-                yield own_stop - step, other_stop - step
+                partners[own_stop - step] = other_stop - step
+    return partners

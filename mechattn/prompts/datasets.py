@@ -206,7 +206,7 @@ class _Row:
         if field is None:
             return None
         group = self._value("group", field)
-        if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
+        if type(group) not in (str, int) or not str(group).strip():  # True is an int too
             raise PromptError(
                 f"{self.where} has no group in field {field!r}: {_quoted(group)}; give a text or"
                 " whole number"
@@ -217,10 +217,12 @@ class _Row:
         """The reference answer, if there is one."""
         if field is None:
             field = "solution" if "solution" in self.values else "answer"
-        solution = self.values.get(field)
+            solution = self.values.get(field)
+        else:
+            solution = self._value("answer", field)
         if solution is None:
             return None
-        if isinstance(solution, bool) or not isinstance(solution, (str, int, float)):
+        if type(solution) not in (str, int, float):
             raise PromptError(
                 f"{self.where} has an answer of type {type(solution).__name__} in field {field!r}:"
                 f" {_quoted(solution)}; give one text or number, as for GSM8K"

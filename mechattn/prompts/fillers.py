@@ -47,10 +47,12 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
             return tokens
 
     pieces = [tokenizer.decode([token]) for token in encode(2)]
-    near = sorted({len(encode(max(1, fewest - 1))), len(encode(fewest))})
+    repetitions_near = (max(1, fewest - 1), fewest)
+    counts_near = sorted({len(encode(repetitions)) for repetitions in repetitions_near})
+    words = " or ".join(map(str, counts_near))
     raise ConditionError(
         f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them,"
-        f" separated by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}"
+        f" separated by {separator!r}, become {pieces}. Use count={words}"
         " (one more with own_line=True), another separator, or .fitted(model) for the nearest count"
     )
 

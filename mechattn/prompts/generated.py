@@ -1,4 +1,4 @@
-"""Generated prompts: repeated random tokens, and pairs whose versions call for different answers."""
+"""Generated prompts: repeated random tokens, and pairs whose versions call for other answers."""
 
 from __future__ import annotations
 
@@ -64,17 +64,13 @@ def repeated_random(
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
     """
     check_counts(most=LARGEST_COUNT, limit=limit)
-    shortest, longest = span
-    if not 1 <= shortest <= longest or times < 2:
-        raise OptionError(
-            f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two"
-            " repetitions"
-        )
+    check_counts(least=2, times=times)
+    _check_span(span, fewest=1)
 
     prompts = []
     for index in range(limit):
         draw = random.Random(f"repeated {seed} {index}")
-        tokens = _distinct(model, draw.randint(shortest, longest), draw) * times
+        tokens = _distinct(model, draw.randint(*span), draw) * times
         prompts.append(Prompt(tokens=(*_bos(model), *tokens), id=str(index)))
     return prompts
 
@@ -125,28 +121,33 @@ def pairs(
     check_choice(SOURCES, source=source)
     check_counts(most=LARGEST_COUNT, limit=limit)
     if source == "repeated-random":
-        if span[0] < _SHORTEST_OF_PAIRS:
-            raise OptionError(
-                f"span={span!r}: two versions of a span that differ in what follows a token take"
-                f" at least {_SHORTEST_OF_PAIRS} tokens"
-            )
+        _check_span(span, fewest=_SHORTEST_OF_PAIRS)
         if same_length:
             span = (span[1], span[1])
         prompts = repeated_random(model, limit, span=span, seed=seed)
         return [_with_other_order(model, prompt, seed) for prompt in prompts]
 
     tokenizer = require_tokenizer(model)
-    if not same_length:
-        drawn = _drawn(tokenizer, source, limit, seed)
-    else:
-        # So many that the commonest length nearly always has ``limit`` of them.
-        drawn = _drawn(tokenizer, source, 8 * limit + 64, seed)
+    count = limit
+    if same_length:  # so many that the commonest length nearly always has ``limit`` of them
+        count = 8 * limit + 64
+    drawn = _drawn(tokenizer, source, count, seed)
+    if same_length:
         texts = [prompt.question + prompt.answer for prompt in drawn]
         lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
         usual = Counter(lengths).most_common(1)[0][0]
         drawn = [prompt for prompt, length in zip(drawn, lengths, strict=True) if length == usual]
 
     return [replace(prompt, id=str(index)) for index, prompt in enumerate(drawn[:limit])]
+
+
+def _check_span(span: tuple[int, int], fewest: int) -> None:
+    """Refuse anything but a shortest and a longest span, of this many tokens at least."""
+    shortest, longest = span
+    if not fewest <= shortest <= longest:
+        raise OptionError(
+            f"span={span!r}: give a shortest and a longest span in tokens, of at least {fewest}"
+        )
 
 
 def _bos(model: TokenizedModel) -> list[int]:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress
+from itertools import compress
 from numbers import Integral
 from typing import Any, Literal
 
@@ -19,8 +19,6 @@ from mechattn.errors import PromptError, check_choice, plain
 Template = Literal["plain", "chat", "joined"]
 # Generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory.
 LARGEST_COUNT = 1_000_000
-# The id of a prompt that was given none: the place of the first, so one prompt alone keeps it.
-UNNAMED = "0"
 # Halves of surrogate pairs, which neither tokenizers nor files accept.
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _FEWEST_ALIKE = 4  # prompts; with fewer, intervals are wide in any case
@@ -60,7 +58,7 @@ class Prompt:
     system: str = ""
     answer: str = ""
     template: Template = "plain"
-    id: str = UNNAMED
+    id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
     # Not part of the prompts' hash: nothing measured depends on it.
@@ -73,36 +71,45 @@ class Prompt:
 
     def __post_init__(self) -> None:
         check_choice(Template, template=self.template)
-        if not self.question.strip() and not self.tokens:
-            raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
-        if self.group is not None and (not isinstance(self.group, str) or not self.group.strip()):
-            raise PromptError(
-                f"prompt {self.id} has group={self.group!r}; give the name of its group, or None"
-            )
+        texts = [self.id, self.question, self.system, self.answer]
+        texts += [text for text in (self.solution, self.group) if text is not None]
+        token_ids = [*self.tokens, *self.answer_tokens]
+        for version in (self.counterpart, self.other_answer):
+            if isinstance(version, (tuple, list)):
+                token_ids += version
+            else:
+                texts.append(version)
 
-        for name in (str(self.id), self.group or ""):
-            if plain(name) != name:
+        for text in texts:
+            if not isinstance(text, str):
                 raise PromptError(
-                    f"prompt {self.id} has an id or a group with characters that cannot be"
-                    f" printed: {name!r}"
+                    f"prompt {self.id} has {text!r:.40} in place of a text, such as its id or its"
+                    ' solution; give a text, such as "5"'
                 )
-
-        versions = (self.counterpart, self.other_answer)
-        texts = [self.system, self.question, self.answer, self.solution]
-        texts += [version for version in versions if isinstance(version, str)]
-        if any(_SURROGATES.search(text) for text in texts if text):
-            raise PromptError(
-                f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
-                " text"
-            )
-
-        token_ids = [version for version in versions if not isinstance(version, str)]
-        for token in chain(self.tokens, self.answer_tokens, *token_ids):
+            if _SURROGATES.search(text):
+                raise PromptError(
+                    f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not"
+                    " valid text"
+                )
+        for token in token_ids:
             is_whole = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_whole or not -(2**63) <= token < 2**63:
                 raise PromptError(
                     f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers, of 64"
                     " bits at most"
+                )
+
+        if not self.question.strip() and not self.tokens:
+            raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
+        if self.group is not None and not self.group.strip():
+            raise PromptError(
+                f"prompt {self.id} has group={self.group!r}; give the name of its group, or None"
+            )
+        for name in (self.id, self.group or ""):
+            if plain(name) != name:
+                raise PromptError(
+                    f"prompt {self.id} has an id or a group with characters that cannot be"
+                    f" printed: {name!r}"
                 )
 
     @property
@@ -123,8 +130,9 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, Mapping):
         prompts = _from_encoding(prompts)
-    is_array_of_texts = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OUT"
-    if isinstance(prompts, (Tensor, np.ndarray)) and not is_array_of_texts:
+    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OUT":  # texts
+        prompts = prompts.tolist()
+    if isinstance(prompts, (Tensor, np.ndarray)):
         prompts = _from_tensor(torch.as_tensor(prompts))
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
@@ -140,7 +148,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
     if not named:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == UNNAMED for prompt in named):
+    if all(prompt.id == Prompt.id for prompt in named):  # none was given one
         named = [replace(prompt, id=str(index)) for index, prompt in enumerate(named)]
     name, count = Counter(prompt.id for prompt in named).most_common(1)[0]
     if count > 1:
@@ -182,8 +190,8 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
         return _from_rows(rows)
 
     masks = _rows(encoding["attention_mask"])
-    lengths = [len(row) for row in rows]
-    mask_lengths = [len(mask) for mask in masks]
+    lengths = list(map(len, rows))
+    mask_lengths = list(map(len, masks))
     if mask_lengths != lengths:
         raise PromptError(
             f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"

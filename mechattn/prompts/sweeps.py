@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, plain
 from mechattn.prompts.conditions import Condition, Variant
 
 
@@ -26,8 +26,11 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         options: The values of each option of the condition.
 
     Raises:
-        OptionError: The condition has no such option, or a value is not allowed or given twice.
+        OptionError: The condition has no such option, a value is not allowed or given twice, or no
+            option is given.
     """
+    if not options:
+        raise OptionError("give at least one option to vary, such as count=[10, 25]")
     if isinstance(condition, Variant):
         inner = sweep(condition.condition, **options)
         return {name: replace(condition, condition=varied) for name, varied in inner.items()}
@@ -51,7 +54,7 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
 
 def _printable(value: Any) -> str:
     """A value as a part of a name: a newline as "\\n"."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+    return plain(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class SweptCondition(NamedTuple):

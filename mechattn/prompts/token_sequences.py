@@ -17,11 +17,11 @@ from mechattn import markup
 from mechattn.axes import BASELINE, INSERTED, PADDING, SEGMENTS
 from mechattn.errors import ConditionError
 from mechattn.functional.attention import EdgeMask
+from mechattn.prompts.prompt import shortened
 
 _NO_CHARACTER = "\ufffd"  # which decoders give for bytes that are no whole character
 _MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn together
 _TOKENS_IN_REPR = 99
-_CHARACTERS_IN_REPR = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +77,7 @@ class TokenSequence:
             return f"TokenSequence({words})"
 
         text = self.decode(self.tokens[:_TOKENS_IN_REPR].tolist())
-        end = " …" if len(text) > _CHARACTERS_IN_REPR else ""
-        return f"TokenSequence({words}: {text[:_CHARACTERS_IN_REPR]!r}{end})"
+        return f"TokenSequence({words}: {shortened(text)!r})"
 
     @property
     def inserted(self) -> Bool[Tensor, " pos"]:
@@ -98,7 +97,10 @@ class TokenSequence:
         ids = []
         following = len(self) - int(self.inserted.sum())
         for origin in reversed(self.origin.tolist()):
-            following = following - 1 if origin == INSERTED else origin
+            if origin == INSERTED:
+                following -= 1
+            else:
+                following = origin
             ids.append(following)
         return torch.tensor(ids[::-1])
 
@@ -184,12 +186,12 @@ def baseline_sequence(
 def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequence:
     """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not
     change, and everything else about the sequence is kept."""
-    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(sequence):
+    if type(at) is not int or not 0 <= at <= len(sequence):  # True is an int too
         raise ConditionError(
             f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence"
         )
 
-    if isinstance(filler, str) or not all(isinstance(token, int) for token in filler):
+    if not all(isinstance(token, int) for token in filler):
         raise ConditionError(
             f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes"
             " them"
@@ -326,7 +328,8 @@ class Batch:
         return replace(self, **moved)
 
 
-@lru_cache(maxsize=4)  # cached for all blocks and layers, because each call would wait for a GPU
+# Cached for all blocks and layers, as each call would wait for a GPU.
+@lru_cache(maxsize=4)
 def inserted_span(batch: Batch) -> tuple[int, int]:
     """The first position where any row has an inserted token, and the position after the last; (0,
     0) for none."""
@@ -396,9 +399,8 @@ class Pairs:
     reach: tuple[int, ...]
 
 
-@lru_cache(
-    maxsize=8
-)  # for all blocks and layers, as it waits for a GPU; a batch on each of several
+# Cached for all blocks and layers, as each call waits for a GPU; a batch on each of several GPUs.
+@lru_cache(maxsize=8)
 def pairs_of(batch: Batch) -> Pairs:
     """The pairs of a batch that holds all conditions of its prompts."""
     row_of_baseline = {

@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError, warn
 from mechattn.prompts.prompt import Prompt
@@ -37,12 +39,13 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     its segment."""
     if prompt.answer_tokens:
         question = tokenize(replace(prompt, answer="", answer_tokens=()), model)
-        later_segments = [SEGMENTS[code] for code in question.segment[1:].tolist()]
-        answer_segments = ["answer"] * len(prompt.answer_tokens)
-        return baseline_sequence(
-            [*question.tokens.tolist(), *prompt.answer_tokens],
-            [question.first_part, *later_segments, *answer_segments],
-            question.decode,
+        answer = torch.tensor(prompt.answer_tokens)
+        answer_segment = torch.full_like(answer, SEGMENTS.index("answer"))
+        return replace(
+            question,
+            tokens=torch.cat([question.tokens, answer]),
+            origin=torch.arange(len(question) + len(answer)),
+            segment=torch.cat([question.segment, answer_segment]),
         )
 
     if prompt.tokens:
@@ -51,11 +54,11 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     tokenizer = require_tokenizer(model)
     if prompt.template == "chat":
         text, spans = _chat_text(prompt, tokenizer)
-        if prompt.answer:
-            spans.append(("answer", len(text), len(text) + len(prompt.answer)))
-            text += prompt.answer
     else:
-        text, spans = _plain(prompt)
+        text, spans = _plain_text(prompt)
+    if prompt.answer:
+        spans.append(("answer", len(text), len(text) + len(prompt.answer)))
+        text += prompt.answer
 
     tokens, segments = _tokens_in_spans(prompt, tokenizer, text, spans)
 
@@ -148,12 +151,12 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         )
 
 
-def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
-    """The segments one after another, and the characters of each."""
+def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
+    """The texts up to the answer one after another, and the characters of each."""
     separator = "\n"
     if prompt.template == "joined":
         separator = ""
-    texts = {"system": prompt.system, "question": prompt.question, "answer": prompt.answer}
+    texts = {"system": prompt.system, "question": prompt.question}
     joined = ""
     spans: list[Span] = []
 
@@ -162,8 +165,6 @@ def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
             spans.append((segment, len(joined), len(joined) + len(text)))
             joined += text + separator
 
-    if prompt.answer:
-        joined = joined.removesuffix(separator)
     return joined, spans
 
 

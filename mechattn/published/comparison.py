@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import expm1, nan
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from mechattn.evaluation.evaluation import Evaluation
+from mechattn.markup import markdown_table
 from mechattn.published.statements import Statement, Statements
+from mechattn.render.words import in_digits
 from mechattn.stats.intervals import t_interval
 
 AS_PUBLISHED = "as published"
@@ -108,9 +110,9 @@ class Comparison:
         """One row for each statement and model; values are in percent, or in points."""
         rows = []
         for statement in self.statements.statements:
-            about = {"statement": statement.key, "published": statement.published}
+            place = {"statement": statement.key, "published": statement.published}
             for model, cell in self.cells[statement.key].items():
-                rows.append(about | {"model": model} | asdict(cell))
+                rows.append(place | {"model": model} | asdict(cell))
         return pd.DataFrame(rows)
 
     @property
@@ -120,10 +122,10 @@ class Comparison:
         counted = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
         measured = counts.total() - counts[NOT_MEASURABLE]
-        missing = measured / 20  # one in twenty intervals of 95 %
+        misses = measured / 20  # one in twenty intervals of 95 %
         return (
             f"{counts.total()} cells, of {len(self.cells)} published statements: {counted}. Of"
-            f" {measured} intervals of 95 %, about {missing:.0f} miss the true value by chance."
+            f" {measured} intervals of 95 %, about {misses:.0f} miss the true value by chance."
         )
 
     def place_words(self, statement: Statement) -> str:
@@ -134,19 +136,15 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """A table with a row for each statement and a column for each model."""
-        header = ["statement", "published", *self.models]
-        rule = ["---"] * len(header)
-
-        rows = [header, rule]
+        rows = []
         for statement in self.statements.statements:
             place = self.place_words(statement)
             quote = f"{statement.title}: “{statement.quote}” ({place})"
-            published = f"{statement.published} [{statement.of}]"
-            cells = map(str, self.cells[statement.key].values())
-            rows.append([quote, published, *cells])
+            published = f"{statement.published} [{statement.models}]"
+            rows.append([quote, published, *self.cells[statement.key].values()])
 
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        return "\n".join([*lines, "", self.summary])
+        table = markdown_table(["statement", "published", *self.models], rows)
+        return f"{table}\n\n{self.summary}"
 
     def to_json(self) -> str:
         """How the numbers were made, and the rows of the table; null where there is no number."""
@@ -176,10 +174,11 @@ def measured_cell(
         untrained: The mean over prompts of the same values, for each draw of untrained weights.
     """
     unit = statement.unit
-    value, low, high = (in_unit(float(end), unit) for end in t_interval(np.asarray(values)))
-    draws = tuple(in_unit(draw, unit) for draw in untrained)
+    interval = np.array(t_interval(np.asarray(values)))
+    value, low, high = in_unit(interval, unit).tolist()
+    draws = in_unit(np.asarray(untrained), unit).tolist()
     word = word_of(statement, low, high)
-    return Cell(word, unit, value, low, high, len(values), draws)
+    return Cell(word, unit, value, low, high, len(values), tuple(draws))
 
 
 def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
@@ -191,9 +190,7 @@ def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     high = 100 * compared["high"]
     gained = int(compared["only_first"])
     lost = int(compared["only_second"])
-    p = 1.0
-    if gained + lost:
-        p = binomtest(gained, gained + lost).pvalue
+    p = binomtest(gained, max(1, gained + lost)).pvalue  # 1 where none is gained or lost
 
     before = 100 * evaluation.right(statement.to).mean()
     after = 100 * evaluation.right(statement.condition).mean()
@@ -228,20 +225,19 @@ def rule_words(statement: Statement) -> str:
     return f"{AS_PUBLISHED} {statement.direction} {line}, {OPPOSITE} {against} {opposite}"
 
 
-def in_unit(value: float, unit: str) -> float:
-    """A value in the unit of its cell: a log-ratio as a change in percent, a share in percent."""
+def in_unit(values: np.ndarray, unit: str) -> np.ndarray:
+    """Values in the unit of their cell: a log-ratio as a change in percent, a share in percent."""
     if unit == "change":
-        value = expm1(value)
-    return 100 * value
+        values = np.expm1(values)
+    return 100 * values
 
 
 def number_words(value: float, unit: str) -> str:
     """A number without its unit; changes and differences have a sign."""
-    rounded = round(value, 1) + 0.0  # no minus zero
-    sign = "+"
+    form = "+.1f"
     if unit == "share":
-        sign = ""
-    return f"{rounded:{sign}.1f}".replace("-", "−")
+        form = ".1f"
+    return in_digits(round(value, 1), form)
 
 
 def with_unit(value: float, unit: str) -> str:

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from mechattn.engine.run import run
 from mechattn.errors import ModelError, OptionError, say
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.interventions.arm import ARM
 from mechattn.model.checkpoint import architecture_named
+from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
-from mechattn.model.weights import random_weights, stored_hash
+from mechattn.model.random_weights import random_weights
+from mechattn.model.weights import stored_hash
 from mechattn.prompts.prompt import Prompt
 from mechattn.published.comparison import NOT_MEASURABLE, Cell, accuracy_cell, measured_cell
 from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS, conditions_for
@@ -86,31 +87,25 @@ class ModelRuns:
     statements: Statements
     settings: Settings
     # A model with untrained weights by its draw; one at a time, as each takes the model's memory.
-    untrained: dict[int, Any] = field(default_factory=dict, init=False)
+    untrained: dict[int, HookedModel] = field(default_factory=dict, init=False)
 
     @cached_property
-    def model(self) -> Any:
+    def model(self) -> HookedModel:
         """The hooked model."""
         dtype = dtype_named(self.settings.dtype)
         return load_model(self.name, dtype=dtype, device=self.settings.device)
 
     @cached_property
     def arm(self) -> ARM | None:
-        """ARM with the published values for the model, or else for its family; None if there are
-        none."""
-        short_name = provenance.name_of(self.name).casefold()
+        """ARM with the values published for the model's family; None if there are none."""
         family = architecture_named(self.name).partition("For")[0]
-        published = self.statements.arms
-
-        model_arms = [arm for arm in published if arm.model.casefold() == short_name]
-        family_arms = [arm for arm in published if arm.family == family]
-        best = next(iter(model_arms + family_arms), None)
-        if best is None:
-            return None
-        return ARM(form=best.form, c=best.c, p1=best.p1)  # type: ignore[arg-type]
+        for arm in self.statements.arms:
+            if arm.family == family:
+                return ARM(form=arm.form, c=arm.c, p1=arm.p1)
+        return None
 
     @cached_property
-    def weights(self) -> str | None:
+    def weights_hash(self) -> str | None:
         """What identifies the weights before they are loaded."""
         return stored_hash(self.name)
 
@@ -125,8 +120,8 @@ class ModelRuns:
         for statement in self.statements.statements:
             if statement.key not in measured.values:
                 continue
-            draws = [draw.values.get(statement.key) for draw in untrained]
-            means = [sum(values) / len(values) for values in draws if values is not None]
+            values_of_draws = [draw.values.get(statement.key) for draw in untrained]
+            means = [sum(values) / len(values) for values in values_of_draws if values is not None]
             values = measured.values[statement.key]
             cells[statement.key] = measured_cell(statement, values, means)
         return cells
@@ -135,14 +130,14 @@ class ModelRuns:
         """What all runs measured; with a draw, of untrained weights."""
         measured = RunValues()
         for run_name in RUNS:
-            of_run = self.values(run_name, draw)
-            measured.values |= of_run.values
-            measured.reasons |= of_run.reasons
+            run_values = self.run_values(run_name, draw)
+            measured.values |= run_values.values
+            measured.reasons |= run_values.reasons
 
         self.untrained.clear()  # frees its memory
         return measured
 
-    def values(self, run_name: str, draw: int | None = None) -> RunValues:
+    def run_values(self, run_name: str, draw: int | None = None) -> RunValues:
         """What one run measured, from its file if it is stored; with a draw, of untrained
         weights.
 
@@ -175,7 +170,7 @@ class ModelRuns:
         measured = RunValues()
         for statement in statements:
             try:
-                values = value_of(result, statement.values, statement)
+                values = value_of(result, statement.function, statement)
             except NotMeasurable as error:
                 measured.reasons[statement.key] = str(error)
             else:
@@ -257,7 +252,7 @@ class ModelRuns:
         decides = [
             [field.name for field in fields(RunValues)],  # the form of the file
             self.name,
-            self.weights,
+            self.weights_hash,
             identity(planned),
             [statement.model_dump() for statement in self._of_run(run_name)],
             provenance.digest(self.settings.prompts),

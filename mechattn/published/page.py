@@ -4,10 +4,10 @@ captions say, and the same drawn for other models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,34 +100,48 @@ def write_comparison(
 
 def figure_sections(results: Sequence[Result]) -> list[Section]:
     """Three figures of every model, each with what was published; figure by figure."""
-    sections_by_figure: dict[str, list[Section]] = {name: [] for name in CAPTIONS}
-    for result in results:
-        for name, title, figure, options in _drawings(result):
-            section = drawn_section(figure, result, options)
-            title = f"{model_caption(result)}: {title}"
-            note = f"{CAPTIONS[name]} {CHOICE} {section.note}"
-            sections_by_figure[name].append(replace(section, title=title, note=note))
-    return [section for sections in sections_by_figure.values() for section in sections]
+    drawings_of_models = [_drawings(result) for result in results]
+    sections = []
+    for name, caption in CAPTIONS.items():
+        for result, drawings in zip(results, drawings_of_models, strict=True):
+            drawing = drawings[name]
+            section = drawn_section(drawing.figure, result, drawing.options)
+            title = f"{model_caption(result)}: {drawing.title}"
+            note = f"{caption} {CHOICE} {section.note}"
+            sections.append(replace(section, title=title, note=note))
+    return sections
 
 
-def _drawings(result: Result) -> Iterator[tuple[str, str, Callable, dict[str, Any]]]:
-    """Of each of the three figures the name in ``CAPTIONS``, the title, the function and the
-    options."""
+class _Drawing(NamedTuple):
+    """A figure of a model, which has not been drawn yet."""
+
+    title: str
+    figure: Callable
+    options: dict[str, Any]
+
+
+def _drawings(result: Result) -> dict[str, _Drawing]:
+    """The three figures of a model, by their names in ``CAPTIONS``."""
     heads = changing_heads(result)
     most_changed = heads[0]
     layers = result["received_attention"].layer.values.tolist()
-
-    title = f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”"
-    options = {"layer": 0, "heads": heads, "condition": "slash"}
-    yield "heads", title, received_attention, options
-
-    title = f"layer 0, head {most_changed}, “/” and a random sentence"
-    options = {"layer": 0, "heads": most_changed, "conditions": ("slash", "sentence")}
-    yield "sentence", title, received_by_model, options
-
-    title = f"head {most_changed} in layers {', '.join(map(str, layers))}"
-    options = {"layer": layers, "heads": [most_changed], "condition": "slash"}
-    yield "layers", title, received_attention, options
+    return {
+        "heads": _Drawing(
+            f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”",
+            received_attention,
+            {"layer": 0, "heads": heads, "condition": "slash"},
+        ),
+        "sentence": _Drawing(
+            f"layer 0, head {most_changed}, “/” and a random sentence",
+            received_by_model,
+            {"layer": 0, "heads": most_changed, "conditions": ("slash", "sentence")},
+        ),
+        "layers": _Drawing(
+            f"head {most_changed} in layers {', '.join(map(str, layers))}",
+            received_attention,
+            {"layer": layers, "heads": [most_changed], "condition": "slash"},
+        ),
+    }
 
 
 def changing_heads(result: Result) -> list[int]:

@@ -72,19 +72,12 @@ def paper(
         MechattnError: A model, the prompts, an option or the folder cannot be used.
     """
     folder = Path(out)
-    names = [models] if isinstance(models, str) else list(models)
-    if not names:
-        raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
-    if len(set(names)) < len(names):
-        raise OptionError(f"models={names}: a model is given twice; give each once")
+    file_name_of = _checked_models(models)
     check_counts(FEWEST, limit=limit)
     check_counts(0, draws=draws, problems=problems)
-    file_name_of = file_names(names)
-    dtype_named(dtype)
+    dtype_named(dtype)  # raises where there is no such dtype
     check_device(device)
     check_page_place(folder / "index.html", force)
-    for name in names:
-        architecture_named(name)  # raises where there is no such model
 
     statements = read_statements()
     loaded = load_prompts(
@@ -128,6 +121,17 @@ def paper(
     (folder / "paper.md").write_text(comparison.to_markdown() + "\n", encoding="utf-8")
     write_comparison(comparison, results, folder / "index.html", force)
     return comparison
+
+
+def _checked_models(models: Sequence[str] | str) -> dict[str, str]:
+    """What the names of each model's files begin with, by its name; a name that is no model's
+    is refused."""
+    names = [models] if isinstance(models, str) else list(models)
+    if not names:
+        raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
+    for name in names:
+        architecture_named(name)  # raises where there is no such model
+    return file_names(names)
 
 
 def _measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mechattn.analysis.affine_shift import AffineShift
@@ -12,6 +13,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.analysis.updates import HeadUpdates
 from mechattn.engine.labelled_datasets import Keep
 from mechattn.interventions.arm import ARM
+from mechattn.model.hooked import HookedModel
 from mechattn.prompts.conditions import Baseline, Condition, MeaninglessTokens, RandomSentence
 
 ANSWERS = "answers"  # the run that generates answers in place of measuring attention
@@ -59,9 +61,12 @@ RUNS = {
 }
 
 
-def conditions_for(model: object, names: tuple[str, ...], arm: ARM | None) -> dict[str, Condition]:
-    """The conditions of these names, with as many “/” as the model's tokenizer can make."""
-    slash = MeaninglessTokens("/", COUNT).fitted(model)  # type: ignore[arg-type]
+def conditions_for(
+    model: HookedModel, names: Sequence[str], arm: ARM | None
+) -> dict[str, Condition]:
+    """The conditions of these names, with as many “/” as the model's tokenizer can make; without
+    an ARM, its condition is left out."""
+    slash = MeaninglessTokens("/", COUNT).fitted(model)
     conditions: dict[str, Condition] = {"slash": slash, "sentence": RandomSentence(slash.count)}
     if arm is not None:
         conditions["arm"] = Baseline(intervention=arm)

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.functional.activations import Form
 from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS
 from mechattn.published.values import UNITS, Selection
 from mechattn.toml_sections import Section, check_known, toml_values, validation_words
@@ -21,11 +22,11 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Arm(Section):
-    """The published hyperparameters of ARM for a model; others of its family take them, too."""
+    """The hyperparameters of ARM that were published for a model; its family takes them."""
 
     model: Text
     family: Text
-    form: Text
+    form: Form
     c: float
     p1: float
 
@@ -43,10 +44,10 @@ class Statement(Selection):
     source: Text
     where: Text
     read: Literal["stated", "caption"]
-    of: Text
+    models: Text
     published: Text
     run: Text
-    values: Text
+    function: Text
     direction: Literal["above", "below"]
     line: float
     opposite: float
@@ -63,7 +64,7 @@ class Statement(Selection):
     @property
     def unit(self) -> str:
         """The unit in which its values and lines are written."""
-        unit = UNITS[self.values]
+        unit = UNITS[self.function]
         if unit == "share" and self.less_layers:
             return "points"  # a difference of shares
         return unit
@@ -94,13 +95,18 @@ def read_statements(path: Path = SHIPPED) -> Statements:
         if count > 1:
             raise OptionError(f"{path}: the key {key!r} is given {count} times; give each its own")
 
+    conditions = [BASELINE, *CONDITIONS]
+    known_names = {
+        "source": file.sources,
+        "function": UNITS,
+        "run": [*RUNS, ANSWERS],
+        "condition": conditions,
+        "to": conditions,
+    }
     for statement in file.statements:
         where = f"{path}: {statement.key}"
-        check_known(f"{where}.source", statement.source, file.sources)
-        check_known(f"{where}.values", statement.values, UNITS)
-        check_known(f"{where}.run", statement.run, [*RUNS, ANSWERS])
-        check_known(f"{where}.condition", statement.condition, [BASELINE, *CONDITIONS])
-        check_known(f"{where}.to", statement.to, [BASELINE, *CONDITIONS])
+        for name, known in known_names.items():
+            check_known(f"{where}.{name}", getattr(statement, name), known)
         for quantity in statement.quantities:
             check_known(f"{where}.quantities", quantity, RUNS[statement.run].quantities)
     return file

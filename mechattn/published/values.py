@@ -83,10 +83,10 @@ def affine_share(result: Result, selection: Selection) -> PerPrompt:
 
     The four parts are ``⟨part, change⟩ / ‖change‖²`` and add up to 1. Mean over heads and layers.
     """
-    first, *further = [
+    rerouting, new_values = [
         selected(result, name, selection, selection.condition) for name in selection.quantities
     ]
-    rest = sum(further, first).sel(segment="question")
+    rest = (rerouting + new_values).sel(segment="question")
 
     share = 1 - abs(rest)
     return share.mean(("layer", "head")).values

@@ -3,11 +3,12 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
@@ -66,7 +67,8 @@ def activation_histogram(
     for column, result in enumerate(results, 1):
         _histogram_lines(figure, result, names, layer, column)
 
-        threshold = _near_zero_threshold(result, layer)
+        # The size below which an activation of this layer counts as near zero.
+        threshold = result.provenance["analyses"][NAME]["thresholds"][str(layer)]
         for x in (-threshold, threshold):
             draw.rule(figure, x=x, dash="dot", column=column)
 
@@ -98,28 +100,14 @@ def _histogram_lines(
         shares = histogram.sel(condition=name).transpose("prompt", "bin")
         interval = mean_over_prompts(result, shares)
 
-        # A logarithmic axis has no place for the zeros of a band.
-        least = np.nanmin(draw.positive(interval.high)) / 10
-        low = np.repeat(interval.low.clip(least), 2)
-        high = np.repeat(interval.high.clip(least), 2)
-        draw.ribbon(figure, step_ends, low, high, colour, column=column, alpha=0.15)
-
-        figure.add_scatter(
-            x=step_ends,
-            y=np.repeat(draw.positive(interval.estimate), 2),
-            row=1,
-            col=column,
-            name=name,
-            legendgroup=name,
-            line=dict(color=colour, width=1.6),
-        )
-
-
-def _near_zero_threshold(result: Result, layer: int) -> float:
-    """The size below which an activation of a layer counts as near zero."""
-    thresholds = result.provenance["analyses"][NAME]["thresholds"]
-    by_number = {int(key): value for key, value in thresholds.items()}  # text in a stored result
-    return float(by_number[layer])
+        # A logarithmic axis has no place for the zeros of a band. Fewer than three prompts have no
+        # band.
+        least = 0.1 * np.min(interval.high, where=interval.high > 0, initial=1.0)
+        low = interval.low.clip(least)
+        high = interval.high.clip(least)
+        bins = [draw.positive(interval.estimate), low, high]
+        steps = Interval(*np.repeat(bins, 2, axis=1))
+        draw.line_and_band(figure, step_ends, steps, name, colour, column=column)
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -186,27 +174,16 @@ def near_zero_by_class(
         layer: The layer, from 0.
 
     Raises:
-        OptionError: There is no such layer or condition, or no condition besides the baseline.
+        OptionError: There is no such layer or condition, no condition besides the baseline, or no
+            class of token in three prompts.
     """
     results, names = _checked_results(results, conditions, layer)
     names = [BASELINE, *names]
     figure = _panel_of_each_model(results, shared_yaxes=True)
     sentences = []
     for column, result in enumerate(results, 1):
-        shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
-
-        # Every condition shows the same prompts. A class that too few of them have is left out.
-        has_class = shares.notnull().all("condition")
-        counts = has_class.sum("prompt")
-        counts = counts[counts >= FEWEST]
+        counts, intervals = _shares_by_class(result, names, layer)
         classes = counts.token_class.values
-        shares = shares.where(has_class).sel(token_class=classes)
-
-        intervals = {}  # by condition, of the classes
-        for name in names:
-            condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
-            intervals[name] = mean_over_prompts(result, condition_shares)
-
         apart = 0.8 / len(names)
         series = intervals.items()
         draw.side_by_side(
@@ -214,11 +191,14 @@ def near_zero_by_class(
         )
 
         labels = [
-            f"{token_class}<br>n = {count}"
-            for token_class, count in zip(classes, counts.values, strict=True)
+            f"{token_class}<br>n = {count}" for token_class, count in counts.to_series().items()
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
-        sentences.append(model_sentence(result, _class_phrases(classes, intervals)))
+        phrases = [
+            f"{name}: {', '.join(_interval_phrases(classes, interval))}"
+            for name, interval in intervals.items()
+        ]
+        sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = (
@@ -229,16 +209,40 @@ def near_zero_by_class(
     return says(figure, "Near-zero share.", *sentences)
 
 
-def _class_phrases(classes: Sequence[str], intervals: Mapping[str, Interval]) -> list[str]:
-    """The share of each class in every condition."""
-    phrases = []
-    for number, token_class in enumerate(classes):
-        shares = []
-        for name, ends in intervals.items():
-            class_interval = Interval(*np.transpose(ends)[number])
-            shares.append(f"{name} {number_words(class_interval)}")
-        phrases.append(f"{token_class}: {', '.join(shares)}")
-    return phrases
+def _shares_by_class(
+    result: Result, names: Sequence[str], layer: int
+) -> tuple[xr.DataArray, dict[str, Interval]]:
+    """The near-zero share of each class of token.
+
+    Every condition shows the same prompts, and a class that too few of them have is left out.
+
+    Returns:
+        The number of prompts [token_class], and by condition the shares of these classes.
+    """
+    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
+    has_class = shares.notnull().all("condition")
+    counts = has_class.sum("prompt")
+    counts = counts[counts >= FEWEST]
+    if not counts.size:
+        raise OptionError(
+            f"no class of token is in the questions of {FEWEST} prompts of {model_caption(result)};"
+            " run more prompts"
+        )
+
+    shares = shares.where(has_class).sel(token_class=counts.token_class)
+    intervals = {}
+    for name in names:
+        condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
+        intervals[name] = mean_over_prompts(result, condition_shares)
+    return counts, intervals
+
+
+def _interval_phrases(names: Sequence[str], interval: Interval) -> list[str]:
+    """Each name with its number, from an interval of arrays [name]."""
+    return [
+        f"{name} {number_words(Interval(*ends))}"
+        for name, ends in zip(names, np.transpose(interval), strict=True)
+    ]
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -270,15 +274,12 @@ def agreement(
     series = []
     sentences = []
     for result in results:
-        result.condition(condition)
+        result.condition(condition)  # refuses the baseline
         table = result.agreement(condition, controls[0], controls=controls[1:])
         layer_rows = table[table.layer == layer]
-        series.append((model_caption(result), interval_of(layer_rows, "cosine")))
-
-        phrases = []
-        for name, (_, row) in zip(controls, layer_rows.iterrows(), strict=True):
-            phrases.append(f"{name} {number_words(interval_of(row, 'cosine'))}")
-        sentences.append(model_sentence(result, phrases))
+        cosines = interval_of(layer_rows, "cosine")
+        series.append((model_caption(result), cosines))
+        sentences.append(model_sentence(result, _interval_phrases(controls, cosines)))
 
     draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINT_STYLE)
     draw.rule(figure, y=0)
@@ -305,8 +306,9 @@ def _checked_results(
     have.
     """
     result_list = several(results)
-    candidates = dict.fromkeys(conditions or result_list[0].conditions)
-    names = [name for name in candidates if name != BASELINE]
+    if conditions is None:
+        conditions = result_list[0].conditions
+    names = [name for name in dict.fromkeys(conditions) if name != BASELINE]
     if not names:
         example = result_list[0].condition()  # refuses a result of the baseline alone
         raise OptionError(

@@ -97,10 +97,10 @@ def _accuracy_by_condition(
         (model, _percents(table, "condition", names, "accuracy")) for model, table in tables.items()
     ]
     draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
-    for (_, (accuracies, _, _)), colour in zip(series, cycle(COLOURS)):
-        baseline = accuracies.get(BASELINE, np.nan)
-        if np.isfinite(baseline):
-            draw.rule(figure, y=baseline, colour=colour, dash="dot")
+    for table, colour in zip(tables.values(), cycle(COLOURS)):
+        baselines = table.accuracy[table.condition == BASELINE]
+        for accuracy_before in baselines.dropna():  # one at most
+            draw.rule(figure, y=100 * accuracy_before, colour=colour, dash="dot")
 
 
 @declare("evaluation")
@@ -281,13 +281,12 @@ def dose_curves(
     figure.add_traces(upper.data, rows=1, cols=1)
     figure.add_traces(lower.data, rows=2, cols=1)
     draw.rule(figure, y=0, row=2, column=1)
-    figure.update_xaxes(title_text=lower.layout.xaxis.title.text, row=2, col=1)
+    figure.update_xaxes(title_text=option_words(over), row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
 
     note = "bars: 95 %, over problems above, over prompts below"
-    nulls = [str(trace.name).partition(",")[0] for trace in lower.data if trace.line.dash == "dot"]
-    if nulls:
-        note += f"; dotted: {nulls[0]}"
+    if any(trace.line.dash == "dot" for trace in lower.data):
+        note += "; dotted: the null"
 
     heading = f"{model_caption(result)}: answers and attention by {over}"
     draw.title_above_legend(figure, heading, note, 640, top=150)

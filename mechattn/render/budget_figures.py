@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.budget_table import (
-    CAUSES,
     NAME,
     budget_table,
     busiest_layer,
@@ -60,8 +60,26 @@ CAUSE_WORDS = {
     "mass": "attention taken",
     "hidden states": "hidden states",
 }
+# What distinguishes conditions where colours say who receives attention, or why.
+_SYMBOLS = (
+    "circle",
+    "diamond-open",
+    "square",
+    "triangle-up-open",
+    "cross",
+    "x-open",
+    "star",
+    "pentagon-open",
+)
+_TITLE_LETTERS = 70  # that fit above all panels of a row
 _HOVER = "%{y:.2f} [%{customdata[0]:.2f}, %{customdata[1]:.2f}]<extra></extra>"
 _LOWER_LEGEND = "legend2"  # of the panels below
+_OWN_ATTENTION = {
+    "more": "more to itself than without insertion",
+    "less": "less to itself than without insertion",
+    "similar": "about as much to itself as without insertion",
+    "unknown": "to itself as follows, compared with no insertion",  # fewer than three prompts
+}
 _SENTENCES = {
     "taken": (
         "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's"
@@ -107,41 +125,54 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     names = result.conditions[1:] if conditions is None else list(conditions)
     changed = [result.condition(name) for name in names]
 
-    titles = ["without (baseline)", *(f"with {name}" for name in changed)]
-    columns = len(titles)
-    rows = 1
-    height = 380
-    if changed:
-        titles += ["mean over layers", *(f"question to itself, {name}" for name in changed)]
-        rows = 2
-        height = 660
-    figure = draw.panels(
-        titles, rows=rows, cols=columns, vertical_spacing=0.24, horizontal_spacing=0.055
-    )
-
+    figure = _panels(changed)
     for column, condition in enumerate([BASELINE, *changed], 1):
         _stack(figure, result, condition, column)
     figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
+    height = 400
     if changed:
         _changes(figure, result, changed)
+        height = 720
 
     note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
     one_cause = str(dataset.attrs.get("one_cause", ""))
     if one_cause:
         note += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    draw.title_above_legend(figure, heading, note, height, 104)
+    draw.title_above_legend(figure, heading, note, height, 140)
 
-    lower_legend = dict(orientation="h", x=0, y=0.46, yanchor="bottom", xanchor="left")
+    # Below the lower panels, with room for several rows in a narrow notebook.
+    lower_legend = dict(orientation="h", y=0, yref="container", yanchor="bottom")
     figure.update_layout(
-        barmode="relative", bargap=0.06, legend_traceorder="normal", legend2=lower_legend
+        barmode="relative",
+        bargap=0.06,
+        legend_traceorder="normal",
+        legend2=lower_legend,
+        margin_b=120,
     )
     sentences = []
     for condition in changed:
         sentences += budget_sentences(result, condition)
     return says(figure, *sentences)
+
+
+def _panels(changed: Sequence[str]) -> go.Figure:
+    """A panel for the baseline and each condition; below them those of the changes, if any."""
+    titles = ["without (baseline)", *(f"with {name}" for name in changed)]
+    columns = len(titles)
+    if changed:
+        titles += ["mean over layers", *(f"question to itself, {name}" for name in changed)]
+
+    letters = _TITLE_LETTERS // columns
+    return draw.panels(
+        ["<br>".join(wrap(title, letters)) for title in titles],
+        rows=len(titles) // columns,
+        cols=columns,
+        vertical_spacing=0.24,
+        horizontal_spacing=0.055,
+    )
 
 
 def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> None:
@@ -179,7 +210,8 @@ def _changes(figure: go.Figure, result: Result, conditions: Sequence[str]) -> No
     for column, condition in enumerate(conditions, 2):
         _causes(figure, result, condition, column)
 
-    # The panels of causes have one range, so that conditions can be compared.
+    # The panels of causes have one range, so that conditions can be compared. Where an axis refers to
+    # another, plotly's name for "yaxis7" is "y7".
     first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
     for column in range(3, len(conditions) + 2):
         figure.update_yaxes(matches=first_axis, row=2, col=column)
@@ -187,35 +219,31 @@ def _changes(figure: go.Figure, result: Result, conditions: Sequence[str]) -> No
 
 def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
     """The change of what each payer gets over all layers, one mark for each condition."""
-    # Conditions differ by symbol: above and beside, a colour says who receives, or why.
-    symbols = cycle(("circle", "diamond-open", "square", "triangle-up-open"))
-    apart = 0.22
+    apart = 0.8 / len(conditions)
     middle = (len(conditions) - 1) / 2
-    for number, (condition, symbol) in enumerate(zip(conditions, symbols)):
+    for number, (condition, symbol) in enumerate(zip(conditions, cycle(_SYMBOLS))):
         table = budget_table(result, condition)
-        places = np.arange(len(table)) + apart * (number - middle)
         draw.points(
             figure,
-            places,
+            np.arange(len(table)) + apart * (middle - number),
             interval_of(table, "change"),
             condition,
             "#444",
-            column=1,
             row=2,
+            sideways=True,  # so that the payers' names stand beside each other at any width
             legend=_LOWER_LEGEND,
             marker=dict(size=8, symbol=symbol),
             customdata=table.payer,
             meta=["payer"],
-            hovertemplate="%{customdata}: %{y:.2f}<extra></extra>",
+            hovertemplate="%{customdata}: %{x:.2f}<extra></extra>",
         )
 
-    draw.rule(figure, y=0, column=1, row=2)
+    draw.rule(figure, x=0, row=2)
 
-    names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in payers(result)]
-    figure.update_xaxes(
-        draw.named_ticks(names), title_text="", tickfont_size=10, tickmode="array", row=2, col=1
-    )
-    figure.update_yaxes(title_text="change (points)", row=2, col=1)
+    names = [PAYER_WORDS[payer] for payer in payers(result)]
+    figure.update_yaxes(draw.named_ticks(names), row=2, col=1)
+    # Not an axis of layers, as all others are.
+    figure.update_xaxes(title_text="change (points)", tick0=None, dtick=None, row=2, col=1)
 
 
 def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> None:
@@ -232,7 +260,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
             legend=_LOWER_LEGEND,
             legendgroup=cause,
             marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
-            hovertemplate=f"layer %{{x}}, {cause}: {_HOVER}",
+            hovertemplate=f"layer %{{x}}, {words[cause]}: {_HOVER}",
             row=2,
             col=column,
         )
@@ -272,8 +300,10 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
     """
     names = result.conditions[1:] if conditions is None else conditions
     words = _cause_words(result)
-    known = {cause for condition in names for cause in known_causes(result, condition)}
-    causes = [cause for cause in CAUSES if cause in known]
+    known: set[str] = set()
+    for condition in names:
+        known.update(known_causes(result, condition))
+    causes = [cause for cause in words if cause in known]
     columns = ["condition", "payer", "without", "with", "change (points of 100)"]
     columns += [f"by {words[cause]}" for cause in causes]
 
@@ -283,11 +313,11 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
             row = [
                 condition,
                 PAYER_WORDS[budget.payer],
-                _points(budget, "baseline", ".1f"),
-                _points(budget, "value", ".1f"),
-                _points(budget, "change"),
+                _point_words(budget, "baseline", ".1f"),
+                _point_words(budget, "value", ".1f"),
             ]
-            row += [_points(budget, cause) if cause in budget else "–" for cause in causes]
+            for change in ("change", *causes):
+                row.append(_point_words(budget, change) if change in budget else "–")
             rows.append(row)
 
     return PageTable("As a table: who pays, and why", columns, rows)
@@ -304,7 +334,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
     # The question's own change has a sentence of its own beside what the inserted tokens take.
     left_out = ("inserted", "question") if takes else ("inserted",)
     changes = [
-        f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
+        f"{PAYER_WORDS[payer]} {_point_words(table.loc[payer], 'change')}"
         for payer in reversed(table.index)
         if payer not in left_out
     ]
@@ -316,7 +346,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
         sentences = [
             _SENTENCES["taken"].format(
                 condition=condition,
-                inserted=_points(table.loc["inserted"], "value", ".1f"),
+                inserted=_point_words(table.loc["inserted"], "value", ".1f"),
                 most=f"{layer_budget.value['inserted']:.1f}",
                 layer=layer,
             ),
@@ -327,11 +357,11 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
 
     cause_words = _cause_words(result)
     causes = [
-        f"{cause_words[cause]} {_points(question, cause)}"
+        f"{cause_words[cause]} {_point_words(question, cause)}"
         for cause in known_causes(result, condition)
     ]
     if causes:
-        total = _points(question, "change")
+        total = _point_words(question, "change")
         sentences.append(_SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
 
     return sentences
@@ -348,22 +378,22 @@ def own_attention_words(result: Result, condition: str) -> str:
     change = budget_table(result, condition).set_index("payer").loc["question"]
     layer_budget = budget_table(result, condition, layer).set_index("payer").loc["question"]
 
-    amount = "about as much to itself as"
-    if np.isnan(change.change_low):  # fewer than three prompts
-        amount = "to itself, compared with"
+    amount = "similar"
+    if np.isnan(change.change_low):
+        amount = "unknown"
     elif change.change_low > 0:
-        amount = "more to itself than"
+        amount = "more"
     elif change.change_high < 0:
-        amount = "less to itself than"
+        amount = "less"
 
     return (
-        f"{amount} without insertion: {_points(change, 'change')} of 100 points over all"
-        f" layers, and {_points(layer_budget, 'change')} in layer {layer}, the largest"
-        f" change of {len(layers)} layers"
+        f"{_OWN_ATTENTION[amount]}: {_point_words(change, 'change')} of 100 points over all layers,"
+        f" and {_point_words(layer_budget, 'change')} in layer {layer}, the largest change of"
+        f" {len(layers)} layers"
     )
 
 
-def _points(budget: pd.Series, name: str, form: str = "+.1f") -> str:
+def _point_words(budget: pd.Series, name: str, form: str = "+.1f") -> str:
     """A number of points with its interval, which fewer than three prompts lack; with its sign by
     default, as most are changes."""
     return number_words(interval_of(budget, name), form)

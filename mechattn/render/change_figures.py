@@ -143,8 +143,8 @@ def _map_small_print(
         f"n = {count}",
         against,
     ]
-    if about["smallest_q"] >= 0.05:
-        phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_q']:.2g})")
+    if about["smallest_p"] >= 0.05:  # q is never smaller
+        phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_p']:.2g})")
     if about["left_out"]:
         phrases.append(f"{len(about['left_out'])} heads left out (no ratio)")
     return "; ".join(phrases)

@@ -22,8 +22,9 @@ _ARC_POINTS = 9
 _HEAD_OR_MLP = re.compile(r"L(\d+)(?:H(\d+)|MLP)")
 _WIDEST = 7.0  # pixels, of the edge with the largest score
 _BESIDE_THE_AXES = re.compile(r"L\d+H?|embedding|logits")  # of a node's name, what an axis says
-# Where an edge enters a head, so that its three inputs are told apart.
-_SHIFT_OF_INPUT = {"q": -0.15, "v": 0.15}
+# Where an edge enters a head, so that its three inputs are told apart; of the figure's width, as
+# the circle of a head is as large in any model.
+_SHIFT_OF_INPUT = {"q": -0.01, "v": 0.01}
 
 
 @declare("circuit")
@@ -49,7 +50,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     # An edge to keys or values that heads share is drawn to each of these heads that writes.
     drawn = {*table.writer, "logits"}
     read_by = {
-        reader: [node for node in circuit.graph.read_by(reader) if node in drawn]
+        reader: [node for node in circuit.graph.nodes_after[reader] if node in drawn]
         for reader in table.reader
     }
     nodes = sorted({*table.writer, *chain.from_iterable(read_by.values())})
@@ -62,28 +63,24 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     largest = table.effect.abs().max()
     for _, edge in table[::-1].iterrows():  # the largest on top
         for node in read_by[edge.reader]:
-            _arc(figure, edge, places[edge.writer], places[node], largest)
+            _arc(figure, edge, places[edge.writer], places[node], largest, heads)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
     ticks = ["embedding", *map(str, layers), "logits"]
     figure.update_xaxes(
         title_text="head", tickvals=list(range(heads)), showgrid=False, zeroline=False
     )
-    figure.update_yaxes(
-        title_text="layer",
-        tickvals=list(range(-1, len(layers) + 1)),
-        ticktext=ticks,
-        showgrid=False,
-    )
+    figure.update_yaxes(draw.named_ticks(ticks), title_text="layer", showgrid=False)
 
     carried = _faithfulness_words(circuit, size, q)
     edges = int(circuit.graph.exists.sum())
-    note = "{metric}; {kept} of {edges} edges, {method}; ranked on {ranked_on}. {carried}".format(
-        **circuit.about, kept=len(table), edges=edges, carried=carried
+    about = circuit.about
+    note = (
+        f"{about['metric']}; {len(table)} of {edges} edges, {about['method']}; ranked on"
+        f" {about['ranked_on']}. {carried}"
     )
-    draw.title_above_legend(
-        figure, f"{circuit.about['model']}: circuit", note, 200 + 80 * len(ticks), top=110
-    )
+    heading = f"{about['model']}: circuit"
+    draw.title_above_legend(figure, heading, note, 200 + 80 * len(ticks), top=110)
     return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
 
 
@@ -101,9 +98,10 @@ def _legend_of_edges(figure: go.Figure) -> None:
 
 def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
     """A circle for each node, with what the axes do not say of its name."""
+    across, heights = np.reshape(list(places.values()), (-1, 2)).T
     figure.add_scatter(
-        x=[across for across, _ in places.values()],
-        y=[height for _, height in places.values()],
+        x=across,
+        y=heights,
         mode="markers+text",
         text=[_BESIDE_THE_AXES.sub("", node) for node in places],
         hovertext=list(places),
@@ -126,13 +124,17 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
     faithful = measured.iloc[0]
     interval = "(without an interval, as that of the whole effect holds 0)"
     if np.isfinite(faithful.low):
-        interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
-
-    random_share = round(faithful.random, 2) + 0.0  # not "-0%"
+        interval = f"[{_share_words(faithful.low)}, {_share_words(faithful.high)}]"
     return (
-        f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval}"
-        f" of the effect, as many random ones {random_share:.0%}."
+        f"On the other half, the first {edges} edges carry"
+        f" {_share_words(faithful.faithfulness)} {interval} of the effect, as many random ones"
+        f" {_share_words(faithful.random)}."
     )
+
+
+def _share_words(share: float) -> str:
+    """A share in whole percent, which may be negative."""
+    return in_digits(round(share, 2), ".0%")
 
 
 def _arc(
@@ -141,6 +143,7 @@ def _arc(
     start: tuple[float, float],
     end: tuple[float, float],
     largest: float,
+    heads: int,
 ) -> None:
     """Draw an edge; into a head it goes where that reads queries, keys or values.
 
@@ -150,11 +153,12 @@ def _arc(
         start: Where the writer is, across and up.
         end: Where the reader is.
         largest: The largest score of the circuit, whose edge is the widest.
+        heads: The heads of a layer, which are the figure's width.
     """
     _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
-    x1 += _SHIFT_OF_INPUT.get(reader_input, 0.0)
+    x1 += heads * _SHIFT_OF_INPUT.get(reader_input, 0.0)
 
     # Half a sine to the side, so that edges over several layers do not hide each other.
     fraction = np.linspace(0, 1, _ARC_POINTS)
@@ -186,16 +190,17 @@ def _arc(
 
 
 def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
-    """Where a node is drawn; layers count upwards, the MLPs are on the right."""
+    """Where a node is drawn: the embedding at height 0, the layers above it in their order, each
+    with its MLP on the right, and the logits at the top."""
     middle = (heads - 1) / 2
     if name == "embedding":
-        return middle, -1
+        return middle, 0
     if name == "logits":
-        return middle, len(layers)
+        return middle, len(layers) + 1
 
     match = _HEAD_OR_MLP.match(name)
     assert match is not None  # every other node is a head or an MLP
-    height = layers.index(int(match[1]))
+    height = layers.index(int(match[1])) + 1
     if match[2]:
         return float(match[2]), height
     return heads + 0.3, height + 0.5

@@ -8,15 +8,7 @@ import plotly.graph_objects as go
 
 from mechattn.analysis.updates import BEFORE_NORM
 from mechattn.axes import BASELINE
-from mechattn.contrast.focus_and_impact import (
-    EARLY_LAYERS,
-    NEARLY_ALL,
-    STRONGEST_ABOVE,
-    impact_within,
-)
-from mechattn.contrast.focus_and_impact import (
-    focus_and_impact as table_of,
-)
+from mechattn.contrast import focus_and_impact as impact
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
@@ -24,7 +16,13 @@ from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-CLAIM = "“when attention focuses on the first token, that head has no impact”"
+# Bounds of the attention to the first token, and how a sentence tells them.
+_RANGES = (
+    (0.0, impact.STRONGEST_ABOVE, "at most half"),
+    (impact.STRONGEST_ABOVE, 1.0, "more than half"),
+    (impact.NEARLY_ALL, 1.0, f"more than {impact.NEARLY_ALL:.2f}"),
+)
+_CLAIM = "“when attention focuses on the first token, that head has no impact”"
 _HOVER = (
     "attention to the first token %{customdata[0]}: mean %{y:.2f} [%{customdata[1]:.2f}, "
     "%{customdata[2]:.2f}], median %{customdata[3]:.2f}, quartiles %{customdata[4]:.2f} and "
@@ -56,10 +54,10 @@ def focus_and_impact(
     Source:
         The claim in the title is that of R. Claus, "Attention Focus Plots".
     """
-    table = table_of(result, condition, segment)
-    groups = [(words, rows) for words, rows in table.groupby("layers", sort=False)]
+    table = impact.focus_and_impact(result, condition, segment)
+    titles = table.layers.unique().tolist()
     figure = draw.panels(
-        [str(words) for words, _ in groups],
+        titles,
         rows=2,
         row_heights=[0.76, 0.24],
         vertical_spacing=0.05,
@@ -69,7 +67,8 @@ def focus_and_impact(
     )
 
     colour = WITHOUT if condition == BASELINE else WITH
-    for column, (_, rows) in enumerate(groups, 1):
+    for column, title in enumerate(titles, 1):
+        rows = table[table.layers == title]
         _impact(figure, rows, colour, column)
         draw.rule(figure, y=1, column=column)
         draw.rule(figure, y=0, dash="dot", width=1.5, column=column)
@@ -78,10 +77,10 @@ def focus_and_impact(
     figure.update_yaxes(title_text="update / mean<br>of the layer", row=1, col=1)
     figure.update_yaxes(title_text="% of<br>queries", row=2, col=1)
     figure.update_yaxes(rangemode="tozero")
-    middle = (len(groups) + 1) // 2
+    middle = (len(titles) + 1) // 2
     figure.update_xaxes(title_text="attention of the query to the first token", row=2, col=middle)
     note = (
-        f"the claim: {CLAIM} (dotted). {condition}, {segment} queries, n = {count_words(result)}; "
+        f"the claim: {_CLAIM} (dotted). {condition}, {segment} queries, n = {count_words(result)}; "
         "line and band: median and quartiles; points: means, 95 % intervals"
     )
     if f"magnitude{BEFORE_NORM}" in result["head_updates"]:
@@ -114,8 +113,8 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
         hoverinfo="skip",
     )
 
-    numbers = rows[["low", "high", "median", "quartile_low", "quartile_high"]]
-    hover = np.column_stack([words, numbers.to_numpy(dtype=object)])
+    hovered = ["low", "high", "median", "quartile_low", "quartile_high"]
+    customdata = np.column_stack([words, rows[hovered].to_numpy(dtype=object)])
     draw.points(
         figure,
         place,
@@ -123,8 +122,8 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
         "mean",
         colour,
         column,
-        customdata=hover,
-        meta=["bin", "low", "high", "median", "quartile_low", "quartile_high"],
+        customdata=customdata,
+        meta=["bin", *hovered],
         hovertemplate=_HOVER,
     )
 
@@ -145,26 +144,20 @@ def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> Non
     figure.update_xaxes(draw.named_ticks(words), tickangle=-90, row=2, col=column)
 
 
-_RANGES = (
-    (0.0, STRONGEST_ABOVE, "at most half"),
-    (STRONGEST_ABOVE, 1.0, "more than half"),
-    (NEARLY_ALL, 1.0, f"more than {NEARLY_ALL:.2f}"),
-)
-
-
 def _measured_answer(result: Result, condition: str, segment: str) -> str:
     """What the claim comes to in this result, in one sentence."""
     phrases = []
     for above, up_to, words in _RANGES:
-        impact, share = impact_within(result, above, up_to, condition, segment)
-        if np.isnan(impact.estimate):
+        update_size, share = impact.impact_within(result, above, up_to, condition, segment)
+        if np.isnan(update_size.estimate):
             phrases.append(f"nowhere {words}")
             continue
-        share_words = f"{100 * share:.2g}\u00a0% of the queries"
-        phrases.append(f"{number_words(impact)} where it holds {words} ({share_words})")
+        share_words = f"{100 * share:.3g}\u00a0% of the queries"
+        phrases.append(f"{number_words(update_size)} where it holds {words} ({share_words})")
 
-    later = int(max(result["head_updates"].layer)) >= EARLY_LAYERS
-    layers = f"layers from {EARLY_LAYERS} on" if later else "all layers"
+    layers = "all layers"
+    if result["head_updates"].layer.max() >= impact.EARLY_LAYERS:
+        layers = f"layers from {impact.EARLY_LAYERS} on"
     return (
         f"Updates over the mean of their layer, by the attention that {segment} queries give to the"
         f" first token ({layers}): {'; '.join(phrases)}. No impact would be 0."

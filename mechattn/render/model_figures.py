@@ -87,7 +87,7 @@ def received_by_model(
             check_condition(result, name)
 
     null_kind = null_by_position(results, conditions, null)
-    panels = _panel_of_each_model(results, layer, heads, conditions[0])
+    panels = _heads_of_models(results, layer, heads, conditions[0])
     titles = [
         f"{model_caption(panel.result)}<br>layer {panel.layer} head {panel.head}"
         for panel in panels
@@ -116,8 +116,8 @@ def received_by_model(
     draw.title_above_legend(figure, heading, "; ".join(small_print), 450, 150)
 
     sentences = ["Change of the attention received by the question's tokens."]
-    for panel, title in zip(panels, titles, strict=True):
-        place = title.replace("<br>", ", ")
+    for panel in panels:
+        place = f"{model_caption(panel.result)}, layer {panel.layer} head {panel.head}"
         for name in conditions:
             change = change_words(panel.result, name, layer, [panel.head], panel.prompts, null_kind)
             if change:
@@ -126,7 +126,7 @@ def received_by_model(
     return says(figure, *sentences)
 
 
-def _panel_of_each_model(
+def _heads_of_models(
     results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
 ) -> list[Panel]:
     """A panel for the head of each model: the one that was named, or that changes most."""
@@ -136,7 +136,9 @@ def _panel_of_each_model(
             panels += chosen_panels(result, [layer], 1, condition, "difference")
         return panels
 
-    head_of_model = [heads] * len(results) if isinstance(heads, int) else heads
+    head_of_model = np.atleast_1d(heads).tolist()
+    if np.ndim(heads) == 0:
+        head_of_model *= len(results)
     if len(head_of_model) != len(results):
         raise OptionError(
             f"heads={heads} for {len(results)} models: give one head per model, or one for all"
@@ -175,8 +177,7 @@ def verdicts(
     names = [result.condition(condition) for result in results]
     pairs = list(zip(results, names, strict=True))
     if null is None:
-        contrasts = [Contrast(result, name, segment=segment) for result, name in pairs]
-        null = common_null(contrasts)
+        null = common_null([Contrast(result, name, segment=segment) for result, name in pairs])
 
     # Estimate, low and high end of each row, in percent.
     verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]
@@ -201,7 +202,7 @@ def verdicts(
     height = 200 + 64 * len(verdict_list)
     draw.title_above_legend(figure, heading, note, height, top=120)
 
-    row_words = _rows(results, names)
+    row_words = _words_of_rows(results, names)
     _verdict_axes(figure, row_words, low, high)
 
     sentences = []
@@ -214,9 +215,9 @@ def verdicts(
 
 def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
     """The rows in words, and room for the numbers at the outermost points."""
-    left = 0.22 if low else 0.06
-    right = 0.22 if high else 0.06
     width = high - low
+    left = 0.22 if low < 0 else 0.06
+    right = 0.22 if high > 0 else 0.06
     figure.update_xaxes(
         nticks=5,
         title_text="change of attention<br>received (%)",
@@ -268,7 +269,7 @@ def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift
         )
 
 
-def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
+def _words_of_rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     """What each row is: its model, its condition where they differ, and a number where that is not
     enough.
     """

@@ -18,11 +18,11 @@ from mechattn.results.result import head_name
 if TYPE_CHECKING:
     from mechattn.patching.effects import Patching
 
-# What a map shows of a cell besides its effect.
+# What a map shows of a cell besides its effect: templates of plotly's, with the column's number.
 _HOVERED = {
-    "share": "; %{NUMBER:.1%} of the whole effect",
-    "random": "<br>random direction %{NUMBER:.3g}",
-    "other_prompt": "<br>from another prompt %{NUMBER:.3g}",
+    "share": "; %{{customdata[{number}]:.1%}} of the whole effect",
+    "random": "<br>random direction %{{customdata[{number}]:.3g}}",
+    "other_prompt": "<br>from another prompt %{{customdata[{number}]:.3g}}",
 }
 _CONTROL_MARK: dict[str, Any] = dict(size=7, line_width=1.6)
 
@@ -32,8 +32,8 @@ def patching_map(patching: Patching) -> go.Figure:
     """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05
     (over the map) and at least a twentieth of the largest.
 
-    Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are
-    empty.
+    Orange means that the answer's metric rose, blue that it fell. Rows and columns are the layers
+    and heads that were patched; a cell that was not is empty.
 
     Args:
         patching: The result of ``patch``.
@@ -55,14 +55,16 @@ def patching_map(patching: Patching) -> go.Figure:
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
-    for column, form in _HOVERED.items():
+    for column, template in _HOVERED.items():
         if column in table:
-            hover += form.replace("NUMBER", f"customdata[{len(hovered)}]")
+            hover += template.format(number=len(hovered))
             hovered[column] = column
 
     figure = draw.head_map(
         table, "effect", q_column, hovered, hover, "effect", _effect_on(patching), across
     )
+    # On an axis of numbers cells grow into the place of layers and heads that were not patched.
+    figure.update_layout(xaxis_type="category", yaxis_type="category")
     note = f"{patching.about['metric']}; {_run_words(patching)}"
     heading = f"{patching.about['model']}: patching effect by {across}"
     draw.title_above_legend(figure, heading, note, draw.map_height(table), top=110)
@@ -148,7 +150,7 @@ def _effect_points(
     rows = np.arange(len(table))
     for words, mask, fill in (
         (f"effect: differs {compared} (q < 0.05)", differs, WITH),
-        ("effect: does not", ~differs, "white"),
+        ("effect: does not differ", ~differs, "white"),
     ):
         outline = dict(color=WITH, width=1.6)
         draw.points(
@@ -255,4 +257,4 @@ def _run_words(patching: Patching) -> str:
 
 def _effect_on(patching: Patching) -> str:
     """The words on an axis of effects, which are changes of the metric."""
-    return f"effect on the {patching.about['metric'].removeprefix('a ')}"
+    return f"effect ({patching.about['metric']})"

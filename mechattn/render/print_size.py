@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from concurrent import futures
 from html import unescape
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 from threading import Thread
-from typing import Any, Literal
+from typing import Literal
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -21,7 +22,7 @@ Column = Literal["single", "double"]
 _MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
 _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _PAGE_HEIGHT = 235 / 25.4 * _PIXELS  # the height of the text on a page
-_LETTER_SIZE = 8 / 72 * _PIXELS  # of letters: 8 points, in pixels
+_LETTER_SIZE = 8 / 72 * _PIXELS  # 8 points, in pixels
 _LINE_HEIGHT = 1.45 * _LETTER_SIZE
 _LETTER_WIDTH = 0.58 * _LETTER_SIZE  # the mean width of a letter
 _HEIGHT_IN_PRINT = 0.75  # a figure's height in print, of that on a screen
@@ -66,8 +67,10 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
         title_lines = max(title_lines, note.text.count("<br>") + 1)
 
     rows = len({axis.domain for axis in paper.select_yaxes()})
-    paper.for_each_xaxis(lambda axis: _wrap_title(axis, width / side_by_side))
-    paper.for_each_yaxis(lambda axis: _wrap_title(axis, 0.7 * height / rows))
+    for axis in paper.select_xaxes():
+        axis.title.text = _wrapped(axis.title.text, width / side_by_side)
+    for axis in paper.select_yaxes():
+        axis.title.text = _wrapped(axis.title.text, 0.7 * height / rows)
     paper.update_layout(
         template=_template(), width=width, height=height, margin_t=_LINE_HEIGHT * title_lines + 8
     )
@@ -113,16 +116,12 @@ def _template() -> go.layout.Template:
     return template
 
 
-def _wrap_title(axis: Any, width: float) -> None:
-    """Give an axis a title that fits along it."""
-    axis.title.text = _wrapped(axis.title.text or "", width)
-
-
-def _wrapped(text: str, width: float) -> str:
-    """The text in lines that fit into a width in pixels, besides those that it has."""
+def _wrapped(text: str | None, width: float) -> str:
+    """A title in lines that fit into a width in pixels, besides those that it has; "" if there is
+    none."""
     letters = max(8, int(width / _LETTER_WIDTH))
     lines = []
-    for line in text.split("<br>"):
+    for line in (text or "").split("<br>"):
         lines += wrap(line, letters, break_long_words=False)
     return "<br>".join(lines)
 
@@ -141,7 +140,7 @@ def caption(figure: go.Figure) -> str:
 
 
 def without_markup(text: str) -> str:
-    """The text without markup."""
+    """A text of a figure without plotly's tags, and with its entities as the letters they are."""
     return unescape(re.sub("<[^>]*>", " ", text))
 
 
@@ -162,10 +161,8 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
     if path.suffix not in _FORMATS:
         raise OptionError(f'"{path.name}" should end with {", ".join(_FORMATS)}')
     paper = for_paper(figure, column)
-    try:
-        import kaleido  # noqa: F401
-    except ImportError:
-        raise OutputError('static figures need kaleido: pip install "mechattn[images]"') from None
+    if find_spec("kaleido") is None:
+        raise OutputError('static figures need kaleido: pip install "mechattn[images]"')
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

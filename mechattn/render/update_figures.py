@@ -12,7 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 import xarray as xr
 
-from mechattn.analysis.updates import BEFORE_NORM
+from mechattn.analysis.updates import BEFORE_NORM, TopTargetUpdates
 from mechattn.axes import BASELINE
 from mechattn.contrast.means import summed
 from mechattn.contrast.quantities import check_condition
@@ -77,7 +77,7 @@ def update_histogram(
 
     bin_axis = f"{quantity}_bin"
     totals = counts.sum(bin_axis)
-    shares = counts.isel({bin_axis: bins.drawn}) / totals.where(totals > 0)
+    shares = counts.isel({bin_axis: bins.drawn}) / totals.clip(1)  # an empty head has no share
     figure = _heatmaps(
         shares.transpose("layer", "head", ...),
         bins.middles,
@@ -114,11 +114,6 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     counts = summed(result, updates["joint_counts"])
     magnitudes = _magnitude_bins(counts)
     orientations = _orientation_bins(counts)
-    cell_words = [
-        [f"magnitude {magnitude}, orientation {orientation}" for magnitude in magnitudes.words]
-        for orientation in orientations.words
-    ]
-
     totals = counts.sum(["magnitude_bin", "orientation_bin"])
     shares = counts / totals.clip(1)
     shares = shares.isel(magnitude_bin=magnitudes.drawn, orientation_bin=orientations.drawn)
@@ -126,9 +121,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         shares.transpose("layer", "orientation_bin", "magnitude_bin"),
         magnitudes.middles,
         orientations.middles,
-        cell_words,
+        np.dstack(np.meshgrid(magnitudes.words, orientations.words)),
         "% of<br>updates",
-        ": %{customdata}: %{z:.2f} %",
+        ": magnitude %{customdata[0]}, orientation %{customdata[1]}: %{z:.2f} %",
     )
 
     head_count = int(result.provenance["model"]["heads"])
@@ -144,7 +139,7 @@ def _heatmaps(
     shares: xr.DataArray,
     x: np.ndarray,
     y: np.ndarray,
-    cell_words: Sequence[Sequence[str]],
+    cell_words: np.ndarray | Sequence[Sequence[str]],
     bar_title: str,
     hover: str,
 ) -> go.Figure:
@@ -154,7 +149,7 @@ def _heatmaps(
         shares: Shares of updates [layer, y, x], from 0 to 1.
         x: The middles of the bins across.
         y: The middles of the bins upwards, or the heads.
-        cell_words: Each bin in words [y, x].
+        cell_words: Each bin in words [y, x], or in several [y, x, word].
         bar_title: The title of the colours.
         hover: What is said of a cell after its layer, as a template of plotly's.
     """
@@ -197,7 +192,7 @@ def update_by_position(
     updates = _updates(result, condition, reading)
     if "magnitude_at" not in updates:
         raise OptionError(
-            "the updates of single tokens were not kept: measure HeadUpdates(per_query=True)"
+            "the updates of single tokens were not kept: measure them with per_query=True"
         )
 
     prompts = result["sequences"].sizes["prompt"]
@@ -240,7 +235,7 @@ def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
     check_choice(READINGS, reading=reading)
     check_condition(result, condition)
     dataset = result[READINGS[reading]].sel(condition=condition)
-    names = {name: str(name).removeprefix("top_target_") for name in dataset}
+    names = {name: str(name).removeprefix(TopTargetUpdates.prefix) for name in dataset}
     return dataset.rename(names).assign_attrs(reading=reading)
 
 
@@ -316,8 +311,9 @@ def _reach(figure: go.Figure, axis: str, null: float) -> list[float]:
         null: The value under the null, which is on the axis too.
     """
     ends = [null]
+    other_axis = {"x": 0, "y": 1}[axis]  # of z, which is [y, x]
     for trace in figure.data:
-        is_filled = np.isfinite(trace.z).any(0 if axis == "x" else 1)
+        is_filled = np.isfinite(trace.z).any(other_axis)
         ends += trace[axis][is_filled].tolist()
 
     bins = figure.data[0][axis]

@@ -83,9 +83,9 @@ def model_caption(result: Result) -> str:
     details = [parameters]
     if str(model["name"]).startswith("toy:"):
         details.insert(0, "toy")
-    storage = model.get("gguf", {}).get("words", "")
-    if storage:  # empty if the file is not quantised
-        details.append(storage)
+    bits = model.get("gguf", {}).get("quantised_bits")
+    if bits:
+        details.append(f"{'- and '.join(map(str, bits))}-bit weights, dequantised")
     return f"{model['name']} ({', '.join(details)})"
 
 
@@ -222,9 +222,9 @@ def change_beside_null(change: Interval, null_change: Interval | None, null_kind
 
 
 def band_words(result: Result) -> str:
-    """What follows "bands" at positions if prompts have groups, which these ignore: they are from
-    moments over prompts."""
-    if units_of(result).of is None:
+    """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
+    units = units_of(result)
+    if units.group_of_prompt is None:
         return ""
     return ", which treat prompts as independent"
 

@@ -102,9 +102,10 @@ def lazy_bytes(result: Any) -> int:
 
 def lazy_sources(result: Any) -> set[str]:
     """Where a result's arrays are read from that are not in memory."""
-    return {
-        place for variable in lazy_variables(result) for place in variable.encoding.get(SOURCES, ())
-    }
+    sources: set[str] = set()
+    for variable in lazy_variables(result):
+        sources |= variable.encoding.get(SOURCES, set())
+    return sources
 
 
 def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
@@ -115,16 +116,17 @@ def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
         for label in sorted(dataset.variables, key=str):
             variable = dataset.variables[label]
             is_text = variable.dtype.kind in TEXT_KINDS
-            dtype = "text" if is_text else variable.dtype.newbyteorder("<").str
-            attributes = plain_attributes(variable.attrs)
-            description = [name, str(label), variable.dims, variable.shape, dtype, attributes]
+            dtype = "text"
+            if not is_text:
+                dtype = variable.dtype.newbyteorder("<").str
+            description = [name, str(label), variable.dims, variable.shape, dtype, variable.attrs]
             hasher.update(_json(description))
             if is_text:
                 hasher.update(_json([str(text) for text in variable.values.flat]))
                 continue
             for block in blocks_of(variable):
                 hasher.update(canonical(block).data)
-        hasher.update(_json([name, plain_attributes(dataset.attrs)]))
+        hasher.update(_json([name, dataset.attrs]))
 
     return hasher.hexdigest()
 
@@ -166,13 +168,6 @@ def names_of_means(dataset: xr.Dataset) -> list[str]:
     return [name for name in names if f"{name}_n" in dataset and f"{name}_variance" in dataset]
 
 
-def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
-    """Attributes as plain numbers, texts and lists."""
-    return {
-        str(name): value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-        for name, value in attributes.items()
-    }
-
-
 def _json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
+    """As JSON, with the numbers of numpy, and its arrays, as plain ones."""
+    return json.dumps(value, sort_keys=True, default=lambda numbers: numbers.tolist()).encode()

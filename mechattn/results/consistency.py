@@ -19,13 +19,13 @@ Count = Annotated[int, Field(ge=0)]
 OneOrMore = str | list[str]  # several, of a merged result
 
 
-class _Entry(BaseModel):
-    """A part of the provenance; other entries may be there."""
+class Entry(BaseModel):
+    """A part of what a file says, of the declared types; other entries may be there."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
-class _Model(_Entry):
+class _Model(Entry):
     name: str
     architecture: str
     parameters: Count
@@ -36,12 +36,12 @@ class _Model(_Entry):
     verified: bool
 
 
-class _Prompts(_Entry):
+class _Prompts(Entry):
     count: Count
     hash: str
 
 
-class _KindAndOptions(_Entry):
+class _KindAndOptions(Entry):
     kind: str
     options: dict[str, Any]
 
@@ -54,7 +54,7 @@ class _Condition(_KindAndOptions):
     written: str
 
 
-class _Versions(_Entry):
+class _Versions(Entry):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, OneOrMore]
     mechattn: str
@@ -62,7 +62,7 @@ class _Versions(_Entry):
     torch: str
 
 
-class _Provenance(_Entry):
+class _Provenance(Entry):
     model: _Model
     prompts: _Prompts
     conditions: dict[str, _Condition]

@@ -386,7 +386,7 @@ class ForwardingMethods:
         """Save to "….zarr", completely or not at all.
 
         Raises:
-            OutputError: The place cannot be written, is full, or contains something that mechattn
+            OutputError: The path cannot be written, is full, or contains something that mechattn
                 did not write; the result is a selection without some conditions, layers or
                 segments; or it cannot be read back. What was there before is kept.
         """

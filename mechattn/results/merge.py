@@ -21,7 +21,7 @@ from mechattn.results.arrays import (
     names_of_means,
 )
 from mechattn.results.provenance import added_hash
-from mechattn.results.result import Result
+from mechattn.results.result import Result, plain_provenance
 from mechattn.stats.intervals import Moments
 
 POSITION_DIMS = ("pos", "key", "original_key")  # as long as the longest prompt
@@ -62,12 +62,16 @@ def merge_results(results: Sequence[Result]) -> Result:
     if len(results) == 1:
         return results[0]
 
-    results = sorted(results, key=lambda result: _places_and_ids(result)[0])  # by first prompt
-    provenance = reduce(_merged_entries, map(_plain_provenance, results))
-    reduce(_merged_entries, map(_layout, results))  # refuses datasets that differ
+    results = sorted(results, key=_places_and_ids)  # as merging must not depend on their order
+    provenance = plain_provenance(results[0])
+    layout = _layout(results[0])
+    prompts = _places_and_ids(results[0])
+    for result in results[1:]:
+        provenance = _merged_entries(provenance, plain_provenance(result))
+        _merged_entries(layout, _layout(result))  # refuses datasets that differ
+        prompts += _places_and_ids(result)
 
-    places_and_ids = [entry for result in results for entry in _places_and_ids(result)]
-    ids = pd.Index([prompt_id for _, prompt_id in places_and_ids])
+    ids = pd.Index([prompt_id for _, prompt_id in prompts])
     if ids.has_duplicates:
         repeated = ids[ids.duplicated()].unique()
         raise OptionError(
@@ -76,8 +80,7 @@ def merge_results(results: Sequence[Result]) -> Result:
         )
 
     # Of each prompt of the whole run, its index when the results are put one after the other.
-    indices = range(len(places_and_ids))
-    order = np.array(sorted(indices, key=lambda index: places_and_ids[index]))
+    order = np.array(sorted(range(len(prompts)), key=lambda index: prompts[index]))
     datasets = {}
     for name in results[0]:
         datasets[name] = _merged([result[name] for result in results], order)
@@ -90,7 +93,7 @@ def check_same_run(result: Result, other: Result) -> None:
     Raises:
         OptionError: They don't belong together; the message says what differs.
     """
-    _merged_entries(_plain_provenance(result), _plain_provenance(other))
+    _merged_entries(plain_provenance(result), plain_provenance(other))
     _merged_entries(_layout(result), _layout(other))
 
 
@@ -123,9 +126,10 @@ def _layout(result: Result) -> dict[str, Any]:
     for name, dataset in result.datasets.items():
         entries: dict[str, Any] = {"attributes": dataset.attrs}
         for label, values in dataset.data_vars.items():
-            # Texts and whole numbers may be of other widths.
-            dtype = str(values.dtype) if values.dtype.kind == "f" else ""
-            entries[str(label)] = {"dims": values.dims, "type": dtype, "attributes": values.attrs}
+            entry: dict[str, Any] = {"dims": values.dims, "attributes": values.attrs}
+            if values.dtype.kind == "f":  # texts and whole numbers may be of other widths
+                entry["type"] = str(values.dtype)
+            entries[str(label)] = entry
         for dim in dataset.dims:
             if dim != "prompt" and dim not in POSITION_DIMS:
                 entries[str(dim)] = dataset[dim].values.tolist()
@@ -136,10 +140,13 @@ def _layout(result: Result) -> dict[str, Any]:
 def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     """The datasets of one analysis as one, its prompts in order."""
     first = datasets[0]
-    sizes = {dim: max(dataset.sizes[dim] for dataset in datasets) for dim in first.dims}
-    arrays: dict[str, Any] = {}
+    sizes = {}
+    for dim in first.dims:
+        sizes[dim] = max(dataset.sizes[dim] for dataset in datasets)
+
+    moments: dict[str, np.ndarray] = {}
     for name in names_of_means(first):
-        arrays |= _merged_moments(datasets, name)
+        moments |= _merged_moments(datasets, name)
 
     merged = {}
     for label, values in first.data_vars.items():
@@ -150,14 +157,16 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         elif name == FIRST_PROMPT_TEXT:
             missing = sizes["pos"] - values.sizes["pos"]
             array = np.pad(values.values, [(0, 0), (0, missing)], constant_values="")
-        elif name in arrays:
-            array = arrays[name]
+        elif name in moments:
+            array = moments[name]
         else:
             raise OptionError(f"{name} has no dimension prompt, so it cannot be merged")
         sources = [variable.encoding.get(SOURCES, set()) for variable in variables]
         merged[name] = (values.dims, array, values.attrs, {SOURCES: set().union(*sources)})
 
-    ids = [str(prompt_id) for dataset in datasets for prompt_id in dataset.prompt.values]
+    ids: list[str] = []
+    for dataset in datasets:
+        ids += map(str, dataset.prompt.values)
     coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
     for dim in first.coords:
         if dim in POSITION_DIMS:
@@ -171,13 +180,17 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
 def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.ndarray]:
     """A mean over all prompts, its variance and count; those of one part at a time are in memory.
     Only the last axis differs in length."""
-    labels = (f"{name}_n", name, f"{name}_variance")
-    moments_by_part = (
-        Moments.from_statistics(*(dataset[label].values for label in labels))
-        for dataset in datasets
-    )
-    moments = reduce(Moments.merge, moments_by_part)
-    return dict(zip(labels, (moments.n, moments.known_mean, moments.variance), strict=True))
+
+    n_name = f"{name}_n"
+    variance_name = f"{name}_variance"
+
+    def moments_of(dataset: xr.Dataset) -> Moments:
+        n = dataset[n_name].values
+        variance = dataset[variance_name].values
+        return Moments.from_statistics(n, dataset[name].values, variance)
+
+    moments = reduce(Moments.merge, map(moments_of, datasets))
+    return {name: moments.known_mean, variance_name: moments.variance, n_name: moments.n}
 
 
 def _in_prompt_order(
@@ -198,11 +211,6 @@ def _in_prompt_order(
     if all(is_in_memory(variable) for variable in variables):
         return stack.read((slice(None),) * len(dims))
     return indexing.LazilyIndexedArray(stack)
-
-
-def _plain_provenance(result: Result) -> dict[str, Any]:
-    """The provenance in its stored form, where every key is a text."""
-    return dict(json.loads(json.dumps(result.provenance)))
 
 
 def _merged_entries(
@@ -267,5 +275,5 @@ COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
     "time": _span,
     "halved": lambda ours, theirs: sorted([*(ours or []), *(theirs or [])], key=json.dumps),
     "model.verified": lambda ours, theirs: bool(ours and theirs),
-    "model.not_verified": lambda ours, theirs: sorted({*(ours or []), *(theirs or [])}),
+    "model.not_verified": _distinct,
 }

@@ -73,24 +73,24 @@ def versions() -> dict[str, str]:
     return versions_by_package
 
 
-def name_of(place: str) -> str:
-    """The publishable part of a place: the last part of a path, since the rest may reveal a user
-    name."""
-    if "://" in place:
-        return without_secrets(place)
-    in_hub_cache = re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place)
+def name_of(path: str) -> str:
+    """The publishable part of a model's or a file's name: of a path, its last part, since the rest
+    may reveal a user name; of an address, all but passwords; a name on the hub as it is."""
+    if "://" in path:
+        return without_secrets(path)
+    in_hub_cache = re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", path)
     if in_hub_cache:
         owner, name = in_hub_cache.groups()
         return f"{owner}/{name}"
 
-    folders = [folder for folder in re.split(r"[/\\]", place) if folder]
-    has_drive = place[1:2] == ":"
-    is_path = place.startswith(("/", "\\", "~", ".")) or has_drive or len(folders) > 2
-    may_be_hub_name = len(folders) < 2 or not os.path.exists(place)
+    folders = [folder for folder in re.split(r"[/\\]", path) if folder]
+    has_drive = path[1:2] == ":"
+    is_path = path.startswith(("/", "\\", "~", ".")) or has_drive or len(folders) > 2
+    may_be_hub_name = len(folders) < 2 or not os.path.exists(path)
     if not is_path and may_be_hub_name:
-        return place
+        return path
     if not folders or set(folders[-1]) == {"."}:
-        return Path(place).resolve().name
+        return Path(path).resolve().name
     return folders[-1]
 
 
@@ -197,7 +197,12 @@ def matched_control(result: Result, condition: str) -> str | None:
 
 
 def identity(value: Any, within: tuple[int, ...] = ()) -> str:
-    """An analysis, a condition or an intervention as text: its class and fields, as in ``repr``."""
+    """An analysis, a condition or an intervention as text: its class and fields, as in ``repr``.
+
+    Args:
+        value: What is to be written.
+        within: The ids of the objects that contain it; one of them in itself is "…".
+    """
     if isinstance(value, PLAIN_TYPES):
         return repr(value)
     if id(value) in within:

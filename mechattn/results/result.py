@@ -4,6 +4,7 @@ It draws nothing.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,9 +14,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from mechattn import markup
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, check_choice, shown
-from mechattn.markup import table
 from mechattn.results.arrays import datasets_digest
 from mechattn.results.forwarding_methods import ForwardingMethods
 from mechattn.results.provenance import Provenance
@@ -86,8 +87,9 @@ class Result(ForwardingMethods):
                 raise OptionError(
                     f"this result has no dimension {dim!r}; it has {', '.join(sorted(dims))}"
                 )
-            keeps_dim = isinstance(label, slice) or np.ndim(label)
-            indexers[dim] = label if keeps_dim else [label]
+            if not isinstance(label, slice) and np.ndim(label) == 0:
+                label = [label]  # so that the dimension is kept
+            indexers[dim] = label
 
         datasets = {}
         for name, dataset in self.datasets.items():
@@ -197,7 +199,7 @@ class Result(ForwardingMethods):
             rows.append((f"condition {name}", condition["written"]))
         for name in self._analyses():
             rows.append((name, ", ".join(map(str, self.datasets[name]))))
-        return table(rows, "Result")
+        return markup.table(rows, "Result")
 
     def __repr__(self) -> str:
         model = self.provenance["model"]["name"]
@@ -221,6 +223,11 @@ def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
 def with_provenance(result: Result, **entries: Any) -> Result:
     """The result with these entries in its provenance."""
     return replace(result, provenance={**result.provenance, **entries})
+
+
+def plain_provenance(result: Result) -> dict[str, Any]:
+    """The provenance as it is stored, where every key is a text."""
+    return dict(json.loads(json.dumps(result.provenance)))
 
 
 def in_half_the_space(result: Result) -> Result:
@@ -300,13 +307,13 @@ def alike_words(result: Result) -> str:
         return ""
     prompts = result["sequences"].sizes["prompt"]
     counts = [likeness["prompts"] for likeness in likenesses]
-    of_what = ""
+    scope = ""
     if max(counts) > prompts:
-        of_what = "In the whole run, "
+        scope = "In the whole run, "
     elif min(counts) < prompts:
-        of_what = "In parts of it, "
+        scope = "In parts of it, "
     words = "; ".join(likeness["words"] for likeness in likenesses)
-    return f"{of_what}{words}."
+    return f"{scope}{words}."
 
 
 def head_name(layer: int, head: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from scipy import optimize, stats
 
 from mechattn.errors import OptionError, check_counts
-from mechattn.stats.intervals import check_level, t_interval, t_quantile, wilson_interval
+from mechattn.stats.intervals import t_interval, t_quantile, wilson_interval
 
 # So many units away from the edge, or differing, give half of the weight to the measured variance,
 # the rest to the prior one: the numbers with which the intervals cover 95 % in simulations
@@ -108,10 +108,12 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
 
 
 def _newcombe(first_right: int, second_right: int, both_right: int, n: int) -> tuple[float, float]:
-    """Newcombe's method 10 (Statistics in Medicine 1998): Wilson's intervals, with the correlation
-    of the answers.
+    """The interval of a difference of two shares by Newcombe's method 10: Wilson's interval of
+    each, combined with φ, the correlation of the answers.
+
+    ``low = p₁ − p₂ − √(a² − 2 φ a b + b²)``, where a is how far the first interval reaches below
+    its share and b how far the second reaches above its own; ``high`` is the other way round.
     """
-    # φ, the correlation of the answers.
     covariance: float = n * both_right - first_right * second_right
     if covariance > 0:  # the method's continuity correction
         covariance = max(covariance - n / 2, 0)
@@ -121,19 +123,20 @@ def _newcombe(first_right: int, second_right: int, both_right: int, n: int) -> t
     if margins:
         phi = covariance / np.sqrt(margins)
 
-    # The reaches of both intervals, combined as those of correlated shares.
     first_low, first_high = wilson_interval(first_right, n)
     second_low, second_high = wilson_interval(second_right, n)
     first_share = first_right / n
     second_share = second_right / n
-    low = _reach(phi, first_share - first_low, second_high - second_share)
-    high = _reach(phi, first_high - first_share, second_share - second_low)
+    reach_below = _combined_reach(phi, first_share - first_low, second_high - second_share)
+    reach_above = _combined_reach(phi, first_high - first_share, second_share - second_low)
     difference = first_share - second_share
-    return float(difference - low), float(difference + high)
+    return difference - reach_below, difference + reach_above
 
 
-def _reach(phi: float, first: float, second: float) -> float:
-    """How far the interval of a difference reaches, from the reaches of both shares."""
+def _combined_reach(phi: float, first: float, second: float) -> float:
+    """``√(a² − 2 φ a b + b²)``: how far the interval of a difference reaches, from the reaches of
+    both shares.
+    """
     squared = first**2 - 2 * phi * first * second + second**2
     return float(np.sqrt(max(squared, 0)))
 
@@ -165,7 +168,7 @@ def detectable_difference(n: int, disagreement: float) -> float:
     z_power = stats.norm.ppf(0.8)
 
     def shortfall(difference: float) -> float:
-        """Below 0 where the difference is not detected."""
+        """``n d²`` less what it has to be: below 0 where the difference is not detected."""
         share = max(disagreement, difference)
         spread = np.sqrt(max(share - difference**2, 0))
         needed = z_level * np.sqrt(share) + z_power * spread
@@ -178,10 +181,10 @@ def detectable_difference(n: int, disagreement: float) -> float:
 
 def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
     """Unbiased probability per problem that one of k answers is right:
-    ``1 − C(n − c, k) / C(n, k)``.
+    ``1 − C(n − c, k) / C(n, k)``, that of a right one among k drawn without replacement.
 
     Args:
-        right: c, the number of right samples per problem.
+        right: c, the number of right answers per problem.
         samples: n, the number of answers per problem.
         k: The number of answers drawn.
 
@@ -197,12 +200,7 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
         raise OptionError(
             f"k={k} with {samples} answers per problem: give k from 1 to the number of answers"
         )
-    drawn = np.arange(k)
-    wrong = samples - np.asarray(right)[..., None]
-    wrong_left = np.clip(wrong - drawn, 0, None)
-    chances_of_wrong = wrong_left / (samples - drawn)  # of each answer drawn
-    all_wrong = np.prod(chances_of_wrong, axis=-1)
-    return 1 - all_wrong
+    return np.asarray(stats.hypergeom.sf(0, samples, right, k))
 
 
 class ShareInterval(NamedTuple):
@@ -228,17 +226,20 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> ShareInterval:
         values: The share of each unit, such as of right answers to a problem [unit].
         level: The level of the interval.
 
+    Returns:
+        The share and the ends of its interval; NaN without any value.
+
     Raises:
         OptionError: The level is not a number from 0.5 to below 1.
     """
-    check_level(level)
     shares = values[~np.isnan(values)]
     n = len(shares)
     if not n:
         return ShareInterval(np.nan, np.nan, np.nan)
+
+    # How many trials of one answer each the units are worth, and the degrees of freedom of that.
     mean = float(shares.mean())
     single_spread = mean * (1 - mean)  # the variance if each unit were 0 or 1
-
     trials: float = n
     freedom = np.inf
     is_single_answer = np.isin(shares, (0, 1)).all()
@@ -274,6 +275,9 @@ def share_difference(d: np.ndarray) -> ShareInterval:
     Args:
         d: The difference of each unit's shares, between −1 and 1 [unit].
 
+    Returns:
+        The mean difference and the ends of its interval, cut off at −1 and 1.
+
     Raises:
         OptionError: There are fewer than three units.
     """
@@ -286,10 +290,14 @@ def share_difference(d: np.ndarray) -> ShareInterval:
 
 
 def share_deviation(d: np.ndarray) -> float:
-    """The standard deviation of units' differences that :func:`share_difference` takes."""
+    """The standard deviation of units' differences that :func:`share_difference` takes.
+
+    ``√max(s², w s² + (1 − w) · 2 / (n + 2))`` with ``w = differing / (differing + 3)``, where 2 /
+    (n + 2) is the variance of one +1 and one −1 among n + 2.
+    """
     differing = int((d != 0).sum())
     weight = differing / (differing + _FEW_DIFFERING)
     measured = float(d.var(ddof=1))
-    prior = 2 / (len(d) + 2)  # the variance of one +1 and one −1 among n + 2
+    prior = 2 / (len(d) + 2)
     drawn = weight * measured + (1 - weight) * prior
     return float(np.sqrt(max(measured, drawn)))

@@ -11,8 +11,8 @@ from scipy import stats
 from mechattn.errors import OptionError
 from mechattn.stats.units import Units
 
-FEWEST = 3  # prompts or groups of an interval
-_ROWS = 64  # in a block, see row_blocks
+FEWEST = 3  # prompts or groups that an interval needs
+_ROWS = 64  # observations in a block, see row_blocks
 
 
 class Interval(NamedTuple):
@@ -43,10 +43,10 @@ class Moments:
 
     @classmethod
     def of(cls, values: np.ndarray) -> Moments:
-        """Moments of observations stacked along the first axis; NaN marks an absent observation.
+        """Moments of observations stacked along the first axis.
 
         Args:
-            values: Observations [observation, *cells].
+            values: Observations [observation, *cells]; NaN marks an absent one.
         """
         n = (~np.isnan(values)).sum(axis=0, dtype=np.float64)
 
@@ -74,8 +74,11 @@ class Moments:
         return cls(n, known_mean, m2)
 
     def merge(self, other: Moments) -> Moments:
-        """The moments of both sets of observations combined; the last axis is padded to the longer
-        one.
+        """The moments of both sets of observations together.
+
+        ``M2 = M2₁ + M2₂ + δ² n₁ n₂ / (n₁ + n₂)`` with δ the difference of the means. The last axis
+        may be longer in one, as positions are: cells that the other lacks have no observations in
+        it.
         """
         length = max(self.n.shape[-1], other.n.shape[-1])
         first = self._padded(length)
@@ -89,7 +92,7 @@ class Moments:
         return Moments(n, mean, m2)
 
     def _padded(self, length: int) -> Moments:
-        """The moments with cells without observations at the end of the last axis."""
+        """These moments with cells without observations appended to the last axis."""
         widths = [(0, 0)] * self.n.ndim
         widths[-1] = (0, length - self.n.shape[-1])
         padded = [np.pad(moment, widths) for moment in (self.n, self.mean, self.m2)]
@@ -102,7 +105,7 @@ class Moments:
 
     @property
     def known_mean(self) -> np.ndarray:
-        """The mean; NaN if there were no observations."""
+        """The mean; NaN in cells without observations."""
         return np.where(self.n > 0, self.mean, np.nan)
 
     def interval(self, level: float = 0.95) -> Interval:
@@ -132,11 +135,11 @@ def ratio(
 
 
 def t_quantile(level: float, freedom: np.ndarray | float) -> np.ndarray:
-    """How many standard errors a t interval of this level reaches on each side.
+    """``t((1 + level) / 2)``: how many standard errors a t interval reaches on each side.
 
     Args:
         level: The level of the interval.
-        freedom: Degrees of freedom; infinite ones give the normal quantile, and 0 or fewer NaN.
+        freedom: Degrees of freedom; infinitely many give the normal quantile, none or fewer NaN.
 
     Raises:
         OptionError: The level is not a number from 0.5 to below 1.
@@ -148,7 +151,7 @@ def t_quantile(level: float, freedom: np.ndarray | float) -> np.ndarray:
 
 
 def check_level(level: float) -> None:
-    """Refuse a level of intervals that is no such probability.
+    """Refuse what cannot be the level of an interval.
 
     Raises:
         OptionError: The level is not a number from 0.5 to below 1.
@@ -170,20 +173,21 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
         The mean of each cell and the ends of its interval [*cells], in the unit of the values.
 
     Raises:
-        OptionError: There are fewer than three units, or the level is not one.
+        OptionError: There are fewer than three units, or the level is not a number from 0.5 to
+            below 1.
     """
     if len(values) < FEWEST:
         raise OptionError(
-            f"an interval over prompts, or over groups of prompts, needs at least {FEWEST}, "
-            f"but there are {len(values)}"
+            f"an interval over prompts, or over groups of prompts, needs at least {FEWEST},"
+            f" but there are {len(values)}"
         )
     moments = Moments.of(np.asarray(values))
     return moments.interval(level)
 
 
 def row_blocks(values: np.ndarray) -> list[slice]:
-    """Blocks of rows, so that what is computed from each stays in a processor's cache: three times
-    as fast.
+    """Split rows into blocks so small that what is computed from one stays in the processor's
+    cache, which makes :meth:`Moments.of` three times as fast.
     """
     starts = range(0, len(values), _ROWS)
     return [slice(start, start + _ROWS) for start in starts]
@@ -229,7 +233,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray) -> Interval:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval for a proportion.
+    """The ends of Wilson's 95 % score interval for a proportion.
 
     Args:
         successes: The number of successes.
@@ -240,41 +244,39 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """Estimates moved towards their mean by as much as their errors explain their differences; NaN
-    is left out.
+    """Move estimates towards their mean by as much as their errors explain their differences.
 
-    ``mean + τ² / (τ² + error²) · (estimate − mean)``, with τ² the variance of estimates beyond
-    their errors. The largest of many estimates is too large (the winner's curse); this one is not,
-    if true values are about normal.
+    ``mean + τ² / (τ² + error²) · (estimate − mean)`` with ``τ² = max(0, variance of the estimates −
+    mean of error²)``. The largest of many estimates is too large (the winner's curse); the largest
+    of these is not, if true values are about normal.
 
     Args:
-        estimate: Estimates [cell].
+        estimate: Estimates [cell]; NaN is left out.
         error: Their standard errors [cell], in the same unit.
 
     Returns:
-        The moved estimates [cell]; as they were if fewer than three are known.
+        The moved estimates [cell]; unchanged if fewer than three are known.
 
     Source: Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
     """
-    is_present = ~(np.isnan(estimate) | np.isnan(error))
-    if is_present.sum() < FEWEST:
+    is_known = ~(np.isnan(estimate) | np.isnan(error))
+    if is_known.sum() < FEWEST:
         return estimate
 
-    noise = error**2
-    present_estimates = estimate[is_present]
-    mean = present_estimates.mean()
-    mean_noise = noise[is_present].mean()
-    spread = max(0.0, float(present_estimates.var(ddof=1) - mean_noise))
-    total = spread + noise
-    weight = ratio(spread, total, otherwise=1.0)
+    error_variance = error**2
+    known_estimates = estimate[is_known]
+    mean = known_estimates.mean()
+    excess_variance = known_estimates.var(ddof=1) - error_variance[is_known].mean()
+    true_variance = max(0.0, float(excess_variance))
+    weight = ratio(true_variance, true_variance + error_variance, otherwise=1.0)
     return mean + weight * (estimate - mean)
 
 
 def relative_change(
     values: np.ndarray, baseline: np.ndarray, units: Units | None = None
 ) -> Interval:
-    """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the
-    log-ratio.
+    """The geometric mean of relative changes over prompts, with a 95 % interval: that of the mean
+    log-ratio by t.
 
     ``exp(mean log(value / baseline)) − 1``; if units are groups, the mean over groups of each
     group's mean.

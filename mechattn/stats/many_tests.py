@@ -20,9 +20,9 @@ from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.units import MOST_EXACT, MOST_SINGLE, RESAMPLES, patterns_needed
 
 _SEED = 0  # of sign flips and resamples
-_MANY = 4000  # cells; fewer are tested by `paired`, in a second or two
-_LEVEL = 0.05  # of the findings that are exact
-_FIRST = 1000  # sign patterns that are tried on every cell
+_MANY = 4000  # cells; up to so many are tested by `paired`, in a second or two
+_LEVEL = 0.05  # of q: a cell below it is a finding
+_FIRST_PATTERNS = 1000  # of signs, that are tried on every cell
 _ENOUGH_SEEN = 100  # patterns with as large a mean, after which a cell is tried no further
 _COLUMNS = 1000  # cells at a time, so that 2,000 patterns of them take 16 MB
 _OTHERS = 1000  # cells without a finding that are resampled with those that may be one
@@ -37,7 +37,8 @@ class PairedTests(NamedTuple):
 
 
 def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
-    """Test that the mean of each column is 0, as :func:`paired` does, at a cost that suits 70,000.
+    """Test whether the mean of each column is 0, as :func:`paired` does, at a cost that allows for
+    70,000 columns.
 
     ``p = max(p of sign flips, p of the bootstrap-t test)``; ``q`` is Benjamini-Hochberg over all
     columns that are known in every unit. Up to 4,000 columns, and any of more than 2,000 units, are
@@ -71,23 +72,24 @@ def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
 
 
 def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]:
-    """The share of sign patterns with as large a mean; NaN where a unit has no value.
+    """The p of sign flips of each column: the share of patterns with as large a mean; NaN where a
+    unit has no value.
 
     A column is tried again with ten times as many patterns until 100 have as large a mean, or it is
     a finding (after Besag and Clifford 1991). Each time its p is that of the new patterns alone, so
-    ``P(p ≤ α) ≤ α`` holds, but for the threshold of q, where a column that just missed it is tried
-    once more. Up to 12 units all patterns are tried at once.
+    ``P(p ≤ α) ≤ α`` holds, except that a column just above the threshold of q is tried once more.
+    Up to 12 units all patterns are tried at once.
     """
     units, cells = d.shape
     generator = np.random.default_rng(_SEED)
     most = patterns_needed(RESAMPLES, cells)
-    patterns = _FIRST
+    patterns = _FIRST_PATTERNS
     p = np.full(cells, np.nan)
     columns = np.flatnonzero(~np.isnan(d).any(0))
 
     while True:
         # The same patterns for all columns, some of which are in memory at a time.
-        signs = list(drawn_signs(units, patterns, generator))
+        signs = drawn_signs(units, patterns, generator)
         for start in range(0, len(columns), _COLUMNS):
             block = columns[start : start + _COLUMNS]
             p[block] = flipped(d[:, block], signs)

@@ -18,13 +18,15 @@ FEWEST_FOR_BOOTSTRAP = 20
 # Below, false findings among skewed differences are more than 5 % (docs/concepts/intervals.md).
 FEWEST_IF_SKEWED = 96
 VERY_SKEWED = 5  # lognormal, σ = 2, 96 prompts: some q < 0.05 in 43 % of tables without an effect
-# A sequential resample then holds seven prompts; coverage was measured from here on.
+# For simultaneous intervals and bootstrap-t tests: a sequential resample then holds seven distinct
+# prompts, and coverage was measured from here on.
 FEWEST_FOR_ALL = 10
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
-_KEPT = 2**26  # bytes of draws kept for the next table
+_MOST_KEPT = 2**26  # bytes of draws that are kept for the next table
 # The ends of bootstrap intervals, pointwise and simultaneous.
-_ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
-Columns = dict[str, np.ndarray]  # each [cell], or [unit or bag, cell]
+_BOOTSTRAP_ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
+# Statistics of cells by name: each [cell], or the values to resample [unit or bag, cell].
+Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +85,15 @@ class Paired:
 
     @property
     def skewed(self) -> str:
-        """Where the tests disagree because differences are skewed, or cannot tell; empty if nothing
-        is to be said.
+        """Where the tests disagree or cannot be relied on because differences are skewed; empty if
+        there is nothing to say.
         """
         return skewed_words(self.n, self.skewness, self.p_flip, self.q)
 
 
 def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.ndarray) -> str:
-    """Where sign flips and the bootstrap-t test disagree because differences are skewed, in words.
+    """Where sign flips and the bootstrap-t test disagree, or cannot be relied on, because
+    differences are skewed; in words.
 
     Args:
         units: The number of prompts or groups.
@@ -99,7 +102,7 @@ def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.nda
         q: The q of both tests together, of each cell.
 
     Returns:
-        Sentences without a full stop, separated by semicolons; empty if nothing is to be said.
+        Sentences without a full stop, separated by semicolons; empty if there is nothing to say.
     """
     tests = q.size
     sentences = []
@@ -108,8 +111,8 @@ def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.nda
     disagreeing = int((significant_flips & (q >= 0.05)).sum())
     if disagreeing:
         sentences.append(
-            f"in {disagreeing} of {tests} tests sign flips alone would say q < 0.05, but the "
-            "bootstrap-t test, which allows for skewness, also as seen in other tests, does not"
+            f"in {disagreeing} of {tests} tests sign flips alone would say q < 0.05, but the"
+            " bootstrap-t test, which allows for skewness, also as seen in other tests, does not"
         )
 
     skewed = int((abs(skewness) > 1).sum())
@@ -126,8 +129,8 @@ def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.nda
 
     if units < controlled_from and (q < 0.05).any():
         sentences.append(
-            f"with {units} units q is not controlled where differences are skewed "
-            f"(|skewness| > 1 in {skewed} of {tests} tests)"
+            f"with {units} units q is not controlled where differences are skewed"
+            f" (|skewness| > 1 in {skewed} of {tests} tests)"
         )
     return "; ".join(sentences)
 
@@ -146,7 +149,8 @@ def paired(
 
     Args:
         difference: Differences between two conditions [prompt, *cells], or [group, *cells].
-        null: The differences under the null, which broadcast with them; None if no null is known.
+        null: The differences under the null, which broadcast with them; by default no difference.
+            None if no null is known: ``beyond`` is then NaN, and the difference is tested.
         level: The level of the intervals.
         resamples: The number of resamples and of sign patterns, which many cells increase.
         seed: The seed of the resampling.
@@ -172,8 +176,8 @@ def paired(
 
 
 class PairedStream:
-    """Paired statistics for cells added in blocks, so that the values of all cells never have to
-    fit in memory.
+    """Paired statistics for cells that are added in blocks, so that the values of all cells never
+    have to fit in memory.
 
     All cells share the draws, which preserves the correlation of their errors for simultaneous
     intervals. There are two kinds of resamples, since the largest t of many cells is far off in
@@ -199,7 +203,7 @@ class PairedStream:
         self.seed = seed
         self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
-        # Columns of each block of cells: of the difference, of what is beyond the null, and others.
+        # The columns of each block of cells: of the difference, of what is beyond the null, others.
         self._differences: list[Columns] = []
         self._beyond: list[Columns] = []
         self._others: list[Columns] = []
@@ -216,11 +220,10 @@ class PairedStream:
         tested = d
         if expected is not None:
             tested = d - expected
-            null = expected.mean(0)
-            null = np.where(abs(null) <= rounding, 0.0, null)
+            null = without_rounding(expected.mean(0), rounding)
         tested = without_rounding(tested, rounding)
 
-        # Often there is nothing to subtract, and one summary serves both.
+        # Often there is nothing to subtract, and one summary does for both.
         difference = self._summary(d)
         beyond = difference
         if not np.array_equal(d, tested):
@@ -252,9 +255,9 @@ class PairedStream:
         others = _joined(self._others)
         without_null = np.isnan(others["null"])
         units, cells = beyond["values"].shape
-        draws = self._draws(units, cells)
+        draws = self._draws_for(units, cells)
 
-        # Tests of what is beyond the null, and of the difference itself where that is another.
+        # Tests of what is beyond the null, and of the difference itself where it is not the same.
         tests = self._tests(beyond, draws)
         difference_tests = tests
         p_difference = tests["p"]
@@ -265,9 +268,11 @@ class PairedStream:
 
         # What is beyond a null is unknown where there is none.
         ends = {}
-        for name in ("low", "high", *_ENDS):
-            ends[name] = (difference | difference_tests)[name]
-            ends[f"beyond_{name}"] = np.where(without_null, np.nan, (beyond | tests)[name])
+        difference_ends = difference | difference_tests
+        beyond_ends = beyond | tests
+        for name in ("low", "high", *_BOOTSTRAP_ENDS):
+            ends[name] = difference_ends[name]
+            ends[f"beyond_{name}"] = np.where(without_null, np.nan, beyond_ends[name])
 
         detectable = beyond["deviation"] * detectable_size(self.n, max(1, cells))
         return Paired(
@@ -287,24 +292,26 @@ class PairedStream:
             q_difference=false_discovery(p_difference),
         )
 
-    def _draws(self, units: int, cells: int) -> Draws:
+    def _draws_for(self, units: int, cells: int) -> Draws:
         """The random draws for all cells; kept for the next table where they are small."""
         patterns = patterns_needed(self.resamples, cells)
 
         # A byte for each count of both kinds of resamples, and a bit for each sign.
         bytes_of_a_unit = 2 * self.resamples + patterns // 8
-        draw = _draws
-        if units * bytes_of_a_unit <= _KEPT:
+        draw = _random_draws
+        if units * bytes_of_a_unit <= _MOST_KEPT:
             draw = _kept_draws
         return draw(units, self.resamples, patterns, self.seed)
 
     def _tests(self, columns: Columns, draws: Draws) -> Columns:
-        """The tests of a mean of 0, and the ends of bootstrap intervals; NaN with too few units."""
+        """The tests of a mean of 0, and the ends of bootstrap intervals; NaN with too few units, or
+        without ``bootstrap_ends``.
+        """
         values = columns["values"]
         mean = columns["mean"]
         error = columns["deviation"] / np.sqrt(self.n)
         unknown = np.full(mean.shape, np.nan)
-        tests = dict.fromkeys([*_ENDS, "p_family"], unknown)
+        tests = dict.fromkeys([*_BOOTSTRAP_ENDS, "p_family"], unknown)
 
         p_flip = flipped(values, draws.signs)
         tests["p_flip"] = p_flip
@@ -338,7 +345,8 @@ class PairedStream:
 def summary(d: np.ndarray, level: float = 0.95) -> Columns:
     """The mean, the standard deviation and the t interval (low, high) of each column.
 
-    A column that some unit lacks has no mean and no test, only the interval of the others.
+    A column that some unit lacks has no mean and no deviation, so no test; only the interval of the
+    other units.
 
     Args:
         d: Values [unit, cell].
@@ -361,6 +369,9 @@ def summary(d: np.ndarray, level: float = 0.95) -> Columns:
 def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
     """The third standardised moment of each column, from its :func:`summary`; NaN where nothing
     varies.
+
+    ``mean((d − mean)³) / s³``, with n rather than n − 1 below s². ``scipy.stats.skew`` is the same,
+    but holds three more arrays of the size of ``d``.
     """
     n = len(d)
     third_moment = np.zeros(d.shape[1])
@@ -368,7 +379,6 @@ def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
         deviations = d[rows] - columns["mean"]
         third_moment += (deviations**3).sum(0) / n
 
-    # The standardised moment has the deviation with n below, not n − 1.
     population_deviation = columns["deviation"] * np.sqrt((n - 1) / n)
     return ratio(third_moment, population_deviation**3)
 
@@ -387,11 +397,13 @@ class Draws(NamedTuple):
 
     plain: resampling.Counts
     sequential: resampling.Counts
-    signs: list[np.ndarray]  # patterns as bits, in blocks
+    signs: resampling.Signs
 
 
-def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
-    """Draw both kinds of resamples and the signs in this order, which decides every number."""
+def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
+    """Draw the resamples that n units are enough for, and the signs: in this order, which decides
+    every number.
+    """
     generator = np.random.default_rng(seed)
     plain: resampling.Counts = []
     sequential: resampling.Counts = []
@@ -399,26 +411,27 @@ def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
         plain = resampling.resample(n, resamples, generator)
     if n >= FEWEST_FOR_ALL:
         sequential = resampling.resample_sequentially(n, resamples, generator)
-    signs = list(drawn_signs(n, patterns, generator))
+    signs = drawn_signs(n, patterns, generator)
     return Draws(plain, sequential, signs)
 
 
-_kept_draws = lru_cache(maxsize=1)(_draws)  # a page makes a hundred tables with the same draws
+# A page makes a hundred tables with the same draws.
+_kept_draws = lru_cache(maxsize=1)(_random_draws)
 
 
-def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
-    """Differences with 0 in place of those within the rounding error."""
+def without_rounding(difference: np.ndarray, rounding: np.ndarray | float) -> np.ndarray:
+    """Differences, with 0 in place of those no larger than the rounding error."""
     return np.where(abs(difference) <= rounding, 0.0, difference)
 
 
 def false_discovery(p: np.ndarray) -> np.ndarray:
-    """Benjamini-Hochberg over all p that are not NaN.
+    """Benjamini-Hochberg's q over all p that are not NaN.
 
     Args:
-        p: The p of each test, in any shape; the NaN among them are of no test.
+        p: The p of each test, in any shape; NaN where there is no test.
 
     Returns:
-        The q of each test, in the same shape.
+        The q of each test, in the same shape; NaN where there is no test.
     """
     q = np.full(p.shape, np.nan)
     tested = ~np.isnan(p)

@@ -9,11 +9,11 @@ from scipy import stats
 
 from mechattn.stats.intervals import t_quantile
 
-FEWEST_DRAWS = 3  # each is left out in turn, and two more give a spread between models
+FEWEST_DRAWS = 3  # of random models: each is left out in turn, and two others have a spread
 
 
 class Crossed(NamedTuple):
-    """Estimates for each cell of prompts crossed with conditions."""
+    """Estimates for each cell of units crossed with conditions."""
 
     mean: np.ndarray
     low: np.ndarray  # the interval for other units and other conditions
@@ -21,7 +21,7 @@ class Crossed(NamedTuple):
     p: np.ndarray  # two-sided, that the mean is 0
     condition_sd: np.ndarray  # between conditions
     unit_sd: np.ndarray
-    rest_sd: np.ndarray  # what remains
+    rest_sd: np.ndarray  # of what neither unit nor condition explains
     new_low: np.ndarray  # the prediction interval for a new condition in a new unit
     new_high: np.ndarray
 
@@ -103,10 +103,11 @@ def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:
-    """Half of a t interval; the degrees of freedom don't matter where they are unknown, as nothing
-    varies there.
+    """``t((1 + level) / 2, df) √variance``; degrees of freedom are NaN where nothing varies, and
+    any other number then gives 0.
     """
-    return t_quantile(level, np.nan_to_num(df, nan=1.0)) * np.sqrt(variance)
+    known_df = np.nan_to_num(df, nan=1.0)
+    return t_quantile(level, known_df) * np.sqrt(variance)
 
 
 class AgainstDraws(NamedTuple):
@@ -126,17 +127,19 @@ def against_draws(
     level: float = 0.95,
     rounding: np.ndarray | float = 0.0,
 ) -> AgainstDraws:
-    """Test whether a model's heads could come from another random model.
+    """Test whether a model's heads could be those of one more random model.
 
-    ``z = |value − mean| / s`` with mean and standard deviation over the heads of the layer in all
-    draws; ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``
+    ``z = |value − mean| / s`` with the mean and the standard deviation s over the heads of the
+    layer in all draws; ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``; the prediction
+    interval is ``mean ± s · z`` for the smallest z that a share ``level`` of random heads does not
+    exceed.
 
-    Each of at least 3 draws in turn stands in for the model: its z use the mean and s of the other
-    draws, so they include the variation between draws. The z of all layers are ranked together.
+    The z of a random head uses the mean and s of the other draws, so z include the variation
+    between draws. The z of all layers are ranked together.
 
     Args:
         heads: The values of the model [*cells].
-        draws: Those of random models [draw, *cells].
+        draws: Those of at least 3 random models [draw, *cells].
         head_axis: Which of the cells' axes counts heads; None if no axis does.
         level: The level of the prediction interval.
         rounding: The largest difference that counts as none [*cells].
@@ -151,13 +154,13 @@ def against_draws(
         axes = (0, head_axis + 1)
 
     def z_of(values: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-        """The distance from the mean in standard deviations."""
+        """The distance from the mean in standard deviations, none of which is below rounding."""
         distance = abs(values - mean)
         distance = np.where(distance <= rounding, 0.0, distance)
-        smallest = np.maximum(rounding, np.finfo(float).tiny)
+        smallest = np.maximum(rounding, np.finfo(float).tiny)  # nothing is divided by 0
         return distance / np.maximum(deviation, smallest)
 
-    # The z of random heads, each draw beside the others.
+    # The z of random heads, where each draw in turn stands in for the model.
     z_of_draws = []
     for index, draw in enumerate(draws):
         others = np.delete(draws, index, axis=0)
@@ -168,21 +171,21 @@ def against_draws(
     random_z = np.sort(np.concatenate(z_of_draws))
     compared = len(random_z)
 
-    # The rank of each head of the model among them.
+    # How many of them are at least as far off as each head of the model.
     mean, deviation = _moments(draws, axes)
     z = z_of(heads, mean, deviation)
-    nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # equal z count as at least as far
+    nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # equal but for rounding is as far
     p = (1 + compared - nearer) / (1 + compared)
     p = np.where(np.isfinite(z), p, np.nan)
 
-    # The interval reaches as far as this share of random heads does, or has no end.
-    rank = int(np.ceil(level * (compared + 1) - 1e-9))
-    far = np.inf
-    if 0 < rank <= compared:
-        far = random_z[rank - 1]
-    # An infinite reach times a deviation of 0 gives NaN.
+    # The interval holds a share ``level`` of random heads; of too few heads it has no end.
+    rank = int(np.ceil(level * (compared + 1) - 1e-9))  # 0.95 · 20 is 19, and not the next number
+    furthest_z = np.inf
+    if rank <= compared:
+        furthest_z = random_z[rank - 1]
+    # An infinite z times a deviation of 0 gives NaN.
     with np.errstate(invalid="ignore"):
-        half = np.maximum(far * deviation, rounding)
+        half = np.maximum(furthest_z * deviation, rounding)
     return AgainstDraws(mean, mean - half, mean + half, p, compared)
 
 

@@ -4,7 +4,7 @@ simultaneous.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from mechattn.stats.intervals import ratio
 from mechattn.stats.units import MOST_EXACT
 
 _PATTERNS = 2000  # random sign patterns in a block
-_SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own
+_SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own; see _studentised
 _ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
 _ROWS = 2000  # resamples in memory at a time, of at most 2,000 prompts or bags
 _COLUMNS = 100  # cells in memory at a time
@@ -23,36 +23,37 @@ _FAR = 3  # a t this many times as far out as any t* of the pilot is beyond all
 
 # How often each prompt is in each resample [resample, prompt], in blocks of resamples.
 Counts = list[np.ndarray]
+# Sign patterns as bits, 1 for −1 [pattern, prompt / 8], in blocks of patterns.
+Signs = list[np.ndarray]
 
 
 # Sign flips.
 
 
-def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
-    """Two-sided p of mean 0 for each column of d [prompt, cell]: the fraction of sign patterns with
-    as large a mean.
+def flipped(d: np.ndarray, signs: Signs) -> np.ndarray:
+    """The two-sided p of sign flips for a mean of 0, for each column of d [prompt, cell].
 
-    Below 13 prompts all patterns are tried; with more, ``(1 + count) / (1 + resamples)`` of random
-    patterns. The test is exact if differences are symmetric about 0.
+    ``count / patterns``, where ``count`` patterns have as large a mean, up to 12 prompts, where all
+    are tried; ``(1 + count) / (1 + patterns)`` of random patterns with more. The test is exact if
+    differences are symmetric about 0.
 
     Args:
         d: Differences [prompt, cell].
-        signs: Blocks of sign patterns as bits, from :func:`drawn_signs`.
+        signs: Sign patterns from :func:`drawn_signs`.
 
     Returns:
         The p of each cell [cell]; NaN where a prompt has no value.
     """
-    signs = list(signs)
     patterns = sum(map(len, signs))
     means = d.mean(0)
     count = np.where(np.isnan(means), np.nan, 0.0)
 
-    # A copy of the values only where some columns need not be tried.
+    # The values are copied only where some columns need not be tried.
     tried = np.flatnonzero(~_beyond_all(d, patterns))
     values = d
     if len(tried) < d.shape[1]:
         values = d[:, tried]
-    # Equal means count, although they were summed in another order.
+    # Equal means count as as large, although they were summed in another order.
     observed = abs(means)[tried] * (1 - 1e-12)
 
     for packed in signs:
@@ -68,36 +69,34 @@ def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
-    """The columns whose mean a pattern reaches with a probability below 1e-15, which need not be
-    tried.
+    """The columns whose mean any of the patterns reaches with a probability below 1e-15, so that
+    they need not be tried.
 
-    ``P(|Σ s d| ≥ |Σ d|) ≤ 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963), multiplied by the number of
-    patterns.
+    ``patterns · P(|Σ s d| ≥ |Σ d|) ≤ patterns · 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963).
     """
     squares = (d**2).sum(0)
     smallest = 2 * squares * np.log(2e15 * patterns)
     return (d.sum(0) ** 2 > smallest) & (squares > 0)
 
 
-def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield sign patterns as bits, 1 for −1 [pattern, prompt / 8], in blocks: all 2ⁿ, or random
-    ones.
+def drawn_signs(n: int, patterns: int, generator: np.random.Generator) -> Signs:
+    """All 2ⁿ sign patterns of up to 12 prompts, or random ones of more.
 
     Args:
         n: The number of prompts.
-        resamples: The number of random patterns, from 13 prompts on.
+        patterns: The number of random patterns.
         generator: Where they come from.
     """
     if n <= MOST_EXACT:
         numbers = np.arange(2**n)[:, None]
         bits = (numbers >> np.arange(n)) & 1
-        yield np.packbits(bits, axis=1)
-        return
+        return [np.packbits(bits, axis=1)]
 
-    for start in range(0, resamples, _PATTERNS):
-        rows = min(_PATTERNS, resamples - start)
+    blocks = []
+    for rows in _block_sizes(patterns, _PATTERNS):
         signs = generator.choice([-1.0, 1.0], (rows, n))
-        yield np.packbits(signs < 0, axis=1)
+        blocks.append(np.packbits(signs < 0, axis=1))
+    return blocks
 
 
 # The bootstrap.
@@ -115,19 +114,21 @@ def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
         How often each prompt was drawn, in blocks [resample, prompt] of uint8.
     """
     shares = np.full(n, 1 / n)
-    return [
-        generator.multinomial(n, shares, rows).astype(np.uint8) for rows in _block_sizes(resamples)
-    ]
+    blocks = []
+    for rows in _block_sizes(resamples, _ROWS):
+        counts = generator.multinomial(n, shares, rows)
+        blocks.append(counts.astype(np.uint8))
+    return blocks
 
 
 def resample_sequentially(n: int, resamples: int, generator: np.random.Generator) -> Counts:
-    """The sequential bootstrap: draws prompts with replacement until there are ⌊n (1 − 1/e)⌋ + 1
-    distinct ones.
+    """The sequential bootstrap: prompts, drawn with replacement until ⌊n (1 − 1/e)⌋ + 1 of them are
+    distinct.
 
-    A plain resample has that number of distinct prompts on average, but may have far fewer. It then
-    has almost no spread and an enormous t, which the maximum over many cells picks up: with 256
-    cells, the simultaneous intervals of normal data covered 1.00 (10 prompts) and 0.99 (20), and at
-    10 prompts they were 1.6 times as wide.
+    A plain resample has about that number of distinct prompts on average, but may have far fewer.
+    It then has almost no spread and an enormous t, which the maximum over many cells picks up: with
+    256 cells, the simultaneous intervals of normal data covered 1.00 (10 prompts) and 0.99 (20),
+    and at 10 prompts they were 1.6 times as wide.
 
     Args:
         n: The number of prompts, or of bags.
@@ -144,7 +145,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     distinct_needed = int(distinct_on_average) + 1
 
     blocks = []
-    for rows in _block_sizes(resamples):
+    for rows in _block_sizes(resamples, _ROWS):
         counts = np.zeros((rows, n), dtype=np.uint8)
         distinct = np.zeros(rows, dtype=int)
         unfinished = np.arange(rows)
@@ -159,9 +160,9 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     return blocks
 
 
-def _block_sizes(resamples: int) -> list[int]:
-    """The number of resamples in each block, so that few are in memory at a time."""
-    return [min(_ROWS, resamples - start) for start in range(0, resamples, _ROWS)]
+def _block_sizes(count: int, most: int) -> list[int]:
+    """The sizes of blocks of at most ``most`` rows, so that few are unpacked at a time."""
+    return [min(most, count - start) for start in range(0, count, most)]
 
 
 def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
@@ -179,8 +180,8 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
     """The quantiles of t* for each column of d [prompt, cell] that give the ends of its bootstrap-t
     interval.
 
-    ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with
-    ``t* = (mean* − mean) / (s* / √n*)``, where n* is the size of the resample
+    ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n`` at a level of 0.95, with
+    ``t* = (mean* − mean) / (s* / √n*)`` of each resample, whose size is n*.
 
     Args:
         d: Differences [prompt, cell].
@@ -194,15 +195,15 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
     """
     upper_and_lower = np.empty((2, d.shape[1]))
     quantiles = [(1 + level) / 2, (1 - level) / 2]
-    every_column = np.arange(d.shape[1])
-    for columns, t_star in _t_star_by_columns(d, every_column, counts, [_SMALLEST_SPREAD]):
+    all_columns = np.arange(d.shape[1])
+    for columns, t_star in _t_star_by_columns(d, all_columns, counts, [_SMALLEST_SPREAD]):
         upper_and_lower[:, columns] = np.quantile(t_star[:, 0], quantiles, axis=1)
     upper, lower = upper_and_lower
     return upper, lower
 
 
 def t_of(mean: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """``mean / error``; without an error infinite, and 0 for a mean of 0."""
+    """``mean / error``; with an error of 0 infinite, but 0 for a mean of 0."""
     without_error = np.where(mean == 0, 0.0, np.copysign(np.inf, mean))
     return ratio(mean, error, otherwise=without_error)
 
@@ -212,12 +213,13 @@ class Tails:
     """Resampled t of many cells: the extreme ones over all cells, and how far out each cell's own t
     lies.
 
-    ``family`` is the two-sided p of each cell adjusted for all of them (step-down): that for the
-    extreme t* of the cells that are no further out, and no smaller than that of the cells further
-    out. ``p`` is that of a cell alone, twice the share of its own t* that are as far out. These
-    count in steps of 1/resamples, and a sample without its long tail looks symmetric, so p is at
-    least a cell's part of the family's p, ``family / cells``, from t* with a larger smallest
-    spread, so that a cell with all of its spread in one prompt does not decide for others.
+    ``family`` is the two-sided p of each cell adjusted for all of them (step-down): twice the share
+    of resamples in which any of the cells that are no further out has a t* as far out, and no
+    smaller than the p of the cells further out. ``p`` is that of a cell alone, twice the share of
+    its own t* that are as far out, but at least ``family / cells``: it counts in steps of
+    1/resamples, and a sample without its long tail looks symmetric. That family has another
+    smallest spread (:func:`_smallest_for_p`), so that a cell with all of its spread in one prompt
+    does not decide for others.
 
     Args:
         upper: The upper quantile of the largest t* of each resample over all cells, or 0. The lower
@@ -270,16 +272,16 @@ def tails(d: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
 def p_values(
     d: np.ndarray, t: np.ndarray, counts: Counts, family_size: int | None = None
 ) -> np.ndarray:
-    """Return ``tails(…).p`` without the extremes and the p of the family, which take most of its
-    time: cells that are further out than all are not resampled.
+    """Return ``tails(…).p`` without the rest, in less time, as cells that are further out than all
+    t* are not resampled.
 
     Args:
         d: Differences [prompt, cell].
         t: The t of each column [cell]; NaN for those that are not tested.
         counts: Resamples of these prompts.
-        family_size: The number of cells in the family of which the columns are some; then a cell's
-            part of the family's p is estimated from these columns, and at most ``1 / family_size``.
-            The number of columns that are tested by default.
+        family_size: The number of cells in the family, of which the columns may be a sample: a
+            cell's part of the family's p is then estimated from these columns, and at most
+            ``1 / family_size``. By default the number of columns that are tested.
     """
     order = _nearest_first(t)
     if family_size is None:
@@ -291,8 +293,9 @@ def p_values(
 
 
 def _nearest_first(t: np.ndarray) -> np.ndarray:
-    """The cells that are tested, so that the extremes up to a cell are those of the cells that are
-    no further out."""
+    """The cells that are tested, the nearest to 0 first, so that the extremes up to a cell are
+    those of the cells that are no further out.
+    """
     order = np.argsort(abs(t), kind="stable")
     return order[~np.isnan(t[order])]
 
@@ -302,8 +305,9 @@ class _Reached:
     """How often resamples reach the t of cells.
 
     Args:
-        p_alone: Twice the share of a cell's own t* that reach it [cell].
-        p_family: That of the extreme t* of the cells that are no further out [spread, cell].
+        p_alone: Twice the share of a cell's own t* that reach its t [cell].
+        p_family: Twice the share of the extreme t* of all cells that are no further out
+            [spread, cell].
         furthest: The furthest t* of all cells in the upper and in the lower tail, there with its
             sign changed [tail, spread, resample].
     """
@@ -316,7 +320,7 @@ class _Reached:
 def _reached(
     d: np.ndarray, t: np.ndarray, cells: np.ndarray, counts: Counts, spreads: list[float]
 ) -> _Reached:
-    """Resample these cells, the nearest first; the first of the spreads is for ``p_alone``."""
+    """Resample cells, which come the nearest first; ``p_alone`` is of the first of the spreads."""
     resamples = sum(map(len, counts))
     furthest = np.zeros((2, len(spreads), resamples))
     p_alone = np.where(np.isnan(t), np.nan, 0.0)
@@ -332,7 +336,7 @@ def _reached(
             p_alone[cell] = min(1.0, 2 * own_count / resamples)
             p_family[:, cell] = np.minimum(1.0, 2 * (1 + family_count) / (1 + resamples))
 
-    # No smaller than the p of the cells further out.
+    # Step down: no p is smaller than those of the cells further out.
     furthest_first = cells[::-1]
     p_by_distance = p_family[:, furthest_first]
     p_family[:, furthest_first] = np.maximum.accumulate(p_by_distance, axis=1)
@@ -349,8 +353,9 @@ def _p_of_each_cell(reached: _Reached, tested: int, family_size: int) -> np.ndar
 def _infinite_where_far(
     d: np.ndarray, t: np.ndarray, order: np.ndarray, counts: Counts
 ) -> np.ndarray:
-    """The t, infinite where a first few resamples show that it is so far out that none will reach
-    it."""
+    """The t, made infinite where the first few resamples show it so far out that none will reach
+    it.
+    """
     pilot = [counts[0][:_PILOT]]
     furthest = 0.0
     for _, t_star in _t_star_by_columns(d, order, pilot, [_SMALLEST_SPREAD]):
@@ -359,11 +364,11 @@ def _infinite_where_far(
 
 
 def _smallest_for_p(n: int, cells: int) -> float:
-    """The smallest spread for p: t* is 1 / smallest in a resample without the prompt that makes all
-    of a cell's spread.
+    """The smallest spread for p.
 
-    Here this is the t that a single cell among many needs, so that such a cell does not hide one
-    which has it.
+    A resample without the prompt that makes all of a cell's spread has a t* of 1 / smallest. So
+    that such a cell does not hide one with an effect, this is no more than the t that one cell
+    among many needs to be found.
     """
     one_sided = 0.025 / max(1, cells)
     needed_t = stats.t.ppf(1 - one_sided, n - 1)
@@ -371,33 +376,26 @@ def _smallest_for_p(n: int, cells: int) -> float:
 
 
 def _t_star_by_columns(
-    d: np.ndarray,
-    order: np.ndarray,
-    counts: Counts,
-    spreads: list[float],
+    d: np.ndarray, order: np.ndarray, counts: Counts, spreads: list[float]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A few columns of d at a time, in this order, and their t* [cell, spread, resample]."""
+    """Yield a few columns of d at a time, in this order, and their t* [cell, spread, resample]."""
     for start in range(0, len(order), _COLUMNS):
         columns = order[start : start + _COLUMNS]
         t_star = _studentised(d[:, columns], counts, spreads)
         yield columns, t_star
 
 
-def _studentised(
-    d: np.ndarray,
-    counts: Counts,
-    spreads: list[float],
-) -> np.ndarray:
+def _studentised(d: np.ndarray, counts: Counts, spreads: list[float]) -> np.ndarray:
     """t* [cell, spread, resample] for each smallest spread; 0 in cells without spread.
 
-    If one prompt causes all of a cell's spread, a resample without it has none, and its infinite t*
-    would make all simultaneous intervals infinite. So the standard error s* / √n* is at least this
-    fraction of s / √n.
+    ``t* = (mean* − mean) / max(s* / √n*, smallest · s / √n)``. If one prompt causes all of a cell's
+    spread, a resample without it has none, and its infinite t* would make all simultaneous
+    intervals infinite.
 
     Args:
         d: Differences of a few cells [prompt, cell].
         counts: Resamples of these prompts.
-        spreads: The smallest spreads, as fractions of a cell's own.
+        spreads: The smallest spreads, each a fraction of the cell's own.
     """
     n, cells = d.shape
     deviation = d.std(0, ddof=1)
@@ -411,7 +409,7 @@ def _studentised(
     t_star = np.empty((cells, len(spreads), resamples))
     start = 0
     for block in counts:
-        size = block.sum(1, dtype=np.float64)  # sequential resamples differ in size
+        size = block.sum(1, dtype=np.float64)  # n*, in which sequential resamples differ
         stop = start + len(size)
 
         weights = block.T.astype(np.float64)  # [prompt, resample]

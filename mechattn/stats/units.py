@@ -16,14 +16,14 @@ from scipy import optimize, sparse, stats
 
 from mechattn.errors import OptionError, check_counts
 
-RESAMPLES = 9999
+Unit = Literal["auto", "prompt"]  # groups where there are any, or prompts all the same
+RESAMPLES = 9999  # by default
 MOST_EXACT = 12  # prompts: all 4,096 sign patterns are tried
-_SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
-_MOST_UNITS = 200  # that ``fewest`` considers
-_MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 takes
-Unit = Literal["auto", "prompt"]
 MOST_SINGLE = 2000  # units: up to this number, each is resampled on its own
 _MOST_BAGS = 1000
+_SURE = 0.9  # ``fewest`` units let a test pass alone with at least this probability
+_MOST_UNITS = 200  # that ``fewest`` considers
+_MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 takes
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,24 @@ class Resolution:
 
     Args:
         n: The number of units: prompts, or groups of prompts.
-        unit: The kind of unit.
+        unit: The kind of unit, such as "prompts".
         tests: The number of tests in the family.
         level: The level of q below which a test is a finding.
-        smallest_p: The smallest possible p, and so q: ``2^(1 − n)`` if all patterns of signs are
-            tried (up to 12 units), and ``1 / (1 + resamples)`` if they are drawn.
+        smallest_p: The smallest possible p: ``2^(1 − n)`` if all patterns of signs are tried (up to
+            12 units), and ``1 / (1 + patterns)`` if they are drawn. It is also the smallest q, that
+            of tests which all reach it.
         smallest_q: The q of one test at that p if no other test is significant:
             ``tests · smallest_p``.
         together: The number of tests that must reach the smallest p for their q to pass; None if
             all don't suffice.
-        chance: The probability that a single test passes whose differences all have one sign: 0 or
-            1 up to 12 units; with more units, a drawn pattern may by chance equal that of the data.
-        fewest: The smallest number of units at which that probability is at least 90 %; None if no
-            number is enough, as too few patterns of signs are drawn for so low a level.
+        chance: The probability that a test whose differences all have one sign passes by itself: 0
+            or 1 up to 12 units; with more units, a drawn pattern may by chance equal that of the
+            data.
+        fewest: The smallest number of units with which that probability is at least 90 %; None if
+            no number is enough, as too few patterns of signs are drawn for so low a level.
         detectable: The effect (d_z) that one test finds with 80 % power if no other has an effect.
-        random: The same for ``q_random``, in words; empty unless a number of draws of random
-            weights is named.
+        random: What draws of random weights can show (:func:`random_words`); empty unless their
+            number is named.
     """
 
     n: int
@@ -64,11 +66,12 @@ class Resolution:
     random: str = ""
 
     def __str__(self) -> str:
-        """A sentence with these figures, and that about random weights, if any."""
+        """These figures in a sentence, and the one about random weights, if any."""
         sentences = [self._sentence_about_units(), self.random]
         return "; ".join(filter(None, sentences))
 
     def _sentence_about_units(self) -> str:
+        """Whether one test alone can pass, and otherwise what it takes, in words."""
         start = f"with {self.n} {self.unit} and {self.tests} tests"
         smallest = f"(smallest p {self.smallest_p:.2g})"
         if self.fewest is None:
@@ -87,8 +90,8 @@ class Resolution:
             return f"{start} no p can pass q < {self.level:g} {smallest}; {needed}"
         if self.together > 1:
             return (
-                f"{start} no p can pass q < {self.level:g} alone {smallest}: {self.together} tests "
-                f"must reach it together, or use {self.fewest} {self.unit}"
+                f"{start} no p can pass q < {self.level:g} alone {smallest}: {self.together} tests"
+                f" must reach it together, or use {self.fewest} {self.unit}"
             )
         return (
             f"{start} a test whose neighbours show nothing passes q < {self.level:g} in at most"
@@ -98,11 +101,14 @@ class Resolution:
 
 
 def random_words(draws: int, tests: int, compared: int, level: float = 0.05) -> str:
-    """What draws of random weights can show: the smallest ``q_random`` of one test alone,
-    ``tests / (compared + 1)``.
+    """What draws of random weights can show: the smallest ``q_random`` of one head alone,
+    ``tests / (compared + 1)``, and how many draws would do where that is not below the level.
 
-    ``compared`` is the number of heads in all draws; where q cannot be below the level, how many
-    draws would do.
+    Args:
+        draws: The number of random models.
+        tests: The number of heads that are tested.
+        compared: The number of heads in all draws together.
+        level: The level of q below which a test is a finding.
     """
     if not compared:
         return f"with {draws} draws there is no head of a random model to compare with"
@@ -117,8 +123,8 @@ def random_words(draws: int, tests: int, compared: int, level: float = 0.05) -> 
 
 
 def patterns_needed(resamples: int, cells: int) -> int:
-    """The number of sign patterns that the false discovery rate needs for this number of cells: at
-    least 20 each.
+    """The number of sign patterns: at least 20 for each cell, so that one cell alone can have
+    q < 0.05, as the smallest p is ``1 / (1 + patterns)``.
     """
     return max(resamples, 20 * cells)
 
@@ -133,7 +139,7 @@ def resolution(
         tests: The number of tests in the family.
         level: The level of q below which a test is a finding.
         resamples: The number of sign patterns at least, where they are drawn.
-        unit: The kind of unit, for the sentence.
+        unit: The kind of unit, such as "prompts".
 
     Raises:
         OptionError: The level is not between 0 and 1.
@@ -145,7 +151,7 @@ def resolution(
     if n <= MOST_EXACT:
         smallest_p = 2.0 ** (1 - n)
 
-    # With so many tests at the smallest p, their q is below the level.
+    # m tests at the smallest p have q = tests · smallest_p / m, which is to be below the level.
     needed = floor(tests * smallest_p / level) + 1
     together: int | None = needed
     if needed > tests:
@@ -168,8 +174,8 @@ def resolution(
 def power(
     heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8
 ) -> float:
-    """Plan a comparison: how surely q < 0.05 finds one head, what it finds, or how many prompts it
-    takes.
+    """Plan a comparison: how surely q < 0.05 finds one head, how large an effect it finds, or how
+    many prompts it takes.
 
     ``P(|T| > t(1 − 0.05 / (2 heads), prompts − 1))`` for noncentral T with ``effect · √prompts``:
     one head with an effect among heads without one. More heads with effects are found more easily.
@@ -193,8 +199,8 @@ def power(
         check_counts(3, prompts=prompts)
     if effect is not None and abs(effect) < 0.01:
         raise OptionError(
-            f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, "
-            "such as 0.5"
+            f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01,"
+            " such as 0.5"
         )
     if not 0 < sure < 1:
         raise OptionError(f"sure={sure!r}: give a probability such as 0.8")
@@ -205,15 +211,18 @@ def power(
         return detectable_size(prompts, heads, sure=sure)
     if effect is None:
         raise OptionError("give effect=…, prompts=… or both: what is left out is computed")
-    size = abs(effect)
+
+    # Power grows with the number of prompts, so a binary search finds the first that is enough.
     counts = range(3, _MOST_PLANNED)
-    return counts[bisect_left(counts, sure, key=lambda n: power_of(size, n, heads))]
+    enough = bisect_left(counts, sure, key=lambda n: power_of(abs(effect), n, heads))
+    return counts[enough]
 
 
 @lru_cache(maxsize=64)  # the tables of a page ask for the same
 def _fewest(tests: int, level: float, patterns: int) -> int | None:
-    """The smallest number of units with which one test alone passes almost surely; None if there is
-    none."""
+    """The smallest number of units with which one test alone passes with a probability of at least
+    90 %; None if there is none.
+    """
     fewest = _MOST_UNITS
     if chance(fewest, tests, level, patterns) < _SURE:
         return None
@@ -225,14 +234,16 @@ def _fewest(tests: int, level: float, patterns: int) -> int | None:
 def chance(n: int, tests: int, level: float, patterns: int) -> float:
     """The probability that a test whose differences all have one sign has q below the level by
     itself.
+
+    ``tests · p < level``, where p is ``2^(1 − n)`` up to 12 units, and ``(1 + hits) / (1 +
+    patterns)`` with binomial hits otherwise: drawn patterns that keep all signs, or flip all.
     """
-    # The fraction of patterns with as large a mean: all signs kept, or all flipped.
     extreme = 2.0 ** (1 - n)
     if n <= MOST_EXACT:
         return float(tests * extreme < level)
-    # The most drawn patterns that may be as extreme: tests · (1 + hits) / (1 + patterns) < level.
-    hits = ceil(level * (1 + patterns) / tests) - 2
-    return float(stats.binom.cdf(hits, patterns, extreme))
+
+    most_hits = ceil(level * (1 + patterns) / tests) - 2
+    return float(stats.binom.cdf(most_hits, patterns, extreme))
 
 
 def power_of(
@@ -248,7 +259,7 @@ def power_of(
     critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
     shift = effect * np.sqrt(n)
     right_sign = stats.nct.sf(critical_t, n - 1, shift)
-    # SciPy gives NaN for what is below 1e-20.
+    # Far below 1e-20 this may be NaN: https://github.com/scipy/scipy/issues/25470
     wrong_sign = np.nan_to_num(stats.nct.cdf(-critical_t, n - 1, shift))
     return reachable * float(right_sign + wrong_sign)
 
@@ -257,23 +268,24 @@ def power_of(
 def detectable_size(
     n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8, resamples: int = RESAMPLES
 ) -> float:
-    """The effect (d_z) that :func:`power_of` finds with a given probability; NaN with too few units
-    for any.
+    """The effect (d_z) that a test finds with probability ``sure`` (:func:`power_of`); NaN where no
+    effect is large enough.
     """
     patterns = patterns_needed(resamples, tests)
     if n < 3 or chance(n, tests, level, patterns) <= sure:
         return float("nan")
 
-    def shortfall(effect: float) -> float:
+    def excess_power(effect: float) -> float:
+        """Power beyond what is asked for: below 0 where the effect is too small."""
         return power_of(effect, n, tests, level, resamples) - sure
 
-    if shortfall(0.0) >= 0:
+    if excess_power(0.0) >= 0:
         return 0.0
-    most = 2.0
-    while shortfall(most) < 0:
-        most *= 2
+    large_enough = 2.0
+    while excess_power(large_enough) < 0:
+        large_enough *= 2
 
-    return float(optimize.brentq(shortfall, 0.0, most))
+    return float(optimize.brentq(excess_power, 0.0, large_enough))
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,78 +293,78 @@ class Units:
     """The units of replication of a set of prompts, in order of first appearance."""
 
     prompts: int
-    # The unit of each prompt, counted from 0; None if every prompt is its own unit.
-    of: np.ndarray | None = None
+    # The group of each prompt, counted from 0; None if every prompt is its own unit.
+    group_of_prompt: np.ndarray | None = None
 
     @classmethod
     def grouped(cls, groups: Sequence[str]) -> Units:
         """One unit per group; if no two prompts share a group, each prompt is a unit."""
-        unit_of_prompt, names = pd.factorize(np.array(groups, dtype=object))
+        group_of_prompt, names = pd.factorize(np.array(groups, dtype=object))
         if len(names) == len(groups):
             return cls(len(groups))
-        return cls(len(groups), unit_of_prompt)
+        return cls(len(groups), group_of_prompt)
 
     @property
     def n(self) -> int:
         """The number of units."""
-        if self.of is None:
+        if self.group_of_prompt is None:
             return self.prompts
-        return int(self.of.max()) + 1
+        return int(self.group_of_prompt.max()) + 1
 
     @property
     def kind(self) -> Literal["prompts", "groups"]:
         """The kind of unit."""
-        if self.of is None:
+        if self.group_of_prompt is None:
             return "prompts"
         return "groups"
 
     @property
     def unit(self) -> str:
         """The kind of unit as tables state it: "prompts", or "groups (24 of 96 prompts)"."""
-        if self.of is None:
+        if self.group_of_prompt is None:
             return self.kind
         return f"{self.kind} ({self.n} of {self.prompts} prompts)"
 
     @property
     def words(self) -> str:
         """The units in words, such as "24 groups of 96 prompts"."""
-        if self.of is None:
+        if self.group_of_prompt is None:
             return f"{self.prompts} prompts"
         return f"{self.n} groups of {self.prompts} prompts"
 
     @property
     def inflation(self) -> float:
-        """The largest factor by which the groups can increase the variance of the mean over
-        independent prompts.
+        """The largest factor by which the variance of a mean over prompts can exceed that over
+        independent ones.
 
-        ``Σ m_g² / n`` with m_g prompts in group g: Kish's design effect at a correlation of 1
-        within groups.
+        ``Σ m_g² / n`` for n prompts, m_g of them in group g: Kish's design effect at a correlation
+        of 1 within groups.
         """
-        if self.of is None:
+        if self.group_of_prompt is None:
             return 1.0
-        sizes = np.bincount(self.of)
+        sizes = np.bincount(self.group_of_prompt)
         return float((sizes**2).sum() / self.prompts)
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each unit's prompts, for values [prompt, …]; NaN is left out, and single
-        prompts are unchanged.
+        """The mean of each unit's prompts, for values [prompt, …]; NaN is left out.
 
-        ``means[g] = mean of values[i] over the prompts i of group g``
+        ``means[g] = mean of values[i] over the prompts i of group g``; where prompts are the units,
+        the values themselves.
         """
-        if self.of is None:
+        if self.group_of_prompt is None:
             return values
         cells = values.shape[1:]
         rows = values.reshape(len(values), -1).astype(np.float64)
-        means = pd.DataFrame(rows).groupby(self.of).mean()
+        means = pd.DataFrame(rows).groupby(self.group_of_prompt).mean()
         return means.to_numpy().reshape(self.n, *cells)
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
         """The prompts of one half of the units, and the others, so that no group is on both
         sides."""
-        if self.of is None:
+        if self.group_of_prompt is None:
             return halves_of(self.n)
         units_of_half, _ = halves_of(self.n)
-        in_half = np.isin(self.of, units_of_half)
+        in_half = np.isin(self.group_of_prompt, units_of_half)
         return np.flatnonzero(in_half), np.flatnonzero(~in_half)
 
     def refuse_below(
@@ -361,12 +373,19 @@ class Units:
         why: str = "",
         instead: str = ', or unit="prompt", which uses single prompts',
     ) -> None:
-        """Refuse fewer units than an interval or test needs; ``instead`` is what to do other than
-        adding groups.
+        """Refuse fewer units than an interval or test needs.
+
+        Args:
+            fewest: The number that it needs.
+            why: What they are needed for, as the end of a sentence, such as " for two halves".
+            instead: What can be done other than to add groups, as the end of that sentence.
+
+        Raises:
+            OptionError: There are fewer.
         """
         if self.n >= fewest:
             return
-        if self.of is None:
+        if self.group_of_prompt is None:
             raise OptionError(f"there are {self.words}; give at least {fewest}{why}")
         raise OptionError(
             f"there are {self.words}; give prompts of at least {fewest} groups{why}{instead}"
@@ -374,8 +393,10 @@ class Units:
 
 
 def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two halves of n units, the same ones at each call: drawn at random, as the classes of many
-    files alternate.
+    """The indices of two halves of n units, which are the same at each call; if n is odd, the first
+    has one more.
+
+    They are drawn at random, as in many files two classes of prompts alternate.
     """
     order = np.random.default_rng(n).permutation(n)
     middle = (n + 1) // 2
@@ -384,10 +405,10 @@ def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """Random bags of equal size that are resampled in place of very many units: ``⌊n / m⌋`` of
+    """Random bags of units that are resampled in place of very many units: ``⌊n / m⌋`` bags of
     ``m = ⌈n / 1000⌉``.
 
-    ``n mod m`` bags get one of the remaining units each.
+    Units that are left over go to the first bags, one to each.
     """
 
     order: np.ndarray  # the units, one bag after another
@@ -395,12 +416,13 @@ class Bags:
 
     @classmethod
     def drawn(cls, n: int, seed: int) -> Bags | None:
-        """Draw bags of n units; None if there are few enough to resample single units."""
+        """Draw bags of n units; None for up to 2,000, which are resampled one by one."""
         if n <= MOST_SINGLE:
             return None
         count = resampled_count(n)
-        sizes = np.full(count, n // count)
-        sizes[: n - sizes.sum()] += 1
+        size, left_over = divmod(n, count)
+        sizes = np.full(count, size)
+        sizes[:left_over] += 1
         ends = np.cumsum(sizes)
         generator = np.random.default_rng([seed, 1])  # another stream than that of the resamples
         return cls(order=generator.permutation(n), starts=ends - sizes)
@@ -413,23 +435,23 @@ class Bags:
     @property
     def words(self) -> str:
         """The bags in words, such as "1,000 random bags of 100" or "876 random bags of 6 or 7"."""
-        size, remaining = divmod(len(self.order), self.n)
+        size, left_over = divmod(len(self.order), self.n)
         words = f"{self.n:,} random bags of {size:,}"
-        if remaining:
+        if left_over:
             words += f" or {size + 1:,}"
         return words
 
     def means(self, values: np.ndarray) -> np.ndarray:
         """The mean of each bag's units, for values [unit, …]."""
-        n_units = len(self.order)
-        ends = np.append(self.starts, n_units)
-        cells = values.shape[1:]
-        membership = (np.ones(n_units), self.order, ends)
-        bags = sparse.csr_array(membership, shape=(self.n, n_units))  # [bag, unit]
-        sizes = np.diff(ends)
-        means: np.ndarray = bags @ values.reshape(n_units, -1)
+        units = len(self.order)
+        row_starts = np.append(self.starts, units)
+        membership = sparse.csr_array(  # 1 where a unit is in a bag [bag, unit]
+            (np.ones(units), self.order, row_starts), shape=(self.n, units)
+        )
+        sizes = np.diff(row_starts)
+        means: np.ndarray = membership @ values.reshape(units, -1)
         means /= sizes[:, None]
-        return means.reshape(self.n, *cells)
+        return means.reshape(self.n, *values.shape[1:])
 
 
 def resampled_count(n: int) -> int:

@@ -9,6 +9,7 @@ the temporary folder, and :func:`recover` goes on from there.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ FLUSHES_AT_ONCE = 16  # each may wait for the disk
 MARKER = "mechattn.json"  # says that a temporary folder is ours
 LOCK = "lock"
 OLD = "old"
+# What locking raises if another process has the lock, or the file system has no locks.
+UNLOCKABLE = (Timeout, NotImplementedError)
 _ADDRESS = re.compile(r"\w\w+:/")  # a Path makes "s3:/bucket" of "s3://bucket"
 
 
@@ -79,7 +82,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with _temporary_folder(path) as folder:
             new = _new_path(folder, path)
             write(new)
-            flush([folder, new, *new.rglob("*")])
+            flush([folder, new, *new.rglob("*")])  # rglob finds nothing in a file
 
             old = folder / OLD
             if path.is_dir():
@@ -124,8 +127,14 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def recover(path: Path) -> None:
-    """Give a folder its name if a process was killed after it had moved the old one away."""
-    path = Path(os.path.realpath(path))
+    """Give a folder its name if a process was killed after it had moved the old one away.
+
+    Args:
+        path: The folder, by its real path.
+
+    Raises:
+        OutputError: It cannot be renamed.
+    """
     if os.path.lexists(path):
         return
     for folder in _temporary_folders(path):
@@ -136,8 +145,8 @@ def recover(path: Path) -> None:
         if new.exists():  # it was complete before the old one was moved away
             complete = new
         try:
-            with _locked(folder, seconds=10) as has_lock:
-                if has_lock and not os.path.lexists(path):
+            with FileLock(folder / LOCK, timeout=10):
+                if not os.path.lexists(path):
                     os.replace(complete, path)
                     flush([path.parent])
                     say(
@@ -145,6 +154,8 @@ def recover(path: Path) -> None:
                         "process had left it"
                     )
                     _remove(folder, path)
+        except UNLOCKABLE:
+            continue
         except OSError as error:
             raise OutputError(
                 f"the result of {path} was found complete in {folder}, but cannot be moved to its "
@@ -154,23 +165,28 @@ def recover(path: Path) -> None:
 
 def sweep(path: Path) -> None:
     """Delete what killed processes left behind while writing this file or folder, now that it
-    exists."""
-    path = Path(os.path.realpath(path))
+    exists.
+
+    Args:
+        path: The file or folder, by its real path.
+    """
     for folder in _temporary_folders(path):
-        with suppress(OSError), _locked(folder, seconds=0) as has_lock:
-            if has_lock:
-                _remove(folder, path)
+        with suppress(OSError, *UNLOCKABLE), FileLock(folder / LOCK, timeout=0):
+            _remove(folder, path)
 
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """A folder next to a file or folder, locked and then deleted at the end of a ``with`` block."""
     folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
+    lock = FileLock(folder / LOCK, timeout=0)
     try:
         (folder / MARKER).touch()
-        with _locked(folder, seconds=0):
-            yield folder
+        with suppress(*UNLOCKABLE):
+            lock.acquire()
+        yield folder
     finally:
+        lock.release()
         with suppress(OSError):
             _remove(folder, path)
 
@@ -188,12 +204,12 @@ def _new_path(folder: Path, path: Path) -> Path:
 def _temporary_folders(path: Path) -> list[Path]:
     """The temporary folders of this file or folder, recognised by their names and what is in
     them."""
-    name = re.compile(re.escape(_prefix(path)) + "[a-z0-9_]{8}")
+    pattern = glob.escape(_prefix(path)) + 8 * "[a-z0-9_]"  # as tempfile names them
     ours = {MARKER, LOCK, OLD, _new_path(path.parent, path).name}
     folders = []
     with suppress(OSError):
-        for folder in path.parent.iterdir():
-            if not name.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+        for folder in path.parent.glob(pattern):
+            if folder.is_symlink() or not folder.is_dir():
                 continue
             names = {entry.name for entry in folder.iterdir()}
             if names <= ours and (MARKER in names or names <= {LOCK}):
@@ -201,32 +217,16 @@ def _temporary_folders(path: Path) -> list[Path]:
     return folders
 
 
-@contextmanager
-def _locked(folder: Path, seconds: float) -> Iterator[bool]:
-    """Whether no other process uses the folder; if so, none can within the ``with`` block."""
-    lock = FileLock(folder / LOCK, timeout=seconds)
-    try:
-        lock.acquire()
-    except (Timeout, NotImplementedError):  # in use, or a file system without locks
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
-
-
 def _remove(folder: Path, path: Path) -> None:
     """Delete a temporary folder, unless it contains the only copy of a result."""
     old = folder / OLD
     if old.exists() and not os.path.lexists(path):
         return
-    # The old one first: as long as it is here, recover takes a new one beside it for complete.
-    for entry in (old, _new_path(folder, path)):
+    # The old one first: as long as it is here, recover takes a new one beside it for complete. The
+    # marker last: without it, nobody knows that the folder is ours.
+    for entry in (old, _new_path(folder, path), folder / LOCK, folder / MARKER):
         if entry.is_dir():
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
-    for name in (LOCK, MARKER):
-        (folder / name).unlink(missing_ok=True)
     folder.rmdir()

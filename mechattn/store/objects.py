@@ -45,7 +45,7 @@ class DamagedResult(OutputError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a result is stored: a folder of this machine, or an address, where nothing can be
     renamed.
 
@@ -66,40 +66,41 @@ class Place:
         return Path(self.name)
 
     @property
-    def files(self) -> Any:
-        """The file system."""
+    def file_system(self) -> Any:
+        """The file system of fsspec's that it is in."""
         if self.folder:
             return LocalFileSystem(auto_mkdir=True)
         return fsspec.url_to_fs(self.name)[0]
 
     @property
-    def root(self) -> str:
-        """The name of the result in the file system."""
-        return str(self.files._strip_protocol(self.name)).rstrip("/")
+    def path(self) -> str:
+        """Its path in the file system."""
+        # What url_to_fs itself calls; a "::" in the name of a folder is no chain of systems here.
+        return str(self.file_system._strip_protocol(self.name)).rstrip("/")
 
-    def full_name(self, name: str) -> str:
-        """The name of an object in the file system."""
-        return f"{self.root}/{name}"
+    def object_path(self, name: str) -> str:
+        """The path of an object in the file system."""
+        return f"{self.path}/{name}"
 
     def exists(self) -> bool:
         """Whether anything is there."""
-        return bool(self.files.exists(self.root))
+        return bool(self.file_system.exists(self.path))
 
-    def is_same(self, other: Place) -> bool:
-        """Whether both are one place, however it is written: "memory://r.zarr" is
+    def is_same(self, other: Location) -> bool:
+        """Whether both are one location, however it is written: "memory://r.zarr" is
         "memory:///r.zarr"."""
-        return type(self.files) is type(other.files) and self.root == other.root
+        return type(self.file_system) is type(other.file_system) and self.path == other.path
 
     def read(self, name: str) -> bytes | None:
         """The content of an object; None if there is none."""
         try:
-            return bytes(self.files.cat_file(self.full_name(name)))
+            return bytes(self.file_system.cat_file(self.object_path(name)))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object; whoever writes a folder flushes and renames it at the end."""
-        self.files.pipe_file(self.full_name(name), content)
+        self.file_system.pipe_file(self.object_path(name), content)
 
     def sizes(self) -> dict[str, int]:
         """The size of each object in bytes; what a file manager left behind is no object.
@@ -107,10 +108,10 @@ class Place:
         Raises:
             OutputError: There is a link, a pipe or a device; reading one may have effects.
         """
-        folder = self.full_name("")
-        self.files.invalidate_cache()
+        folder = self.object_path("")
+        self.file_system.invalidate_cache()
         sizes = {}
-        for path, details in self.files.find(folder, detail=True).items():
+        for path, details in self.file_system.find(folder, detail=True).items():
             if details["type"] != "file":
                 raise OutputError(
                     f"{path} is not a plain file, but a stored result contains only plain files"
@@ -124,6 +125,7 @@ class Place:
     def attributes(self) -> dict[str, Any]:
         """The attributes of the root; empty if there is none that can be read."""
         try:
+            # Without a root b"", which is no JSON.
             return dict(json.loads(self.read(ROOT) or b"")["attributes"])
         except (ValueError, LookupError, TypeError, RecursionError):
             return {}
@@ -134,7 +136,7 @@ class Place:
         self.write(ROOT, root_content({"mechattn_schema": SCHEMA, "writing": mark}))
         for name in self.sizes().keys() - {ROOT}:
             with suppress(FileNotFoundError):  # another run has begun at the same time
-                self.files.rm_file(self.full_name(name))
+                self.file_system.rm_file(self.object_path(name))
         return mark
 
     def check_begun(self, mark: str) -> None:
@@ -163,7 +165,7 @@ class Place:
             )
 
 
-def place_of(path: str | Path) -> Place:
+def location_of(path: str | Path) -> Location:
     """The folder or address of a result; links are followed.
 
     Raises:
@@ -171,10 +173,7 @@ def place_of(path: str | Path) -> Place:
     """
     if not isinstance(path, (str, Path)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
-    text = str(path)
-    for this_machine in ("file://", "local://"):
-        text = text.removeprefix(this_machine)
-
+    text = re.sub(r"\A(file|local)://", "", str(path))  # both are this machine
     _, protocol_end, rest = text.rpartition("://")
     if not text or (protocol_end and not rest.strip("/")):
         raise OutputError(
@@ -182,9 +181,9 @@ def place_of(path: str | Path) -> Place:
             ' "s3://bucket/llama.zarr"'
         )
     if protocol_end:
-        return Place(text.rstrip("/"))
+        return Location(text.rstrip("/"))
     try:
-        return Place(os.path.realpath(text))
+        return Location(os.path.realpath(text))
     except ValueError as error:
         raise OutputError(f"{text!r} cannot be the name of a file: {error}") from None
 
@@ -196,13 +195,15 @@ class Listing(MemoryStore):
     checksums in place of contents, and the root, which is not in the listing.
 
     Args:
-        place: Where the objects are.
+        location: Where the objects are.
         checksums: Those of the objects that are there; what is written is added to them.
         read_only: Refuse to write.
     """
 
-    def __init__(self, place: Place, checksums: Mapping[str, str], *, read_only: bool) -> None:
-        self.place = place
+    def __init__(
+        self, location: Location, checksums: Mapping[str, str], *, read_only: bool
+    ) -> None:
+        self.location = location
         self.checksums = dict(checksums)
         self.names = ChainMap(self.checksums, {ROOT: ""})
         super().__init__(self.names, read_only=read_only)  # type: ignore[arg-type]
@@ -223,7 +224,10 @@ class Listing(MemoryStore):
             raise NotImplementedError("an object of a result is read whole")
         if key not in self.names:
             return None
-        content = root_content({}) if key == ROOT else self.read(key)
+        if key == ROOT:  # it is written last, and has no attributes for Zarr
+            content = root_content({})
+        else:
+            content = self.read(key)
         buffers = prototype or default_buffer_prototype()
         return buffers.buffer.from_bytes(content)
 
@@ -242,7 +246,7 @@ class Listing(MemoryStore):
         if key == ROOT:
             return
         content = value.to_bytes()
-        self.place.write(key, content)
+        self.location.write(key, content)
         self.checksums[key] = checksum(content)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -257,14 +261,14 @@ class Listing(MemoryStore):
     def read(self, name: str) -> bytes:
         """The content of a listed object, compared with its checksum."""
         try:
-            content = self.place.read(name)
+            content = self.location.read(name)
         except Exception as error:  # files and the network have their own errors
-            raise OutputError(f"{name} of {self.place} cannot be read: {error}") from None
+            raise OutputError(f"{name} of {self.location} cannot be read: {error}") from None
 
         if content is None:
-            raise damage(self.place, name, "it is missing")
+            raise damage(self.location, name, "it is missing")
         if checksum(content) != self.checksums[name]:
-            raise damage(self.place, name, "it is not what was written here")
+            raise damage(self.location, name, "it is not what was written here")
         return content
 
     def check(self) -> None:
@@ -297,10 +301,10 @@ def checksum(content: bytes) -> str:
     return f"{google_crc32c.value(content):08x}"
 
 
-def damage(place: Place, name: str, reason: str) -> DamagedResult:
+def damage(location: Location, name: str, reason: str) -> DamagedResult:
     """The error for an object, or an array, that is not as it should be."""
     return DamagedResult(
-        f"the result at {place} is damaged: {name}: {reason}. Load it again if it was replaced "
+        f"the result at {location} is damaged: {name}: {reason}. Load it again if it was replaced "
         "meanwhile; otherwise run it again, or restore a copy"
     )
 

@@ -13,14 +13,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xarray as xr
+from pydantic import Field, TypeAdapter
 
 from mechattn.errors import OutputError, memory_bytes, plain
-from mechattn.results.arrays import SOURCES, lazy_bytes, lazy_variables, plain_attributes
-from mechattn.results.consistency import problem_of
+from mechattn.results.arrays import SOURCES, lazy_bytes, lazy_variables
+from mechattn.results.consistency import Count, Entry, problem_of
 from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import recover
 from mechattn.store.objects import (
@@ -28,32 +29,67 @@ from mechattn.store.objects import (
     SCHEMA,
     DamagedResult,
     Listing,
-    Place,
+    Location,
     damage,
     digest_of,
     errors_of_files,
-    place_of,
+    location_of,
 )
 
 PARTS_OF_MEMORY = 8  # a result that takes at most one of them is read at once
 SMALL_ARRAY = 2**16  # bytes of an array that is read when a result is opened
-TEXT_TYPE = "string"
 TEXT_LENGTH = 4  # bytes of the number of texts, and of the length of each
-NUMBERS = (
-    "bool",
-    "int8",
-    "uint8",
-    "int16",
-    "uint16",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-)
-CODECS = {TEXT_TYPE: "vlen-utf8", **dict.fromkeys(NUMBERS, "bytes")}
+Number = Annotated[str, Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
+
+
+class _Metadata(Entry):
+    """What Zarr 3 says of a group or an array, with nothing between its objects and the store."""
+
+    zarr_format: Literal[3]
+    storage_transformers: tuple[()] = ()
+
+
+class _Group(_Metadata):
+    node_type: Literal["group"]
+
+
+class _Grid(Entry):
+    name: Literal["regular"]
+    configuration: dict[Literal["chunk_shape"], list[Annotated[int, Field(ge=1)]]]
+
+
+class _Keys(Entry):
+    name: Literal["default"]
+    configuration: dict[Literal["separator"], Literal["/"]]
+
+
+class _BytesCodec(Entry):
+    name: Literal["bytes"]
+    configuration: dict[Literal["endian"], Literal["little"]] = Field(default_factory=dict)
+
+
+class _TextCodec(Entry):
+    name: Literal["vlen-utf8"]
+
+
+class _Array(_Metadata):
+    node_type: Literal["array"]
+    shape: list[Count]
+    chunk_grid: _Grid
+    chunk_key_encoding: _Keys
+
+
+class _Numbers(_Array):
+    data_type: Number
+    codecs: tuple[_BytesCodec]
+
+
+class _Texts(_Array):
+    data_type: Literal["string"]
+    codecs: tuple[_TextCodec]
+
+
+METADATA: TypeAdapter[_Group | _Numbers | _Texts] = TypeAdapter(_Group | _Numbers | _Texts)
 
 
 def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
@@ -86,7 +122,7 @@ def open_checked_result(path: str | Path) -> Result:
     """Open a result as :func:`open_result` does, after every object has been read once and compared
     with its checksum."""
     with _reading(path):
-        listing, provenance = open_listing(place_of(path))
+        listing, provenance = open_listing(path)
         listing.check()
         return _result_of(listing, provenance)
 
@@ -94,7 +130,7 @@ def open_checked_result(path: str | Path) -> Result:
 def open_result(path: str | Path) -> Result:
     """Open a result, of which all but small arrays are read on demand."""
     with _reading(path):
-        listing, provenance = open_listing(place_of(path))
+        listing, provenance = open_listing(path)
         return _result_of(listing, provenance)
 
 
@@ -124,14 +160,14 @@ def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
 
     # Groups were written in the order of the run, each group's arrays at the same time.
     group_names = dict.fromkeys(name.partition("/")[0] for name in listing.checksums)
-    datasets = {name: _dataset(tree[name].to_dataset(), listing.place) for name in group_names}
+    datasets = {name: _dataset(tree[name].to_dataset(), listing.location) for name in group_names}
     problem = problem_of(datasets, provenance)
     if problem is not None:
-        raise DamagedResult(f"the result at {listing.place} is damaged: {problem}")
+        raise DamagedResult(f"the result at {listing.location} is damaged: {problem}")
     return Result(datasets, provenance)
 
 
-def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
+def open_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
     """The objects of a result, all of which are there in their sizes, and its provenance.
 
     A folder is put back first, if a process was killed while it replaced it.
@@ -140,38 +176,39 @@ def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
         OutputError: There is no stored result here, or it is of an unknown schema, incomplete,
             damaged, or not ours alone.
     """
-    if place.folder:
-        recover(place.folder)
-        _check_has_root(place.folder)
+    location = location_of(path)
+    if location.folder:
+        recover(location.folder)
+        _check_has_root(location.folder)
 
-    sizes = place.sizes()
+    sizes = location.sizes()
     if ROOT not in sizes:
-        raise OutputError(f"there is no stored result at {place}")
+        raise OutputError(f"there is no stored result at {location}")
 
-    attributes = place.attributes()
+    attributes = location.attributes()
     schema = attributes.get("mechattn_schema")
     if schema != SCHEMA:
         raise OutputError(
-            f"the result at {place} has schema {schema}; this version of mechattn reads schema "
+            f"the result at {location} has schema {schema}; this version of mechattn reads schema "
             f"{SCHEMA}"
         )
 
     if "writing" in attributes:  # at an address, where the root is written last
-        raise OutputError(f"the result at {place} is incomplete; write it again")
+        raise OutputError(f"the result at {location} is incomplete; write it again")
 
     provenance = attributes["provenance"]
     checksums = attributes["objects"]
     if digest_of(provenance, checksums) != attributes["digest"]:
-        raise damage(place, ROOT, "its provenance or its listing was changed")
+        raise damage(location, ROOT, "its provenance or its listing was changed")
 
     strangers = set(sizes) - {ROOT, *checksums}
     if strangers:
         raise OutputError(
-            f"the result at {place} holds {min(strangers)} too, which mechattn did not write; "
+            f"the result at {location} holds {min(strangers)} too, which mechattn did not write; "
             "move that out of it"
         )
 
-    listing = Listing(place, checksums, read_only=True)
+    listing = Listing(location, checksums, read_only=True)
     _check_objects(listing, sizes)
     return listing, json.loads(provenance)
 
@@ -180,10 +217,10 @@ def _check_has_root(folder: Path) -> None:
     """Refuse a folder that is no result; those in it may be what is meant."""
     if (folder / ROOT).is_file():
         return
+    results = ", ".join(sorted(path.name for path in folder.glob("*.zarr"))[:4])
     hint = ""
-    results = sorted(path.name for path in folder.glob("*.zarr"))
     if results:
-        hint = f"; there is {', '.join(results[:4])} in it"
+        hint = f"; there is {results} in it"
     raise OutputError(f"there is no stored result at {folder}{hint}")
 
 
@@ -193,99 +230,61 @@ def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
     unclaimed = set(listing.checksums)
     for name in listing.checksums:
         if plain(name) != name:  # libraries print names in their own warnings
-            raise damage(listing.place, name, "its name has control characters")
+            raise damage(listing.location, name, "its name has control characters")
         if name.endswith(f"/{ROOT}"):
             unclaimed -= {name, *_objects_of(listing, name, sizes)}
 
     if unclaimed:
-        raise damage(listing.place, min(unclaimed), "it belongs to none of the arrays")
+        raise damage(listing.location, min(unclaimed), "it belongs to none of the arrays")
 
 
 def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) -> list[str]:
     """The objects of an array, by its metadata, each with as many numbers or texts as they declare;
     none of a group."""
-    content = listing.read(metadata_name)
     try:
-        metadata = json.loads(content)
-        if metadata["node_type"] == "group" and _is_plain(metadata):
+        metadata = METADATA.validate_json(listing.read(metadata_name))
+        if isinstance(metadata, _Group):
             return []
-        shape, object_shape, data_type = _declared(metadata)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        object_shape = metadata.chunk_grid.configuration["chunk_shape"]
+        # Rounded up, exactly even for the largest number that somebody declares.
+        grid = [-(-size // step) for size, step in zip(metadata.shape, object_shape, strict=True)]
+    except ValueError:  # pydantic's are such errors too
         raise DamagedResult(
-            f"{metadata_name} in the result at {listing.place} is not in the format that mechattn "
-            "writes"
+            f"{metadata_name} in the result at {listing.location} is not in the format that "
+            "mechattn writes"
         ) from None
 
     array_name = metadata_name.removesuffix(f"/{ROOT}")
-    # Rounded up, exactly even for the largest number that somebody declares.
-    grid = [-(-size // step) for size, step in zip(shape, object_shape, strict=True)]
     if prod(grid) > len(sizes):  # as many as somebody declares may not be named in any time
-        raise damage(listing.place, array_name, f"not all of {prod(grid):,} objects are there")
+        raise damage(listing.location, array_name, f"not all of {prod(grid):,} objects are there")
     names = ["/".join([array_name, "c", *map(str, index)]) for index in np.ndindex(*grid)]
 
     count = prod(object_shape)
     for name in names:
         if name not in listing.checksums or name not in sizes:
-            raise damage(listing.place, name, "it is missing")
+            raise damage(listing.location, name, "it is missing")
         size = sizes[name]
-        if data_type == TEXT_TYPE:
+        if isinstance(metadata, _Texts):
             declared = int.from_bytes(listing.read(name)[:TEXT_LENGTH], "little")
             fits = declared == count and size >= TEXT_LENGTH * (1 + count)
         else:
-            fits = size == count * np.dtype(data_type).itemsize
+            fits = size == count * np.dtype(metadata.data_type).itemsize
         if not fits:
-            raise damage(listing.place, name, f"{size:,} bytes are not those of {count:,} values")
+            reason = f"{size:,} bytes are not those of {count:,} values"
+            raise damage(listing.location, name, reason)
 
     return names
 
 
-def _is_plain(metadata: Any) -> bool:
-    """Whether this is Zarr 3 without anything between the objects and the store."""
-    return metadata["zarr_format"] == 3 and not metadata.get("storage_transformers")
-
-
-def _declared(metadata: Any) -> tuple[list[int], list[int], str]:
-    """The shape of an array, that of its objects, and its type.
-
-    Raises:
-        ValueError: It is not what mechattn writes; where an entry is missing or of another type,
-            the error that Python raises.
-    """
-    grid = metadata["chunk_grid"]
-    keys = metadata["chunk_key_encoding"]
-    shape = metadata["shape"]
-    object_shape = grid["configuration"]["chunk_shape"]
-    data_type = metadata["data_type"]
-    (codec,) = metadata["codecs"]
-    options = codec.get("configuration") or {}
-    accepted = (
-        _is_plain(metadata)
-        and metadata["node_type"] == "array"
-        and len(shape) == len(object_shape) == len(metadata["dimension_names"])
-        and all(type(size) is int and size >= 0 for size in shape)
-        and all(type(size) is int and size >= 1 for size in object_shape)
-        and grid["name"] == "regular"
-        and keys == {"name": "default", "configuration": {"separator": "/"}}
-        and codec["name"] == CODECS[data_type]
-        and options.get("endian", "little") == "little"
-    )
-
-    if not accepted:
-        raise ValueError
-    return shape, object_shape, data_type
-
-
-def _dataset(stored: xr.Dataset, place: Place) -> xr.Dataset:
+def _dataset(stored: xr.Dataset, location: Location) -> xr.Dataset:
     """A dataset as a run makes it, its quantities in the order of their names; small arrays are
     read."""
     dataset = stored.drop_encoding()
-    dataset.attrs = plain_attributes(dataset.attrs)
     for variable in dataset.variables.values():
-        variable.attrs = plain_attributes(variable.attrs)
         if variable.nbytes <= SMALL_ARRAY or variable.ndim < 2:
             variable.load()
         else:
-            variable.encoding[SOURCES] = {str(place)}
+            variable.encoding[SOURCES] = {str(location)}
 
     quantities = {name: dataset.variables[name] for name in sorted(dataset.data_vars, key=str)}
     return dataset.drop_vars(quantities).assign(quantities)

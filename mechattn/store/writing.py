@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -22,16 +22,16 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import lazy_sources, with_texts_as
 from mechattn.results.consistency import problem_of
 from mechattn.results.merge import is_part, merge_results
-from mechattn.results.result import CHUNK, Result
+from mechattn.results.result import CHUNK, Result, plain_provenance
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
 from mechattn.store.objects import (
     ROOT,
     SCHEMA,
     Listing,
-    Place,
+    Location,
     digest_of,
     errors_of_files,
-    place_of,
+    location_of,
     root_content,
 )
 from mechattn.store.reading import load_result, open_checked_result, open_result
@@ -40,48 +40,53 @@ LARGEST_OBJECT = 2**20  # bytes
 CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
 
 
-def check_result_place(path: str | Path) -> None:
-    """Check in advance that a result can be stored here.
+def check_result_location(path: str | Path) -> Location:
+    """Check in advance that a result can be stored here; where that is.
 
     Raises:
         OutputError: The name does not end with ".zarr", there is something else, or nothing can be
             written there.
     """
-    place = _checked_place(path)
-    with errors_of_files(f"nothing can be written to {place}", "choose another place"):
-        if place.folder:
-            check_writable(place.folder)
-        else:
-            probe = f"{place.root}.mechattn-{os.urandom(8).hex()}"
-            place.files.pipe_file(probe, b"")
-            place.files.rm_file(probe)
+    location = _checked_location(path)
+    if location.folder:
+        check_writable(location.folder)
+        return location
+    with _writing_to(location):
+        probe = f"{location.path}.mechattn-{os.urandom(8).hex()}"
+        location.file_system.pipe_file(probe, b"")
+        location.file_system.rm_file(probe)
+    return location
 
 
-def check_result_or_place(path: str | Path) -> None:
+def check_result_or_location(path: str | Path) -> None:
     """Check in advance that a result of ours is here, or that one can be stored here.
 
     Raises:
         OutputError: Neither is so.
     """
-    if not _checked_place(path).exists():
-        check_result_place(path)
+    if not _checked_location(path).exists():
+        check_result_location(path)
 
 
-def _checked_place(path: str | Path) -> Place:
-    """The place of a result, where there is nothing or a result of ours."""
-    place = place_of(path)
+def _checked_location(path: str | Path) -> Location:
+    """The location of a result, where there is nothing or a result of ours."""
+    location = location_of(path)
     if Path(str(path)).suffix != ".zarr":
         raise OutputError(
             f'"{path}" should end with ".zarr": a result is a Zarr folder, here or at an address. '
             "For NetCDF or CSV, see mechattn export"
         )
 
-    if place.folder:
-        recover(place.folder)
-    with errors_of_files(f"nothing can be written to {place}", "choose another place"):
-        if place.exists():
-            place.check_ours()
-    return place
+    if location.folder:
+        recover(location.folder)
+    with _writing_to(location):
+        if location.exists():
+            location.check_ours()
+    return location
+
+
+def _writing_to(location: Location) -> AbstractContextManager[None]:
+    return errors_of_files(f"nothing can be written to {location}", "choose another place")
 
 
 def save_result(result: Result, path: str | Path) -> None:
@@ -92,44 +97,43 @@ def save_result(result: Result, path: str | Path) -> None:
         OutputError: It lacks what every stored result has, cannot be stored here, or what is stored
             here is still needed.
     """
-    check_result_place(path)
-    problem = problem_of(result.datasets, json.loads(json.dumps(dict(result.provenance))))
+    location = check_result_location(path)
+    problem = problem_of(result.datasets, plain_provenance(result))
     if problem is not None:
         raise OutputError(
             f"this result cannot be stored: {problem}. Store one with all its conditions, layers and"
             " segments, and select from what you load"
         )
 
-    place = place_of(path)
-    if place.folder is None:
-        _save_at_address(result, place)
+    if location.folder is None:
+        _save_at_address(result, location)
         return
 
     def write(new: Path) -> None:
-        write_result(result, Place(str(new)))
-        if place.exists():  # somebody may have put a file there meanwhile
-            place.check_ours()
+        write_root(result, write_objects(result, Location(str(new))))
+        if location.exists():  # somebody may have put a file there meanwhile
+            location.check_ours()
 
-    write_whole(place.folder, write)
+    write_whole(location.folder, write)
 
 
-def _save_at_address(result: Result, place: Place) -> None:
+def _save_at_address(result: Result, location: Location) -> None:
     """Replace what is at an address, which is incomplete until the root is written."""
-    if any(place.is_same(place_of(source)) for source in lazy_sources(result)):
+    if any(location.is_same(location_of(source)) for source in lazy_sources(result)):
         raise OutputError(
-            f"this result is still read from {place}, and saving there would delete what it has "
+            f"this result is still read from {location}, and saving there would delete what it has "
             "not read yet: save it to another address, or load it with more memory=…, so that it "
             "is read at once"
         )
 
-    try:
-        mark = place.begin()
-        write_result(result, place, mark)
-    except Exception as error:  # each kind of address has its own errors
-        raise OutputError(
-            f"{place} could not be written ({type(error).__name__}: {error}); what is there is "
-            "incomplete, and load_result will refuse it"
-        ) from error
+    with errors_of_files(
+        f"{location} could not be written",
+        "what is there is incomplete, and load_result will refuse it",
+    ):
+        mark = location.begin()
+        listing = write_objects(result, location)
+        location.check_begun(mark)
+        write_root(result, listing)
 
 
 def merge_stored(target: str, paths: Sequence[str]) -> Result:
@@ -140,16 +144,15 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
             lost.
         OutputError: One of them cannot be read, or nothing can be stored at the target.
     """
-    check_result_place(target)
+    location = check_result_location(target)
     results = [open_result(path) for path in paths]
-    target_place = place_of(target)
-    if any(target_place.is_same(place_of(path)) for path in paths):
+    if any(location.is_same(location_of(path)) for path in paths):
         raise OptionError(
             f"{target} is both a result to merge and the target; name a new target first"
         )
 
     merged = merge_results(results)
-    attributes = target_place.attributes()
+    attributes = location.attributes()
     is_finished = attributes and "writing" not in attributes
     if is_finished and not is_part(open_result(target), merged):
         raise OptionError(
@@ -162,26 +165,32 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
     return load_result(target)
 
 
-def write_result(result: Result, place: Place, mark: str | None = None) -> None:
-    """Write all objects, then the root, and read everything back; ``mark`` is that of an address
-    that is being written."""
-    listing = Listing(place, {}, read_only=False)
+def write_objects(result: Result, location: Location) -> Listing:
+    """Write the objects of a result, and list them; it is none before its root is written."""
+    listing = Listing(location, {}, read_only=False)
+    chunk = result.provenance.get("chunk", CHUNK)
     for name, dataset in result.datasets.items():
-        _write_dataset(name, dataset, result.provenance.get("chunk", CHUNK), listing)
-    if mark is not None:
-        place.check_begun(mark)
+        _write_dataset(name, dataset, chunk, listing)
+    return listing
 
-    provenance = json.dumps(dict(result.provenance))
+
+def write_root(result: Result, listing: Listing) -> None:
+    """Write the root of a result, which lists its objects, and read everything back.
+
+    Raises:
+        OutputError: It is not what was written.
+    """
+    provenance = json.dumps(result.provenance)
     attributes = {
         "mechattn_schema": SCHEMA,
         "provenance": provenance,
         "objects": listing.checksums,
         "digest": digest_of(provenance, listing.checksums),
     }
-    place.write(ROOT, root_content(attributes))
+    listing.location.write(ROOT, root_content(attributes))
 
     try:  # a file system may accept what it cannot return
-        open_checked_result(str(place))
+        open_checked_result(str(listing.location))
     except OutputError as error:
         raise OutputError(f"what was just written cannot be read back: {error}") from error
 
@@ -191,9 +200,7 @@ def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing)
     time."""
     # Texts of variable length, as Zarr has no specified type for others.
     dataset = with_texts_as(np.dtypes.StringDType(), dataset.drop_encoding())
-    options: dict[str, Any] = {"group": name, "consolidated": False}
     encoding = {}
-    without_prompts = []
     for label, variable in dataset.variables.items():
         encoding[label] = {
             "chunks": _object_shape(variable, chunk),
@@ -201,15 +208,15 @@ def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing)
             "_FillValue": None,
             "write_empty_chunks": True,
         }
-        if "prompt" not in variable.dims:
-            without_prompts.append(label)
 
     first = dataset.isel(prompt=slice(chunk), missing_dims="ignore")
-    first.to_zarr(listing, mode="w-", zarr_format=3, encoding=encoding, **options)
-
+    first.to_zarr(
+        listing, group=name, mode="w-", zarr_format=3, consolidated=False, encoding=encoding
+    )
     for start in range(chunk, dataset.sizes.get("prompt", 0), chunk):
-        block = dataset.isel(prompt=slice(start, start + chunk)).drop_vars(without_prompts)
-        block.to_zarr(listing, append_dim="prompt", **options)
+        block = dataset.isel(prompt=slice(start, start + chunk))
+        # "a-" writes nothing of arrays without prompts.
+        block.to_zarr(listing, group=name, mode="a-", append_dim="prompt", consolidated=False)
 
 
 def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:

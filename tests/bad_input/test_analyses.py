@@ -56,8 +56,15 @@ def test_values_that_are_not_those_that_were_promised(toy, prompts, quantity, va
 
 
 def test_values_that_were_promised(toy, prompts):  # negative control
-    kept = own_key({"own": OWN}, lambda own: {"own": own})
+    kept = own_key({"own": OWN}, lambda own: {"own": own.bfloat16()})
     assert ma.run(toy, prompts[:2], {}, kept)["own_key"].own.notnull().all()
+
+
+def test_a_sum_that_is_not_batch_first(toy):
+    own = own_key({"own": OWN}, lambda own: {"own": own})
+    own.start = lambda batch, heads: {"own": torch.zeros(heads, heads)}
+    with pytest.raises(OptionError, match=r"the sum 'own' has the shape \[8, 8\]; its first axis"):
+        ma.run(toy, "Tom has 3 apples.", analyses=own)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,11 @@ def test_half_of_a_surrogate_pair_is_no_text(field):
         ma.Prompt(**{"question": "Tom", field: "3 \ud800"})
 
 
+def test_a_number_is_no_text():
+    with pytest.raises(PromptError, match=r"has 5 in place of a text.*\"5\""):
+        ma.Prompt("Tom", id=5)
+
+
 def test_a_mask_of_another_length_is_not_cut():
     encoding = {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}
     with pytest.raises(
@@ -207,6 +212,8 @@ def test_answers_that_are_not_there(tmp_path):
         ma.load_prompts(str(path), with_answer=True)
     assert ma.load_prompts(str(path))[0].solution is None
     assert ma.load_prompts(str(path), answer="sol")[0].solution == "4"
+    with pytest.raises(PromptError, match="no field 'soll'"):
+        ma.load_prompts(str(path), answer="soll")
 
 
 def test_the_subset_of_a_dataset_follows_a_colon(monkeypatch):

@@ -9,7 +9,7 @@ from mechattn.commands.figures import make_figures
 from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import read_config
 from mechattn.errors import ModelError, OptionError
-from mechattn.toml_sections import Condition, tomllib
+from mechattn.toml_sections import ConditionSection, tomllib
 from tests.figures_config import figures_config
 
 
@@ -62,10 +62,10 @@ def test_a_config_can_ablate_heads(tmp_path):
     ],
 )
 def test_conditions_that_cannot_be(text, message, toy):
-    sections = {name: Condition(**keys) for name, keys in tomllib.loads(text).items()}
-    for load_tokenizer in (None, lambda: toy.tokenizer):
+    sections = {name: ConditionSection(**keys) for name, keys in tomllib.loads(text).items()}
+    for tokenizer in (None, toy.tokenizer):
         with pytest.raises(OptionError, match=message):
-            build_conditions(sections, load_tokenizer)
+            build_conditions(sections, tokenizer)
 
 
 @pytest.mark.parametrize("models", [["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]])

@@ -29,7 +29,7 @@ def some():
         ),
         (
             {"conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM(layers=9))}},
-            ModelError,
+            OptionError,
             "layer 9 is out of range",
         ),
         ({"conditions": {"baseline": SLASH}}, OptionError, "the baseline is the unchanged prompt"),

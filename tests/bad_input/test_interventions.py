@@ -17,6 +17,12 @@ PROMPT = "Tom has 3 apples."
     [
         (lambda: ma.interventions.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
         (lambda: ma.interventions.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
+        (lambda: ma.interventions.HeadAblation(()), r"heads=\(\): give a tuple of"),
+        (lambda: ma.interventions.ARM(layers="0"), "layers='0': give one or several layers"),
+        (
+            lambda: ma.interventions.HeadAblation(((0, 1.0),)),
+            r"give a tuple of \(layer, head\) pairs",
+        ),
         (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile"),
         (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* no fraction"),
         (
@@ -51,11 +57,15 @@ def test_options(make, message):
             ma.interventions.AffineAttention(shift=torch.zeros(3, 16)),
             r"give a number, or \[head d_head\] of 8 heads",
         ),
+        (ma.interventions.AffineAttention(shift=torch.zeros(8, 3)), "give d_head = 16"),
         (
             ma.interventions.RecordedAffine({"other": {}}, 0, "elsewhere"),
             "prompt '0' was not recorded",
         ),
-        (ma.interventions.HeadAblation(()), "ablates nothing"),
+        (
+            ma.interventions.RecordedAffine({"0": {}}, 0, "elsewhere"),
+            "the recorded layers are",
+        ),
         (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range"),
         (
             ma.interventions.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)),
@@ -75,6 +85,12 @@ def test_before_the_model_runs(no_forward, intervention, message):
 def test_a_head_that_a_transformers_model_lacks(toy):
     with pytest.raises(OptionError, match="head 8 is out of range: the model has heads 0 to 7"):
         ma.interventions.HeadAblation(((0, 8),)).check(toy.original_model, ())
+
+
+def test_means_of_another_model(toy):
+    ablation = ma.interventions.HeadAblation(((0, 1),), HeadMeans({0: torch.ones(8, 7)}, 3))
+    with pytest.raises(OptionError, match="they are of another model"), ablation.on(toy):
+        toy(torch.arange(5)[None])
 
 
 def test_the_baseline_stays_the_baseline(no_forward):

@@ -12,18 +12,19 @@ Q = torch.zeros(2, 4, 5, 8)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"k": Q[:, :3]}, r"the shapes \[\[2, 4, 5, 8\], \[2, 3, 5, 8\]\]: give \[batch, head"),
-        ({"k": Q[:, :, :4]}, "alike but for the number of heads"),
+        ({"k": Q[:, :3]}, r"the shapes \[\[2, 4, 5, 8\], \[2, 3, 5, 8\]\]: give .* \[batch, head"),
         ({"v": Q[:, :2]}, "alike but for the number of heads"),
         ({"lengths": [5, 6]}, "give 2 numbers of positions, 1 to 5"),
-        ({"lengths": [5]}, "give 2 numbers of positions"),
+        ({"lengths": [2.5, 3]}, "give 2 numbers of positions"),
+        ({"q": Q[0], "k": Q[0]}, r"the shapes .*give tensors of floats \[batch, head"),
+        ({"counted": torch.ones(2, 5)}, "counted holds torch.float32: give truth values"),
         (
             {"counted": torch.ones(2, 4, dtype=bool)},
             r"counted has the shape \[2, 4\]: give .* \[2, 5\]",
         ),
         (
             {"segments": {"first": torch.ones(5, dtype=bool)}},
-            r"first has the shape \[5\]: give \[batch",
+            r"first has the shape \[5\]: give a tensor \[batch",
         ),
         (
             {"scores": ma.AttentionScores(alibi=torch.ones(3))},

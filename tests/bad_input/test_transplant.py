@@ -16,7 +16,7 @@ def recorded(toy):
 def test_options(recorded):
     with pytest.raises(OptionError, match=r"recorded at 'inserted' tokens, not at 'question'"):
         ma.interventions.KVPatch("question", recorded)
-    with pytest.raises(OptionError, match=r"layers=1: the recorded layers are \[0\]"):
+    with pytest.raises(OptionError, match=r"layers=\(1,\): the recorded layers are \[0\]"):
         ma.interventions.KVPatch("inserted", recorded, layers=1)
 
 

@@ -287,3 +287,5 @@ def test_what_it_refuses(result, options, message):
 
 def test_different_lengths_can_be_compared_on_purpose(result):
     assert len(result.compare("slash", to="long", matched=False, columns="all")) == 32
+    with pytest.raises(OptionError, match="matched=False"):
+        result.resolution("slash", to="long")

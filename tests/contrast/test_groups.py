@@ -138,6 +138,15 @@ def test_other_groups_in_the_other_result(result, ungrouped):
     with pytest.raises(OptionError, match=r'different groups in the two results.*unit="prompt"'):
         result.compare("slash", other=ungrouped, columns="all")
     assert set(result.compare("slash", other=ungrouped, unit="prompt", columns="all").n) == {18}
+    with pytest.raises(OptionError, match="different groups in the two results"):
+        Contrast(result, "slash", other=ungrouped).overall()
+
+
+def test_a_quantity_without_one_number_a_head_has_none_to_ask_for(result):
+    with pytest.raises(OptionError, match=r"per head, but one for each layer$"):
+        Contrast(result, "slash", quantity="gini").by_prompt("L1H2")
+    with pytest.raises(OptionError, match=r"more than one number for each head \(bin\)"):
+        Contrast(result, "slash", quantity="histogram").overall()
 
 
 def test_a_prompt_without_a_group_stands_alone_among_those_that_have_one():

@@ -56,7 +56,10 @@ def test_halves_rank_on_one_and_show_the_other(result):
             dict(quantity="sinks"),
             r"name one with quantity=…, or run it with ma.analyses.AttentionSinks\(\)$",
         ),
-        (dict(quantity="flow"), "does not have one number per head .to_segment."),
+        (
+            dict(quantity="flow"),
+            "does not have one number per head, but one for each layer, head, to_segment",
+        ),
         (dict(quantity="entropy", top=0), "top=0: give a whole number, at least 1"),
         (dict(quantity="entropy", condition="x"), "there is no condition 'x'"),
     ],
@@ -69,7 +72,3 @@ def test_what_it_refuses(result, options, message):
 def test_rows_are_named_by_their_heads(result):
     table = result.compare("slash", columns="all")
     assert table.loc["L1H2"].equals(table[(table.layer == 1) & (table["head"] == 2)].iloc[0])
-    top = result.heads("received", top=3)
-    assert [f"L{layer}H{head}" for layer, head in zip(top.layer, top["head"], strict=True)] == list(
-        top.index
-    )

@@ -98,5 +98,7 @@ def test_it_changes_with_the_run(toy, prompts, result):
 
 
 def test_a_table_of_something_else_is_refused(result):
-    with pytest.raises(OptionError, match="table 0 has no record of how it was made"):
-        result.methods(result.heads("entropy"))
+    adjusted = ma.adjust([result.compare("slash", columns="all")])
+    for table in (result.heads("entropy"), adjusted):
+        with pytest.raises(OptionError, match="table 0 has no record of how it was made"):
+            result.methods(table)

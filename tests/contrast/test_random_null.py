@@ -80,6 +80,15 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
     assert fall_less.mean() > 0.9
 
 
+def test_a_head_that_random_models_lack_has_no_test_in_any_table(trained, random):
+    table = trained.compare("slash", random=random[:3], columns="all")
+    table.loc["L1H2", ["p_random", "q_random"]] = np.nan
+    table.attrs["tests_random"] = 31
+    q = ma.adjust([table]).q_random.dropna()
+    both = np.maximum(table.p_beyond, table.p_random).dropna()
+    np.testing.assert_allclose(q, stats.false_discovery_control(both))
+
+
 def test_too_few_draws_are_refused_before_a_model_is_loaded():
     with pytest.raises(OptionError, match=r"draws=2.*at least 3"):
         ma.run_random("no/such-model", "Tom has 3 apples.", draws=2)

@@ -52,18 +52,18 @@ def test_a_known_effect_is_found_and_nothing_else():
     result = simulated(-0.2)
     verdict = result.verdict("other")
     table = result.compare("other")
-    assert verdict.beyond[:, :4].all()
-    assert (verdict.beyond[:, 4:] | verdict.above[:, 4:]).sum() <= 2
+    assert verdict.below[:, :4].all()
+    assert (verdict.below[:, 4:] | verdict.above[:, 4:]).sum() <= 2
     assert verdict.n == 64
     np.testing.assert_array_equal(
-        (verdict.beyond | verdict.above).reshape(-1), table.q_beyond < 0.05
+        (verdict.below | verdict.above).reshape(-1), table.q_beyond < 0.05
     )
 
 
 def test_a_drop_by_definition_alone_is_not_beyond_the_null():
     """More than 3 of 10 would come once in 970 times at a rate of 5 %."""
     found = [simulated(0.0, seed).verdict("other") for seed in range(10)]
-    assert sum((v.beyond | v.above).any() for v in found) <= 3
+    assert sum((v.below | v.above).any() for v in found) <= 3
     assert all(v.change.high < 0 for v in found)
 
 
@@ -82,5 +82,5 @@ def test_heads_that_fall_as_the_null_does_are_the_same_within_a_margin():
 def test_heads_with_no_difference_at_all_are_not_beyond():
     values = np.full((5, 1, 2), 0.1)
     verdict = a_result(values, values, values[..., :1], values[..., :1]).verdict("other")
-    assert not verdict.beyond.any()
+    assert not verdict.below.any()
     assert not verdict.above.any()

@@ -130,3 +130,12 @@ def test_without_ray_and_without_a_cluster(job, tmp_path, monkeypatch):
         OptionError, match=r'executor="ray" needs Ray: pip install "mechattn\[ray\]"'
     ):
         ma.run_job(job, tmp_path / "r.zarr", executor="ray")
+
+
+def test_a_cluster_that_others_reach_is_stopped(monkeypatch):
+    cluster = MagicMock(__version__="99")
+    cluster.is_initialized.return_value = False
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    with pytest.raises(OptionError, match=r"^this version of Ray \(99\) starts a cluster"):
+        Ray()._connected()
+    cluster.shutdown.assert_called_once_with()

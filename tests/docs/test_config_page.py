@@ -11,11 +11,11 @@ import pytest
 from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS
 from mechattn.commands.run_config import read_config
 from mechattn.toml_sections import (
-    Condition,
+    ConditionSection,
     Config,
     EvaluationSection,
-    Output,
-    Prompts,
+    OutputSection,
+    PromptsSection,
     ServerSection,
 )
 
@@ -23,9 +23,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api" / "config.md").read_text(encoding="utf-8")
 SECTIONS = {
     "At the top": Config,
-    "[prompts]": Prompts,
-    "[output]": Output,
-    "[conditions.NAME]": Condition,
+    "[prompts]": PromptsSection,
+    "[output]": OutputSection,
+    "[conditions.NAME]": ConditionSection,
     "[evaluation]": EvaluationSection,
     "[evaluation.server]": ServerSection,
 }

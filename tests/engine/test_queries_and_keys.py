@@ -127,7 +127,9 @@ def test_it_is_what_run_measures(toy, prompts):
         )
 
 
-def test_half_precision_is_computed_in_float32(tensors):
-    q = tensors["q"].bfloat16()
-    k = tensors["k"].bfloat16()
-    torch.testing.assert_close(ma.measure(q, k), ma.measure(q.float(), k.float()), equal_nan=True)
+def test_padding_is_not_read(tensors):
+    is_padding = torch.arange(LENGTH) >= torch.tensor(LENGTHS)[:, None]
+    q, k, v = (tensors[name].masked_fill(is_padding[:, None, :, None], math.nan) for name in "qkv")
+    measured = ma.measure(q, k, v, lengths=LENGTHS)
+    expected = ma.measure(tensors["q"], tensors["k"], tensors["v"], lengths=LENGTHS)
+    torch.testing.assert_close(measured, expected, equal_nan=True)

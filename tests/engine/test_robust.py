@@ -95,7 +95,7 @@ def test_another_error_is_not_taken_for_a_full_memory(toy, prompts, monkeypatch)
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
 def test_nan_names_the_layer_and_the_prompt(engine, monkeypatch):
     # Of weights that were so when the model was verified, which no probe has read.
-    monkeypatch.setattr("mechattn.model.verified_models.refuse_changes", lambda *arguments: None)
+    monkeypatch.setattr("mechattn.model.load.refuse_changes", lambda *arguments: None)
     model = ma.load_model("toy:llama")
     prompts = [ma.Prompt("Tom has 3 apples.", id="a"), ma.Prompt("Tom has 3 books now.", id="b")]
     books, apples = (set(model.tokenizer(word)["input_ids"]) for word in (" books", " apples"))

@@ -137,7 +137,6 @@ def test_grades_and_accuracy(evaluation, problems):
         assert table.unread[name] == sum("Answer:" not in answer.text for answer in graded)
         assert [answer.prompt for answer in graded] == [prompt.id for prompt in problems]
     assert table.accuracy["baseline"] >= 7 / 8
-    assert {"difference", "p", "detectable"} <= set(evaluation.compare("slash"))
 
 
 def test_batches_decide_nothing_of_sampled_answers(toy, problems):
@@ -489,6 +488,16 @@ def test_prompts_that_cannot_be_graded(toy, shared):
     ):
         with pytest.raises(OptionError, match=message):
             ma.evaluate(shared(name), prompt, {"masked": SLASH.masked()}, new_tokens=5)
+
+
+def test_answers_are_not_given_to_another_problem_of_their_id():
+    """Prompts without an id are named after their places, of a part of them others."""
+    first, second = (ma.Prompt(f"What is 2 + {n}?", solution=str(2 + n)) for n in (3, 4))
+    answers = [by_hand.answer(number, solution=str(5 + number)) for number in (0, 1)]
+    answered = Evaluation(tuple(answers), {}).answered([first, second])
+    assert [prompt.id for prompt in answered] == ["0", "1"]
+    with pytest.raises(OptionError, match="prompt 0 has another solution than the problem"):
+        Evaluation(tuple(answers), {}).answered([second])
 
 
 def test_different_problems_are_not_compared(evaluation):

@@ -75,7 +75,7 @@ def test_what_cannot_be_told():
         (finals(alike, alike), ("other", swapped), "no prompt's answer differs from its source's"),
         (finals(distinct, distinct, 2), ("other", swapped), "2 answers per problem"),
         (finals(distinct, distinct), ("other", {"0": "7"}), "the source of prompt 0 is not among"),
-        (finals(distinct, distinct), ("slash", swapped), "no condition 'slash'"),
+        (finals(distinct, distinct), ("slash", swapped), "condition='slash': choose one of"),
     ):
         with pytest.raises(OptionError, match=message):
             evaluation.follows(*arguments, "filler")
@@ -103,7 +103,7 @@ def test_an_evaluation_with_missing_answers_is_printed():
     for call in (empty.accuracy, lambda: empty.pass_at_k(1)):
         with pytest.raises(OptionError, match="the evaluation has no answers"):
             call()
-    with pytest.raises(OptionError, match="there is no condition 'slsh'"):
+    with pytest.raises(OptionError, match="condition='slsh': choose one of"):
         unfinished.answered([], "slsh")
     with pytest.raises(OptionError, match="sample=5: the evaluation has 1 answers"):
         unfinished.answered([], "other", sample=5)

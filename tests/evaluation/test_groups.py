@@ -8,6 +8,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
 import mechattn as ma
+from mechattn.commands.evaluate import accuracy_table
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.stats.accuracy import share_difference, share_interval
@@ -64,6 +65,7 @@ def test_accuracies_and_differences_are_of_group_means(samples):
     assert figures == pytest.approx([differences.mean(), exact.pvalue, N, *interval])
     assert compared["detectable"] > 0.5 * (compared["high"] - compared["low"])
     assert ("only_first" in compared) == (samples == 1)
+    assert "sign flips, over groups (10 of 40 prompts)" in accuracy_table(evaluation)
     shares = evaluation.pass_at_k(1).set_index("condition").estimate
     assert shares["slash"] == pytest.approx(by_group(right["slash"]).mean())
 

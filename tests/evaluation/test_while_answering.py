@@ -44,7 +44,14 @@ def ids_of(model, text):
 def evaluation(toy, prompts):
     """Answers written by hand: what they say decides nothing here."""
     answers = [
-        by_hand.answer(prompt.id, name, number % 2 == 0, text=text, tokens=ids_of(toy, text))
+        by_hand.answer(
+            prompt.id,
+            name,
+            number % 2 == 0,
+            text=text,
+            tokens=ids_of(toy, text),
+            solution=prompt.solution,
+        )
         for name in ("baseline", "slash")
         for number, (prompt, text) in enumerate(zip(prompts, TEXTS, strict=False))
     ]
@@ -156,7 +163,9 @@ def simulated(effect, confounded, groups=None, seed=1, shared=0.0):
     units = Units(count)
     if groups is not None:  # in each, right answers differ from wrong ones, in either direction
         units = Units.grouped([str(number % groups) for number in range(count)])
-        flow[..., QUESTION] += (draw.normal(0, shared, groups)[units.of] * right)[:, None, None]
+        flow[..., QUESTION] += (draw.normal(0, shared, groups)[units.group_of_prompt] * right)[
+            :, None, None
+        ]
 
     dims = ("condition", "prompt", "layer", "head", "segment")
     data = xr.Dataset(
@@ -250,7 +259,7 @@ def test_what_cannot_be_compared(measured, toy, prompts):
         measured.table("answers")
     with pytest.raises(OptionError, match=r"level=95\.0: give a probability"):
         simulated(effect=0.05, confounded=False).table(level=95.0)
-    with pytest.raises(OptionError, match="there is no condition 'dots'; the evaluation has"):
+    with pytest.raises(OptionError, match="condition='dots': choose one of"):
         ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], {"dots": SLASH["slash"]})
     with pytest.raises(OptionError, match="prompt 6 was not evaluated"):
         ma.while_answering(toy, evaluation(toy, prompts), prompts[:8])

@@ -11,7 +11,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.results.arrays import lazy_bytes
-from mechattn.store.objects import Place, place_of
+from mechattn.store.objects import Location, location_of
 from mechattn.store.writing import merge_stored
 
 
@@ -58,8 +58,10 @@ def test_a_large_run_at_an_address(bucket, job, small, tmp_path, tmp_path_factor
     result = ma.run_job(job, f"{bucket}/r.zarr")
     assert lazy_bytes(result)
     assert result.digest() == small.digest()
-    place = place_of(f"{bucket}/r.zarr")
-    place.files.rm_file(place.full_name("received_attention/received_by_segment/c/1/0/0/0/0"))
+    place = location_of(f"{bucket}/r.zarr")
+    place.file_system.rm_file(
+        place.object_path("received_attention/received_by_segment/c/1/0/0/0/0")
+    )
     assert ma.run_job(job, f"{bucket}/r.zarr").digest() == small.digest()
     folder = tmp_path_factory.mktemp("shards")
     ma.run_job(job, f"{bucket}/s.zarr", shard="2/2")
@@ -84,7 +86,7 @@ def test_a_run_that_was_killed_goes_on(bucket, job, small, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     place = f"{bucket}/killed.zarr"
     ma.run_job(replace(job, options=ma.RunOptions(seed=1, layers=[1])), place)
-    write, left = Place.write, [40]
+    write, left = Location.write, [40]
 
     def dying(self, name, content):
         left[0] -= self.folder is None
@@ -93,7 +95,7 @@ def test_a_run_that_was_killed_goes_on(bucket, job, small, tmp_path, monkeypatch
         write(self, name, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Place, "write", dying)
+        patch.setattr(Location, "write", dying)
         with pytest.raises(Killed):
             ma.run_job(job, place)
     with pytest.raises(OutputError, match="is incomplete"):

@@ -8,9 +8,7 @@ from scipy import optimize, stats
 from mechattn.functional import activations as fn
 
 
-def test_gini_at_its_ends():
-    assert float(fn.gini(torch.ones(7))) == pytest.approx(0, abs=1e-6)
-    assert float(fn.gini(torch.tensor([0.0, 0, 0, 5]))) == pytest.approx(3 / 4)
+def test_what_has_no_gini_coefficient_or_kurtosis():
     assert fn.gini(torch.zeros(4)).isnan()
     assert fn.kurtosis(torch.ones(4)).isnan()
 

@@ -97,7 +97,7 @@ def test_strength():
         redistribute(ACTIVATIONS, uniform, 0.13, 99.5, strength=s) for s in (1.0, 0.5, 0.0)
     )
     assert_close(half - ACTIVATIONS, (whole - ACTIVATIONS) / 2)
-    assert nothing is ACTIVATIONS
+    assert torch.equal(nothing, ACTIVATIONS)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,13 +5,6 @@ import torch
 from mechattn.functional import focus as fn
 
 
-def test_the_pattern_is_put_back(random_pattern):
-    pattern = random_pattern(heads=2, length=7)[None]
-    before = pattern.clone()
-    fn.top_two(pattern)
-    assert torch.equal(pattern, before)
-
-
 def test_a_block_with_keys_cut_off_on_the_left(random_pattern):
     pattern = random_pattern(heads=2, length=12, window=4)[None]
     whole = fn.mean_distance(pattern)[..., 8:]

@@ -1,11 +1,9 @@
 """Sums over queries from two calls of a fused kernel, against the whole square in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from mechattn.functional.attention import Attention, EdgeMask, attention_by_rows
+from mechattn.functional.attention import Attention, attention_by_rows
 from mechattn.functional.fused import fused_attention
 from tests.functional.test_rows import square
 
@@ -71,13 +69,6 @@ def test_long_rows_agree_with_the_row_kernel(kind, dtype, tolerance):
     assert float((got - columns).abs().max()) < tolerance * float(columns.max())
 
 
-def test_many_groups_take_several_calls():
-    attention, _ = made("plain", 40)
-    weights = torch.eye(40).expand(2, -1, -1)  # each query a group: the whole pattern, transposed
-    columns = fused_attention(attention).column_sums(weights)
-    torch.testing.assert_close(columns, columns_by_rows(attention, weights), atol=1e-5, rtol=1e-4)
-
-
 def test_bfloat16_would_lose_the_log_sum_exp_without_its_parts(monkeypatch):
     attention, weights = made("plain", 300, torch.bfloat16)
     right = fused_attention(attention).column_sums(weights)
@@ -86,12 +77,3 @@ def test_bfloat16_would_lose_the_log_sum_exp_without_its_parts(monkeypatch):
     )
     wrong = fused_attention(attention).column_sums(weights)
     assert float((wrong - right).abs().max()) > 0.01 * float(right.max())
-
-
-def test_what_a_fused_kernel_cannot_do_is_said():
-    attention, _ = made("plain", 17)
-    assert attention.fusable
-    mask = EdgeMask(torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 17, dtype=torch.bool))
-    for changed in ({"softcap": 5.0}, {"window": 4}, {"edge_mask": mask}):
-        assert not replace(attention, **changed).fusable
-    assert replace(attention, window=17).fusable

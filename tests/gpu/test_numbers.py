@@ -51,7 +51,7 @@ def test_received_attention(name, dtype, device):
     is_toy = name in TOYS
     scale = 0.5 if dtype is torch.bfloat16 and not is_toy else 1.0
     if dtype is torch.float32 and not is_toy and kernels_disagree(name, device):
-        with pytest.raises(ma.ModelError, match="is not the model itself"):
+        with pytest.raises(ma.errors.ModelError, match="is not the model itself"):
             hooked(name, dtype, device, scale=scale)
         return
     model, exact = hooked(name, dtype, device, scale=scale)

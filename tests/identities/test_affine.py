@@ -9,7 +9,7 @@ from mechattn.analysis.affine_shift import split_rows
 from mechattn.engine.batches import measure_batch
 from mechattn.engine.engines import forward_in_blocks
 from mechattn.errors import OptionError
-from mechattn.model import hooks
+from mechattn.model import hooks, patterns_at_hooks
 from mechattn.prompts.token_sequences import pad_right
 from tests.parity.plain import MECHANISMS
 from tests.tiny_families import tiny_model
@@ -160,7 +160,7 @@ def patterns_of_layer_0(model, prompt, condition):
 
     for sequence in (baseline, changed):
         real = torch.ones(1, len(sequence), dtype=torch.bool)
-        hooks.forward_with_patterns(model, sequence.tokens[None], real, [0], see)
+        patterns_at_hooks.forward_with_patterns(model, sequence.tokens[None], real, [0], see)
     before, after = patterns
     original = changed.origin >= 0
     return before, after[:, original][:, :, original], baseline

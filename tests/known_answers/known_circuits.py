@@ -19,7 +19,7 @@ from mechattn.interventions.intervention import on
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
-from mechattn.patching.edges import EdgePair, edges
+from mechattn.patching.edges import edge_runs, edges
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.pairs import request_of
 from mechattn.prompts.counterparts import Counterpart
@@ -276,7 +276,7 @@ def edge_sizes(
         with showing_edges(model):
             request = request_of(model, pairs, Counterpart(), None, "noising", "1GiB", 0)
             effects = [
-                EdgePair(model, graph, pair, 2**31).exact(graph.edges) for pair in request.pairs
+                edge_runs(model, graph, 2**31, pair).exact(graph.edges) for pair in request.pairs
             ]
         mean_effect = np.mean(effects, axis=0)
     else:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mechattn.model.hooked import facts_of
-from mechattn.model.hooks import attention_layers, boundary_of, norms_once
+from mechattn.model.hooks import attention_layers, norms_once
 from mechattn.model.patch.streaming import fires_while_streamed, streaming
-from mechattn.model.positions import takes_negative_ids, takes_position_ids
+from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.model.verify.config_fields import unknown_fields
 from tests.model.test_positions import TABLE_FAMILIES

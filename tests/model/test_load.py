@@ -13,10 +13,11 @@ from transformers import (
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import load
+from mechattn.model import booting
 from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_window
+from mechattn.model.unloaded import unloaded
 from mechattn.model.verify.verification import dtype_of
 from tests.model.unusual import unusual_model
 from tests.tiny_families import bridge_of, random_model, tiny_model
@@ -83,8 +84,8 @@ def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(native, tmp_p
     assert dtype_of(ma.load_model(path, device="cpu", verify=False)) == torch.float32
     # On another device the checkpoint's: "meta" is one that every machine has.
     asked_for = {}
-    monkeypatch.setattr(load, "_boot", lambda *_, **options: asked_for.update(options))
-    load._hooked_checkpoint(path, None, "auto", "meta", {})
+    monkeypatch.setattr(booting, "_boot", lambda *_, **options: asked_for.update(options))
+    booting.hooked_checkpoint(path, None, "auto", "meta", {})
     assert asked_for["dtype"] == torch.bfloat16
 
 
@@ -209,4 +210,4 @@ def test_a_model_without_a_twin_ends_answers_by_its_generation_settings(toy, mon
     """A quantised one, whose parameters a second model cannot share."""
     monkeypatch.setattr(facts_of(toy), "native", None)
     monkeypatch.setattr(toy.original_model.generation_config, "eos_token_id", [3, 4])
-    assert load.unloaded(toy).end >= {3, 4}
+    assert unloaded(toy).end >= {3, 4}

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from mechattn.errors import ModelError
-from mechattn.model.hooks import Boundary, boundary_of
-from mechattn.model.positions import takes_negative_ids, takes_position_ids
+from mechattn.model.positions import (
+    Boundary,
+    boundary_of,
+    takes_negative_ids,
+    takes_position_ids,
+)
 from tests.model.unusual import BOUNDARY, DYNAMIC, LONGROPE, TABLES, unusual_model
 from tests.tiny_families import FAMILIES, bridge_of, tiny_model
 

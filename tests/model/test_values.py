@@ -9,7 +9,8 @@ from mechattn.errors import ModelError
 from mechattn.model import head_parts
 from mechattn.model.head_parts import norms_of_output
 from mechattn.model.hooked import facts_of
-from mechattn.model.hooks import attention_layers, forward_with_patterns, logits_and_values
+from mechattn.model.hooks import attention_layers, logits_and_values
+from mechattn.model.patterns_at_hooks import forward_with_patterns
 from mechattn.model.verify import layer_checks
 from tests.model.unusual import CLIPPED, unusual_model
 from tests.tiny_families import FAMILIES, bridge_of, tiny_model

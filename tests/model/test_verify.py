@@ -11,7 +11,7 @@ from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, pattern_hook
 from mechattn.model.verify.checks import _kernel
-from mechattn.model.verify.layer_checks import ProbedHooks, check_layers
+from mechattn.model.verify.layer_checks import ProbedHooks, checks_of_layers
 from tests.tiny_families import bridge_of, tiny_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
@@ -252,7 +252,7 @@ def test_a_massive_entry_in_bfloat16_is_no_fault(toy, fault, outcome):
     by_name = {f"blocks.0.hook_{name}": value.float() for name, value in rounded.items()}
     by_name["blocks.0.hook_resid_post"] = after
     shown = ProbedHooks(toy, by_name, torch.bfloat16, 24)
-    checks = {check.name: check for check in check_layers(shown)}
+    checks = {check.name: check for check in checks_of_layers(shown)}
     assert checks["residual"].outcome == outcome
     exact = sum(value.float() for value in rounded.values())
     apart = (exact - after).abs().max() / after.square().mean().sqrt()

@@ -27,7 +27,7 @@ def change(model, condition, measured, null):
     estimate, low, high = (np.float64(value) for value in measured)
     none = np.zeros((1, 1), dtype=bool)
     of_null = Interval(*(np.float64(null),) * 3)
-    masks = dict.fromkeys(["beyond", "above", "rises", "falls", "marked"], none)
+    masks = dict.fromkeys(["below", "above", "rises", "falls", "marked"], none)
     verdict = Verdict(
         Interval(estimate, low, high),
         of_null,

@@ -89,7 +89,7 @@ def test_measures_of_the_question_equal_the_oracle(measured, condition):
     edges = [-1e9, *np.round(np.arange(-0.51, 1.52, 0.02), 2), 1e9]
     for layer in range(hooked.cfg.n_layers):
         pre, post = (values[question] for values in seen[condition][layer])
-        threshold = thresholds_of(result)[layer]
+        threshold = thresholds_of(result)[str(layer)]
         numbers = of_tokens(post, pre, threshold)
         difference, before = changes(sequences, seen, condition, layer)
         relative = np.linalg.norm(difference, axis=1) / np.linalg.norm(before, axis=1)

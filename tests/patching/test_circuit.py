@@ -20,7 +20,7 @@ from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching.circuit import _connected
-from mechattn.patching.edges import EdgePair
+from mechattn.patching.edges import edge_runs
 from mechattn.patching.graph import graph_of, read_edges, showing_edges
 from mechattn.patching.pairs import request_of
 from mechattn.render.words import sentence_of
@@ -70,9 +70,8 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
     kept = graph.exists & (draws < np.array([0.3, 0.6, 0.9, 1.1])[:, None, None])
     with showing_edges(model):
         [pair] = pairs_of(model, [prompt])
-        edge_pair = EdgePair(model, graph, pair, 2**31)
-        runs = edge_pair.runs()
-        values = edge_pair.with_edges(torch.from_numpy(kept), runs.exchanged, runs.unpatched)
+        runs = edge_runs(model, graph, 2**31, pair)
+        values = runs.with_edges(torch.from_numpy(kept), runs.exchanged)
     without_edges = runs.unpatched.whole
     for row, value in zip(kept, values, strict=True):
         named = [
@@ -100,9 +99,8 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     rows = []
     with showing_edges(model):
         for pair in pairs_of(model, [MANY[index] for index in rest]):
-            edge_pair = EdgePair(model, found.graph, pair, 2**31)
-            runs = edge_pair.runs()
-            rows.append(edge_pair.with_edges(kept_edges, runs.exchanged, runs.unpatched))
+            runs = edge_runs(model, found.graph, 2**31, pair)
+            rows.append(runs.with_edges(kept_edges, runs.exchanged))
     none, some, whole = np.mean(rows, 0)
     assert found.curve.faithfulness[2] == pytest.approx((some - none) / (whole - none), abs=1e-6)
     first_line, *_ = str(found).splitlines()
@@ -137,17 +135,16 @@ def test_a_mean_over_prompts_of_other_lengths_is_over_all_tokens(model):
         ]
         mean = torch.cat(written, 1).mean(1, keepdim=True)
         [pair] = pairs_of(model, [longer])
-        edge_pair = EdgePair(model, found.graph, pair, 2**31)
-        runs = edge_pair.runs()
+        runs = edge_runs(model, found.graph, 2**31, pair)
         no_edge = torch.zeros(1, *found.graph.exists.shape, dtype=torch.bool)
-        expected = edge_pair.with_edges(no_edge, mean.expand_as(runs.written), runs.unpatched)
+        expected = runs.with_edges(no_edge, mean.expand_as(runs.written))
     assert effects[0, 0, 0] == pytest.approx(expected[0], abs=1e-9)
     assert abs(expected[0]) > 1e-3
 
 
 def test_areas_are_printed_with_the_names_of_rankings(found):
     made = replace(found, curve=found.curve.assign(other_pairs=found.curve.faithfulness))
-    assert f"CPR of other_pairs {made.areas['CPR_other_pairs']:.3f}" in str(made)
+    assert f"CPR_other_pairs {made.areas['CPR_other_pairs']:.3f}" in str(made)
 
 
 def test_areas_by_hand(found):
@@ -240,7 +237,7 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
     table = found.table(20)
     drawn = {*table.writer, "logits"}
     arcs = [
-        node for reader in table.reader for node in found.graph.read_by(reader) if node in drawn
+        node for reader in table.reader for node in found.graph.nodes_after[reader] if node in drawn
     ]
     legend = [trace.name for trace in figure.data[:2]]
     assert legend == [f"the other output {verb} the metric" for verb in ("lowers", "raises")]
@@ -259,7 +256,7 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
 def test_few_prompts_and_impossible_sizes_are_refused(model):
     with pytest.raises(OptionError, match="at least 6 for two halves"):
         ma.circuit(model, MANY[:5], Counterpart())
-    with pytest.raises(OptionError, match=r"sizes=\[-1\]: give numbers of edges, from 0 to"):
+    with pytest.raises(OptionError, match=r"sizes=-1: give a whole number, at least 0"):
         ma.circuit(model, MANY, Counterpart(), sizes=[-1])
 
 
@@ -293,7 +290,7 @@ def test_groups_of_unequal_size_count_the_same(model):
     found = ma.circuit(model, named, Counterpart(), steps=1, sizes=[5])
     exists = found.graph.exists
     effects = pd.DataFrame(found.edges.effects.effect.values[:, exists].astype(np.float64))
-    by_group = effects.groupby(np.array(found.edges.units.of))
+    by_group = effects.groupby(np.array(found.edges.units.group_of_prompt))
     assert sorted(by_group.size()) == [1, 1, 3]
     mean = by_group.mean().mean().values
     order = np.argsort(-abs(mean), kind="stable")

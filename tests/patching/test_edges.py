@@ -15,10 +15,10 @@ from mechattn.conditions import Counterpart
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching import effects
-from mechattn.patching.edges import EdgePair
+from mechattn.patching.edges import edge_runs
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.pairs import request_of
-from mechattn.patching.plan import edges_fixed_bytes, edges_row_bytes
+from mechattn.patching.pass_memory import edges_fixed_bytes, edges_row_bytes
 from mechattn.stats.many_tests import paired_tests
 from tests.conftest import loaded_once, short_problems
 from tests.patching.plain_runs import W_O, plain_logits, plain_toy
@@ -201,11 +201,9 @@ def test_heads_write_after_the_norm_that_follows_attention():
     kept[0] = False
     kept[1, edge[0], edge[1]] = False
     with showing_edges(model):
-        runs = EdgePair(model, graph, pair, 2**31).runs()
+        runs = edge_runs(model, graph, 2**31, pair)
         unpatched = runs.unpatched
-        source, direct = EdgePair(model, graph, pair, 2**31).with_edges(
-            kept, runs.exchanged, unpatched
-        )
+        source, direct = runs.with_edges(kept, runs.exchanged)
         assert source == pytest.approx(unpatched.whole, abs=1e-6)
         assert abs(source) > 1e-4
 
@@ -219,7 +217,7 @@ def test_heads_write_after_the_norm_that_follows_attention():
 
         without_norms = replace(graph, norms={})
         with pytest.raises(ModelError, match="does not add up to the residual stream"):
-            EdgePair(model, without_norms, pair, 2**31).runs()
+            edge_runs(model, without_norms, 2**31, pair)
 
 
 def test_integrated_gradients_are_complete():
@@ -290,10 +288,9 @@ def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
     metrics = []
     with showing_edges(toy):
         for rows in (2, 50):
-            edge_pair = EdgePair(toy, graph, pair, fixed + rows * row)
-            runs = edge_pair.runs()
-            assert edge_pair._rows(row) == rows
-            metrics.append(edge_pair.with_edges(kept, runs.exchanged, runs.unpatched))
+            runs = edge_runs(toy, graph, fixed + rows * row, pair)
+            assert runs._rows(row) == rows
+            metrics.append(runs.with_edges(kept, runs.exchanged))
     np.testing.assert_allclose(*metrics, rtol=1e-4, atol=1e-4)
     assert metrics[0].std() > 1e-3
 

@@ -108,15 +108,8 @@ def test_heads_that_look_alike_are_told_apart_by_what_copying_needs():
     assert {(row.layer, row.head) for row in heads.table(2).itertuples()} == {(0, 0), (1, 0)}
 
 
-def test_the_print_says_what_is_compared(heads):
-    text = str(heads)
-    assert "3 spans of random tokens, each read twice" in text
-    assert f"{heads.ranks['score']:.2f} with the score's" in text
-    assert "11 prompts" in text
-
-
 def test_too_few_spans_or_those_that_do_not_fit_are_refused(toy):
     with pytest.raises(OptionError, match="limit=2: give a whole number, at least 3"):
         ma.induction_heads(toy, 2)
-    with pytest.raises(OptionError, match="give a shortest and a longest span"):
-        ma.induction_heads(toy, 3, span=0)
+    with pytest.raises(OptionError, match="span=1: give a whole number, at least 2"):
+        ma.induction_heads(toy, 3, span=1)

@@ -82,7 +82,7 @@ def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
     for _ in range(300):
         own = draw.choices(range(6), k=draw.randrange(4, 14))
         other = draw.choices(range(6), k=draw.randrange(4, 14))
-        pairs = list(_partners(own, other, False))
+        pairs = list(_partners(own, other, False).items())
         for (place, partner), (next_place, next_partner) in itertools.pairwise(pairs):
             assert place < next_place
             assert partner < next_partner
@@ -142,7 +142,7 @@ def test_bad_versions_are_refused_in_words(model):
         Counterpart([(1, 20, 31)]).apply(prompt, model)
     with pytest.raises(ConditionError, match=r"both versions of prompt 7 .* have the same tokens"):
         Counterpart({"7": (1, 20, 30)}).apply(prompt, model)
-    with pytest.raises(OptionError, match="is token ids and its counterpart a text"):
+    with pytest.raises(OptionError, match="is a text and the other one is not"):
         Counterpart({"7": "Tom"}).apply(prompt, model)
 
 

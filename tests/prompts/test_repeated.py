@@ -48,8 +48,8 @@ def test_it_can_be_run(toy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"span": (5, 3)}, "at least two repetitions"),
-        ({"times": 1}, "at least two repetitions"),
+        ({"span": (5, 3)}, "give a shortest and a longest span"),
+        ({"times": 1}, "times=1: give a whole number, at least 2"),
         ({"span": (13, 13)}, "a span of 13 different tokens needs a larger vocabulary than 12"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_pair_takes_a_span_with_another_successor():
         tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False)
     )
     for shortest in (1, 2):
-        with pytest.raises(OptionError, match="take at least 3 tokens"):
+        with pytest.raises(OptionError, match="of at least 3"):
             ma.pairs(model, "repeated-random", 1, span=(shortest, 4))
     (prompt,) = ma.pairs(model, "repeated-random", 1, span=(3, 3))
     assert sorted(prompt.counterpart[:3]) == sorted(prompt.tokens[:3])

@@ -92,7 +92,7 @@ def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
     settings = Settings(prompts[:3], [], 2, 8, 0, "float32", None, tmp_path)
     runs = ModelRuns("toy:llama", "llama", read_statements(), settings)
     runs.model = toy
-    first, second = (runs.values("first", draw) for draw in range(2))
+    first, second = (runs.run_values("first", draw) for draw in range(2))
     assert first != second
 
 
@@ -100,7 +100,6 @@ def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
     ("models", "options", "message"),
     [
         ([], {}, "give a model"),
-        (["toy:llama", "toy:llama"], {}, "a model is given twice"),
         ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
         ("toy:llama", {"draws": -1}, "draws=-1"),
     ],

@@ -35,7 +35,7 @@ def test_histogram(result):
     assert_array_equal(one.x[::2], data.bin.values[1:-1])
     assert_array_equal(one.x[1::2], data.bin.values[2:])  # the last bin has a width too
     assert (one.showlegend, other.showlegend) == (True, False)
-    threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"][1]
+    threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"]["1"]
     assert {abs(shape.x0) for shape in figure.layout.shapes} == {threshold}
     assert {"baseline", "slash", "arm", "channels"} <= {t.name for t in figure.data}
 
@@ -85,6 +85,9 @@ def test_agreement(result):
 def test_what_cannot_be_shown(result):
     with pytest.raises(OptionError, match=r"besides the baseline; this result has 'slash'"):
         ma.render.near_zero_by_class(result, ["baseline"])
+    two = result.sel(prompt=result["sequences"].prompt.values[:2])
+    with pytest.raises(OptionError, match="no class of token is in the questions of 3 prompts"):
+        ma.render.near_zero_by_class(two)
     with pytest.raises(OptionError, match="name another condition"):
         ma.render.agreement(result, "baseline")
     with pytest.raises(OptionError, match="no condition to compare with"):

@@ -60,10 +60,11 @@ def test_causes_and_their_sum_are_those_of_the_loop(result):
     intervals = [interval_by_loop(question.change.sel(layer=layer)) for layer in layers]
     middle, low, high = np.transpose(intervals)
     assert_allclose(total.y, middle, rtol=1e-6, atol=1e-8)
-    assert_allclose(total.error_y.array, high - middle, rtol=1e-6, atol=1e-8)
-    assert_allclose(total.error_y.arrayminus, middle - low, rtol=1e-6, atol=1e-8)
+    # A spread over prompts keeps fewer digits of float32 than their mean does.
+    assert_allclose(total.error_y.array, high - middle, rtol=1e-5)
+    assert_allclose(total.error_y.arrayminus, middle - low, rtol=1e-5)
     (marks,) = traces(figure, "slash", "scatter")
-    assert_allclose(marks.y, budget_table(result, "slash").change)
+    assert_allclose(marks.x, budget_table(result, "slash").change)
 
 
 def test_a_prompt_without_a_segment_pays_it_nothing(toy):

@@ -44,7 +44,7 @@ def test_received_by_model(measured):
     assert_allclose(second_panel.y, at.received.sel(head=3).values[second_panel.x])
     null = shown["uniform attention"]
     assert_allclose(null.y, at.received_uniform.values[null.x])
-    by_default = lines(ma.render.received_by_model(measured, layer=1, heads=[3]))
+    by_default = lines(ma.render.received_by_model(measured, layer=1, heads=np.int64(3)))
     assert set(by_default) == {"slash", "sentence", "dilution, slash", "dilution, sentence"}
     with pytest.raises(OptionError, match="one head per model"):
         ma.render.received_by_model([measured, measured], heads=[1])

@@ -58,7 +58,7 @@ def a_verdict(falls=0, rises=0, size=32, large=True):
     rising = number >= size - rises
     nothing = np.zeros(number.shape, dtype=bool)
     marked = (falling | rising) & large
-    masks = {"beyond": nothing, "above": nothing, "rises": rising, "falls": falling}
+    masks = {"below": nothing, "above": nothing, "rises": rising, "falls": falling}
     return Verdict(
         change,
         change,

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.checkpoint import tokenizer_named
-from mechattn.model.load import unloaded
-from mechattn.model.weights import random_weights
+from mechattn.model.random_weights import random_weights
+from mechattn.model.unloaded import unloaded
 from tests.tiny_families import bridge_of
 
 QUESTIONS = ["Tom has 3 apples. How many?", "What is 3 + 4? I want to know."]

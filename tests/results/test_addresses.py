@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.store.objects import Place, place_of
+from mechattn.store.objects import Location, location_of
 from tests.kills import Killed
 from tests.results.small import (
     Ready,
@@ -93,7 +93,7 @@ def test_a_run_that_is_killed(small_job, small_results, folder):
 def test_a_disk_that_fills_at_any_object(small_job, small_results, folder, monkeypatch, path):
     """It is said, what is kept is used, and what is of the older result is there, or said to be gone."""
     chunks = small_results[:2]
-    write, left = Place.write, [10**6]
+    write, left = Location.write, [10**6]
     run = partial(ma.run_job, small_job, path)
 
     def full(place, name, content):
@@ -102,7 +102,7 @@ def test_a_disk_that_fills_at_any_object(small_job, small_results, folder, monke
             raise OSError(errno.ENOSPC, "No space left on device")
         write(place, name, content)
 
-    monkeypatch.setattr(Place, "write", full)
+    monkeypatch.setattr(Location, "write", full)
     run(executor=Ready(chunks, []))
     needed = 10**6 - left[0]
     assert needed > 8
@@ -122,7 +122,7 @@ def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, 
     others = [small_result(0), small_result(1, 0.25)]
     for name in ("one", "two"):
         (folder / name).mkdir()
-    check, began = Place.check_begun, []
+    check, began = Location.check_begun, []
 
     def meanwhile(place, mark):
         """Another run begins to send its result, or ends, before this one writes its root."""
@@ -132,11 +132,11 @@ def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, 
             if ends:
                 ma.run_job(small_job, PLACE, executor=Ready(others, []))
             else:
-                place_of(PLACE).begin()
+                location_of(PLACE).begin()
             monkeypatch.chdir(folder / "one")
         check(place, mark)
 
-    monkeypatch.setattr(Place, "check_begun", meanwhile)
+    monkeypatch.setattr(Location, "check_begun", meanwhile)
     monkeypatch.chdir(folder / "one")
     with pytest.raises(
         OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"
@@ -151,15 +151,15 @@ def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, 
 
 def test_what_is_not_ours_is_not_deleted_with_an_unfinished_result(small_results, folder):
     small_results[0].save(PLACE)
-    place_of(PLACE).begin()
-    place_of(PLACE).write("v/v/c/0/0", b"half of it")
+    location_of(PLACE).begin()
+    location_of(PLACE).write("v/v/c/0/0", b"half of it")
     small_results[1].save(PLACE)  # over what is left of a result
 
-    place_of(PLACE).begin()
-    place_of(PLACE).write("notes.txt", b"mine")
+    location_of(PLACE).begin()
+    location_of(PLACE).write("notes.txt", b"mine")
     with pytest.raises(OutputError, match=r"holds notes\.txt too, which mechattn did not write"):
         small_results[0].save(PLACE)
-    assert place_of(PLACE).read("notes.txt") == b"mine"
+    assert location_of(PLACE).read("notes.txt") == b"mine"
 
 
 def test_a_result_is_not_saved_where_it_is_read_from(small_results, folder, read_on_demand):

@@ -9,8 +9,8 @@ import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
 from mechattn.jobs import job as jobs
 from mechattn.jobs.executors import Local
-from mechattn.jobs.resumable_run import Shard, chunks_folder, parse_shard, shard_place
-from mechattn.store.objects import Place
+from mechattn.jobs.resumable_run import Shard, chunks_folder, parse_shard, shard_location
+from mechattn.store.objects import Location
 from mechattn.store.writing import merge_stored
 from tests.conftest import run_part
 from tests.results.small import Ready, names, numbers
@@ -157,14 +157,14 @@ def test_damaged_chunks_are_named_and_computed_again(
 def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, ready, stop, tmp_path, monkeypatch):
     path = tmp_path / "r.zarr"
     stop(2)
-    read = Place.read
+    read = Location.read
 
     def stale(place, name):
         if place.folder.name == "00001.zarr" and name != "zarr.json":
             raise OSError(116, "Stale file handle")
         return read(place, name)
 
-    monkeypatch.setattr(Place, "read", stale)
+    monkeypatch.setattr(Location, "read", stale)
     with pytest.raises(OutputError, match=r"00001\.zarr cannot be read: .*Stale file handle"):
         ma.run_job(job, path, executor=ready)
     assert kept_chunks(path) == 2
@@ -175,14 +175,14 @@ def test_the_chunks_stay_until_the_result_can_be_read(
 ):
     """A file system that gives back something else than it was given."""
     path = tmp_path / "r.zarr"
-    write = Place.write
+    write = Location.write
 
     def rotten(place, name, content):
         is_spoiled = name.startswith("v/v/c/") and "parts" not in str(place)
         write(place, name, bytes([content[0] ^ 1]) + content[1:] if is_spoiled else content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Place, "write", rotten)
+        patch.setattr(Location, "write", rotten)
         with pytest.raises(OutputError, match="what was just written cannot be read back"):
             ma.run_job(job, path, executor=ready)
     assert names(tmp_path) == ["r.zarr.parts"]
@@ -274,8 +274,8 @@ def test_a_shard_without_chunks(job, tmp_path):
 
 
 def test_places():
-    assert shard_place("out/llama.zarr", Shard(3, 16)) == "out/llama-3-of-16.zarr"
-    assert shard_place("s3://b/llama.v2.zarr", Shard(1, 2)) == "s3://b/llama.v2-1-of-2.zarr"
-    assert shard_place("llama.zarr", Shard(1, 1)) == "llama.zarr"
+    assert shard_location("out/llama.zarr", Shard(3, 16)) == "out/llama-3-of-16.zarr"
+    assert shard_location("s3://b/llama.v2.zarr", Shard(1, 2)) == "s3://b/llama.v2-1-of-2.zarr"
+    assert shard_location("llama.zarr", Shard(1, 1)) == "llama.zarr"
     assert chunks_folder("s3://b/llama.zarr").name == "llama.zarr.parts"
     assert str(chunks_folder("/a/b.zarr")) == "/a/b.zarr.parts"

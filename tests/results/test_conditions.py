@@ -5,7 +5,7 @@ import json
 import pytest
 
 import mechattn as ma
-from mechattn.engine.labelled_datasets import condition_data
+from mechattn.engine.description import condition_data
 from mechattn.results.provenance import identity
 
 SLASH = ma.MeaninglessTokens("/", 5)

@@ -12,8 +12,8 @@ import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.evaluation.answer_file import kept_answers
 from mechattn.store.atomic_writes import sweep, write_whole
-from mechattn.store.objects import Place
-from mechattn.store.writing import write_result
+from mechattn.store.objects import Location
+from mechattn.store.writing import write_objects, write_root
 from tests.evaluation import by_hand
 from tests.kills import each_kill, each_operation, killed_at
 from tests.results.small import Ready, copied, emptied, names, numbers, numbers_at, resumed
@@ -134,7 +134,7 @@ def test_the_trial_finds_a_save_that_is_not_whole(small_results, tmp_path):  # n
 
     def in_its_place():
         shutil.rmtree(path)
-        write_result(new, Place(str(path)))
+        write_root(new, write_objects(new, Location(str(path))))
 
     bad = 0
     for _ in each_kill(tmp_path, before, in_its_place, step=11):
@@ -169,6 +169,12 @@ def test_two_runs_of_one_folder(small_job, small_results, tmp_path):
 
     result = ma.run_job(small_job, tmp_path / "r.zarr", executor=Meanwhile(small_results, []))
     assert numbers(result) == numbers(ma.merge_results(small_results[:2]))
+
+
+def test_chunks_that_cannot_be_locked(small_job, tmp_path):
+    (tmp_path / "r.zarr.parts" / "lock").mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"finished chunks cannot be kept in .*IsADirectoryError"):
+        ma.run_job(small_job, tmp_path / "r.zarr")
 
 
 SIGKILL = """

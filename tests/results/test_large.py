@@ -94,7 +94,7 @@ def test_a_memory_that_is_too_small_is_said_before_anything_is_read(folder, call
             "slash", **({"matched": False} if call == "compare" else {})
         )
     with pytest.raises(OptionError, match='write it like "2GiB"'):
-        ma.load_result(folder / "0.zarr", memory="lots")
+        ma.load_result(folder / "0.zarr", memory="0.0001KiB")
 
 
 def test_fewer_resamples_are_advised_only_where_there_are_some():

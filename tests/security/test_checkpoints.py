@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mechattn as ma
 from mechattn.commands.run_config import check_in_model
 from mechattn.errors import ModelError
-from mechattn.model.checkpoint import as_trusted, layers_and_heads
-from mechattn.model.load import classes_left_alone
+from mechattn.model.booting import transformers_restored
+from mechattn.model.checkpoint import layers_and_heads
+from mechattn.model.own_code import as_trusted
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_without_the_guard_transformer_lens_runs_that_code(own, tmp_path):  # ne
     place = own(
         "modeling_internlm2", "InternLM2ForCausalLM", architectures=["InternLM2ForCausalLM"]
     )
-    with classes_left_alone(), pytest.raises(AttributeError):
+    with transformers_restored(), pytest.raises(AttributeError):
         TransformerBridge.boot_transformers(place, trust_remote_code=False)
     assert (tmp_path / "ran").exists()
 

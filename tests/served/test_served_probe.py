@@ -58,7 +58,7 @@ def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_en
 
 
 def test_a_tie_may_turn_either_way():
-    reference = Reference("ab c", (), ("", "a", "ab", "ab c"), (2.0, 0.1, 3.0, 4.0))
+    reference = Reference("ab c", (), {"": 2.0, "a": 0.1, "ab": 3.0, "ab c": 4.0})
     assert reference.agrees("ab c")
     assert reference.agrees("ax")  # at the second token, where both are as likely
     assert not reference.agrees("ab d")

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.intervals import relative_change, t_interval, wilson_interval
+from mechattn.stats.intervals import relative_change, t_interval
 
 
 def test_t_interval_equals_scipy():
@@ -18,11 +18,6 @@ def test_t_interval_equals_scipy():
 def test_two_prompts_are_too_few():
     with pytest.raises(OptionError, match="at least 3"):
         t_interval(np.ones((2, 4)))
-
-
-def test_wilson_interval_by_hand():
-    low, high = wilson_interval(8, 10)
-    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
 
 
 def test_relative_change_is_that_of_the_geometric_mean():

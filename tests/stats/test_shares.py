@@ -36,13 +36,6 @@ def test_single_answers_have_wilsons_interval_and_all_right_is_no_point():
     assert 0.8 < share_interval(np.ones(20)).low < 0.9
 
 
-def test_many_problems_have_the_t_interval():
-    values = answered(0.5, 0.3, 5000, 8, np.random.default_rng(0))
-    difference = values - answered(0.6, 0.3, 5000, 8, np.random.default_rng(1))
-    for interval, shares in ((share_interval, values), (share_difference, difference)):
-        np.testing.assert_allclose(interval(shares)[1:], t_interval(shares)[1:], atol=2e-4)
-
-
 @pytest.mark.parametrize(("first", "second"), [(0.98, 0.9), (0.5, 0.6)])
 def test_intervals_of_differences_cover(first, second):
     generator = np.random.default_rng(0)

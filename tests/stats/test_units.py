@@ -45,7 +45,9 @@ def test_the_inflation_is_the_variance_of_a_mean_of_copies():
     units = Units.grouped(GROUPS)
     own = np.random.default_rng(0).normal(size=(200_000, 3))
     assert units.inflation == pytest.approx((9 + 4 + 1) / 6)
-    assert own[:, units.of].mean(1).var() == pytest.approx(units.inflation / 6, rel=0.02)
+    assert own[:, units.group_of_prompt].mean(1).var() == pytest.approx(
+        units.inflation / 6, rel=0.02
+    )
     assert Units(6).inflation == 1
 
 

@@ -70,7 +70,7 @@ def swapped(patching: ma.Patching, seed: int) -> ma.Patching:
     """The same with each pair's effects negated or not, at random; pairs of one template alike."""
     units = patching.units
     unit_signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=units.n)
-    of_prompts = np.arange(units.n) if units.of is None else units.of
+    of_prompts = np.arange(units.n) if units.group_of_prompt is None else units.group_of_prompt
     signs = unit_signs[of_prompts]
     return replace(patching, effects=patching.effects * _by_prompt(patching, signs))
 

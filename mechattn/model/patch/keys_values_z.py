@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import config_of
-from mechattn.model.hooks import RequiredCall, blocks_of, chosen_layers, split_heads
+from mechattn.model.hooks import RequiredCall, block_of, chosen_layers, split_heads
 
 # What families call the output projection of attention.
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")
@@ -86,10 +86,8 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
     if hasattr(model, "hook_dict"):
         chosen_layers(model, layers)
         return
-    count = len(blocks_of(model))
     for layer in layers:
-        if not 0 <= layer < count:
-            raise OptionError(f"layer {layer} is out of range: there are layers 0 to {count - 1}")
+        block_of(model, layer)  # refuses one that does not exist
 
 
 def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
@@ -105,23 +103,18 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
         return replacement.to(z.dtype).reshape(z.shape)
 
     if hasattr(model, "hook_dict"):
-        name = f"blocks.{layer}.attn.hook_z"
-        if name not in model.hook_dict:
-            raise ModelError(
-                f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be"
-                " changed"
-            )
-        handle = model.hook_dict[name].register_forward_hook(lambda module, args, z: changed(z))
+        point = _hook_point(model, f"blocks.{layer}.attn.hook_z")
+        handle = point.register_forward_hook(lambda module, args, z: changed(z))
     else:
         projection = _output_projection(model, layer)
         handle = projection.register_forward_pre_hook(lambda module, args: (changed(args[0]),))
 
-    return [handle, blocks_of(model)[layer].register_forward_hook(needed.check)]
+    return [handle, block_of(model, layer).register_forward_hook(needed.check)]
 
 
 def _output_projection(model: Any, layer: int) -> Any:
     """W_O of a layer in a transformers model, by its name."""
-    for path, module in blocks_of(model)[layer].named_modules():
+    for path, module in block_of(model, layer).named_modules():
         is_attention = "attn" in path or "attention" in path
         if is_attention and path.rpartition(".")[2] in _OUTPUT_PROJECTIONS:
             return module
@@ -138,22 +131,22 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
             " here"
         )
 
-    handles = []
-    for part in PARTS:
-        name = f"blocks.{layer}.attn.hook_{part}"
-        if name not in model.hook_dict:
-            raise ModelError(
-                f"{model.cfg.model_name} has no {name}, so its keys and values cannot be changed"
-            )
-        handles.append(_replacing(model.hook_dict[name], part, change))
+    points = {part: _hook_point(model, f"blocks.{layer}.attn.hook_{part}") for part in PARTS}
+    return [_replacing(point, part, change) for part, point in points.items()]
 
-    return handles
+
+def _hook_point(model: Any, name: str) -> Any:
+    """The hook point of a hooked model with this name."""
+    point = model.hook_dict.get(name)
+    if point is None:
+        raise ModelError(f"{model.cfg.model_name} has no {name}, so nothing can be changed there")
+    return point
 
 
 def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
     """For a transformers model: the two projections, or the columns of a fused one."""
     modules = {
-        path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()
+        path.rpartition(".")[2]: module for path, module in block_of(model, layer).named_modules()
     }
 
     if "k_proj" in modules and "v_proj" in modules:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.hooked import attribute_set, unwrapped
-from mechattn.model.hooks import RequiredCall, blocks_of
+from mechattn.model.hooks import RequiredCall, block_of
 
 # What families call the attribute; a bridge that splits a fused gate and up projection has its own.
-NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
-NAMES_IN_BRIDGES = ("_activation_fn",)
+_NAMES_IN_MODELS = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
+_NAMES_IN_BRIDGES = ("_activation_fn",)
 
 Activity = Float[Tensor, "*token d_mlp"]
 
@@ -43,7 +43,7 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
             )
             watched = _Watched(getattr(owner, name), layer, see, needed)
             stack.enter_context(attribute_set(owner, name, watched))
-            stack.callback(blocks_of(model)[layer].register_forward_hook(needed.check).remove)
+            stack.callback(block_of(model, layer).register_forward_hook(needed.check).remove)
         yield
 
 
@@ -51,13 +51,10 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
     """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute.
 
     Raises:
+        OptionError: There is no such layer.
         ModelError: The layer has no MLP with a known nonlinearity, several, or experts.
     """
-    blocks = blocks_of(model)
-    if not 0 <= layer < len(blocks):
-        raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
-    block = unwrapped(blocks[layer])
-
+    block = unwrapped(block_of(model, layer))
     if any("expert" in path.lower() for path, _ in block.named_modules()):
         raise ModelError(
             f"layer {layer} is a mixture of experts; MlpActivations and ARM need an MLP that all"
@@ -69,14 +66,9 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
     for module, name in _nonlinearities(block):
         places.setdefault(id(getattr(module, name)), (module, name))
 
-    if not places:
-        raise ModelError(
-            f"layer {layer} has no MLP with a nonlinearity known to mechattn, so its activations"
-            " cannot be measured"
-        )
-
-    if len(places) > 1:
-        raise ModelError(f"layer {layer} has several MLPs, so its activations cannot be measured")
+    if len(places) != 1:
+        number = "several MLPs" if places else "no MLP with a nonlinearity known to mechattn"
+        raise ModelError(f"layer {layer} has {number}, so its activations cannot be measured")
     return next(iter(places.values()))
 
 
@@ -93,14 +85,16 @@ def _nonlinearities(block: Any) -> Iterator[tuple[Any, str]]:
     """The nonlinearities of MLPs in a block, each by its owner and the name of the attribute."""
     for path, module in block.named_modules():
         path_parts = path.lower().split(".")
-        is_nonlinearity = path_parts[-1] in NAMES  # and may have an attribute of such a name
+        is_nonlinearity = (
+            path_parts[-1] in _NAMES_IN_MODELS
+        )  # and may have an attribute of such a name
         is_attention = any("attention" in part or "attn" in part for part in path_parts)
         if is_nonlinearity or is_attention:
             continue
 
         # A bridge forwards the names of what it wraps.
         is_bridge = unwrapped(module) is not module
-        names = NAMES_IN_BRIDGES if is_bridge else NAMES
+        names = _NAMES_IN_BRIDGES if is_bridge else _NAMES_IN_MODELS
         for name in names:
             if callable(getattr(module, name, None)):
                 yield module, name

@@ -24,7 +24,7 @@ from mechattn.functional.attention import (
 from mechattn.functional.fused import Fused, fused_attention
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
-from mechattn.model.head_parts import clip_of
+from mechattn.model.head_parts import clip_of, kv_heads_of
 from mechattn.model.hooked import HookedModel, attribute_set, original_of
 
 Queries = Float[Tensor, "batch head pos d_head"]
@@ -35,9 +35,9 @@ Projected = Float[Tensor, "batch pos ..."]
 SeeRows = Callable[[int, Rows], None]
 SeeWhole = Callable[[int, Fused], None]
 
-# What our attention function is called in transformers.
-NAME = "mechattn_rows"
-NAME_WITH_MASK = "mechattn_rows_with_mask"
+# The names under which transformers knows our attention function.
+_REGISTERED = "mechattn_rows"
+_REGISTERED_WITH_MASK = "mechattn_rows_with_mask"
 
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
 HOOKS_WITHOUT_STREAMING = (
@@ -185,12 +185,14 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
         yield
         return
 
-    for name in (NAME, NAME_WITH_MASK):
+    for name in (_REGISTERED, _REGISTERED_WITH_MASK):
         AttentionInterface.register(name, _attention_function)
 
-    AttentionMaskInterface.register(NAME, flash_attention_mask)  # it needs masks only for padding
     AttentionMaskInterface.register(
-        NAME_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        _REGISTERED, flash_attention_mask
+    )  # it needs masks only for padding
+    AttentionMaskInterface.register(
+        _REGISTERED_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     )
 
     # The configurations that select the attention function: usually one, shared by the layers.
@@ -199,7 +201,7 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
     configs += [getattr(config, "text_config", None) for config in configs]
     distinct_configs = {id(config): config for config in configs if config is not None}
 
-    name = NAME_WITH_MASK if particulars_of(model).uses_mask else NAME
+    name = _REGISTERED_WITH_MASK if particulars_of(model).uses_mask else _REGISTERED
     with ExitStack() as stack:
         for config in distinct_configs.values():
             stack.enter_context(attribute_set(config, "_attn_implementation_internal", name))
@@ -286,8 +288,8 @@ def _joint_qkv(model: HookedModel, attention: Any, layer: _Layer) -> AbstractCon
     k, v to output."""
 
     def reconstruct(q: Projected, k: Projected, v: Projected, **kwargs: Any) -> Any:
-        heads = attention.config.n_heads
-        kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
+        heads = model.cfg.n_heads
+        kv_heads = kv_heads_of(model)
         limit = clip_of(model, layer.number)
         if limit is not None:
             q = q.clamp(-limit, limit)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from mechattn.errors import reason
 from mechattn.functional.attention import Pattern, Rows, Tokens
 from mechattn.functional.fused import Fused
 from mechattn.model import hooks
@@ -23,16 +24,17 @@ from mechattn.model.hooked import (
     architecture_of,
     config_of,
     device_of,
-    original_of,
+    innermost,
 )
-from mechattn.model.hooks import boundary_of
 from mechattn.model.patch.streaming import streaming, why_not_streamed
+from mechattn.model.positions import boundary_of
 from mechattn.model.verify.config_fields import check_config
-from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, check_layers
+from mechattn.model.verify.layer_checks import READ_HOOKS, ProbedHooks, checks_of_layers
 from mechattn.model.verify.verification import (
+    LOGIT_TOLERANCE,
     PROBE,
-    TOLERANCE,
     Check,
+    Logits,
     Report,
     as_limited,
     compare,
@@ -42,8 +44,6 @@ from mechattn.model.verify.verification import (
     root_mean_square,
     what_to_try,
 )
-
-Logits = Float[Tensor, "pos d_vocab"]
 
 # In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in
 # the hundreds; a wrong mask, scale or head gives at least 0.01. In half precision they usually
@@ -82,11 +82,10 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     hook_values, logits = _forward(model, tokens)
 
     if facts.native is None:
-        reason = facts.why_not_native
-        advice = f"{reason}; give the transformers model as native=…"
+        advice = f"{facts.why_not_native}; give the transformers model as native=…"
         native_checks = [
             Check("logits", "not checked", detail=advice),
-            Check("kernel", "not checked", detail=reason),
+            Check("kernel", "not checked", detail=facts.why_not_native),
         ]
     else:
         native_tokens = tokens.to(device_of(facts.native))
@@ -96,7 +95,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
                 "logits",
                 logits,
                 native_logits[0].float().cpu(),
-                TOLERANCE[dtype][0],
+                LOGIT_TOLERANCE[dtype],
                 f"logits against the model's own attention ({_attention_of(facts.native)}), worst"
                 " position",
                 f"the hooked model differs from the transformers model; {what_to_try(dtype)}",
@@ -107,7 +106,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     checks = [
         *native_checks,
         check_config(model, facts.native),
-        *check_layers(ProbedHooks(model, hook_values, dtype, tokens.shape[1])),
+        *checks_of_layers(ProbedHooks(model, hook_values, dtype, tokens.shape[1])),
         _neighbours(model, tokens, logits, dtype),
     ]
     return Report(
@@ -230,8 +229,7 @@ def _neighbours(
     most_positions = min([number for number in stated if number], default=1)
     if boundary is not None and length <= boundary.at:
         most_positions = min(most_positions, boundary.at)
-    longer_length = min(length + length // 2, most_positions)
-    longer_length = max(longer_length, length)
+    longer_length = max(length, min(length + length // 2, most_positions))
 
     # Row 0: the probe, padded by its own first tokens, which the mask hides.
     # Row 1: the same tokens backwards, so that a leak between rows would show.
@@ -242,8 +240,7 @@ def _neighbours(
     options: dict[str, Any] = {"attention_mask": attention_mask, **hooks.without_cache(model)}
 
     detail = f"logits of the probe padded beside a row of {longer_length} tokens"
-    module: Any = original_of(model) or model
-    if "position_ids" in inspect.signature(module.forward).parameters:
+    if "position_ids" in inspect.signature(innermost(model).forward).parameters:
         # The other row gets the last positions that the model has.
         far_start = max(0, most_positions - longer_length)
         row_starts = torch.tensor([[0], [far_start]], device=device)
@@ -261,7 +258,7 @@ def _neighbours(
         "its logits depend on padding or on the batch in a way that mechattn does not know, so"
         " conditions cannot be compared; please report it"
     )
-    tolerance = TOLERANCE[dtype][0]
+    tolerance = LOGIT_TOLERANCE[dtype]
     return compare_positions("neighbours", logits, logits_alone, tolerance, detail, remedy)
 
 
@@ -280,9 +277,9 @@ def check_fused(model: HookedModel) -> Check:
 def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) -> Check:
     """Compare a pass without hooks with one through them: logits, and the pattern of each layer."""
     layers = hooks.attention_layers(model)
-    reason = why_not_streamed(model, layers)
-    if reason is not None:
-        return Check(name, "limited", detail=reason)
+    obstacle = why_not_streamed(model, layers)
+    if obstacle is not None:
+        return Check(name, "limited", detail=obstacle)
 
     tokens = probe_tokens(model, PROBE).to(device_of(model))
     pattern_hooks = [hooks.pattern_hook(layer) for layer in layers]
@@ -290,7 +287,7 @@ def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) ->
     try:
         logits, streamed_patterns = _without_hooks(model, tokens, fused)
     except Exception as error:
-        return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
+        return Check(name, "limited", detail=f"it raises {reason(error)}")
 
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, pattern_hook in zip(layers, pattern_hooks, strict=True):
@@ -308,7 +305,9 @@ def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) ->
         of_patterns = compare(name, pairs, tolerance, detail, unit=1.0)
 
     expected = expected_logits[0].float().cpu()
-    of_logits = compare_positions(name, logits, expected, TOLERANCE[dtype][0], f"{detail}: logits")
+    of_logits = compare_positions(
+        name, logits, expected, LOGIT_TOLERANCE[dtype], f"{detail}: logits"
+    )
     for check in (of_patterns, of_logits):
         if check.outcome != "passed":
             return as_limited(check, str(check))

@@ -78,6 +78,10 @@ _REASONS: Mapping[str, str] = {
         final_logit_softcapping logits_soft_cap num_ln_in_parallel_attn mask_token_id
         keys_to_ignore_at_inference is_decoder add_cross_attention"""
     ),
+    "matters only with attention_chunk_size or index_topk, which are refused": (
+        """
+        floor_scale attn_scale index_head_dim index_n_heads indexer_types compress_rope_theta"""
+    ),
 }
 KNOWN = {name for names in _REASONS.values() for name in names.split()}
 # Fields that change which keys a query sees, or its scores, in an unsupported way; with the values
@@ -92,17 +96,12 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "index_topk": ("a query sees only the keys that an indexer chooses", (None,)),
     "is_causal": ("queries see the keys after them", (None, True)),
 }
-# Fields that matter only together with one that is refused.
-_MATTER_ONLY_WITH = {
-    "attention_chunk_size": ("floor_scale", "attn_scale"),
-    "index_topk": ("index_head_dim", "index_n_heads", "indexer_types", "compress_rope_theta"),
-}
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
     """The configuration fields that may mean an unsupported kind of attention, each with its value
     and what is known about it."""
-    understood = KNOWN.union(*_MATTER_ONLY_WITH.values())
+    understood = set(KNOWN)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "chunked_attention" not in kinds:
         understood.add("attention_chunk_size")  # no layer uses it

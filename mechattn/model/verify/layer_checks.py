@@ -18,8 +18,8 @@ from mechattn.functional.attention import mix, visible_keys
 from mechattn.model import head_parts, hooks
 from mechattn.model.hooked import HookedModel, device_of, facts_of, weights_here
 from mechattn.model.verify.verification import (
+    ACTIVATION_TOLERANCE,
     ANOTHER_VERSION,
-    TOLERANCE,
     Check,
     as_limited,
     compare,
@@ -78,7 +78,7 @@ class ProbedHooks:
                 yield layer, value
 
 
-def check_layers(probe: ProbedHooks) -> list[Check]:
+def checks_of_layers(probe: ProbedHooks) -> list[Check]:
     """Check rows of the pattern, values, heads and residual stream of each layer."""
     return [_rows(probe), _values(probe), _heads(probe), _residual(probe)]
 
@@ -97,7 +97,7 @@ def _rows(probe: ProbedHooks) -> Check:
     """Check that the keys that a query can see get all its attention, which is 1 in all, or less
     where a sink takes the rest."""
     length = probe.length
-    has_sinks = hooks.has_sinks(probe.model)
+    total = "1"
     pairs = {}
     windows_beyond_probe = []
 
@@ -109,11 +109,11 @@ def _rows(probe: ProbedHooks) -> Check:
         visible = visible_keys(torch.arange(length), length, window)
         visible_mass = pattern[0].masked_fill(~visible, 0.0).sum(-1)
         expected = torch.ones_like(visible_mass)
-        if has_sinks:
+        if hooks.sinks_of(probe.model, layer) is not None:
+            total = "at most 1 (learned sinks)"
             expected = pattern[0].sum(-1).clamp(0, 1)
         pairs[layer] = (visible_mass, expected)
 
-    total = "at most 1 (learned sinks)" if has_sinks else "1"
     detail = f"the attention of each query to the keys that it can see sums to {total}"
     if windows_beyond_probe:
         detail += (
@@ -132,7 +132,7 @@ def _rows(probe: ProbedHooks) -> Check:
 @torch.no_grad()
 def _values(probe: ProbedHooks) -> Check:
     """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
-    tolerance = TOLERANCE[probe.dtype][1]
+    tolerance = ACTIVATION_TOLERANCE[probe.dtype]
     detail = "pattern · v against z"
     pairs: dict[int, Pair] = {}
     steps = []
@@ -188,7 +188,7 @@ class _Step:
 
 def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> _Step | None:
     """The step that turns the mix into z; None if no known one does."""
-    tolerance = TOLERANCE[probe.dtype][1]
+    tolerance = ACTIVATION_TOLERANCE[probe.dtype]
     for step in chain(_gates(probe, layer, mixed), _norms(probe.model, layer, mixed)):
         if compare("values", {layer: (step.result, z)}, tolerance, "").outcome == "passed":
             return step
@@ -253,12 +253,12 @@ def _heads(probe: ProbedHooks) -> Check:
 
         # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual:
         # the nearest is what the heads give.
-        errors = [float((output - total[0]).abs().max()) for output in outputs]
-        nearest = outputs[errors.index(min(errors))]
-        pairs[layer] = (total[0], nearest)
+        of_heads = total[0]
+        nearest = min(outputs, key=lambda output: float((output - of_heads).abs().max()))
+        pairs[layer] = (of_heads, nearest)
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
-    return compare("heads", pairs, TOLERANCE[probe.dtype][1], detail, remedy)
+    return compare("heads", pairs, ACTIVATION_TOLERANCE[probe.dtype], detail, remedy)
 
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
@@ -296,7 +296,7 @@ def _residual(probe: ProbedHooks) -> Check:
         pairs[layer] = (total, after[0])
 
     detail = "residual + attention + MLP = residual after"
-    check = compare("residual", pairs, TOLERANCE[probe.dtype][1], detail)
+    check = compare("residual", pairs, ACTIVATION_TOLERANCE[probe.dtype], detail)
     return as_limited(
         check,
         "the hooked parts do not add up to the residual stream, so analyses of updates refuse this"

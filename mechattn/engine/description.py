@@ -1,0 +1,126 @@
+"""What a result records of its run, as data: the model and the conditions."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from mechattn.model.hooked import (
+    HookedModel,
+    ModelFacts,
+    architecture_of,
+    device_of,
+    facts_of,
+    innermost,
+)
+from mechattn.model.positions import boundary_of
+from mechattn.model.weights import weights_hash
+from mechattn.prompts.conditions import Baseline, Condition, Variant
+from mechattn.prompts.token_sequences import TokenSequence
+from mechattn.results import provenance
+
+
+def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
+    """A model as data: its shapes, precision, weights and verification; with ``paths`` also where
+    it is.
+
+    Args:
+        model: A hooked model; of one that mechattn did not load, less is known.
+        paths: Whether the full path of a checkpoint is recorded too.
+
+    Returns:
+        Plain values, for JSON.
+    """
+    cfg = model.cfg
+    facts = facts_of(model) or ModelFacts()
+    native = model if facts.native is None else facts.native
+
+    described: dict[str, Any] = {"name": provenance.name_of(str(cfg.model_name))}
+    if paths:
+        described["path"] = str(cfg.model_name)
+    described |= {
+        "architecture": architecture_of(model),
+        "parameters": sum(parameter.numel() for parameter in innermost(native).parameters()),
+        "heads": int(cfg.n_heads),
+        "layers": int(cfg.n_layers),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": str(device_of(model)),
+        "prepends_bos": bool(getattr(cfg, "default_prepend_bos", False)),
+        "hooked_by": type(model).__name__,
+        "revision": facts.revision,
+        "weights": facts.weights,
+        "random_weights": facts.random_weights,
+        "weights_hash": weights_hash(model),
+        "verified": facts.verified,
+        "not_verified": [],
+        "mended": list(facts.mended),
+    }
+
+    if facts.report is not None:
+        described["not_verified"] = facts.report.not_checked
+    if facts.gguf is not None:
+        described["gguf"] = dict(facts.gguf)
+    boundary = boundary_of(model)
+    if boundary is not None:
+        described["rope"] = f"{boundary}; of each prompt: sequences.rope_factors"
+    return described
+
+
+def condition_data(condition: Condition, sequence: TokenSequence | None = None) -> dict[str, Any]:
+    """A condition as data: kind, options, marks and interventions; and as text.
+
+    Of a condition that a user wrote, the marks and interventions are those of a ``sequence`` that
+    it made.
+
+    Args:
+        condition: A condition, perhaps inside variants such as ``unshifted()``.
+        sequence: A sequence that it made.
+
+    Returns:
+        Plain values, for JSON.
+    """
+    # Variants from the outermost to the innermost; an inner one's interventions act first.
+    inner: Any = condition
+    masked = False
+    unshifted = False
+    interventions: tuple[Any, ...] = ()
+    while isinstance(inner, Variant):
+        masked = masked or inner.hides
+        unshifted = unshifted or inner.keeps_positions
+        interventions = (*inner.interventions, *interventions)
+        inner = inner.condition
+
+    if isinstance(inner, Baseline):
+        interventions = (*inner.interventions, *interventions)
+    elif sequence is not None and not interventions:
+        masked = sequence.cut_edges is not None
+        unshifted = sequence.keeps_positions
+        interventions = sequence.interventions
+
+    return {
+        **_kind_and_options(inner),
+        "masked": masked,
+        "unshifted": unshifted,
+        "interventions": [_kind_and_options(intervention) for intervention in interventions],
+        "written": provenance.identity(condition),
+    }
+
+
+def _kind_and_options(instance: Any) -> dict[str, Any]:
+    """The kind of a condition or an intervention and its options: the fields of a dataclass, as
+    text if they are not plain values."""
+    options = {}
+    if is_dataclass(instance):
+        for field in fields(instance):
+            if field.name != "intervention":  # which is recorded by itself
+                options[field.name] = _stored(getattr(instance, field.name))
+    return {"kind": provenance.kind_of(instance), "options": options}
+
+
+def _stored(value: Any) -> Any:
+    """A value that JSON can hold; the identity of any other object."""
+    if isinstance(value, (tuple, list)):
+        return [_stored(part) for part in value]
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    return provenance.identity(value)

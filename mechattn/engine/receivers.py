@@ -1,0 +1,226 @@
+"""What a pass gives to the analyses: rows of attention, tensors at hooks, activations of MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import Activations, AttentionRows, Captures, WholeAttention
+from mechattn.engine.pending_sums import PendingSums
+from mechattn.engine.placed_batch import PairedLayer, paired_layer
+from mechattn.errors import ModelError
+from mechattn.functional.activations import minimum_of
+from mechattn.functional.attention import Rows, Stream
+from mechattn.functional.fused import Fused
+from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
+
+Neurons = Float[Tensor, "*token d_mlp"]  # activations of an MLP
+
+
+class RowReceiver:
+    """Receives blocks of attention rows, layer by layer."""
+
+    def __init__(self, pending: PendingSums) -> None:
+        """Receive for these sums.
+
+        Args:
+            pending: The sums of the analyses, to which blocks are added.
+        """
+        self.batch = pending.batch
+        self.pending = pending
+
+        # Numbers and analyses, see PendingSums.receivers.
+        self.row_receivers = pending.receivers("rows")
+        self.pair_receivers = pending.receivers("pairs")
+
+        # Of the layers whose blocks are arriving.
+        self.paired_layers: dict[int, PairedLayer] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any analysis reads attention."""
+        return bool(self.row_receivers or self.pair_receivers)
+
+    def see_rows(self, layer: int, rows: Rows) -> None:
+        """Receive a block of query rows, whose memory the next block reuses."""
+        if self.row_receivers:
+            block = AttentionRows(
+                layer=layer,
+                pattern=rows.pattern,
+                queries=rows.queries,
+                keys=rows.keys,
+                batch=self.batch.batches[layer],
+                window=self.batch.windows[layer],
+                v=getattr(rows.attention, "v", None),
+                attention=rows.attention,
+            )
+            for number, analysis in self.row_receivers:
+                analysis.add(self.pending.state_of(number, layer).sums, block)
+
+        if self.pair_receivers:
+            if layer not in self.paired_layers:
+                # The layer's first block: what its blocks have in common is made once.
+                pairs = self.batch.layer_pairs(layer)
+                window = self.batch.windows[layer]
+                self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
+            paired_rows = self.paired_layers[layer].rows(rows)
+            for number, analysis in self.pair_receivers:
+                analysis.add_pairs(self.pending.state_of(number, layer).sums, paired_rows)
+
+        # Blocks arrive in the order of the queries.
+        is_last_block = rows.queries.stop == self.batch.placed.tokens.shape[1]
+        if not is_last_block:
+            return
+
+        self.paired_layers.pop(layer, None)  # it holds the baselines' attention
+        for number, _ in self.row_receivers:
+            self.pending.complete(number, layer, "rows")
+        for number, _ in self.pair_receivers:
+            self.pending.complete(number, layer, "pairs")
+
+    def see_whole(self, layer: int, fused: Fused) -> None:
+        """Receive a whole layer from a fused kernel: the analyses that take one need no rows."""
+        attention = WholeAttention(
+            layer, fused, self.batch.batches[layer], self.batch.windows[layer]
+        )
+        for number, analysis in self.row_receivers:
+            analysis.add_whole(self.pending.state_of(number, layer).sums, attention)
+            self.pending.complete(number, layer, "rows")
+
+
+@contextmanager
+def receiving_captures(pending: PendingSums) -> Iterator[None]:
+    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has
+    fired, and the final residual stream.
+
+    Args:
+        pending: The sums of the analyses; those with ``captures`` or ``add_final`` are served.
+
+    Yields:
+        With the hooks set; they are removed at the end of the ``with`` block, also after an error.
+    """
+    batch = pending.batch
+    capturing = pending.receivers("hooks")
+    final_receivers = pending.receivers("final")
+    if not capturing and not final_receivers:
+        yield
+        return
+
+    def see_final(module: Any, args: Any, resid_post: Stream) -> None:
+        """Give the final stream to every layer's sums, on the layer's device."""
+        for number, analysis in final_receivers:
+            for layer, device in batch.devices.items():
+                sums = pending.state_of(number, layer).sums
+                analysis.add_final(sums, resid_post.detach().to(device))
+                pending.complete(number, layer, "final")
+
+    hook_dict = batch.model.hook_dict  # listing the hooks takes a while
+    with ExitStack() as stack:
+        for number, analysis in capturing:
+            for layer in batch.windows:
+                # Its tensors are passed on together, so that an analysis can relate them.
+                capture = _Capture(pending, number, analysis, layer)
+                for name in analysis.captures:
+                    hook = hook_dict[f"blocks.{layer}.{name}"]
+                    handle = hook.register_forward_hook(partial(capture.see, name))
+                    stack.callback(handle.remove)
+
+        if final_receivers:
+            last_hook = hook_dict[f"blocks.{pending.last_layer}.hook_resid_post"]
+            handle = last_hook.register_forward_hook(see_final)
+            stack.callback(handle.remove)
+
+        yield
+
+
+@dataclass(eq=False)
+class _Capture:
+    """The tensors at the hooks of a layer that an analysis asked for, until all have fired."""
+
+    pending: PendingSums
+    number: int  # of the analysis
+    analysis: Any
+    layer: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
+        """Keep the tensor of a hook; with the last one, pass all on."""
+        batch = self.pending.batch.batches[self.layer]
+
+        # A layer's first input comes from the layer before, which may lie on another device.
+        out = out.detach().to(batch.tokens.device)
+        # OPT runs its MLP on one row of all tokens.
+        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
+            out = out.unflatten(0, batch.tokens.shape)
+
+        self.tensors[name] = out
+        if len(self.tensors) < len(self.analysis.captures):
+            return
+
+        window = self.pending.batch.windows[self.layer]
+        captures = Captures(self.layer, self.tensors, batch, window)
+
+        # The captures hold the tensors now, and free them once they are passed on.
+        self.tensors = {}
+        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
+
+    def _pass_on(self, captures: Captures) -> None:
+        """Give the tensors to the analysis, once it has its rows."""
+        sums = self.pending.state_of(self.number, self.layer).sums
+        self.analysis.add_captures(sums, captures)
+        self.pending.complete(self.number, self.layer, "hooks")
+
+
+def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
+    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this
+    call.
+
+    Args:
+        pending: The sums of the analyses; those with ``add_activations`` are served.
+
+    Returns:
+        A context in which each MLP passes its activations on.
+
+    Raises:
+        ModelError: An MLP reads some tokens only, found when it runs.
+    """
+    batch = pending.batch
+    watching = pending.receivers("mlps")
+    if not watching:
+        return nullcontext()
+
+    # Once for the pass: a minimum is looked for on a fine grid.
+    minimums = {
+        layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in batch.windows
+    }
+
+    def see(layer: int, pre: Neurons, post: Neurons) -> None:
+        """Give the activations of a layer to the analyses, by sequence and token."""
+        tokens = batch.placed.tokens
+        d_mlp = pre.shape[-1]
+        if pre.numel() != d_mlp * tokens.numel():
+            raise ModelError(
+                f"the MLP of layer {layer} doesn't read every token, so its activations cannot be"
+                " compared by token"
+            )
+
+        activations = Activations(
+            layer=layer,
+            pre=pre.detach().reshape(*tokens.shape, d_mlp),
+            post=post.detach().reshape(*tokens.shape, d_mlp),
+            minimum=minimums[layer],
+            batch=batch.batches[layer],
+            pairs=batch.layer_pairs(layer),
+        )
+
+        for number, analysis in watching:
+            analysis.add_activations(pending.state_of(number, layer).sums, activations)
+            pending.complete(number, layer, "mlps")
+
+    return at_nonlinearity(batch.model, dict.fromkeys(batch.windows, see))

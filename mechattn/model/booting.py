@@ -1,0 +1,210 @@
+"""Boots hooked models: from checkpoints, GGUF files and transformers models, with raw weights and
+the given tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from mechattn.errors import ModelError, OptionError, reason
+from mechattn.model import checkpoint
+from mechattn.model.architectures import particulars_of
+from mechattn.model.gguf_files import as_plain, gguf_of, gguf_provenance, is_gguf, load_dequantised
+from mechattn.model.given_objects import (
+    is_multimodal,
+    moved,
+    multimodal_model,
+    refuse_other_kinds,
+    text_model_of,
+    warn_of_rounded_frequencies,
+)
+from mechattn.model.hooked import FACTS_NAME, ModelFacts
+from mechattn.model.native_twin import keep_twin, unhooked
+
+Dtype = torch.dtype | Literal["auto"]
+_PLACING = ("device_map", "max_memory", "offload_folder")  # where transformers puts the weights
+_REPLACED_BY_TRANSFORMER_LENS = (  # modules whose eager_attention_forward booting replaces
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.gemma3.modeling_gemma3",
+)
+
+
+def hooked_checkpoint(
+    name: str, tokenizer: Any, dtype: Dtype, device: Any, options: Mapping[str, Any]
+) -> Any:
+    """A hooked model from a place: booted from there, or from an object that we load ourselves."""
+    from transformer_lens.utilities import get_device
+
+    place = checkpoint.model_place(name)
+    is_toy = name.startswith(checkpoint.TOY_PREFIX)
+    on_hub = {"trust_remote_code": False}  # the options that transformers' other loaders take too
+    on_hub |= _named(options, ("revision", "trust_remote_code"))
+
+    config = checkpoint.config_of_place(place, **on_hub)
+    checkpoint.check_weights_are_whole(place)
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    refuse_other_kinds(architectures[0], config)
+
+    if dtype == "auto":
+        on_cpu = torch.device(device or get_device()).type == "cpu"
+        stored = getattr(config, "dtype", None)
+        dtype = torch.float32
+        # Toys are stored in float16 only to be small.
+        if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
+            dtype = stored
+
+    if tokenizer is None and is_toy:
+        tokenizer = checkpoint.load_tokenizer(name)
+    elif tokenizer is None:
+        tokenizer = checkpoint.tokenizer_of(place, **on_hub)
+
+    if not is_gguf(place) and not is_multimodal(config):
+        return _boot(place, shown=name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
+
+    placing = _named(options, _PLACING)
+    others = {option: value for option, value in options.items() if option not in placing}
+    if device is None and not placing:
+        device = get_device()
+    if not is_gguf(place):
+        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **on_hub)
+        return hooked_object(hf_model, tokenizer, None, device, name, **others)
+
+    with transformers_restored():
+        hf_model = load_dequantised(place, config, dtype, **placing)
+    gguf = gguf_provenance(place)
+    return hooked_object(hf_model, tokenizer, None, device, name, gguf, **others)
+
+
+def _named(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of the options that have one of these names."""
+    return {name: options[name] for name in names if name in options}
+
+
+def hooked_object(
+    hf_model: Any,
+    tokenizer: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    name: str | None = None,
+    gguf: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A hooked model from a transformers model, moved and converted first.
+
+    Args:
+        hf_model: The transformers model, which is changed in place.
+        tokenizer: Its tokenizer, or None.
+        dtype: The dtype of its parameters; as they are by default.
+        device: Where to move it; nowhere by default.
+        name: What it is called; by default after its place, or its class.
+        gguf: The provenance of the GGUF file that it was read from; by default what the model
+            itself says.
+        **options: For ``TransformerBridge.boot_transformers``.
+
+    Raises:
+        OptionError: A quantised or dispatched model is to be moved or converted.
+        ModelError: TransformerLens cannot hook it.
+    """
+    if gguf is None:
+        gguf = gguf_of(hf_model)
+    name = name or getattr(hf_model.config, "_name_or_path", None) or type(hf_model).__name__
+    hf_model = unhooked(text_model_of(as_plain(hf_model)))
+    hf_model.config.architectures = [type(hf_model).__name__]
+
+    is_quantised = getattr(hf_model, "is_quantized", False)
+    if not is_quantised and getattr(hf_model, "hf_device_map", None) is None:
+        hf_model = moved(hf_model, device, dtype)
+    elif dtype is not None or device is not None:
+        raise OptionError(
+            "the dtype and devices of a quantised or dispatched model cannot be changed; set them"
+            " where it is made"
+        )
+
+    warn_of_rounded_frequencies(hf_model)
+    return _boot(
+        name,
+        shown=name,
+        tokenizer=tokenizer,
+        gguf=gguf,
+        device=device,
+        hf_model=hf_model.eval(),
+        dtype=hf_model.dtype,
+        **options,
+    )
+
+
+def _boot(
+    name: str,
+    *,
+    shown: str,
+    tokenizer: Any,
+    gguf: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The bridge, in compatibility mode, with raw weights and the given tokenizer, examined."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    try:
+        with transformers_restored():
+            # TransformerLens looks for a tokenizer if given none, so a model without one is given a
+            # stand-in.
+            stand_in = copy.deepcopy(tokenizer)
+            if tokenizer is None:
+                stand_in = checkpoint.lettered_tokenizer(1)
+            bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
+            bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
+    except Exception as error:
+        raise ModelError(
+            f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}"
+        ) from error
+
+    # The given object itself: the public setter would make a copy that always prepends BOS.
+    bridge._tokenizer = tokenizer
+    bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
+    bridge.cfg.model_name = shown
+    bridge.eval()
+    examine(bridge, ModelFacts(weights="raw", gguf=gguf))
+    return bridge
+
+
+def examine(model: Any, facts: ModelFacts) -> None:
+    """Find the twin of a model that was hooked now, correct its known faults, and keep the facts on
+    it."""
+    keep_twin(model, facts)
+    fault = particulars_of(model).mend(model)
+    if fault is not None:
+        facts.mended = (fault,)
+    setattr(model, FACTS_NAME, facts)
+
+
+@contextmanager
+def transformers_restored() -> Iterator[None]:
+    """Inside a ``with`` block, transformers shows no progress bar and loads no processor of images;
+    afterwards it is as before.
+
+    Booting replaces attention functions (TransformerLens issue 1795). For a processor of images,
+    TransformerLens would run pip where torchvision is absent.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    with ExitStack() as undo:
+        for name in _REPLACED_BY_TRANSFORMER_LENS:
+            module: Any = importlib.import_module(name)
+            attention = module.eager_attention_forward
+            undo.callback(setattr, module, "eager_attention_forward", attention)
+
+        processor: Any = transformers.AutoProcessor
+        class_method = vars(processor)["from_pretrained"]  # not bound
+        undo.callback(setattr, processor, "from_pretrained", class_method)
+        processor.from_pretrained = lambda *_, **__: None
+
+        if logging.is_progress_bar_enabled():  # which is shown even for a toy of one megabyte
+            undo.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        yield

@@ -1,0 +1,137 @@
+"""The twin of a hooked model: a transformers model without hooks that shares its parameters and runs
+its own attention."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from mechattn.errors import ModelError, reason, warn
+from mechattn.model.hooked import ModelFacts, device_of, model_creation_lock, original_of
+
+# In the name of a module that TransformerLens has wrapped.
+WRAPPED = re.compile(r"\._?original_component")
+
+
+def keep_twin(model: Any, facts: ModelFacts) -> None:
+    """Keep a new twin of a hooked model among its facts, or the reason why there is none."""
+    facts.native = None
+    facts.why_not_native = ""
+    original = original_of(model)
+    if original is None:
+        facts.why_not_native = f"a {type(model).__name__} has no transformers model behind it"
+    elif getattr(model, "_weights_processed", False):
+        facts.why_not_native = (
+            "its weights were processed (folded or centred) in place, so the original weights are"
+            " gone"
+        )
+    elif getattr(original, "is_quantized", False):
+        facts.why_not_native = "its weights are quantised, and a second model cannot share them"
+    else:
+        try:
+            with model_creation_lock:
+                facts.native = _rebuilt(original)
+        except Exception as error:  # of the model's own class, which may be a user's
+            facts.why_not_native = f"it cannot be rebuilt from its configuration ({reason(error)})"
+
+
+def unhooked(model: Any) -> Any:
+    """The model; one that was loaded before is rebuilt with the same parameters, because
+    TransformerLens replaces the modules of a model that it hooks. A warning says so, as other
+    changes of the object, such as a function that was replaced, are left behind.
+
+    Raises:
+        ModelError: It was hooked before, and cannot be rebuilt.
+    """
+    if not any(WRAPPED.search(name) for name, _ in model.named_parameters()):
+        return model
+    warn(
+        f"this {type(model).__name__} was hooked before: it is built again from its configuration"
+        " and hooked with the same weights; whatever else was changed on it is not in the new one"
+    )
+    try:
+        return _rebuilt(model)
+    except Exception as error:
+        raise ModelError(
+            f"this {type(model).__name__} was hooked before and cannot be rebuilt without its hooks"
+            f" ({reason(error)}); use the hooked model, or load the checkpoint again"
+        ) from error
+
+
+def _rebuilt(original: Any) -> Any:
+    """A model of the same class and configuration with the same parameters.
+
+    Raises:
+        LookupError: TransformerLens has left a parameter out.
+    """
+    from accelerate import init_empty_weights
+
+    config = copy.deepcopy(original.config)
+    config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
+    config.output_attentions = False
+
+    with init_empty_weights(include_buffers=False):
+        twin = type(original)(config)
+
+    named = [
+        *original.named_buffers(remove_duplicate=False),
+        *original.named_parameters(remove_duplicate=False),
+    ]
+    # Under the names that parameters had before TransformerLens wrapped their modules.
+    shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
+    twin.load_state_dict(shared, strict=False, assign=True)
+    twin.tie_weights()
+    # A new model's settings are those of its configuration, which lacks end tokens that only
+    # generation_config.json names.
+    twin.generation_config = getattr(original, "generation_config", None)
+
+    for name, tensor in twin.named_parameters():
+        if tensor.is_meta and name not in shared:
+            raise LookupError(f"the hooked model has no parameter named {name}")
+
+    # Buffers that are not saved with a model are not in its state_dict either.
+    device = device_of(original)
+    for name, buffer in twin.named_buffers():
+        if name in shared:
+            buffer.data = shared[name].data
+        else:
+            buffer.data = buffer.data.to(device)
+
+    _dispatch_like(original, twin)
+    return twin.eval()
+
+
+def _dispatch_like(original: Any, twin: Any) -> None:
+    """Move the twin's activations, and bring its weights from where they are offloaded, as the
+    original's are."""
+    from accelerate.hooks import add_hook_to_module
+    from accelerate.utils import PrefixedDataset
+
+    hooks = {
+        WRAPPED.sub("", name): vars(module)["_hf_hook"]
+        for name, module in original.named_modules()
+        if "_hf_hook" in vars(module)
+    }
+    for name, module in twin.named_modules():
+        if name in hooks:
+            add_hook_to_module(module, _copied(hooks[name]))
+        elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            # TransformerLens has split or renamed this module, so a hook that reads the weights of
+            # all modules is given its name.
+            of_all = next(
+                hook
+                for hook in hooks.values()
+                if getattr(hook, "offload", False) and hasattr(hook.weights_map, "dataset")
+            )
+            renamed = _copied(of_all)
+            renamed.weights_map = PrefixedDataset(of_all.weights_map.dataset, f"{name}.")
+            add_hook_to_module(module, renamed)
+
+
+def _copied(hook: Any) -> Any:
+    """The hook, or the sequence of hooks, for another module."""
+    copied = copy.copy(hook)
+    if hasattr(hook, "hooks"):
+        copied.hooks = tuple(map(_copied, hook.hooks))
+    return copied

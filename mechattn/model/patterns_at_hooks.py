@@ -1,0 +1,131 @@
+"""A forward pass that shows the attention pattern of each layer at its hook, and the refusal of an
+impossible pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mechattn.errors import ModelError, RowError
+from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens, visible_keys
+from mechattn.model.head_parts import mixed_values
+from mechattn.model.hooked import HookedModel
+from mechattn.model.hooks import Hooks, forward_to, pattern_hook, sinks_of
+
+_NO_MASS = 1e-6  # attention up to this is rounding
+SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
+
+
+def forward_with_patterns(
+    model: HookedModel,
+    tokens: Tokens,
+    real: Marked | Tokens,
+    layers: list[int],
+    see: SeePattern,
+    edge_masks: Mapping[int, EdgeMask] | None = None,
+    position_ids: Tokens | None = None,
+    last: int | None = None,
+) -> None:
+    """A forward pass that shows the pattern of each layer.
+
+    Args:
+        model: A hooked model.
+        tokens: The tokens, padded on the right.
+        real: Which of them are no padding.
+        layers: The layers to show.
+        see: Called with each layer, its pattern, and the values that the pattern mixes (None if the
+            layer's hook_v has an unknown layout).
+        edge_masks: By layer, the edges of attention that are cut.
+        position_ids: The model's own by default.
+        last: The layer after which the pass stops; by default the last of ``layers``.
+    """
+    values: dict[int, Tensor] = {}
+    existing_hooks = model.hook_dict
+    fwd_hooks: Hooks = []
+
+    for layer, edge_mask in (edge_masks or {}).items():
+        hide = partial(_hide, _unseen(edge_mask)[:, None])
+        fwd_hooks.append((f"blocks.{layer}.attn.hook_attn_scores", hide))
+
+    def keep_values(v: Float[Tensor, ...], hook: Any, layer: int) -> None:
+        values[layer] = v.detach()
+
+    def show_pattern(pattern: Pattern, hook: Any, layer: int) -> None:
+        v = values.pop(layer, None)
+        if v is not None:
+            v = mixed_values(model, layer, v, pattern)
+        see(layer, pattern.detach(), v)
+
+    for layer in layers:
+        hook_v = f"blocks.{layer}.attn.hook_v"
+        if hook_v in existing_hooks:
+            fwd_hooks.append((hook_v, partial(keep_values, layer=layer)))
+        fwd_hooks.append((pattern_hook(layer), partial(show_pattern, layer=layer)))
+
+    options = {}
+    if not real.all():
+        options["attention_mask"] = real.long()
+    if last is None:
+        last = max(layers)
+    forward_to(model, tokens, last, fwd_hooks, position_ids, **options)
+
+
+def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
+    """The pairs of positions whose edge is cut."""
+    positions = torch.arange(edge_mask.keys.shape[1], device=edge_mask.keys.device)
+    return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
+
+
+def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any) -> Pattern:
+    """Cut edges of a layer before the softmax."""
+    return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
+
+
+def check_pattern(
+    model: HookedModel,
+    layer: int,
+    pattern: Pattern,
+    real: Marked,
+    window: int | None,
+    edge_mask: EdgeMask | None = None,
+) -> None:
+    """Refuse an impossible pattern.
+
+    Raises:
+        RowError: A row does not sum to 1 (with learned sinks, to more than 1).
+        ModelError: A query gives attention to a key that it cannot see.
+    """
+    real = real.to(pattern.device)
+    sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
+    least = 0.99 if sinks_of(model, layer) is None else -0.01
+    is_bad = ~((sums < 1.01) & (sums > least))  # NaN is bad, too
+    if is_bad.any():
+        row, head, query = is_bad.nonzero()[0].tolist()
+        raise RowError(
+            f"layer {layer}, head {head}: the attention of query {query} sums to"
+            f" {float(sums[row, head, query]):.4f}, not to 1; the model gives NaN or infinity there"
+            " (try another dtype), or its hook shows no probabilities",
+            row,
+        )
+
+    strongest = pattern.amax(1)  # of the heads
+    if edge_mask is not None and (strongest * _unseen(edge_mask)).max() > _NO_MASS:
+        raise ModelError(
+            f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
+            ' effect here; use engine="streaming" if the model can be streamed'
+        )
+
+    length = pattern.shape[-1]
+    visible = visible_keys(torch.arange(length, device=pattern.device), length, window)
+    stray_mass = (strongest * real[:, :, None]).masked_fill(visible, 0.0).max()
+    if stray_mass > _NO_MASS:
+        mask = "full causal attention" if window is None else f"a window of {window}"
+        raise ModelError(
+            f"layer {layer}: a query gives {float(stray_mass):.2g} to a key that it should not see"
+            f" ({mask}); the mask is not the model's"
+        )

@@ -1,0 +1,97 @@
+"""Random weights in place of a model's: the null against which trained ones are judged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import torch
+
+from mechattn.errors import ModelError, check_choice, check_counts
+from mechattn.model.booting import hooked_object
+from mechattn.model.hooked import alone, device_of, model_creation_lock
+from mechattn.model.load import keep_verified, known_facts, load_model
+from mechattn.model.own_code import as_trusted, is_of_own_code
+
+Kind = Literal["initialised", "shuffled"]
+
+
+@alone
+def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
+    """Return a model of the same architecture and tokenizer with random weights, loaded and
+    verified like any other.
+
+    The given model is not changed, so two models are in memory at the same time.
+
+    Args:
+        model: Anything that ``load_model`` accepts.
+        kind: "initialised": the architecture's own initialisation, as at the start of training;
+            "shuffled": the entries of each parameter are permuted, so every matrix keeps the
+            distribution of its numbers.
+        seed: The seed of the draw.
+        **options: Passed to ``load_model``.
+
+    Returns:
+        A ``TransformerBridge``; its name and the provenance of its results state that the weights
+        are random.
+
+    Raises:
+        OptionError: There is no such kind, or the seed is not a whole number.
+        ModelError: The weights cannot be redrawn: the model is quantised, or has no transformers
+            model behind it.
+
+    Source:
+        Random networks as the null of interpretability: arXiv:2512.18792.
+    """
+    check_draw(kind, seed)
+    hooked = load_model(model, **options)
+    facts = known_facts(hooked)
+    if facts.native is None:
+        raise ModelError(
+            f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}."
+            " Give an unquantised model by its name, its directory, or as a transformers model"
+        )
+
+    with model_creation_lock:
+        native = _drawn(facts.native, kind, seed)
+
+        with as_trusted(is_of_own_code(native)):
+            drawn = hooked_object(native, hooked.tokenizer)
+
+    keep_verified(drawn)
+    drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
+    drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
+    facts_of_drawn = known_facts(drawn)
+    facts_of_drawn.weights = "random"
+    facts_of_drawn.random_weights = {"kind": kind, "seed": seed}
+    return drawn
+
+
+def check_draw(kind: str, seed: int) -> None:
+    """Refuse an invalid kind or seed, before a model is loaded."""
+    check_choice(Kind, kind=kind)
+    check_counts(0, 2**63 - 1, seed=seed)  # torch takes no other
+
+
+def _drawn(native: Any, kind: Kind, seed: int) -> Any:
+    """A new model of the same class and configuration; the given one is unchanged."""
+    config = copy.deepcopy(native.config)
+    config._attn_implementation_internal = None  # the class chooses its attention again
+    with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
+        torch.manual_seed(seed)
+        drawn = type(native)(config)
+
+    drawn.generation_config = getattr(native, "generation_config", None)
+    drawn = drawn.to(device=device_of(native), dtype=next(native.parameters()).dtype)
+    if kind == "initialised":
+        return drawn
+
+    generator = torch.Generator().manual_seed(seed)
+    drawn.load_state_dict(native.state_dict())
+    with torch.no_grad():
+        for _, values in sorted(drawn.named_parameters()):  # a tied parameter occurs once
+            order = torch.randperm(values.numel(), generator=generator)
+            shuffled = values.flatten()[order.to(values.device)]
+            values.copy_(shuffled.view_as(values))
+
+    return drawn

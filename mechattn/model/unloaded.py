@@ -1,0 +1,100 @@
+"""A tokenizer in place of a model, for what needs no weights: sequences, and answers from servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mechattn.errors import ModelError
+from mechattn.hub_access import asked_once
+from mechattn.model import checkpoint
+from mechattn.model.hooked import original_of
+from mechattn.model.load import known_facts, load_model
+
+NO_LIMIT = 2**31  # tokens: the context length of a model that states none
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The part of ``model.cfg`` that prompts and conditions need; ``n_ctx`` is very large if
+    unknown."""
+
+    model_name: str
+    d_vocab: int
+    n_ctx: int
+    default_prepend_bos: bool
+
+
+@dataclass(frozen=True)
+class UnloadedModel:
+    """A tokenizer in place of a model: enough to make sequences, and to decode answers."""
+
+    tokenizer: Any
+    cfg: Any  # Sizes, or those of the loaded model
+    end: frozenset[int]  # the tokens that end an answer
+    loaded: Any = None  # the hooked model, if one was given
+
+
+def unloaded(model: Any) -> UnloadedModel:
+    """A model without its weights; if the given model is loaded, it is included.
+
+    Args:
+        model: A name or place, a tokenizer by itself, or whatever else ``load_model`` takes.
+
+    Raises:
+        ModelError: There is no such model, or it has no tokenizer.
+    """
+    if isinstance(model, (str, Path)):
+        return _unloaded_checkpoint(str(model))
+    if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
+        name = getattr(model, "name_or_path", None) or type(model).__name__
+        return unloaded_tokenizer(model, name)
+    hooked = load_model(model)
+    if getattr(hooked, "tokenizer", None) is None:
+        raise ModelError(
+            f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
+        )
+
+    source = known_facts(hooked).native
+    if source is None:  # as for a quantised model
+        source = original_of(hooked)
+    settings = getattr(source, "generation_config", None)
+    end = end_tokens(settings, hooked.tokenizer)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
+
+
+def _unloaded_checkpoint(name: str) -> UnloadedModel:
+    """The tokenizer, context length and generation settings of a checkpoint."""
+    from transformers import GenerationConfig
+
+    longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        longest = NO_LIMIT
+    place = checkpoint.model_place(name)
+    try:
+        with asked_once(place):
+            settings = GenerationConfig.from_pretrained(place)
+    except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
+        settings = None
+
+    tokenizer = checkpoint.tokenizer_named(name)
+    return unloaded_tokenizer(tokenizer, name, longest, settings)
+
+
+def unloaded_tokenizer(
+    tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None
+) -> UnloadedModel:
+    """A tokenizer as an unloaded model with a name, a context length in tokens and generation
+    settings."""
+    sizes = Sizes(name, len(tokenizer), longest, checkpoint.prepends_bos(tokenizer))
+    return UnloadedModel(tokenizer, sizes, end_tokens(settings, tokenizer))
+
+
+def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, by a model's generation settings and by its tokenizer."""
+    tokens = getattr(generation_config, "eos_token_id", None)
+    if not isinstance(tokens, (list, tuple)):
+        tokens = [tokens]
+    tokens = [*tokens, tokenizer.eos_token_id]
+    return frozenset(int(token) for token in tokens if token is not None)
