@@ -297,7 +297,7 @@ def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
         return f"{count} tokens of “{visible(plain(text))}” {place}"
     if kind in RANDOM_TOKENS:
         return f"{count} tokens of {RANDOM_TOKENS[kind]} {place}"
-    return f"{count} tokens {place}"  # of a kind of the user's own
+    return f"{count} tokens {place}"  # such as Counting, or a kind of the user's own
 
 
 def concepts(results: Sequence[Result]) -> list[str]:
