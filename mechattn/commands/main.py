@@ -188,7 +188,10 @@ def beside_the_paper(
     ),
     prompts: Source = "gsm8k",
     field: Field = "question",
-    answer_field: Annotated[str, typer.Option(help="The field with the solution.")] = "answer",
+    answer_field: Annotated[
+        str | None,
+        typer.Option(help="The field with the solution; by default “solution” or “answer”."),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Number of prompts to measure attention on.")] = 64,
     draws: Annotated[int, typer.Option(help="Number of models with untrained weights.")] = 3,
     problems: Annotated[int, typer.Option(help="Number of problems to answer; 0 for none.")] = 0,

@@ -30,7 +30,7 @@ def paper(
     *,
     prompts: str = "gsm8k",
     field: str = "question",
-    answer_field: str = "answer",
+    answer_field: str | None = None,
     limit: int = 64,
     draws: int = 3,
     problems: int = 0,
@@ -54,7 +54,7 @@ def paper(
         out: The folder.
         prompts: As the ``source`` of ``load_prompts``.
         field: The field of a file or dataset with the question.
-        answer_field: The field with the solution.
+        answer_field: The field with the solution; by default "solution" or "answer".
         limit: The number of prompts on which attention is measured, at least 3.
         draws: The number of models with untrained weights; each is measured on the first 8 prompts.
         problems: The number of problems to answer; 0 leaves accuracy out.
@@ -89,7 +89,7 @@ def paper(
         seed=seed,
         answer=answer_field,
     )
-    _check_prompts(loaded, provenance.name_of(prompts), problems, answer_field)
+    _check_prompts(loaded, provenance.name_of(prompts), problems)
     folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(
         prompts=loaded[:limit],
@@ -158,16 +158,14 @@ def _measured(
     return cells, results, seconds
 
 
-def _check_prompts(
-    prompts: Sequence[Prompt], source: str, problems: int, answer_field: str
-) -> None:
+def _check_prompts(prompts: Sequence[Prompt], source: str, problems: int) -> None:
     """Check that there are enough prompts, and a solution of each problem that is answered."""
     if len(prompts) < FEWEST:
         raise OptionError(f"{source} has {len(prompts)} prompts; intervals need at least {FEWEST}")
     for prompt in prompts[:problems]:
         if prompt.solution is None:
             raise OptionError(
-                f"{problems} problems are to be answered, but {prompt.where} of {source} has no "
-                f"{answer_field!r}, so no answer can be graded; name the field with the solution "
-                "(answer_field=…, --answer-field), or leave problems out"
+                f"{problems} problems are to be answered, but {prompt.where} of {source} has no"
+                " solution, so no answer can be graded; name the field with the solution"
+                " (answer_field=…, --answer-field), or leave problems out"
             )

@@ -117,7 +117,7 @@ def test_a_data_set_without_answers(tmp_path, monkeypatch):
     path = tmp_path / "questions.jsonl"
     lines = [json.dumps({"question": f"How many are {i} and 2?"}) for i in range(4)]
     path.write_text("\n".join(lines), encoding="utf-8")
-    said = r"3 problems are to be answered, but prompt 0 .* has no 'answer'.*name the field"
+    said = r"3 problems are to be answered, but prompt 0 .* has no solution.*name the field"
     with pytest.raises(OptionError, match=said):
         ma.paper("toy:llama", tmp_path / "out", prompts=str(path), limit=4, problems=3)
 
