@@ -302,8 +302,8 @@ def equivalence(tables: int) -> Iterator[Row]:
             d = 0.5 + 0.5 * KINDS[kind](generator.normal(size=(24, 1)), generator)
             _, low, high = t_interval(d)
             ends = {"difference": d.mean(0), "difference_low": low, "difference_high": high}
-            table = pd.DataFrame(ends | {"n": 24, "scale": "difference"})
-            table.attrs = {"level": 0.95, "tested": "difference"}
+            table = pd.DataFrame(ends | {"n": 24})
+            table.attrs = {"level": 0.95, "tested": "difference", "scale": "difference"}
             same.append(bool(with_equivalence(table, 0.5).q_same[0] < 0.05))
         yield row("q_same < 0.05 at the margin", f"{kind}, 24 prompts, one head", same, "≤ 0.05")
 
