@@ -24,7 +24,10 @@ PROMPT = "Tom has 3 apples."
             r"give a tuple of \(layer, head\) pairs",
         ),
         (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile"),
-        (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* no fraction"),
+        (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* not a fraction"),
+        (lambda: ma.interventions.ARM(strength="a"), "strength='a': give a finite number"),
+        (lambda: ma.interventions.AffineAttention(scale=None), "scale=None: give a number or a"),
+        (lambda: ma.interventions.KVPatch("inserted", None), "from_=None: give what ma.record_"),
         (
             lambda: ma.interventions.ARM(form="published"),
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
