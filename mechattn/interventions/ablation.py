@@ -60,7 +60,8 @@ class HeadAblation:
             model rarely has such outputs.
 
     Raises:
-        OptionError: ``heads`` is empty or does not consist of pairs.
+        OptionError: ``heads`` is empty or does not consist of pairs, or ``means`` is something
+            else.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -72,6 +73,8 @@ class HeadAblation:
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
+        if not isinstance(self.means, HeadMeans | None):
+            raise OptionError(f"means={self.means!r}: give what ma.head_means(…) returns")
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a layer or head that doesn't exist, or a layer that the means don't cover."""

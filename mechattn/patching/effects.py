@@ -220,7 +220,7 @@ class Patching:
 
     @property
     def _has_few_units(self) -> bool:
-        """Whether there are too few units for a test to find any row by itself."""
+        """Whether there are too few units for any row to have q < 0.05 alone."""
         fewest = self.resolution.fewest
         return fewest is None or self.units.n < fewest
 
@@ -397,10 +397,13 @@ class Patching:
 
 
 def sharing_lines(about: Mapping[str, Any]) -> list[str]:
-    """A line about the heads that share keys and values; none if no heads do.
+    """Say which heads share keys and values.
 
     Args:
-        about: What was measured. Only edges have the readers of the first keys and values.
+        about: What was measured.
+
+    Returns:
+        One line, or an empty list if no edges were measured or no heads share keys and values.
     """
     readers = about.get("readers_of_first_values", [])
     if len(readers) < 2:

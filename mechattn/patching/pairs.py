@@ -246,7 +246,8 @@ class PatchingRequest:
                 if is_first and minutes > 1:
                     warn(
                         f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
-                        " less, and in ma.patch so do controls=() and attribution (without at=…)"
+                        " less time, and in ma.patch controls=() or attribution (without at=…) does"
+                        " too"
                     )
 
         ids = [prompt.id for prompt in self.prompts]
@@ -390,7 +391,7 @@ def _is_odd_junction(prompt: Prompt) -> bool:
     goes_on = prompt.question[-1].isalpha() and prompt.answer[0].isalpha()
     if prompt.template == "joined":
         return goes_on
-    # A line break is fine after a question, but not inside a sentence that the answer completes, as
-    # in prompts with another answer.
+    # The template's line break should not precede a space. It is fine after a question, but not
+    # inside a sentence that the answer completes, as in prompts with another answer.
     is_broken = prompt.answer[0] == " " or (goes_on and bool(prompt.other_answer))
     return prompt.template == "plain" and is_broken

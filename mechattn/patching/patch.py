@@ -101,7 +101,7 @@ def patch(
 
     - "random": a step of equal norm in a random direction. For a pattern, the probabilities of each
       query are permuted among its visible keys instead.
-    - "other_prompt": the activation in the run of another prompt, random_values among those that are at
+    - "other_prompt": the activation in the run of another prompt, drawn among those that are at
       least as long, and if possible have another answer. Tokens with which both prompts begin are
       aligned with each other, and all later tokens from the end, where the answer is. It is NaN for
       a prompt that is longer than all others.
@@ -133,7 +133,8 @@ def patch(
             exist; the condition hides tokens or acts inside the model; or gradients are needed but
             the weights are quantised, or the metric is "kl" with "noising", so that all gradients
             are 0. It is raised before anything is patched.
-        OptionError: The metric is a function that does not return one finite number per row.
+        OptionError: The metric is a function that does not return one finite number per row, or
+            that has no gradient although heads are attributed.
 
     Source:
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. Since z comes after

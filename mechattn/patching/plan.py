@@ -30,7 +30,7 @@ from mechattn.patching.patched_runs import (
 )
 from mechattn.patching.sites import PatchCell, PatchTarget
 
-_MOST_PAIRS = 8  # that are read together: the copies of so few already fill a pass for each layer
+_MOST_PAIRS = 8  # that are read together; their copies already fill a pass for each layer
 _MOST_ROWS = 32  # in a pass; more are not faster
 # With fewer rows, reading the weights takes longer than computing with them. Copies that change a
 # later layer then join a pass, although it starts earlier than they need.
