@@ -291,8 +291,8 @@ def circuit(
         ablation: What the edges outside C carry. "counterpart": the writer's output in the other
             version. "mean": its mean over the clean runs of the ranking half, by position if all
             prompts have the same length, and otherwise over all tokens. "resample": its output in
-            the clean run of a random prompt of that half, aligned from the end. Zero is not offered, because
-            the model never has such outputs.
+            the clean run of a random prompt of that half, aligned from the end. Zero is not
+            offered, because the model never has such outputs.
         sizes: One or several numbers of edges. By default they are 0.1 % to 50 % of all edges. No
             edges and all edges are always measured too.
         memory: As for ``edges``.

@@ -30,8 +30,8 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, t_interval
 
-# Further spans over which heads' outputs are averaged: their mean has less than a fifth of the noise
-# of a single output.
+# Further spans over which heads' outputs are averaged: their mean has less than a fifth of the
+# noise of a single output.
 _MEAN_OVER = 32
 _SHOWN = 8  # heads that are printed
 

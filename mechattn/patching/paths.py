@@ -174,8 +174,8 @@ def _path_of(ends: Any) -> HeadPath:
             if sender is not None and head is not None and part in ("q", "k", "v"):
                 return HeadPath(name, sender, Receiver(part, head))  # type: ignore[arg-type]
     raise OptionError(
-        f'{ends!r} is not a path: give a pair such as ("L0H1", "L1H0.k"), whose end is q, k or v of a'
-        ' head, or "logits"'
+        f'{ends!r} is not a path: give a pair such as ("L0H1", "L1H0.k"), which ends in q, k or v'
+        ' of a head or in "logits"'
     )
 
 
