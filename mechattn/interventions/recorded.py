@@ -251,8 +251,8 @@ class KeysValues:
         """
         if len(self.by_prompt) < 2:
             raise OptionError(
-                "fewer than two prompts were recorded, so there is no other prompt to take keys and"
-                " values from"
+                "only one prompt was recorded, so there is no other prompt to take keys and values "
+                "from"
             )
         order = random.Random(f"sources {seed}").sample(sorted(self.by_prompt), len(self.by_prompt))
         # Each prompt gets those of the next in a ring, so none gets its own.

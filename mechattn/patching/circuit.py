@@ -55,7 +55,7 @@ class Circuit:
         edges: The scores of the edges, on the ranking half.
         graph: The graph of the model.
         curve: One row for each size. Its columns are ``edges``, the size; ``share``, the size as a
-            share of all edges; ``faithfulness``; ``low`` and ``high``, the ends of Fieller's
+            fraction of all edges; ``faithfulness``; ``low`` and ``high``, the ends of Fieller's
             interval over the other half's units, which are NaN if the whole effect could be 0; and
             ``random``, the mean faithfulness of random circuits of that size.
         about: What was measured, as data.

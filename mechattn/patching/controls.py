@@ -132,7 +132,8 @@ def aligned_output(base: RecordedRun, source: RecordedRun, where: LayerHead) -> 
 def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) -> PatternRows:
     """A head's pattern in another run, moved to the positions of the base run.
 
-    Tokens are aligned as in :func:`aligned_output`. All keys without a counterpart get 0.
+    Tokens are aligned as in :func:`aligned_output`. All other keys get 0, so a row may sum to less
+    than 1.
 
     Args:
         base: The run that is patched.
