@@ -10,7 +10,7 @@ from mechattn.interventions.recorded import RecordedAffine as RecordedAffine
 
 
 def __dir__() -> list[str]:
-    """The interventions; not the files that they are in."""
+    """The names of the interventions, without those of their modules."""
     return sorted(
         name for name, member in globals().items() if callable(member) and not name.startswith("_")
     )

@@ -1,4 +1,4 @@
-"""Ablation of heads (by zero or by a mean) and of edges (attention knockout)."""
+"""Ablation of heads (by zero or by a mean) and of attention edges (attention knockout)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
 
 @dataclass(frozen=True, eq=False)
 class HeadMeans:
-    """Each head's mean output before W_O over the tokens of some prompts; see
-    :func:`mechattn.head_means`.
+    """Each head's output before W_O, averaged over all tokens of some prompts.
+
+    :func:`mechattn.head_means` computes them.
 
     Args:
-        by_layer: The means of the heads of each layer.
-        prompts: The number of prompts that they are over.
+        by_layer: The mean output of each head, by layer.
+        prompts: The number of prompts.
     """
 
     # A config can name HeadAblation, without means.
@@ -51,16 +52,16 @@ class HeadMeans:
 
 @dataclass(frozen=True)
 class HeadAblation:
-    """Replace the output of some heads (before W_O) by 0, or by its mean over other prompts, at
-    every token.
+    """Replace the output of some heads (before W_O) at every token.
 
     Args:
-        heads: (layer, head) pairs, from 0.
-        means: Means that replace the output; 0 by default, which is further from the model's usual
-            activations.
+        heads: (layer, head) pairs, counted from 0.
+        means: Each head's mean output, which replaces its output. By default 0 does, although a
+            model rarely has such outputs.
 
     Raises:
-        OptionError: The heads are not pairs, or there are none.
+        OptionError: ``heads`` is empty or does not consist of pairs, or ``means`` is something
+            else.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -72,9 +73,11 @@ class HeadAblation:
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
+        if not isinstance(self.means, HeadMeans | None):
+            raise OptionError(f"means={self.means!r}: give what ma.head_means(…) returns")
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse a layer or head that doesn't exist, or that has no mean if means are given."""
+        """Refuse a layer or head that doesn't exist, or a layer that the means don't cover."""
         check_layers(model, [layer for layer, _ in self.heads])
         head_count = heads_of(model)
         for layer, head in self.heads:
@@ -88,7 +91,7 @@ class HeadAblation:
                 )
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
-        """Replace the output of these heads."""
+        """Replace the output of these heads inside a ``with`` block."""
         heads_by_layer: dict[int, list[int]] = {}
         for layer, head in self.heads:
             heads_by_layer.setdefault(layer, []).append(head)
@@ -101,8 +104,9 @@ class HeadAblation:
                 outputs = self.means.by_layer[layer].to(z)
             if outputs.shape != z.shape[2:]:
                 raise OptionError(
-                    f"the means of layer {layer} are {list(outputs.shape)}, but its outputs"
-                    f" {list(z.shape[2:])} [head d_head]: they are of another model"
+                    f"the means of layer {layer} have the shape {list(outputs.shape)}, but its"
+                    f" outputs have {list(z.shape[2:])} [head d_head]: the means come from another"
+                    " model"
                 )
             for head in heads_by_layer[layer]:
                 z[rows, :, head] = outputs[head]
@@ -115,19 +119,21 @@ class HeadAblation:
 
 @dataclass(frozen=True)
 class AttentionKnockout:
-    """Hide the keys of some segments from the queries of others; the softmax is over the rest
-    (arXiv:2304.14767).
+    """Hide the keys of some segments from the queries of others.
 
-    A token always sees itself. ``AttentionKnockout(keys="inserted")`` equals ``.masked()``.
+    The softmax is over the remaining keys. A token always sees itself.
+    ``AttentionKnockout(keys="inserted")`` has the same effect as ``.masked()``.
 
     Args:
-        queries: The segment or segments of the affected queries; all but the inserted tokens by
-            default.
+        queries: The segment or segments of the affected queries. By default all queries are
+            affected except those of inserted tokens.
         keys: The segment or segments to hide.
-        layers: The layers, from 0; all by default.
+        layers: The layers, counted from 0; all by default.
 
     Raises:
-        OptionError: There is no such segment.
+        OptionError: A segment does not exist.
+
+    Source: arXiv:2304.14767.
     """
 
     queries: str | tuple[str, ...] = _ORIGINAL
@@ -144,7 +150,7 @@ class AttentionKnockout:
         """Return the sequence with these edges cut.
 
         Raises:
-            OptionError: The sequence already has cut edges, or it has none of these edges.
+            OptionError: The sequence already has cut edges, or no edge would be cut.
         """
         if sequence.cut_edges is not None:
             raise OptionError(
@@ -154,20 +160,20 @@ class AttentionKnockout:
 
         queries = _in_segments(sequence, self.queries)
         keys = _in_segments(sequence, self.keys)
-        keys_before = keys.cumsum(0) - keys.long()  # of each token, without itself
+        keys_before = keys.cumsum(0) - keys.long()  # how many hidden keys precede each token
         if not (queries & (keys_before > 0)).any():
             raise OptionError(
                 f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys}"
-                " here"
+                " in this sequence"
             )
 
         layers = None if self.layers is None else as_tuple(self.layers)
         # Generated tokens belong to the answer.
-        later = "answer" in as_tuple(self.queries)
-        return replace(sequence, cut_edges=CutEdges(queries, keys, layers, later))
+        cut_for_generated = "answer" in as_tuple(self.queries)
+        return replace(sequence, cut_edges=CutEdges(queries, keys, layers, cut_for_generated))
 
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
-    """Which tokens belong to any of these segments."""
+    """Which tokens belong to one of these segments."""
     numbers = [SEGMENTS.index(segment) for segment in as_tuple(segments)]
     return torch.isin(sequence.segment, torch.tensor(numbers, device=sequence.segment.device))

@@ -1,10 +1,11 @@
-"""ARM: moves near-zero activations of early MLPs away from zero (arXiv:2510.01032)."""
+"""ARM, which moves near-zero activations of early MLPs away from zero (arXiv:2510.01032)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from math import isfinite
+from numbers import Integral, Real
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -19,40 +20,41 @@ from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain
 
 Activations = Float[Tensor, "row pos d_mlp"]
 _WIDTH_OF_QWEN_7B = 3584  # d_model of Qwen2.5-Math-7B; the 1.5B model has 1,536
-_ENTRIES_AT_ONCE = 2**22  # of activations, as the random number of each takes 8 bytes
+# Activations that are moved together: the random number of each takes 8 bytes, so 32 MiB.
+_ENTRIES_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
 class ARM:
-    """Move near-zero activations of an MLP away from zero, or change them as much in another way.
+    """Move near-zero activations of an MLP away from zero, or apply a control of the same size.
 
-    ``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``; see
-    ``functional.activations.redistribute``.
+    ``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``
 
-    With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its
-    original position, the layer and the channel, so a run gives the same numbers with any batching.
-    The share of near-zero activations falls by construction, which is no evidence of an effect; see
+    ``functional.activations.redistribute`` defines ``arm``. A token's random numbers depend only on
+    the seed, its prompt's id, its original position, the layer and the channel. With
+    ``scope="token"`` batching therefore does not change the result. The share of near-zero
+    activations falls by construction, so a lower share is not evidence of an effect: compare with
     ``control``. A mixture of experts is refused.
 
     Args:
-        c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share of activations to
-            move. The released code has 0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for
-            Llama-3.1-8B, 0.25 for Gemma 3 4B. In the other forms it has no effect while the share
-            of near-zeros is clipped.
-        p1: The percentile that bounds positive entries, 0 or above 1; 99.5, 95, 90 and 85 for these
-            models.
-        layers: One or several layers, from 0; the paper uses the first.
-        form: "paper", or the released code for a family: "released_llama", "released_qwen2",
+        c: The factor of the threshold, 0 or more. With ``form="gemma"`` it is the share of
+            activations to move. In the other forms it has no effect while the share of near-zero
+            activations is clipped. The released code has 0.13 for Qwen2.5-Math-1.5B, 0.1 for
+            Qwen2.5-Math-7B, 0.32 for Llama-3.1-8B and 0.25 for Gemma 3 4B.
+        p1: The percentile that bounds positive entries: 0, or above 1 and up to 100. The released
+            code has 99.5, 95, 90 and 85 for these models.
+        layers: One or several layers, counted from 0. The paper uses the first.
+        form: "paper", or the released code of a family: "released_llama", "released_qwen2" or
             "gemma".
-        scope: "token" computes statistics and selection over each token's channels; "tensor" over
-            the whole batch, including padding, as published.
+        scope: "token" computes statistics and selection over the channels of each token. "tensor"
+            computes them over the whole batch, including padding, as published.
         strength: The fraction of the change to apply; 0 changes nothing.
-        control: A control in place of the change, of the same size at each token:
-            "random_direction", "random_channels" or "shuffled_signs".
+        control: The control to apply instead of ARM: "random_direction", "random_channels" or
+            "shuffled_signs". Its change has the norm of ARM's change at each token.
         seed: The seed of the random numbers.
 
     Raises:
-        OptionError: A number or a name is not allowed.
+        OptionError: An argument has a value that is not allowed.
     """
 
     c: float = 0.13
@@ -69,15 +71,19 @@ class ARM:
         check_choice(fn.Scope, scope=self.scope)
         if self.control is not None:
             check_choice(fn.Control, control=self.control)
-        if not self.c >= 0:  # also refuses NaN
+        for name in ("c", "p1", "strength"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not isfinite(value):
+                raise OptionError(f"{name}={value!r}: give a finite number")
+        if self.c < 0:
             raise OptionError(f"c={self.c!r}: give a factor, 0 or more")
         if self.form == "gemma" and self.c > 1:
             raise OptionError(f"c={self.c!r}: give a share, 0 to 1")
 
         if not 0 <= self.p1 <= 100 or 0 < self.p1 <= 1:
             raise OptionError(
-                f"p1={self.p1!r}: give a percentile, 0 or above 1 and up to 100, such as 99.5; no"
-                " fraction"
+                f"p1={self.p1!r}: give a percentile (0, or above 1 and up to 100), such as 99.5,"
+                " not a fraction"
             )
 
         layers = self.layer_numbers
@@ -86,22 +92,25 @@ class ARM:
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> ARM:
-        """ARM as published for a model's family; "paper" for a family that was not.
+        """Return ARM as released for the family of a model.
 
-        c and p1 are those of Qwen2.5-Math-1.5B (of the 7B model, from its width on), Llama-3.1-8B
-        and Gemma 3 4B, whatever the model's own size.
+        Llama models get the values of Llama-3.1-8B and Gemma models those of Gemma 3 4B, whatever
+        their size. Qwen2 models get the values of Qwen2.5-Math-7B if they are at least as wide as
+        that model, and those of Qwen2.5-Math-1.5B otherwise. Other families get ``form="paper"``
+        with the defaults of ``ARM``.
 
         Args:
             model: A hooked model or a model of transformers.
-            options: Further arguments of ``ARM``, which go before the published ones.
+            options: Further arguments of ``ARM``, which override the released values.
 
         Raises:
-            OptionError: The model has no configuration of transformers, as a ``HookedTransformer``.
+            OptionError: The model has no configuration of transformers; a ``HookedTransformer``,
+                for example, has none.
         """
         config = config_of(model)
         if config is None:
             raise OptionError(
-                f"a {type(model).__name__} has no configuration of transformers, which names its"
+                f"a {type(model).__name__} has no configuration of transformers that names its"
                 " family; give form, c and p1 to ARM itself"
             )
 
@@ -119,16 +128,16 @@ class ARM:
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """The layers, also where there is only one."""
+        """The layers as a tuple, even if there is only one."""
         return as_tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse a layer without an MLP of a known nonlinearity."""
+        """Refuse a layer that has no single MLP with a known nonlinearity."""
         for layer in self.layer_numbers:
             plain_nonlinearity(model, layer)
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
-        """Move the activations of these tokens."""
+        """Move the activations of the target's tokens inside a ``with`` block."""
 
         def move(layer: int, pre: Activity, post: Activity) -> Activity:
             tokens = target()
@@ -156,7 +165,7 @@ class ARM:
         prompts: Sequence[str],
         positions: Int[Tensor, "row pos"],
     ) -> Activations:
-        """Activations after ARM, or after its control, in the dtype of the given ones."""
+        """Activations after ARM or its control, in the dtype of ``x``."""
 
         def uniform(purpose: str) -> Activations:
             """A random number for each channel of each token."""
@@ -168,9 +177,9 @@ class ARM:
         )
         if self.control is None:
             return moved
-        own = in_working_dtype(x)
-        change = in_working_dtype(moved) - own
-        other_change = fn.as_control(change, uniform(self.control), self.control)
-        return (own + other_change).to(x.dtype)
+        unmoved = in_working_dtype(x)
+        change = in_working_dtype(moved) - unmoved
+        control_change = fn.as_control(change, uniform(self.control), self.control)
+        return (unmoved + control_change).to(x.dtype)
 
     on = on  # with arm.on(model): … sets it outside a run

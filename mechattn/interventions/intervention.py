@@ -26,10 +26,10 @@ class Target:
 
     rows: Int[Tensor, " row"]  # of the batch
     prompts: tuple[str, ...]  # the id of each row's prompt
-    # The index of each token in the baseline sequence; −1 and less for inserted tokens and padding
+    # The index of each token in the baseline sequence; negative for inserted tokens and padding.
     positions: Int[Tensor, "row pos"]
-    # The index of each token's segment in SEGMENTS; −1 and less for padding and generated tokens;
-    # None if unknown
+    # The index of each token's segment in SEGMENTS; negative for padding and generated tokens; None
+    # if the segments are not known.
     segments: Int[Tensor, "row pos"] | None = None
 
 
@@ -38,24 +38,15 @@ Acting = AbstractContextManager[None]
 
 
 def tensors_digest(nested: Any) -> str:
-    """A short hash of the tensors in nested mappings and sequences, for the recorded description of
-    an intervention."""
+    """A short hash of the tensors in nested mappings and sequences.
+
+    It identifies an intervention's tensors in the description that a result records.
+    """
     sha256 = hashlib.sha256()
     for tensor in _tensors_in(nested):
         sha256.update(repr(tuple(tensor.shape)).encode())
         sha256.update(tensor.detach().cpu().double().numpy().tobytes())
     return sha256.hexdigest()[:12]
-
-
-def _tensors_in(nested: Any) -> Iterator[Tensor]:
-    """The tensors in nested mappings and sequences, in their order."""
-    if isinstance(nested, Tensor):
-        yield nested
-        return
-    if isinstance(nested, Mapping):
-        nested = nested.values()
-    for member in nested:
-        yield from _tensors_in(member)
 
 
 def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
@@ -75,20 +66,23 @@ def is_head(where: Any) -> bool:
 
 @runtime_checkable
 class Intervention(Protocol):
-    """Acts on a model inside a ``with`` block, and then restores it."""
+    """Acts on a model inside a ``with`` block and restores it afterwards."""
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse a model, or prompts, that it cannot act on; called before the first forward
-        pass."""
+        """Refuse a model or prompts that it cannot act on.
+
+        It is called before the first forward pass.
+        """
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
-        """Act on the tokens that ``target()`` returns at each forward pass."""
+        """Act on the tokens that ``target()`` returns during each forward pass."""
 
 
 def any_reads_first(interventions: Iterable[Any]) -> bool:
-    """Whether one has ``reads_first = True``.
+    """Whether any intervention has ``reads_first = True``.
 
-    It then leaves the first of two passes over a batch as it is, to learn from it.
+    Such an intervention needs two passes over a batch. It changes nothing in the first, whose
+    activations it reads.
     """
     return any(getattr(intervention, "reads_first", False) for intervention in interventions)
 
@@ -98,23 +92,28 @@ class ChecksSequences(Protocol):
     """An intervention that may refuse a sequence."""
 
     def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
-        """Refuse a sequence that it cannot act on; called before the first forward pass."""
+        """Refuse a sequence that it cannot act on.
+
+        It is called before the first forward pass.
+        """
 
 
 @contextmanager
 def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> Iterator[None]:
-    """Apply an intervention to everything a model reads inside a ``with`` block, including cached
-    generation.
+    """Apply an intervention to everything that a model reads inside a ``with`` block.
+
+    Generation with a cache is included.
 
     Args:
         intervention: The intervention.
         model: A hooked model or a model of transformers.
-        prompts: The id of the prompt in each row of the batch, on which random draws depend; one
-            for all by default.
+        prompts: The id of the prompt in each row of the batch, on which random draws depend. By
+            default all rows share one id.
 
     Raises:
         ModelError: The intervention cannot act on this model.
-        OptionError: It cannot act on these prompts, or the model reads another number of rows.
+        OptionError: It cannot act on these prompts, or their number differs from the number of rows
+            that the model reads.
     """
     with holding(model):
         intervention.check(model, tuple(prompts))
@@ -122,9 +121,9 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
         inner = original_of(model) or model
         forward = inner.forward
 
-        # Replaces forward itself and is no hook, because some callers call forward directly. It has
-        # the same signature, as transformers' generate gives positions only to models that take
-        # them.
+        # This replaces forward, since a hook would not fire for callers that call forward directly.
+        # ``wraps`` keeps the signature: transformers' generate passes positions only to a forward
+        # that takes them.
         @wraps(forward)
         def forward_with_positions(*arguments: Any, **options: Any) -> Any:
             nonlocal current_positions
@@ -141,7 +140,7 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
                     f"{len(prompts)} prompt ids were given, but the model reads {rows} rows: "
                     "give one for each row"
                 )
-            ids = tuple(prompts) or ("",) * rows  # one for all
+            ids = tuple(prompts) or ("",) * rows  # all rows share one id
             row_numbers = torch.arange(rows, device=current_positions.device)
             return Target(row_numbers, ids, current_positions)
 
@@ -150,15 +149,28 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
             yield
 
 
+def _tensors_in(nested: Any) -> Iterator[Tensor]:
+    """The tensors in nested mappings and sequences, in order."""
+    if isinstance(nested, Tensor):
+        yield nested
+        return
+    if isinstance(nested, Mapping):
+        nested = nested.values()
+    for member in nested:
+        yield from _tensors_in(member)
+
+
 def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
-    """The positions of the tokens of a forward pass, counted after those of its cache; −1 for
-    padding, which transformers puts at position 0 or 1, and on the right at that of the last token.
+    """The positions of the tokens of a forward pass, counted on from the tokens in its cache.
+
+    Padding has position −1. The position ids that transformers gives to padding cannot be used:
+    they are 0 or 1 on the left, and that of the last token on the right.
 
     Args:
         model: The model of transformers, or the ``HookedTransformer``, whose ``forward`` is called.
         inputs: The arguments of ``forward`` by their names.
     """
-    tokens = next(iter(inputs.values()))  # of a model that has another name for them
+    tokens = next(iter(inputs.values()))  # for a forward whose tokens have another name
     for name in ("input_ids", "input", "inputs_embeds"):
         if inputs.get(name) is not None:
             tokens = inputs[name]
@@ -170,10 +182,10 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
         tokens = tokens[None]
     rows, length = tokens.shape[:2]
 
-    hooked_cache = inputs.get("past_kv_cache")  # a HookedTransformer's
+    hooked_cache = inputs.get("past_kv_cache")  # the cache of a HookedTransformer
     mask: Any = inputs.get("attention_mask")
     has_mask = isinstance(mask, Tensor) and mask.ndim == 2
-    if has_mask and hooked_cache is not None:  # its mask is of the new tokens alone
+    if has_mask and hooked_cache is not None:  # then the mask covers only the new tokens
         mask = torch.cat([hooked_cache.previous_attention_mask.to(mask), mask], -1)
 
     positions = inputs.get("position_ids")

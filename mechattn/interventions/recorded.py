@@ -1,5 +1,7 @@
-"""Interventions that put what was recorded in another run into this one: the affine map of
-inserted tokens, or the keys and values of a segment."""
+"""Interventions with activations of another run.
+
+They apply the affine map of inserted tokens, or the keys and values of a segment.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from mechattn.prompts.token_sequences import TokenSequence
 
 AffineParts = Literal["both", "scale", "shift"]
 Positions = Int[Tensor, " pos"]
-# λ and Σσ at some tokens, which broadcast to [pos head d_head], and which of the tokens change.
+# λ and Σσ, which broadcast to [pos head d_head], and which of the tokens are changed.
 TokenMap = tuple[Tensor, Tensor, Bool[Tensor, " pos"]]
 
 
@@ -52,8 +54,11 @@ class Affine(NamedTuple):
 
 
 class _AffineMap:
-    """Scales and shifts the output of each head; a subclass says by how much, and at which tokens
-    (``_map``, from a layer, a prompt and positions)."""
+    """Scales and shifts the output of each head.
+
+    A subclass defines ``_map``, which gives the scale, the shift and the tokens to change for a
+    layer, a prompt and positions.
+    """
 
     layers: int | tuple[int, ...]
     parts: AffineParts
@@ -63,16 +68,16 @@ class _AffineMap:
         check_choice(AffineParts, parts=self.parts)
 
     def only(self, parts: AffineParts) -> _AffineMap:
-        """Return the intervention with only the scale, or only the shift."""
+        """Return a copy that applies "scale", "shift" or "both"."""
         return replace(self, parts=parts)  # type: ignore[type-var]  # a subclass is a dataclass
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """The layers, also where there is only one."""
+        """The layers as a tuple, even if there is only one."""
         return as_tuple(self.layers)
 
     def acting(self, model: Any, target: CurrentTarget) -> Acting:
-        """Scale and shift the output of these tokens."""
+        """Scale and shift the heads' outputs at the target's tokens inside a ``with`` block."""
 
         def affine(layer: int, z: Z) -> Z:
             z = z.clone()
@@ -80,19 +85,19 @@ class _AffineMap:
             positions = tokens.positions.to(z.device)
             for index, row in enumerate(tokens.rows.tolist()):
                 scale, shift, is_changed = self._map(layer, tokens.prompts[index], positions[index])
-                own = in_working_dtype(z[row])
-                changed = own
+                unchanged = in_working_dtype(z[row])
+                changed = unchanged
                 if self.parts != "shift":
-                    changed = scale.to(own) * changed
+                    changed = scale.to(unchanged) * changed
                 if self.parts != "scale":
-                    changed = changed + shift.to(own)
-                z[row] = torch.where(is_changed[:, None, None], changed, own)
+                    changed = changed + shift.to(unchanged)
+                z[row] = torch.where(is_changed[:, None, None], changed, unchanged)
             return z
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.layer_numbers})
 
     def _described(self, source: str, tensors: Any) -> str:
-        """How a result names the intervention, with a digest of its tensors."""
+        """The text by which a result records the intervention, with a digest of its tensors."""
         return (
             f"{type(self).__name__}({source}, layers={self.layer_numbers}, parts={self.parts!r}, "
             f"digest={tensors_digest(tensors)})"
@@ -103,14 +108,18 @@ class _AffineMap:
 
 @dataclass(frozen=True, eq=False)
 class AffineAttention(_AffineMap):
-    """Apply ``z → λ · z + Σσ`` to each original token and head (before W_O), with numbers of your
-    own; :func:`mechattn.record_affine` measures them.
+    """Apply ``z → λ · z + Σσ`` with chosen numbers to the output (before W_O) of each head.
+
+    Only original tokens are changed. :func:`mechattn.record_affine` gives measured numbers instead.
 
     Args:
         scale: λ for all tokens: one number, or one per head.
-        shift: Σσ for all tokens: 0, or [head d_head].
-        layers: The layers, from 0.
+        shift: Σσ for all tokens: one number, or [head d_head].
+        layers: One or several layers, counted from 0.
         parts: Which part to apply: "scale", "shift" or "both".
+
+    Raises:
+        OptionError: The scale or the shift does not consist of numbers, or ``parts`` is unknown.
     """
 
     scale: float | Float[Tensor, " head"] = 1.0
@@ -118,8 +127,16 @@ class AffineAttention(_AffineMap):
     layers: int | tuple[int, ...] = 0
     parts: AffineParts = "both"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("scale", self.scale), ("shift", self.shift)):
+            try:
+                torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise OptionError(f"{name}={value!r}: give a number or a tensor") from None
+
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse layers that don't exist, and a scale or shift of other axes."""
+        """Refuse layers that don't exist, and a scale or shift with the wrong axes."""
         check_layers(model, self.layer_numbers)
         heads = heads_of(model)
         for name, value, axes in (
@@ -133,14 +150,14 @@ class AffineAttention(_AffineMap):
                     f" {heads} heads"
                 )
 
-        # The width of z is known where W_O is, which a model of transformers does not show by head.
+        # The width of z is that of W_O by head, which a model of transformers does not have.
         shift_width = torch.as_tensor(self.shift).shape[1:]
         if shift_width and hasattr(model, "hook_dict"):
             with suppress(ModelError):
                 width = output_weights(model, self.layer_numbers[0]).shape[1:2]
                 if shift_width != width:
                     raise OptionError(
-                        f"shift has {shift_width[0]} numbers of each head; give d_head = {width[0]}"
+                        f"shift has {shift_width[0]} numbers per head; give d_head = {width[0]}"
                     )
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
@@ -153,16 +170,18 @@ class AffineAttention(_AffineMap):
 
 @dataclass(frozen=True, eq=False)
 class RecordedAffine(_AffineMap):
-    """Apply the measured ``z → λ · z + Σσ`` to each original token and head (before W_O): the
-    effect of insertion, without it; see :func:`mechattn.record_affine`.
+    """Apply the measured ``z → λ · z + Σσ`` to the output (before W_O) of each head.
 
-    Values recorded with ``.unshifted()`` tokens reproduce layer 0's output at the original tokens
-    exactly. Otherwise re-routing is missing, and in later layers also changed values
-    (``AffineShift`` reports both).
+    This imitates the effect of inserted tokens without inserting them. Only original tokens are
+    changed. :func:`mechattn.record_affine` returns such an intervention.
+
+    Values that were recorded with ``.unshifted()`` tokens reproduce the output of layer 0 at the
+    original tokens exactly. With shifted tokens re-routing is missing, and in later layers changed
+    values are missing too. ``AffineShift`` reports both.
 
     Args:
         recorded: Measured values by prompt and layer.
-        layers: The layers, from 0.
+        layers: One or several layers, counted from 0.
         source: Where the values come from, in words.
         parts: Which part to apply: "scale", "shift" or "both".
     """
@@ -173,7 +192,7 @@ class RecordedAffine(_AffineMap):
     parts: AffineParts = "both"
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse layers that don't exist and prompts that were not recorded."""
+        """Refuse layers that don't exist, and layers or prompts that were not recorded."""
         check_layers(model, self.layer_numbers)
         _check_recorded_prompts(prompts, self.recorded, "record_affine")
         _check_recorded_layers(self.layer_numbers, self.recorded[prompts[0]])
@@ -182,15 +201,16 @@ class RecordedAffine(_AffineMap):
         recorded = self.recorded[prompt][layer]
         length = recorded.scale.shape[1]
 
-        # Another prompt than the recorded one, unless only tokens after it are read.
+        # A pass with a cache may read only tokens after the prompt, without position 0: then their
+        # count does not show the prompt's length.
         count = int((positions >= 0).sum())
         if (positions == 0).any() and count != length:
             raise OptionError(
                 f"prompt {prompt!r} has {count} tokens here but had {length} when recorded, "
-                "so it is another prompt"
+                "so it is a different prompt"
             )
 
-        # Tokens that were not recorded, such as generated ones, do not change.
+        # Tokens that were not recorded, such as generated ones, stay unchanged.
         is_recorded = (positions >= 0) & (positions < length)
         columns = positions.clamp(0, length - 1).to(recorded.scale.device)
         scale = rearrange(recorded.scale[:, columns], "head pos -> pos head 1")
@@ -203,14 +223,17 @@ class RecordedAffine(_AffineMap):
 
 @dataclass(frozen=True, eq=False)
 class KeysValues:
-    """Recorded keys and values of one segment's tokens; see :func:`mechattn.record_keys_values`.
+    """Recorded keys and values of one segment's tokens.
+
+    :func:`mechattn.record_keys_values` returns them.
 
     Args:
-        by_prompt: By prompt, layer and "k" or "v": all heads concatenated, before RoPE and norms
-            [pos width].
+        by_prompt: Keys and values by prompt, layer, and "k" or "v", before RoPE and norms [pos
+            width]. The heads are concatenated.
         segment: The recorded segment.
         description: Where they come from, in words.
-        sources: For each prompt, the prompt whose keys and values it gets; itself by default.
+        sources: For each prompt, the prompt whose keys and values it gets. By default each gets its
+            own.
     """
 
     by_prompt: Mapping[str, Mapping[int, Mapping[Part, Float[Tensor, "pos width"]]]]
@@ -219,11 +242,12 @@ class KeysValues:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def from_other_prompts(self, seed: int = 0) -> KeysValues:
-        """Return a version that gives each prompt the keys and values of another, drawn at random
-        without repeats.
+        """Return a copy that gives each prompt the keys and values of a different prompt.
+
+        The prompts are drawn at random, and each is the source of exactly one other.
 
         Raises:
-            OptionError: Only one prompt was recorded.
+            OptionError: Fewer than two prompts were recorded.
         """
         if len(self.by_prompt) < 2:
             raise OptionError(
@@ -231,7 +255,7 @@ class KeysValues:
                 "from"
             )
         order = random.Random(f"sources {seed}").sample(sorted(self.by_prompt), len(self.by_prompt))
-        # A ring, so no prompt gets its own.
+        # Each prompt gets those of the next in a ring, so none gets its own.
         following = [*order[1:], order[0]]
         return replace(
             self,
@@ -255,24 +279,29 @@ class KeysValues:
 
 @dataclass(frozen=True, eq=False)
 class KVPatch:
-    """Replace keys and values at a segment's tokens by those of another run.
+    """Replace the keys and values at a segment's tokens by those of another run.
 
     ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``
 
-    Later tokens then read the other run's keys and values there. What these tokens themselves read
-    and predict does not change, as in a key-value cache that is edited after them: their heads'
-    outputs are those of a first pass without the exchange (yet ``run`` measures these tokens' own
-    rows of attention over the exchanged keys). Keys are exchanged before RoPE, so they get the
-    receiving tokens' positions. If the answer follows, these tokens carried it (as in "Reading
-    Between the Dots", ICML workshop 2026); its first token cannot, where one of these tokens
-    predicts it.
+    Later tokens read the replaced keys and values, as if a key-value cache had been edited. The
+    outputs of the segment's own tokens stay those of a first pass without the exchange, so what
+    they predict does not change either. However, ``run`` measures their attention over the
+    exchanged keys. Keys are exchanged before RoPE, so they get the positions of the receiving
+    tokens.
+
+    If the answer changes to that of the other run, these tokens carried it (as in "Reading Between
+    the Dots", ICML workshop 2026). The first token of the answer cannot change if it is predicted
+    by a token of the segment.
 
     Args:
         segment: The segment to replace; "inserted" for filler.
-        from_: The result of :func:`mechattn.record_keys_values`: for the same prompts under another
-            filler of equal length, or, with ``.from_other_prompts()``, for another prompt under the
-            same filler.
-        layers: The layers, from 0; all recorded ones by default.
+        from_: The result of :func:`mechattn.record_keys_values`. It was recorded for the same
+            prompts under another filler of equal length; or, after ``.from_other_prompts()``, it
+            gives each prompt the keys and values of another prompt under the same filler.
+        layers: The layers, counted from 0; all recorded layers by default.
+
+    Raises:
+        OptionError: ``from_`` was not recorded at this segment or in these layers.
     """
 
     segment: str
@@ -281,6 +310,8 @@ class KVPatch:
     reads_first: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.from_, KeysValues):
+            raise OptionError(f"from_={self.from_!r}: give what ma.record_keys_values(…) returns")
         if self.from_.segment != self.segment:
             raise OptionError(
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
@@ -290,27 +321,29 @@ class KVPatch:
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """The layers."""
+        """The layers as a tuple, even if there is only one."""
         if self.layers is None:
             return self.from_.layers
         return as_tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse layers that don't exist, and prompts or sources that were not recorded."""
+        """Refuse layers that don't exist, sources that were not recorded, and a model in which
+        layers without attention would carry the segment's content past the exchange.
+        """
         check_layers(model, self.layer_numbers)
         if hasattr(model, "hook_dict"):  # models of transformers have none
             attending = len(attention_layers(model))
             if attending < model.cfg.n_layers:
                 raise OptionError(
                     f"{model.cfg.model_name} has attention in {attending} of "
-                    f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
-                    "whatever their keys and values are"
+                    f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content, "
+                    "so exchanging keys and values would not replace it"
                 )
         sources = [self.from_.source_of(prompt) for prompt in prompts]
         _check_recorded_prompts(sources, self.from_.by_prompt, "record_keys_values")
 
     def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
-        """Refuse a sequence whose segment has another length than the recorded one."""
+        """Refuse a sequence whose segment differs in length from the recorded one."""
         count = int(sequence.of_segment(self.segment).sum())
         source = self.from_.source_of(prompt)
         recorded_count = len(self.from_.by_prompt[source][self.layer_numbers[0]]["k"])
@@ -322,28 +355,28 @@ class KVPatch:
 
     @contextmanager
     def acting(self, model: Any, target: CurrentTarget) -> Iterator[None]:
-        """Exchange keys and values of these tokens, and keep their own outputs as in the first
-        pass.
+        """Exchange keys and values at the segment's tokens inside a ``with`` block, and restore the
+        outputs of these tokens to those of the first pass.
         """
-        # ``reads_first`` makes the engine read each batch twice. Within a layer the hooks of keys
-        # and values fire before that of z, which stores the first pass's output: a layer without
-        # a stored output is in its first pass.
-        first_outputs: dict[int, Tensor] = {}  # by layer, at these tokens, before W_O
+        # ``reads_first`` makes the engine read each batch twice. The hook of z stores the output of
+        # the first pass, and fires after the hooks of keys and values. So a layer without a stored
+        # output is in its first pass.
+        first_outputs: dict[int, Tensor] = {}  # by layer, at the segment's tokens, before W_O
 
-        def exchange(layer: int, part: Part, own: Float[Tensor, "batch pos width"]) -> Tensor:
-            """In the second pass, the other run's keys or values at these tokens."""
+        def exchange(layer: int, part: Part, x: Float[Tensor, "batch pos width"]) -> Tensor:
+            """In the second pass, put in the other run's keys or values at these tokens."""
             tokens = target()
-            mask = self._acts_on(tokens, own)
+            mask = self._acts_on(tokens, x)
             is_first_pass = layer not in first_outputs
             if is_first_pass or not mask.any():
-                return own
+                return x
             # masked_scatter fills row by row, so the prompts must be in the order of the rows.
             sources = [self.from_.source_of(prompt) for prompt in tokens.prompts]
             recorded = torch.cat([self.from_.by_prompt[source][layer][part] for source in sources])
-            return own.masked_scatter(mask[..., None], recorded.to(own))
+            return x.masked_scatter(mask[..., None], recorded.to(x))
 
         def keep(layer: int, z: Z) -> Tensor:
-            """Store the first pass's outputs at these tokens, and restore them in the second."""
+            """Store the outputs at these tokens in the first pass; restore them in the second."""
             mask = self._acts_on(target(), z)
             if not mask.any():
                 return z
@@ -361,10 +394,11 @@ class KVPatch:
     def _acts_on(
         self, tokens: Target, tensor: Float[Tensor, "batch pos ..."]
     ) -> Bool[Tensor, "batch pos"]:
-        """The positions of a tensor to act on; none while an answer is generated."""
+        """Which positions of a tensor belong to the segment; generated tokens never do."""
         if tokens.segments is None:
             raise OptionError(
-                "a KVPatch needs the segment of each token: use it in run or evaluate"
+                "a KVPatch needs the segment of each token, which only run and evaluate know: use"
+                " it as the intervention of a condition"
             )
         mask = torch.zeros(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
         in_segment = tokens.segments == SEGMENTS.index(self.segment)
@@ -374,13 +408,19 @@ class KVPatch:
     def __repr__(self) -> str:
         return f"KVPatch({self.segment!r}, from_={self.from_!r}, layers={self.layer_numbers})"
 
-    on = on  # with patch.on(model): … sets it outside a run
+    on = on  # refuses in words, since tokens have no segments outside a run
 
 
 def _check_recorded_prompts(
     prompts: Sequence[str], recorded: Collection[str], recorder: str
 ) -> None:
-    """Refuse prompts of which nothing was recorded, and a call that names none."""
+    """Refuse prompts that were not recorded, and an empty list of prompts.
+
+    Args:
+        prompts: The ids of prompts.
+        recorded: The ids of the recorded prompts.
+        recorder: The name of the function that records, for the message.
+    """
     reason = f"this intervention acts only on the prompts that {recorder} recorded"
     for prompt in prompts:
         if prompt not in recorded:
@@ -390,6 +430,6 @@ def _check_recorded_prompts(
 
 
 def _check_recorded_layers(layers: Sequence[int], recorded: Collection[int]) -> None:
-    """Refuse layers that were not recorded, and none at all."""
+    """Refuse layers that were not recorded, and an empty list of layers."""
     if not layers or not set(layers) <= set(recorded):
         raise OptionError(f"layers={layers}: the recorded layers are {list(recorded)}")

@@ -1,1 +1,1 @@
-"""Activation patching between two runs of the same prompt, with tokens aligned by their origin."""
+"""Activation patching between two runs of a prompt, whose tokens are aligned by their origin."""

@@ -1,4 +1,4 @@
-"""Metrics of the reference answer, from the logits of a run that reads it (teacher forcing)."""
+"""Metrics of the reference answer, from logits of a run that reads it (teacher forcing)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mechattn.errors import PromptError, check_choice
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import tokenize
 
-Logits = Float[Tensor, "row answer d_vocab"]  # before each token of the answer
-Answer = Int[Tensor, " answer"]  # its tokens
-Values = Float[Tensor, " row"]  # of a metric
+Logits = Float[Tensor, "row answer d_vocab"]  # those that predict each token of the answer
+Answer = Int[Tensor, " answer"]  # the tokens of the answer
+Values = Float[Tensor, " row"]  # the value of a metric in each row
 MetricName = Literal["logprob", "logit_diff", "logit_margin", "kl"]
 Metric = MetricName | Callable[[Logits, Answer], Values]
-# From a run's logits, the answer and the baseline's logits to one number per row.
+# A function of logits, the answer and the baseline's logits that returns one number per row.
 Measure = Callable[[Logits, Answer, Logits], Values]
 
 METRIC_WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
     "logit_diff": (
-        "logit of the answer minus that of the other answer, at the first token in which they"
+        "logit of the answer minus that of the other answer, at the first token at which they"
         " differ"
     ),
     "logit_margin": (
@@ -39,17 +39,19 @@ METRIC_WORDS: Mapping[str, str] = {
 
 
 def answer_logprob(logits: Logits, answer: Answer) -> Values:
-    """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
+    """Log-probability of the reference answer, ``Σ_t log p(answer_t | all earlier tokens)``, in
+    nats.
+    """
     logprobs = logits.log_softmax(-1)
     return logprobs[:, torch.arange(len(answer)), answer].sum(-1)
 
 
 def answer_margin(logits: Logits, answer: Answer) -> Values:
-    """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in
+    """Margin of the reference answer, ``mean_t (logit[answer_t] − max of the other logits)``, in
     logits.
 
-    Above 0 if greedy decoding would give the answer; with several tokens their mean may be above 0
-    without.
+    The margin is positive if greedy decoding gives the answer. The converse holds only for an
+    answer of a single token.
     """
     index = torch.arange(len(answer))
     without_answer = logits.clone()
@@ -63,13 +65,14 @@ def answer_difference(
     answer: Answer,
     other_tokens: Int[Tensor, " other"],
 ) -> Values:
-    """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
+    """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t at which
     they differ, in logits.
 
     Args:
-        logits: Logits before each token of the answer.
+        logits: The logits that predict each token of the answer.
         answer: The tokens of the reference answer.
-        other_tokens: The tokens of the other answer, at least one of which differs.
+        other_tokens: The tokens of the other answer. They must differ from those of the reference
+            answer before the shorter of the two ends.
     """
     shorter = min(len(answer), len(other_tokens))
     differs = answer[:shorter] != other_tokens[:shorter].to(answer.device)
@@ -88,10 +91,11 @@ def divergence(logits: Logits, baseline: Logits) -> Values:
 
 
 def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
-    """The metric; by default "logit_diff" where every prompt has another answer, else "logprob".
+    """The given metric, or the default: "logit_diff" if every prompt has another answer, and
+    "logprob" otherwise.
 
     Raises:
-        OptionError: There is no such metric.
+        OptionError: The metric is not a function or one of the known names.
     """
     if metric is None:
         if all(prompt.other_answer for prompt in prompts):
@@ -104,17 +108,18 @@ def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
 
 
 def metric_words(metric: Metric) -> str:
-    """What a metric measures; of a function its name."""
+    """What a metric measures, in words; for a function its name."""
     if callable(metric):
         return getattr(metric, "__name__", "a function")
     return METRIC_WORDS[metric]
 
 
 def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measure]:
-    """The function that measures each prompt.
+    """The function that computes the metric of each prompt.
 
     Raises:
-        PromptError: "logit_diff" is asked of a prompt that cannot have it.
+        PromptError: The metric is "logit_diff", and a prompt has no other answer or one that no
+            logits distinguish from the reference answer.
     """
     if callable(metric):
         return [of_answer(metric)] * len(prompts)
@@ -133,7 +138,7 @@ def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[M
 
 
 def of_answer(metric: Callable[[Logits, Answer], Values]) -> Measure:
-    """The measure of a metric that does not compare with the baseline."""
+    """Turn a metric that does not need the baseline into a measure, which ignores it."""
     return lambda logits, answer, baseline: metric(logits, answer)
 
 
@@ -141,7 +146,8 @@ def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     """The tokens of a prompt's other answer, as the model would read it.
 
     Raises:
-        PromptError: It has no other answer, or no logits distinguish it from the reference answer.
+        PromptError: The prompt has no other answer, or one whose tokens equal those of the
+            reference answer until the shorter of the two ends.
     """
     if not prompt.other_answer:
         raise PromptError(
@@ -159,8 +165,8 @@ def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     if answer[:shorter].equal(other_tokens[:shorter]):
         raise PromptError(
             f"both answers of {prompt.where} are the same tokens up to the end of the shorter, so"
-            ' no logits tell them apart: begin each with its blank (" he", not "he"), or give other'
-            " answers"
+            ' no logits distinguish them: begin each with its space (" he", not "he"), or give'
+            " other answers"
         )
     return other_tokens
 

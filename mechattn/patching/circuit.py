@@ -1,5 +1,4 @@
-"""Circuits: the edges whose mean scores are furthest from 0, and how much of the effect they carry
-by themselves."""
+"""Circuits: the edges with the largest mean scores, and how much of the effect they carry alone."""
 
 from __future__ import annotations
 
@@ -35,28 +34,30 @@ from mechattn.results.result import MEMORY, head_named
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 
-# The sizes by default, as shares of all edges: those of arXiv:2504.13151.
+# The default sizes, as shares of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-_DRAWS = 3  # of random circuits
-_ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
+_DRAWS = 3  # random orders to average over; each takes as many passes as the ranked order
+_ENOUGH = 0.85  # faithfulness of the default circuit, by choice
 _ABLATION_WORDS: Mapping[Ablation, str] = {
     "counterpart": "the other version's outputs",
-    "mean": "mean outputs of the prompts that rank",
-    "resample": "the outputs of another prompt that ranks",
+    "mean": "mean outputs over the ranking prompts",
+    "resample": "the outputs of a random ranking prompt",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """Edges ranked on one half of the prompts, and what the first of them carry on the other;
-    prints as a table.
+    """Edges ranked on one half of the prompts, and how much the first of them carry on the other.
+
+    ``print(circuit)`` shows the curve, the areas and the stability.
 
     Args:
-        edges: The scores, on the half that ranks.
+        edges: The scores of the edges, on the ranking half.
         graph: The graph of the model.
-        curve: One row a size: ``edges``, ``share`` of all, ``faithfulness`` with ``low`` and
-            ``high`` (Fieller's interval over the other half's prompts; NaN if the whole effect
-            could be 0), and ``random``, the mean of random circuits of that size.
+        curve: One row for each size. Its columns are ``edges``, the size; ``share``, the size as a
+            fraction of all edges; ``faithfulness``; ``low`` and ``high``, the ends of Fieller's
+            interval over the other half's units, which are NaN if the whole effect could be 0; and
+            ``random``, the mean faithfulness of random circuits of that size.
         about: What was measured, as data.
     """
 
@@ -67,25 +68,27 @@ class Circuit:
     _measurement: CircuitMeasurement = field(repr=False)
 
     def beside(self, name: str, scores: Patching) -> Circuit:
-        """The same circuit with one more column in the curve: what the first edges of another
-        ranking carry on the same half.
+        """Return a copy whose curve has one more column: the faithfulness of another ranking.
+
+        It is measured at the same sizes, on the same half of the prompts.
 
         Args:
-            name: The column, such as "other pairs".
-            scores: What ``edges`` gives for other prompts, or for the same architecture with random
-                weights.
+            name: The name of the column, such as "other pairs".
+            scores: What ``edges`` returns for other prompts, or for the same architecture with
+                random weights.
 
         Raises:
-            OptionError: It does not rank the edges of this model, or the curve has such a column.
+            OptionError: ``scores`` does not rank the edges of this model, or the curve already has
+                a column of this name.
         """
         ranks_edges = isinstance(scores, Patching) and scores.labels == ["writer", "reader"]
         if not ranks_edges or scores.effects.effect.shape[1:] != self.graph.exists.shape:
             raise OptionError(
                 f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns "
-                "for it, or for its architecture with other weights"
+                "for this model, or for its architecture with other weights"
             )
         if name in self.curve:
-            raise OptionError(f"the curve has a column {name!r} already; give another name")
+            raise OptionError(f"the curve already has a column {name!r}; give another name")
 
         order = _ranked(scores, self.graph.exists)
         [faithfulness] = _faithfulness(self._measurement.effects([order]))
@@ -93,12 +96,12 @@ class Circuit:
 
     @property
     def areas(self) -> dict[str, float]:
-        """CPR, the area under faithfulness over the share of edges, and CMD, that between it and
-        1.
+        """CPR, the area under the curve of faithfulness over the share of edges, and CMD, the area
+        between that curve and 1.
 
         Returns:
-            "CPR" and "CMD" of the scores, "CPR_random" and "CMD_random" of random circuits, and
-            the same of each ranking that ``beside`` added.
+            "CPR" and "CMD" of the ranking, "CPR_random" and "CMD_random" of random circuits, and
+            the same two for each ranking that ``beside`` added, such as "CPR_other pairs".
         """
         share = self.curve.share.values
         rankings = self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore")
@@ -112,11 +115,14 @@ class Circuit:
         return areas
 
     def stability(self, size: int | None = None) -> tuple[float, float]:
-        """Jaccard index of the first edges of both halves of the ranking prompts, and its
-        expectation by chance.
+        """The Jaccard index of two circuits, each ranked on one half of the ranking units, and the
+        index expected by chance.
 
         Args:
-            size: As for ``kept``.
+            size: The number of edges in each circuit, as for ``kept``.
+
+        Raises:
+            OptionError: As for ``kept``.
         """
         count = self._count(size)
         scores = self.edges.effects.effect.values[:, self.graph.exists]
@@ -132,7 +138,7 @@ class Circuit:
         """The smallest size on the curve with at least this faithfulness.
 
         Raises:
-            OptionError: No size has.
+            OptionError: No size on the curve has it.
         """
         is_enough = self.curve.faithfulness >= faithfulness
         if not is_enough.any():
@@ -140,17 +146,25 @@ class Circuit:
         return int(self.curve.edges[is_enough].min())
 
     def kept(self, size: int | None = None, q: float | None = None) -> EdgeSet:
-        """The edges of the circuit that lie on a way from the embedding to the logits.
+        """The edges of the circuit that lie on a path from the embedding to the logits.
 
         Args:
-            size: The number of edges whose mean scores are furthest from 0; by default the smallest
-                that carries 85 % of the effect.
-            q: Instead: all edges with an adjusted p-value below this.
+            size: The number of edges to choose, those whose mean scores are furthest from 0. By
+                default it is the smallest size on the curve that carries 85 % of the effect.
+            q: Choose all edges with an adjusted p-value below this instead.
+
+        Raises:
+            OptionError: Both are given, one has a value that is not allowed, or neither is given
+                and no size carries 85 % of the effect.
         """
         if q is None:
             order = _ranked(self.edges, self.graph.exists)
             return _connected(self.graph, first_edges(self.graph, order, self._count(size)))
 
+        if size is not None:
+            raise OptionError(f"size={size!r} and q={q!r}: give one of them")
+        if not isinstance(q, (int, float)) or not 0 < q <= 1:
+            raise OptionError(f"q={q!r}: give a number above 0 and up to 1, such as 0.05")
         table = self.edges.table()
         tested = table.attrs["tested"]
         kept_edges = np.zeros_like(self.graph.exists)
@@ -160,26 +174,31 @@ class Circuit:
         return _connected(self.graph, kept_edges)
 
     def _count(self, size: int | None) -> int:
-        """The number of edges that ``size`` asks for."""
+        """The number of edges to choose, checked."""
         if size is None:
             return self.size()
-        check_counts(size=size)
+        check_counts(1, int(self.graph.exists.sum()), size=size)
         return size
 
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
-        """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first.
+        """The rows of ``Patching.table`` for the circuit's edges, the largest effect first.
 
         Args:
             size: As for ``kept``.
             q: As for ``kept``.
+
+        Raises:
+            OptionError: As for ``kept``.
         """
         is_kept = self.kept(size, q)[self.edges.measured]
         order = _ranked(self.edges, self.edges.measured)
         return self.edges.rows(order[is_kept[order]])
 
     def save(self, path: str | Path, size: int | None = None, q: float | None = None) -> Path:
-        """Write the circuit as JSON for EAP-IG's ``Graph.from_json``; shared keys and values are
-        repeated by head.
+        """Write the circuit as JSON for EAP-IG's ``Graph.from_json``.
+
+        That format has no shared keys and values, so such an edge is written once for each head
+        that shares them.
 
         Args:
             path: The file to write.
@@ -188,6 +207,9 @@ class Circuit:
 
         Returns:
             The path of the file.
+
+        Raises:
+            OptionError: As for ``kept``.
         """
         kept_edges = self.kept(size, q)
         scores = _mean_scores(self.edges)
@@ -250,32 +272,35 @@ def circuit(
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Circuit:
-    """Rank edges on one half of the prompts, and measure on the other what the first of them carry
-    by themselves.
+    """Rank edges on one half of the prompts, and measure on the other half how much of the effect
+    the first of them carry alone.
 
-    ``faithfulness(C) = (metric(C) − metric(∅)) / (metric(all) − metric(∅))``, a ratio of means over
-    units (prompts, or groups of them): in the clean version every edge outside C carries the
-    writer's output of another run, exactly, in one pass.
+    ``faithfulness(C) = (metric(C) − metric(∅)) / (metric(all) − metric(∅))``
+
+    It is a ratio of means over units: prompts, or groups of prompts. ``metric(C)`` is that of a
+    clean run in which every edge outside C carries the writer's output of another run. This is
+    exact and takes one pass.
 
     Args:
         model: As for ``edges``.
-        prompts: Prompts with an answer that the model reads; a random half of them (or of their
-            groups) ranks.
+        prompts: Prompts with an answer that the model reads. A random half of them, or of their
+            groups, is used to rank the edges.
         condition: The other version.
         steps: As for ``edges``.
         metric: As for ``patch``.
-        ablation: What edges outside carry: the writer's output in the "counterpart", its "mean"
-            over the clean runs of the ranking half (by position if all prompts are as long, else
-            over all tokens), or "resample", that in another prompt of it (aligned from the end).
-            Zero is not offered: the model never has such outputs.
-        sizes: One or several numbers of edges; by default 0.1 % to 50 % of all, besides none and
-            all.
+        ablation: What the edges outside C carry. "counterpart": the writer's output in the other
+            version. "mean": its mean over the clean runs of the ranking half, by position if all
+            prompts have the same length, and otherwise over all tokens. "resample": its output in
+            the clean run of a random prompt of that half, aligned from the end. Zero is not
+            offered, because the model never has such outputs.
+        sizes: One or several numbers of edges. By default they are 0.1 % to 50 % of all edges. No
+            edges and all edges are always measured too.
         memory: As for ``edges``.
-        seed: The seed of random circuits and resampled prompts.
+        seed: The seed of random circuits and resampled prompts, and of the draws of ``edges``.
 
     Raises:
-        OptionError: There are too few prompts for two halves with intervals, or a size is not a
-            number of edges.
+        MechattnError: There are too few prompts for two halves with intervals, or a size is not a
+            number of edges; or as for ``edges``.
 
     Source:
         Faithfulness and its areas, CPR and CMD: arXiv:2504.13151; stability over samples:
@@ -296,7 +321,7 @@ def circuit(
     check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
     scores = attributed_edges(ranking, graph, steps)
 
-    # The order of the scores, then random ones to compare it with.
+    # The order of the scores comes first, then random orders to compare it with.
     generator = np.random.default_rng(seed)
     orders = [_ranked(scores, graph.exists)]
     for _ in range(_DRAWS):
@@ -323,63 +348,39 @@ def circuit(
     return Circuit(scores, graph, curve, about, measurement)
 
 
-def _checked_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
-    """The sizes to measure, from none to all."""
-    if sizes is None:
-        sizes = [round(share * edge_count) for share in _SHARES]
-
-    chosen_sizes = as_tuple(sizes)
-    for size in chosen_sizes:
-        check_counts(0, edge_count, sizes=size)
-    return sorted({0, *chosen_sizes, edge_count})
+def _ranked(scores: Patching, edge_set: EdgeSet) -> np.ndarray:
+    """The numbers of the edges in a set, those whose mean scores are furthest from 0 first."""
+    absolute_scores = abs(_mean_scores(scores)[edge_set])
+    return np.argsort(-absolute_scores, kind="stable")
 
 
-def _curve(effects: CircuitEffects) -> pd.DataFrame:
-    """Faithfulness of each size, with that of random orders, which come after the first."""
-    faithfulness = _faithfulness(effects)
-    ranked_effects = effects[:, 0]
-    carried = ranked_effects - ranked_effects[:, :1]
-    interval = ratio_interval(carried, carried[:, -1])
-    return pd.DataFrame(
-        {
-            "faithfulness": faithfulness[0],
-            "low": interval.low,
-            "high": interval.high,
-            "random": faithfulness[1:].mean(0),
-        }
-    )
+def _mean_scores(scores: Patching) -> np.ndarray:
+    """The mean score [writer reader] of each edge over units; NaN where no edge exists."""
+    return scores.units.means(scores.effects.effect.values).mean(0)
 
 
 def _faithfulness(effects: CircuitEffects) -> Float[np.ndarray, "order size"]:
-    """Faithfulness of means over units; the first size is none, the last is all."""
+    """Faithfulness as a ratio of means over units.
+
+    The first size must be no edges, and the last must be all.
+    """
     carried = (effects - effects[:, :, :1]).mean(0)
     return carried / carried[:, -1:]
 
 
-def _ranked(scores: Patching, edge_set: EdgeSet) -> np.ndarray:
-    """Numbers of a set's edges, by the size of their mean score over units, the largest first."""
-    size = abs(_mean_scores(scores)[edge_set])
-    return np.argsort(-size, kind="stable")
-
-
-def _mean_scores(scores: Patching) -> np.ndarray:
-    """The mean score [writer reader] of each edge over units; NaN where there is none."""
-    return scores.units.means(scores.effects.effect.values).mean(0)
-
-
 def _connected(graph: Graph, kept_edges: EdgeSet) -> EdgeSet:
-    """Only edges from a writer that something reaches, to a reader from which something goes on."""
-    # [reader writer]
-    goes_on = np.array([np.isin(graph.writers, nodes) for nodes in graph.nodes_after.values()])
+    """The edges that lie on a path of kept edges from the embedding to the logits."""
+    # Which readers are inputs of which writers.
+    is_input_of = np.array([np.isin(graph.writers, nodes) for nodes in graph.nodes_after.values()])
     is_embedding = np.array(graph.writers) == "embedding"
     is_logits = np.array(graph.readers) == "logits"
 
-    # An edge that goes may leave others without a way, so repeat until none goes.
+    # Each edge that is removed may cut the paths of others, so repeat until nothing changes.
     while True:
-        is_read = np.any(kept_edges, axis=0)
-        is_written = np.any(kept_edges, axis=1)
-        is_reached = (is_read @ goes_on) | is_embedding
-        leads_on = (goes_on @ is_written) | is_logits
+        reader_has_edge = np.any(kept_edges, axis=0)
+        writer_has_edge = np.any(kept_edges, axis=1)
+        is_reached = (reader_has_edge @ is_input_of) | is_embedding
+        leads_on = (is_input_of @ writer_has_edge) | is_logits
 
         fewer_edges = kept_edges & is_reached[:, None] & leads_on
         if (fewer_edges == kept_edges).all():
@@ -398,3 +399,36 @@ def _eap_name(node: str) -> str:
         return "a{}.h{}".format(*layer_and_head)
     layer = node.removeprefix("L").removesuffix("MLP")
     return f"m{layer}"
+
+
+def _checked_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
+    """The sizes to measure in ascending order, from no edges to all.
+
+    Raises:
+        OptionError: A size is not a number of edges.
+    """
+    if sizes is None:
+        sizes = [round(share * edge_count) for share in _SHARES]
+
+    chosen_sizes = as_tuple(sizes)
+    for size in chosen_sizes:
+        check_counts(0, edge_count, sizes=size)
+    return sorted({0, *chosen_sizes, edge_count})
+
+
+def _curve(effects: CircuitEffects) -> pd.DataFrame:
+    """The faithfulness of each size: of the first order with its interval, and the mean of all
+    other orders, which are random.
+    """
+    faithfulness = _faithfulness(effects)
+    ranked_effects = effects[:, 0]
+    carried = ranked_effects - ranked_effects[:, :1]
+    interval = ratio_interval(carried, carried[:, -1])
+    return pd.DataFrame(
+        {
+            "faithfulness": faithfulness[0],
+            "low": interval.low,
+            "high": interval.high,
+            "random": faithfulness[1:].mean(0),
+        }
+    )

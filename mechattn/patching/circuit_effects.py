@@ -1,4 +1,4 @@
-"""Effects of circuits: what the metric is if all other edges carry the output of another run."""
+"""Effects of circuits: how the metric changes if all other edges carry outputs of another run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,34 @@ from mechattn.patching.graph import EdgeSet, Graph, Written, read_edges, showing
 from mechattn.patching.pairs import Pair, PatchingRequest
 
 Ablation = Literal["counterpart", "mean", "resample"]
-# Effects of circuits, by the order that ranks edges and by the number of edges that are kept.
+# Effects of circuits, by the order of the edges and by the number of edges that are kept.
 CircuitEffects = Float[np.ndarray, "unit order size"]
+
+
+def first_edges(graph: Graph, order: np.ndarray, size: int) -> EdgeSet:
+    """The set of the first edges of an order.
+
+    Args:
+        graph: The graph.
+        order: The numbers of its edges.
+        size: The number of edges in the set.
+    """
+    kept_edges = np.zeros_like(graph.exists)
+    kept_edges.flat[np.flatnonzero(graph.exists)[order[:size]]] = True
+    return kept_edges
 
 
 @dataclass(frozen=True)
 class CircuitMeasurement:
-    """Measures what the first edges of an order carry by themselves, on the half that reports.
+    """Measures what the first edges of an order carry alone, on the reporting half of the prompts.
 
     Args:
-        ranking: The half whose runs give the replacement of ablated edges.
-        reporting: The half on which circuits are run.
+        ranking: The request for the ranking half, whose clean runs "mean" and "resample" use.
+        reporting: The request for the reporting half, on which circuits are run.
         graph: The graph of the model.
-        sizes: Numbers of edges, from none to all.
+        sizes: Numbers of edges, from 0 to all.
         ablation: What the other edges carry, as for ``circuit``.
-        generator: Draws the prompts of "resample".
+        generator: Draws the prompts for "resample".
     """
 
     ranking: PatchingRequest
@@ -43,13 +56,13 @@ class CircuitMeasurement:
     generator: np.random.Generator
 
     def effects(self, orders: Sequence[np.ndarray]) -> CircuitEffects:
-        """The metric with the first edges of each order alone, less that of the whole model.
+        """The metric with only the first edges of each order, minus the metric of the whole model.
 
         Args:
-            orders: Numbers of the graph's edges, the first to keep first.
+            orders: The numbers of the graph's edges, in the order in which they are kept.
 
         Returns:
-            In the units of the metric, means over each unit's prompts.
+            Means over the prompts of each unit, in the units of the metric.
         """
         circuits = [first_edges(self.graph, order, size) for order in orders for size in self.sizes]
         kept_edges = torch.from_numpy(np.stack(circuits))
@@ -66,24 +79,26 @@ class CircuitMeasurement:
         return request.units.means(by_order)
 
     def _replacement(self) -> Callable[[EdgeRuns], Written]:
-        """What edges outside a circuit carry in a pair's run."""
+        """A function that returns what the edges outside a circuit carry, for a pair's runs."""
         if self.ablation == "counterpart":
             return lambda runs: runs.exchanged
         if self.ablation == "mean":
             mean = self._mean_written()
             return lambda runs: mean.expand_as(runs.written)
 
-        draws = deepcopy(self.generator)  # so that every ranking gets the same prompts
+        generator = deepcopy(self.generator)  # so that every ranking gets the same prompts
 
         def resampled(runs: EdgeRuns) -> Written:
-            drawn = int(draws.integers(len(self.ranking.pairs)))
-            return _from_the_end(runs.written, self._written(self.ranking.pairs[drawn]))
+            index = int(generator.integers(len(self.ranking.pairs)))
+            return _from_the_end(runs.written, self._written(self.ranking.pairs[index]))
 
         return resampled
 
     def _mean_written(self) -> Written:
-        """The mean of what each writer writes in clean runs: by position if all prompts are as
-        long, else over all tokens.
+        """The mean of what each writer writes in the clean runs of the ranking half.
+
+        It is taken by position if all prompts of both halves have the same length, and otherwise
+        over all tokens.
         """
         lengths = {len(pair.base) for pair in (*self.ranking.pairs, *self.reporting.pairs)}
         total: Any = 0.0
@@ -104,23 +119,11 @@ class CircuitMeasurement:
 
 
 def _from_the_end(written: Written, source: Written) -> Written:
-    """What is written in another run, aligned at the last tokens; a longer run keeps its own at the
-    tokens before.
+    """What is written in another run, aligned with this run at the last token.
+
+    Where this run is longer, its first tokens keep what they write.
     """
     shared = min(source.shape[1], written.shape[1])
     aligned = written.clone()
     aligned[:, -shared:] = source[:, -shared:]
     return aligned
-
-
-def first_edges(graph: Graph, order: np.ndarray, size: int) -> EdgeSet:
-    """The set of the first ``size`` edges of an order.
-
-    Args:
-        graph: The graph.
-        order: Numbers of its edges.
-        size: How many are in the set.
-    """
-    kept_edges = np.zeros_like(graph.exists)
-    kept_edges.flat[np.flatnonzero(graph.exists)[order[:size]]] = True
-    return kept_edges

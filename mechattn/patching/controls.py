@@ -1,5 +1,5 @@
-"""What is put in place of a head's output: that of the other run, and for the controls another
-prompt's, or a random step of equal norm."""
+"""What replaces a head's output: its output in the other run, and for the controls its output in
+another prompt's run or a random step of equal norm."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from mechattn.model.hooks import attention_window
 from mechattn.patching.pairs import Pair
 from mechattn.patching.patched_runs import HeadOutput, LayerHead, RecordedRun, SharedTokens
 
-PatternRows = Float[Tensor, "shared key"]  # of a head's pattern, at tokens that both runs have
+PatternRows = Float[Tensor, "shared key"]  # a head's pattern at the tokens that both runs have
 
 
 def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
-    """Another prompt's pair for each, drawn among those at least as long; none where there is
-    no such pair.
+    """Draw another prompt's pair for each pair.
 
-    Those with the same answer are left out where there are others: what they bring may be the
-    answer itself.
+    Partners are drawn among the pairs that have at least as many shared tokens. A partner with the
+    same answer is drawn only if all of these have it, as its activations may bring the answer
+    itself.
 
     Args:
         pairs: All pairs.
-        seed: The seed of the draws; a prompt's draw depends on its own id, not on its index in the
-            list.
+        seed: The seed of the draws. A draw depends on the id of the prompt, and not on its index.
 
     Returns:
-        Partners by the id of the pair that they are drawn for.
+        Partners by the id of the pair that they are drawn for. A pair that is longer than all
+        others has no partner.
     """
     answers = {pair.id: pair.answer.tolist() for pair in pairs}
     by_id = sorted(pairs, key=lambda pair: pair.id)
 
     partners = {}
     for pair in pairs:
-        as_long = [other for other in by_id if len(other.origins) >= len(pair.origins)]
-        others = [other for other in as_long if other.id != pair.id]
+        long_enough = [other for other in by_id if len(other.origins) >= len(pair.origins)]
+        others = [other for other in long_enough if other.id != pair.id]
         with_another_answer = [other for other in others if answers[other.id] != answers[pair.id]]
         if others:
             generator = random.Random(f"other prompt {seed} {pair.id}")
@@ -52,12 +52,13 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
 def random_steps(
     seed: int, prompt_id: str, base: RecordedRun, values: Mapping[LayerHead, HeadOutput]
 ) -> dict[LayerHead, HeadOutput]:
-    """Each head's own output plus a random step, as long as the step to what would replace it.
+    """Each head's output in the base run, plus a random step.
 
-    ``z + ‖value − z‖ · r / ‖r‖``, with r normally distributed.
+    ``z + ‖value − z‖ · r / ‖r‖``, with r normally distributed. At each token the step has the norm
+    of the step to the value that would replace the output.
 
     Args:
-        seed: The seed; numbers are drawn by prompt, token, layer and head.
+        seed: The seed. The numbers depend on the prompt, the token, the layer and the head.
         prompt_id: The id of the prompt.
         base: The run that is patched.
         values: What replaces each head's output, at the tokens that both runs have.
@@ -65,9 +66,9 @@ def random_steps(
     randomised = {}
     for (layer, head), value in values.items():
         base_output = base.activations[layer][base.positions.to(value.device), head]
-        # The inverse of the normal distribution is infinite at 0; numbers are multiples of 2⁻²⁴.
-        above_zero = _uniform(seed, prompt_id, layer, head, value).clamp(min=2**-25)
-        direction = torch.special.ndtri(above_zero).to(base_output)
+        # The inverse of the normal distribution is infinite at 0. Other numbers are at least 2⁻²⁴.
+        positive_uniform = _uniform(seed, prompt_id, layer, head, value).clamp(min=2**-25)
+        direction = torch.special.ndtri(positive_uniform).to(base_output)
         step = _with_length_of(direction, value - base_output)
         randomised[layer, head] = base_output + step
     return randomised
@@ -80,12 +81,14 @@ def shuffled_patterns(
     base: RecordedRun,
     values: Mapping[LayerHead, PatternRows],
 ) -> dict[LayerHead, PatternRows]:
-    """Each head's new probabilities, permuted among the keys that the query sees; at least as many
-    keys are seen as have a probability above 0.
+    """Each head's new pattern, with the probabilities of each query permuted among its visible
+    keys.
+
+    A query has at least as many visible keys as probabilities above 0, so none of them is lost.
 
     Args:
         model: The hooked model.
-        seed: The seed; numbers are drawn by prompt, token, layer and head.
+        seed: The seed. The numbers depend on the prompt, the token, the layer and the head.
         prompt_id: The id of the prompt.
         base: The run that is patched.
         values: What replaces each head's pattern, at the tokens that both runs have.
@@ -96,7 +99,7 @@ def shuffled_patterns(
         window = attention_window(model, layer)
         visible = visible_keys(queries, value.shape[-1], window)
 
-        # Keys that are not seen come last in the order, and so get the zeros.
+        # Keys that are not visible come last in the order, and so get the zeros.
         uniform = _uniform(seed, prompt_id, layer, head, value)
         order = uniform.masked_fill(~visible, 2.0).argsort(-1)
         probabilities, _ = value.sort(-1, descending=True)
@@ -105,27 +108,20 @@ def shuffled_patterns(
 
 
 def random_step(generator: torch.Generator, step: Tensor) -> Tensor:
-    """A step in a normally distributed direction, as long as the given one."""
+    """A step in a normally distributed direction, with the norm of ``step`` along the last axis."""
     direction = torch.randn(step.shape, generator=generator, dtype=torch.float64)
     return _with_length_of(direction.to(step), step)
 
 
-def _with_length_of(direction: Tensor, step: Tensor) -> Tensor:
-    """A direction at the length of a step: ``‖step‖ · direction / ‖direction‖``."""
-    length = step.norm(dim=-1, keepdim=True)
-    length_of_direction = direction.norm(dim=-1, keepdim=True)
-    return length * direction / length_of_direction
-
-
 def aligned_output(base: RecordedRun, source: RecordedRun, where: LayerHead) -> HeadOutput:
-    """A head's output in another run, for each token of the base run that both runs have.
+    """A head's output in another run, for each shared token of the base run.
 
-    Where the runs are of two prompts, tokens with which both begin are aligned with each other, and
-    the rest from the end.
+    In the run of another prompt, the tokens with which both prompts begin are aligned with each
+    other, and all later tokens are aligned from the end.
 
     Args:
         base: The run that is patched.
-        source: The other run: of the same prompt, or of one that is at least as long.
+        source: A run of the same prompt, or of one with at least as many shared tokens.
         where: The layer and the head.
     """
     layer, head = where
@@ -134,8 +130,10 @@ def aligned_output(base: RecordedRun, source: RecordedRun, where: LayerHead) -> 
 
 
 def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) -> PatternRows:
-    """A head's probabilities in another run, among the tokens that :func:`aligned_output` aligns,
-    at the base run's positions; 0 at all other keys.
+    """A head's pattern in another run, moved to the positions of the base run.
+
+    Tokens are aligned as in :func:`aligned_output`. All other keys get 0, so a row may sum to less
+    than 1.
 
     Args:
         base: The run that is patched.
@@ -147,30 +145,36 @@ def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) ->
     base_positions = base.positions.to(device)
     source_positions = _aligned_positions(base, source).to(device)
 
-    # Columns are positions of a run, so those of the source go to the base run's.
+    # Both axes of a pattern are positions, so columns are aligned as rows are.
     rows = torch.zeros_like(base.activations[layer][base_positions, head])
     rows[:, base_positions] = source.activations[layer][source_positions, head][:, source_positions]
     return rows
 
 
+def _uniform(seed: int, prompt_id: str, layer: int, head: int, value: Tensor) -> Tensor:
+    """Random numbers in [0, 1) in the shape of a head's value."""
+    length, width = value.shape
+    purpose = f"a random direction of head {head}"
+    keys = token_keys(seed, [prompt_id], torch.arange(length)[None], layer, purpose)
+    return keyed_uniform(keys[0], width).to(value.device)
+
+
+def _with_length_of(direction: Tensor, step: Tensor) -> Tensor:
+    """A direction at the length of a step: ``‖step‖ · direction / ‖direction‖``."""
+    length = step.norm(dim=-1, keepdim=True)
+    length_of_direction = direction.norm(dim=-1, keepdim=True)
+    return length * direction / length_of_direction
+
+
 def _aligned_positions(base: RecordedRun, source: RecordedRun) -> SharedTokens:
-    """The position in the other run for each original token of the base run."""
+    """For each shared token of the base run, the position in the source run aligned with it."""
     base_tokens = base.sequence.tokens[base.positions]
     source_tokens = source.sequence.tokens[source.positions]
 
-    # If both are of one prompt, the whole of it is the shared beginning.
+    # Runs of one prompt have equally many shared tokens, so both alignments are the same.
     length = len(base_tokens)
     agrees = base_tokens == source_tokens[:length]
     in_shared_beginning = agrees.long().cumprod(0).bool()
     from_the_start = torch.arange(length)
     from_the_end = from_the_start + len(source_tokens) - length
     return source.positions[torch.where(in_shared_beginning, from_the_start, from_the_end)]
-
-
-def _uniform(seed: int, prompt_id: str, layer: int, head: int, value: Tensor) -> Tensor:
-    """Numbers between 0 and 1 in the shape of a head's value, drawn by prompt, token, layer and
-    head."""
-    length, width = value.shape
-    purpose = f"a random direction of head {head}"
-    keys = token_keys(seed, [prompt_id], torch.arange(length)[None], layer, purpose)
-    return keyed_uniform(keys[0], width).to(value.device)

@@ -1,4 +1,4 @@
-"""Edges of a model, attributed: what each writer passes to each reader of the effect."""
+"""Attribution of edges: how much of the effect each writer passes to each reader."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
 
-_MOST_TOKENS = 2**12  # in a batch: more are no faster
-# What writers change must add up to two runs' difference, but for this fraction of it: in float32,
-# and in half precision, whose sums over many writers are rounded.
+_MOST_TOKENS = 2**12  # in a batch; more are not faster
+# The changes of all writers must add up to the difference of two runs' residual streams. At most
+# this fraction of it may be missing: in float32, and in half precision, where a sum over many
+# writers is rounded.
 _MISSING = (1e-3, 5e-2)
 
 
@@ -65,43 +66,47 @@ def edges(
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Patching:
-    """Attribute every edge: how the answer changes when one reader receives one writer's output of
-    the other run.
+    """Attribute every edge: estimate how the answer changes when one reader receives one writer's
+    output from the other run.
 
-    ``score(u → v) = Σ (z_u of the other run − z_u) · ∂metric/∂(input of v)``, summed over tokens
-    that both versions have. Writers u are the embedding, heads and MLPs; readers v are the queries,
-    keys and values of heads, MLPs and the logits. Where a norm follows attention (Gemma 2 and 3), a
-    head writes its share of what comes after the norm, in each run with that run's scale.
+    ``score(u → v) = Σ (output of u in the other run − output of u) · ∂metric/∂(input of v)``
 
-    With one step the gradient is that of the patched run (EAP). With more it is averaged over
-    points between the two runs' embeddings, the middles of ``steps`` equal parts (EAP-IG); the
-    edges from the embedding then add up to about the metric's difference between the embeddings,
-    exactly in the limit of many steps. Eight edges are also patched exactly, on four prompts.
+    The sum is over the tokens that both versions have. Writers u are the embedding, heads and MLPs.
+    Readers v are the queries, keys and values of heads, the MLPs and the logits. Where a norm
+    follows attention (Gemma 2 and 3), a head writes its share of the norm's output; the norm's
+    scale is that of each run.
+
+    With one step, the gradient is taken in the run that is patched (EAP). With more steps, it is
+    averaged over points between that run's embeddings and the same embeddings with those of the
+    other run at the tokens that both have (EAP-IG). The points are the middles of ``steps`` equal
+    parts. The edges from the embedding then add up to about the difference of the metric between
+    the two ends, and exactly to it in the limit of many steps. On the first four prompts, eight
+    edges are also patched exactly.
 
     Args:
-        model: A hooked model, or anything that ``load_model`` accepts; TransformerLens must show
-            single heads' inputs.
+        model: A hooked model, or anything that ``load_model`` accepts. TransformerLens must have
+            hooks for the inputs of single heads.
         prompts: Prompts with an answer that the model reads.
         condition: The other version: ``Counterpart()``, or inserted tokens.
-        steps: The number of points along which gradients are averaged.
+        steps: The number of points over which gradients are averaged.
         metric: As for ``patch``.
-        direction: "noising", the field's usual one, patches the clean run; "denoising" the other
-            one.
-        memory: The memory that a prompt's passes may take; as many rows go together as fit, and a
-            graph of which one row needs more is refused before the first pass.
-        seed: The seed of random directions and of the edges to check.
+        direction: "noising" patches the clean run, as is usual in the field. "denoising" patches
+            the run under the condition.
+        memory: The memory that a prompt's passes may take. As many rows share a pass as fit. A
+            graph is refused before the first pass if a single row does not fit.
+        seed: The seed of random directions, of the condition's draws and of the edges to check.
 
     Returns:
-        Effects by writer and reader, with a random step of equal norm as control;
-        ``.table(top=20)``.
+        Scores by writer and reader, with a random step of equal norm as control. ``.table(top=20)``
+        shows the largest.
 
     Raises:
-        MechattnError: The model's heads have no inputs of their own, or what heads write does not
-            add up in the residual stream; or as for ``patch``.
+        MechattnError: The model has no hooks for the inputs of single heads, or what its writers
+            write does not add up to the residual stream; or as for ``patch``.
 
     Source:
-        EAP: arXiv:2310.10348; EAP-IG: arXiv:2403.17806, with right ends of the parts where this has
-            middles.
+        EAP: arXiv:2310.10348. EAP-IG: arXiv:2403.17806, which takes the right ends of the parts
+        instead of their middles.
     """
     check_counts(steps=steps)
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
@@ -109,12 +114,12 @@ def edges(
 
 
 def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patching:
-    """What :func:`edges` returns.
+    """The scores that :func:`edges` returns.
 
     Args:
-        request: What is asked.
-        graph: The graph of its model.
-        steps: The number of points along which gradients are averaged.
+        request: The prompts, the model and how they are patched.
+        graph: The graph of the model.
+        steps: The number of points over which gradients are averaged.
 
     Raises:
         MechattnError: As for :func:`edges`.
@@ -147,16 +152,16 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
 
 
 def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> EdgeRuns:
-    """Read both runs of a pair, while the model shows its edges.
+    """Read both runs of a pair, inside a ``showing_edges`` block.
 
     Args:
         model: The hooked model.
-        graph: Its graph.
+        graph: The graph of the model.
         memory: The bytes that later passes may take.
         pair: The pair.
 
     Raises:
-        ModelError: What is written does not add up to the residual stream.
+        ModelError: The changes of all writers do not add up to that of the residual stream.
     """
     device = device_of(model)
     base = read_edges(model, graph, pair.base)
@@ -168,7 +173,7 @@ def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> Edge
     exchanged = base.written.clone()
     exchanged[:, base_positions] = source.written[:, source_positions]
 
-    # The residual stream is a sum: what writers change must be all of its change.
+    # The residual stream is a sum, so the changes of all writers must add up to its change.
     change = source.stream[source_positions] - base.stream[base_positions]
     explained = (exchanged - base.written)[:, base_positions].sum(0)
     missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
@@ -184,15 +189,17 @@ def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> Edge
 
 @dataclass(frozen=True, eq=False)
 class EdgeRuns:
-    """A pair's unpatched runs, and what can be measured of its edges while the model shows them.
+    """A pair's unpatched runs, from which the effects of edges are measured.
+
+    Its methods must be called inside a ``showing_edges`` block.
 
     Args:
         model: The hooked model.
-        graph: Its graph.
+        graph: The graph of the model.
         memory: The bytes that passes may take.
         unpatched: The logits of both runs.
-        written: What the base run writes.
-        exchanged: What it would write with the source run's outputs at the tokens that both have.
+        written: The output of each writer in the base run.
+        exchanged: The same, with the outputs of the source run at the tokens that both runs have.
     """
 
     model: HookedModel
@@ -208,13 +215,13 @@ class EdgeRuns:
         return self.unpatched.pair
 
     def attributed(self, steps: int) -> PromptEffects:
-        """The score of each edge, that of a random step, and the whole effect.
+        """The score of each edge, the score of a random step, and the whole effect.
 
         Args:
-            steps: The number of points along which gradients are averaged.
+            steps: The number of points over which gradients are averaged.
 
         Returns:
-            "effect" and "random" [writer reader], NaN where there is no edge, and "whole".
+            "effect" and "random" [writer reader], which are NaN where no edge exists, and "whole".
         """
         gradients = self._gradients(steps)
 
@@ -231,18 +238,17 @@ class EdgeRuns:
         }
 
     def _gradients(self, steps: int) -> Float[Tensor, "reader pos d_model"]:
-        """The gradient of the metric with respect to what each reader reads, averaged over the
-        steps.
-        """
-        # All readers read the same stream: a zero that is added to what one of them reads has the
-        # gradient of this reader alone.
+        """The gradient of the metric with respect to each reader's input, averaged over points."""
+        # All readers of a layer read the same stream. A zero that is added to the input of one
+        # reader has the gradient of this reader alone.
         zeros: dict[Component, Tensor] = {}
 
         def read_with_zeros(component: Component, x: Tensor) -> Tensor:
             zeros[component] = torch.zeros_like(x, requires_grad=True)
             return x + zeros[component]
 
-        # The middles of equal parts of the way; with one step, where the patched run is.
+        # 0 is the base run and 1 the exchanged embeddings. Points are the middles of equal parts;
+        # with one step, the point is the base run.
         points = (torch.arange(steps) + 0.5) / steps
         if steps == 1:
             points = torch.zeros(1)
@@ -272,16 +278,16 @@ class EdgeRuns:
         return total
 
     def _rows(self, row_bytes: int) -> int:
-        """How many rows go together."""
+        """The number of rows in a pass."""
         fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
-        most = max(1, _MOST_TOKENS // len(self.pair.base))
-        return min(most, rows_within(self.memory - fixed, row_bytes))
+        most_rows = max(1, _MOST_TOKENS // len(self.pair.base))
+        return min(most_rows, rows_within(self.memory - fixed, row_bytes))
 
     def exact(self, patched_edges: Sequence[Sequence[int]]) -> Float[np.ndarray, " edge"]:
-        """The effect of single edges, each patched exactly.
+        """The effect of each edge, patched alone and exactly.
 
         Args:
-            patched_edges: Pairs of a writer's and a reader's number.
+            patched_edges: For each edge the number of its writer and that of its reader.
         """
         kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
@@ -293,11 +299,11 @@ class EdgeRuns:
         kept_edges: Bool[Tensor, "row writer reader"],
         replacement: Written,
     ) -> Float[np.ndarray, " row"]:
-        """The effect of keeping only some edges, with all others replaced.
+        """The effect of replacing what all edges carry, except some that are kept.
 
         Args:
             kept_edges: The edges that each row keeps.
-            replacement: What the other edges carry.
+            replacement: What each writer passes along the other edges.
         """
         effects = []
         row_bytes = edges_row_bytes(self.model, self.graph, self.pair)

@@ -1,5 +1,4 @@
-"""Effects of patching by prompt, and their table: effect, interval, q, share of the whole effect,
-and controls."""
+"""Effects of patching by prompt, and their table with intervals, tests, shares and controls."""
 
 from __future__ import annotations
 
@@ -20,41 +19,46 @@ from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.units import Resolution, Units, halves_of, resolution
 
 Columns = dict[str, np.ndarray]  # of a table, by name
-Chosen = np.ndarray | slice  # numbers of units or of cells
+Chosen = np.ndarray | slice  # the indices of units or cells
 _ALL = slice(None)
 
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
-# What the sign of an effect means: denoising takes from the baseline, noising from the other
-# version.
+# What the sign of an effect means. Denoising puts in outputs of the baseline, and noising outputs
+# of the other version.
 DIRECTIONS = {
     "denoising": "denoising (+: the baseline's output raises it)",
     "noising": "noising (−: the other version's output lowers it)",
     "ablation": "mean ablation (+: copying needs the head)",
 }
-CHECKED_PROMPTS = 4  # prompts on which attribution is compared with patching
-_CHECKED_CELLS = 8  # cells on which it is compared there, half of them the largest
-_SHOWN = 8  # heads that are printed
-# Of attributed and exact effects, from which on the print warns: by choice, not by a test.
+# The numbers of prompts and cells on which attribution is compared with patching: few, because each
+# cell of each prompt takes a row of a pass. Half of the cells are the largest.
+CHECKED_PROMPTS = 4
+_CHECKED_CELLS = 8
+_SHOWN = 8  # rows that are printed of heads and edges
+# The print warns of attributed effects beyond these limits, which are chosen and not from a test.
 _LEAST_RANK_CORRELATION = 0.8
-_LARGEST_ERROR = 0.5  # in the exact effects' root mean square
+_LARGEST_ERROR = 0.5  # in units of the exact effects' root mean square
 
 
 @dataclass(frozen=True, eq=False)
 class Patching:
-    """The effects of patching, by prompt; ``print(patching)`` shows the table, of heads the
-    largest.
+    """The effects of patching, by prompt.
+
+    ``print(patching)`` shows the table; of heads and edges it shows those with the largest effects.
 
     Args:
-        effects: "effect", and of the controls "other_prompt" and "random" [prompt layer head],
-            [prompt layer] or [prompt set], with "segment" or "position" after them if patched one
-            by one, in the units of the metric; NaN where not requested or without a partner, and in
-            "other_prompt" for a prompt that is longer than all others. "whole" [prompt]: the metric
-            of the other run minus that of the unpatched run.
+        effects: "effect", and the controls "other_prompt" and "random" if they were measured, in
+            the units of the metric. Their axes are [prompt layer head], [prompt layer], [prompt
+            set], [prompt writer reader] or [prompt path]. The axis "segment" or "position" follows
+            if these were patched one by one. Cells that were not patched are NaN, and
+            "other_prompt" is NaN for a prompt that is longer than all others. "whole" [prompt] is
+            the metric of the other run minus that of the unpatched run.
         units: The units of replication.
         about: The model, the prompts, the condition, the metric (in words, and by its name), the
-            direction, the method.
-        checked: If effects are attributed: exact and attributed effects of some cells, by prompt.
+            direction and the method.
+        checked: The exact and the attributed effects of some cells, by prompt; None unless effects
+            are attributed.
     """
 
     effects: xr.Dataset
@@ -64,7 +68,7 @@ class Patching:
 
     @property
     def whole(self) -> Interval:
-        """The whole effect: its mean over prompts, with a 95 % interval."""
+        """The mean whole effect over units, with a 95 % interval."""
         return t_interval(self.units.means(self.effects.whole.values))
 
     @property
@@ -73,32 +77,37 @@ class Patching:
         return [str(dim) for dim in self.effects.effect.dims[1:]]
 
     def table(self, top: int | None = None, select: Literal["half"] | None = None) -> pd.DataFrame:
-        """One row for each head, layer or set, in order; with ``top`` or ``select``, the largest
-        effect first.
+        """The mean effect of each head, layer, set, edge or path, with intervals and tests.
 
-        ``effect`` with its interval and ``q_effect`` (tests of ``Result.compare``,
-        Benjamini-Hochberg over all rows, whatever ``top``; too small if heads were named for being
-        the largest on these same prompts); ``share`` of the whole effect, a ratio of means with
-        Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects of the
-        controls; ``beyond_other_prompt`` and ``beyond_random``: effect minus that of another
-        prompt's output (over the prompts that have such a control), and of a random direction of
-        the same norm, each with its interval and q. With "kl" and "noising" no effect is below 0,
-        so ``q_effect`` is NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the
-        print say. All rows are tested once, when the first table is made; intervals are of the rows
-        that are returned. Of more than 4,000 rows a q above 0.05 may be too small, but one below is
-        not.
+        Columns after those that name the row:
 
-        With so few prompts that no row can have q < 0.05 by itself, the rows whose interval is
-        furthest from 0 come first instead of the largest; ``.attrs["resolution"]`` says how many
-        would do.
+        - ``effect``, the mean over units, with its interval, and ``q_effect``. The tests are those
+          of ``Result.compare``, with Benjamini-Hochberg over all rows, whatever ``top`` is. This q
+          is too small if heads were named because they are the largest on the same prompts.
+        - ``share`` of the whole effect: a ratio of means with Fieller's interval, NaN if the
+          interval of the whole effect contains 0.
+        - ``other_prompt`` and ``random``, the mean effects of the controls.
+        - ``beyond_other_prompt`` and ``beyond_random``, the effect minus that of the control, each
+          with its interval and q. The first is over the units that have this control.
+        - ``n``, the number of units.
+
+        With "kl" and "noising" no effect is below 0. Then ``q_effect`` is NaN and
+        ``beyond_random`` is tested, as ``.attrs["tested"]`` and the print say.
+
+        All rows are tested once, when the first table is made. If there are more than 4,000 rows, a
+        q above 0.05 may be too small, but a q below 0.05 is not.
 
         Args:
-            top: The number of rows to return; all by default.
-            select: "half" ranks rows on one half of the prompts and reports them on the other; q is
-                then over the ``top`` rows, as other prompts have chosen them.
+            top: The number of rows to return, those with the largest effects first. If there are
+                too few units for any row to have q < 0.05 alone, those whose interval is furthest
+                from 0 come first instead; ``.attrs["resolution"]`` says how many units would be
+                enough. By default all rows are returned, in the order of their names.
+            select: "half" ranks rows on one half of the units, by the size of the mean effect, and
+                reports them on the other half. The q is then over only the ``top`` rows, since
+                other prompts have chosen them.
 
         Raises:
-            OptionError: There are too few prompts, or an option is not allowed.
+            OptionError: There are too few prompts, or an argument is not allowed.
         """
         check_choice((None, "half"), select=select)
         if top is not None:
@@ -119,10 +128,10 @@ class Patching:
         return self.rows(self._order[:top])
 
     def rows(self, cells: np.ndarray) -> pd.DataFrame:
-        """These rows of the table; q is over all rows.
+        """Some rows of the table, with q over all rows.
 
         Args:
-            cells: Numbers of rows, in the order in which the table has them.
+            cells: The numbers of the rows to return, counted as in ``table()``.
         """
         family = self._family(len(self._cells))
         return self._table(cells, _ALL, self._tests, cells, family)
@@ -139,9 +148,9 @@ class Patching:
 
         Args:
             cells: The numbers of the rows.
-            units: The units that are reported.
-            tests: The tests of all rows of the family.
-            tested_cells: The number of each row in its family.
+            units: The units over which means are taken.
+            tests: The tests of all rows that are tested together.
+            tested_cells: The index of each row in these tests.
             family: What is tested together, in words.
         """
         columns: dict[str, Any] = {}
@@ -158,11 +167,11 @@ class Patching:
         columns |= with_ends("share", ratio_interval(effect, whole))
 
         for control in self.controls:
-            # A prompt that is longer than all others has no other prompt's output.
+            # The control is NaN for a prompt that is longer than all others.
             columns[control] = np.nanmean(self._values(control, units, cells), 0)
         for control in self.controls:
             name = f"beyond_{control}"
-            # Without ends where fewer than three units have this control.
+            # The ends are NaN if fewer than three units have this control.
             columns |= with_ends(name, Moments.of(tested_values[name]).interval())
         columns["n"] = len(effect)
 
@@ -182,8 +191,9 @@ class Patching:
         return by_head(table)
 
     def _tested_values(self, units: Chosen = _ALL, cells: Chosen = _ALL) -> Columns:
-        """What is tested [unit cell]: effects, and what is beyond each control, without the units
-        that lack it.
+        """The values that are tested [unit cell]: effects, and their differences from each control.
+
+        A unit that lacks a control is left out of its differences.
         """
         effect = self._values("effect", units, cells)
         tested_values = {"effect": effect}
@@ -205,32 +215,35 @@ class Patching:
 
     @property
     def resolution(self) -> Resolution:
-        """What tests over these units can find among these rows."""
+        """What tests over these units can detect among all rows."""
         return resolution(self.units.n, len(self._cells), unit=self.units.kind)
 
     @property
     def _has_few_units(self) -> bool:
-        """Whether there are too few units for a test to find any row by itself."""
+        """Whether there are too few units for any row to have q < 0.05 alone."""
         fewest = self.resolution.fewest
         return fewest is None or self.units.n < fewest
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """The rows, the largest effect first, or that whose interval is furthest from 0."""
+        """The numbers of the rows, the largest effect first.
+
+        With too few units, the row whose interval is furthest from 0 comes first.
+        """
         mean, low, high = t_interval(self._values("effect"))
-        size = abs(mean)
+        rank_values = abs(mean)
         if self._has_few_units:
-            # How far the nearer end is from 0; below 0 where the interval holds 0.
-            size = np.maximum(low, -high)
-        return np.argsort(-size, kind="stable")
+            # The distance of the nearer end from 0, which is negative if the interval contains 0.
+            rank_values = np.maximum(low, -high)
+        return np.argsort(-rank_values, kind="stable")
 
     @property
     def _only_rises(self) -> bool:
-        """Whether the metric cannot fall, whatever is patched."""
+        """Whether no patch can lower the metric, as with "kl" from the baseline itself."""
         return self.about["metric_name"] == "kl" and self.about["direction"] == "noising"
 
     def _family(self, count: int) -> str:
-        """The tests of a table in words, such as "32 heads patched"."""
+        """What is tested together, in words, such as "32 heads patched"."""
         *first_labels, noun = self.labels
         if noun == "reader":
             noun = "edge"
@@ -245,7 +258,7 @@ class Patching:
     def _values(
         self, name: str, units: Chosen = _ALL, cells: Chosen = _ALL
     ) -> Float[np.ndarray, "unit cell"]:
-        """The values of a variable of ``effects``, where effects were measured."""
+        """A variable of ``effects``, averaged over the prompts of each unit, in measured cells."""
         by_prompt = self.effects[name].values[:, self.measured]
         return self.units.means(by_prompt)[units][:, cells]
 
@@ -264,9 +277,9 @@ class Patching:
 
     @property
     def agreement(self) -> tuple[float, float] | None:
-        """Correlation of attributed and exact effects over the checked heads, and the error.
+        """The correlation of attributed and exact effects over the checked cells, and the error.
 
-        The error is ``rms(attributed − exact) / rms(exact)``. None if no heads were checked.
+        The error is ``rms(attributed − exact) / rms(exact)``. None if no cells were checked.
         """
         if self.checked is None:
             return None
@@ -274,8 +287,9 @@ class Patching:
 
     @property
     def rank_agreement(self) -> float | None:
-        """Spearman's correlation of the checked heads' mean attributed and exact effects; None if
-        none were checked.
+        """Spearman's correlation of the checked cells' mean attributed and exact effects.
+
+        None if no cells were checked.
         """
         if self.checked is None:
             return None
@@ -286,11 +300,11 @@ class Patching:
         return checked.groupby(self.labels)[["attributed", "exact"]].mean()
 
     def with_exact(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
-        """A copy with the exact effects of some cells on the first prompts.
+        """A copy with the exact effects of some cells in the first prompts.
 
         Args:
-            exact: For each of the first prompts, the exact effects [sampled cell].
-            sample: The numbers of these cells, as ``checked_sample`` draws them.
+            exact: For each of the first prompts, the exact effects of the sampled cells.
+            sample: The numbers of these cells, as ``checked_sample`` returns them.
         """
         attributed = self.effects.effect.values[:, self.measured][:, sample]
         cells = self._cells.iloc[sample]
@@ -338,14 +352,14 @@ class Patching:
         return "\n".join(line for line in lines if line)
 
     def _cautions(self) -> list[str]:
-        """What the whole effect's interval warns of."""
+        """Warnings about the interval of the whole effect."""
         _, low, high = self.whole
-        is_wrong_way = high < 0
+        favours_other_version = high < 0
         if self.about["direction"] == "noising":
-            is_wrong_way = low > 0
+            favours_other_version = low > 0
 
         cautions = []
-        if is_wrong_way and self.about["metric_name"] == "logit_diff":
+        if favours_other_version and self.about["metric_name"] == "logit_diff":
             cautions.append(
                 "Careful: the other version favours the answer; are the two the wrong way round?"
             )
@@ -357,8 +371,10 @@ class Patching:
         return cautions
 
     def _agreement_words(self) -> str:
-        """How far attributed and exact effects agree, and what to do where they don't; nothing if
-        none were checked."""
+        """How well attributed and exact effects agree, and what to do if they don't.
+
+        The text is empty if no cells were checked.
+        """
         if self.checked is None:
             return ""
 
@@ -380,23 +396,15 @@ class Patching:
         return sentence
 
 
-def _agreement_of(checked: pd.DataFrame) -> tuple[float, float]:
-    """Correlation of attributed and exact effects, and ``rms(attributed − exact) / rms(exact)``."""
-    exact = checked.exact
-    attributed = checked.attributed
-    mean_square_error = ((attributed - exact) ** 2).mean()
-    mean_square = (exact**2).mean()
-    error = np.sqrt(mean_square_error / mean_square)
-    return float(exact.corr(attributed)), float(error)
-
-
-def _rank_agreement_of(means: pd.DataFrame) -> float:
-    """Spearman's correlation of mean attributed and exact effects."""
-    return float(means.attributed.corr(means.exact, method="spearman"))
-
-
 def sharing_lines(about: Mapping[str, Any]) -> list[str]:
-    """A line that says which heads share keys and values, if edges are measured and some do."""
+    """Say which heads share keys and values.
+
+    Args:
+        about: What was measured.
+
+    Returns:
+        One line, or an empty list if no edges were measured or no heads share keys and values.
+    """
     readers = about.get("readers_of_first_values", [])
     if len(readers) < 2:
         return []
@@ -404,8 +412,39 @@ def sharing_lines(about: Mapping[str, Any]) -> list[str]:
 
 
 def printed(table: pd.DataFrame) -> str:
-    """A table as text, its numbers with three digits."""
+    """A table as text, with three significant digits."""
     return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
+
+
+def with_ends(name: str, interval: Interval) -> Columns:
+    """The columns of an interval: the estimate, and its ends with "_low" and "_high"."""
+    return {
+        name: interval.estimate,
+        f"{name}_low": interval.low,
+        f"{name}_high": interval.high,
+    }
+
+
+def checked_sample(patching: Patching, seed: int) -> list[int]:
+    """Choose the cells on which attribution is checked.
+
+    One half has the largest effects, and the other half is drawn at random from the rest.
+
+    Args:
+        patching: Attributed effects.
+        seed: The seed of the draw.
+
+    Returns:
+        The numbers of the cells, counted as the rows of ``patching.table()``.
+    """
+    mean = patching._values("effect").mean(0)
+    half = _CHECKED_CELLS // 2
+    largest = np.argsort(-abs(mean), kind="stable")[:half]
+
+    generator = np.random.default_rng(seed)
+    remaining = np.delete(np.arange(len(mean)), largest)
+    drawn = generator.permutation(remaining)[:half]
+    return [*largest.tolist(), *drawn.tolist()]
 
 
 def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
@@ -420,31 +459,16 @@ def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
     return tests
 
 
-def with_ends(name: str, interval: Interval) -> Columns:
-    """The three columns of an interval."""
-    return {
-        name: interval.estimate,
-        f"{name}_low": interval.low,
-        f"{name}_high": interval.high,
-    }
+def _agreement_of(checked: pd.DataFrame) -> tuple[float, float]:
+    """Correlation of attributed and exact effects, and ``rms(attributed − exact) / rms(exact)``."""
+    exact = checked.exact
+    attributed = checked.attributed
+    mean_square_error = ((attributed - exact) ** 2).mean()
+    mean_square = (exact**2).mean()
+    error = np.sqrt(mean_square_error / mean_square)
+    return float(exact.corr(attributed)), float(error)
 
 
-def checked_sample(patching: Patching, seed: int) -> list[int]:
-    """The cells on which attribution is checked: those with the largest effects, and as many drawn
-    at random.
-
-    Args:
-        patching: Attributed effects.
-        seed: The seed of the cells that are drawn.
-
-    Returns:
-        The numbers of cells, as the rows of ``patching.table()`` are counted.
-    """
-    mean = patching._values("effect").mean(0)
-    half = _CHECKED_CELLS // 2
-    largest = np.argsort(-abs(mean), kind="stable")[:half]
-
-    generator = np.random.default_rng(seed)
-    remaining = np.delete(np.arange(len(mean)), largest)
-    drawn = generator.permutation(remaining)[:half]
-    return [*largest.tolist(), *drawn.tolist()]
+def _rank_agreement_of(means: pd.DataFrame) -> float:
+    """Spearman's correlation of mean attributed and exact effects."""
+    return float(means.attributed.corr(means.exact, method="spearman"))

@@ -1,5 +1,5 @@
-"""The graph of a model: what writes into the residual stream, what reads from it, and a pass in
-which edges change.
+"""The graph of a model: what writes into the residual stream, what reads from it, and forward
+passes that change single edges.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mechattn.patching.answer_metrics import Logits
 from mechattn.patching.patched_runs import ActivationChange, Part, head_count, logits_of, on_output
 from mechattn.prompts.token_sequences import TokenSequence
 
-# Which edges, such as those that exist or those of a circuit.
+# A set of edges, such as those that exist or those of a circuit.
 EdgeSet = Bool[np.ndarray, "writer reader"]
-# What every writer adds to the residual stream at every token.
+# What each writer adds to the residual stream at each token.
 Written = Float[Tensor, "writer pos d_model"]
-# A kind of reader in a layer, such as ("q", 3), which has a hook for its readers.
+# The readers of one kind in a layer, which share a hook, such as ("q", 3).
 Component = tuple[str, int]
-# From a component and what its readers read to what they read instead.
+# A function of a component and the inputs of its readers that returns what they read instead.
 ChangeRead = Callable[[Component, Float[Tensor, "row pos reader d_model"]], Tensor]
-# Receives what some writers write.
+# A function that receives the outputs of some writers.
 SeeWritten = Callable[[slice, Float[Tensor, "row pos writer d_model"]], None]
-# The name of a hook, and a function of its activation that may return another in its place.
+# The name of a hook, and a function of its activation that may return a replacement.
 Hook = tuple[str, Callable[[Tensor], Any]]
 _HEAD_PARTS: tuple[Part, ...] = ("q", "k", "v")  # in the order of readers
 _HOOKS = {
@@ -45,7 +45,8 @@ _HOOKS = {
     "mlp": "blocks.{}.hook_mlp_in",
     "logits": "blocks.{}.hook_resid_post",
 }
-# What showing edges needs; TransformerLens refuses the first beside the third.
+# The switches that showing edges needs. ``use_attn_in`` must be off, because TransformerLens
+# refuses it together with ``use_split_qkv_input``.
 _SWITCHES = {
     "use_attn_in": False,
     "use_attn_result": True,
@@ -56,26 +57,26 @@ _SWITCHES = {
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and the
-    edges between them.
+    """A model's writers (embedding, heads, MLPs), its readers (q, k and v of heads, MLPs, logits),
+    and the edges between them.
     """
 
     # "embedding", "L0H1", "L0MLP"
     writers: tuple[str, ...]
     # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
     readers: tuple[str, ...]
-    exists: EdgeSet  # which writers come before which readers
-    # The readers of each component, in the order of a forward pass.
+    exists: EdgeSet  # an edge exists if its writer comes before its reader
+    # The indices of each component's readers. Components are in the order of a forward pass.
     components: Mapping[Component, slice]
-    # The nodes that go on from each reader: its head or MLP, or all heads that share these keys or
-    # values.
+    # The nodes that each reader is an input of: its head or MLP, or all heads that share these keys
+    # or values.
     nodes_after: Mapping[str, list[str]]
     # Norms between attention and the residual stream, by layer (Gemma 2 and 3, OLMo 2).
     norms: Mapping[int, FrozenNorm]
 
     @property
     def edges(self) -> list[list[int]]:
-        """All edges as pairs of a writer's and a reader's number."""
+        """The index of the writer and the index of the reader, for each edge."""
         return np.argwhere(self.exists).tolist()
 
 
@@ -83,7 +84,7 @@ def graph_of(model: HookedModel) -> Graph:
     """The graph of a model.
 
     Raises:
-        ModelError: Its hooks don't give the inputs of single heads.
+        ModelError: The model has no hooks for the inputs of single heads.
     """
     cfg = model.cfg
     layers = range(cfg.n_layers)
@@ -94,17 +95,17 @@ def graph_of(model: HookedModel) -> Graph:
     parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
     writers = ["embedding"]
     nodes_after: dict[str, list[str]] = {}
-    writers_before: list[int] = []  # of each reader, how many
+    earlier_writers: list[int] = []  # how many writers come before each reader
     components: dict[Component, slice] = {}
 
-    def add_readers(component: Component, nodes: dict[str, list[str]], before: int) -> None:
+    def add_readers(component: Component, nodes: dict[str, list[str]], writer_count: int) -> None:
         first = len(nodes_after)
         components[component] = slice(first, first + len(nodes))
         nodes_after.update(nodes)
-        writers_before.extend([before] * len(nodes))
+        earlier_writers.extend([writer_count] * len(nodes))
 
     for layer in layers:
-        before_attention = len(writers)
+        writers_before_attention = len(writers)
         heads = [f"L{layer}H{head}" for head in range(cfg.n_heads)]
         for part in _HEAD_PARTS:
             count = head_count(model, part)
@@ -112,19 +113,19 @@ def graph_of(model: HookedModel) -> Graph:
             # Several heads may share keys and values.
             heads_by_reader = np.reshape(heads, (count, -1)).tolist()
             nodes = dict(zip(names, heads_by_reader, strict=True))
-            add_readers((part, layer), nodes, before_attention)
+            add_readers((part, layer), nodes, writers_before_attention)
         writers.extend(heads)
 
         hooks_of_mlp = {f"blocks.{layer}.hook_mlp_in", f"blocks.{layer}.hook_mlp_out"}
         if hooks_of_mlp <= model.hook_dict.keys():
-            # Beside attention, an MLP does not read what this layer's heads write.
-            before_mlp = before_attention if parallel else len(writers)
+            # An MLP parallel to attention does not read what this layer's heads write.
+            writers_before_mlp = writers_before_attention if parallel else len(writers)
             mlp = f"L{layer}MLP"
-            add_readers(("mlp", layer), {mlp: [mlp]}, before_mlp)
+            add_readers(("mlp", layer), {mlp: [mlp]}, writers_before_mlp)
             writers.append(mlp)
     add_readers(("logits", layers[-1]), {"logits": ["logits"]}, len(writers))
 
-    exists = np.arange(len(writers))[:, None] < np.array(writers_before)
+    exists = np.arange(len(writers))[:, None] < np.array(earlier_writers)
     return Graph(
         writers=tuple(writers),
         readers=tuple(nodes_after),
@@ -135,30 +136,22 @@ def graph_of(model: HookedModel) -> Graph:
     )
 
 
-def _no_inputs(model: HookedModel) -> ModelError:
-    """The error for a model whose edges cannot be seen."""
-    return ModelError(
-        f"TransformerLens gives no inputs of single heads of {model.cfg.model_name}, so it has no "
-        "edges here: patch nodes with ma.patch, or paths between heads with ma.paths"
-    )
-
-
 @contextmanager
 def showing_edges(model: HookedModel) -> Iterator[None]:
-    """Let TransformerLens compute each head's result and inputs by themselves, during a ``with``
-    block.
+    """Let TransformerLens compute the inputs and the result of each head separately inside a
+    ``with`` block.
     """
-    before = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
-    changed = [name for name, is_on in _SWITCHES.items() if is_on != before[name]]
+    previous = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
+    changed = [name for name, is_on in _SWITCHES.items() if is_on != previous[name]]
 
     try:
         for name in changed:
             getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
-        # Back in the other order, as TransformerLens refuses some of them together.
+        # In reverse order, because TransformerLens refuses some of them together.
         for name in reversed(changed):
-            getattr(model, f"set_{name}")(before[name])
+            getattr(model, f"set_{name}")(previous[name])
 
 
 def run_edges(
@@ -172,19 +165,19 @@ def run_edges(
     change_embedding: ActivationChange | None = None,
     gradients: bool = False,
 ) -> Logits:
-    """Logits before the answer, in a pass that may change what is read.
+    """The logits that predict the answer, in a pass that may change what is read.
 
-    Where a norm follows attention, a head writes its share of what comes after it,
-    ``γ · result / σ`` with the σ of this pass.
+    Where a norm follows attention, a head writes its share of the norm's output,
+    ``γ · result / σ``, with the σ of this pass. It must be called inside a ``showing_edges`` block.
 
     Args:
-        model: The hooked model, while it shows its edges.
-        graph: Its graph.
+        model: The hooked model.
+        graph: The graph of the model.
         sequence: A sequence that ends in the reference answer.
-        rows: The number of copies of it.
-        change_read: Gives what the readers of a component read instead of what they would.
+        rows: The number of copies of the sequence in the batch.
+        change_read: Returns what the readers of a component read instead of their inputs.
         see_written: Receives what each writer writes.
-        change_embedding: From the embeddings [row pos d_model] to what replaces them.
+        change_embedding: Returns what replaces the embeddings [row pos d_model].
         gradients: Whether the pass keeps what gradients of activations need.
     """
     hooks: list[Hook] = []
@@ -207,52 +200,11 @@ def run_edges(
         return logits_of(model, [sequence] * rows, gradients)
 
 
-def _hooks_of_writers(
-    model: HookedModel, graph: Graph, layer: int, see_written: SeeWritten
-) -> list[Hook]:
-    """Hooks that see what the heads and the MLP of a layer write."""
-    first = graph.writers.index(f"L{layer}H0")
-    heads = slice(first, first + model.cfg.n_heads)
-    hook_result = f"blocks.{layer}.attn.hook_result"
-    hooks: list[Hook] = []
-
-    if layer in graph.norms:
-        norm = graph.norms[layer]
-        results: list[Tensor] = []  # of the heads, until the norm after them is at work
-
-        def see_share(x: Tensor) -> None:
-            sigma = norm.scale(x)[..., None, None]
-            share = norm.of_part(results.pop()) / sigma
-            see_written(heads, share.to(x))
-
-        hooks.append((hook_result, results.append))
-        hooks.append((f"blocks.{layer}.{NORM_INPUT}", see_share))
-    else:
-        hooks.append((hook_result, partial(see_written, heads)))
-
-    if ("mlp", layer) in graph.components:
-        mlp = slice(heads.stop, heads.stop + 1)
-        hook_mlp_out = f"blocks.{layer}.hook_mlp_out"
-        hooks.append((hook_mlp_out, lambda x: see_written(mlp, _by_node(x))))
-    return hooks
-
-
-def _changed(change_read: ChangeRead, component: Component, x: Tensor) -> Tensor:
-    """What the readers of a component read after a change, in the shape of the activation."""
-    return change_read(component, _by_node(x)).reshape(x.shape)
-
-
-def _by_node(x: Tensor) -> Tensor:
-    """An activation [row pos node d_model], also where it has no axis of heads."""
-    if x.ndim == 4:
-        return x
-    return x[:, :, None]
-
-
 @dataclass(frozen=True, eq=False)
 class UnchangedRun:
-    """An unchanged run: its logits, what every writer writes, and the stream that the logits
-    read."""
+    """The logits of an unchanged run, what each writer writes, and the residual stream that the
+    logits read.
+    """
 
     logits: Float[Tensor, "1 answer d_vocab"]
     written: Written
@@ -260,15 +212,15 @@ class UnchangedRun:
 
 
 def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> UnchangedRun:
-    """Run a sequence and record what is written.
+    """Run a sequence and record what each writer writes, inside a ``showing_edges`` block.
 
     Args:
-        model: The hooked model, while it shows its edges.
-        graph: Its graph.
+        model: The hooked model.
+        graph: The graph of the model.
         sequence: A sequence that ends in the reference answer.
 
     Raises:
-        ModelError: Some writers are not seen.
+        ModelError: The hooks of some writers did not fire.
     """
     written: Tensor | None = None
     writer_count = 0
@@ -296,18 +248,18 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Unc
 
 
 class ReplacedEdges:
-    """What readers read where the edges that a row does not keep carry ``replacement``, in place of
-    what was written.
+    """Replaces what edges carry in a pass, except along the edges that each row keeps.
 
-    ``input of v = Σ_u written_u + Σ_{u not kept} (replacement_u − written_u)``, exact because the
-    residual stream is a sum. The steps ``replacement_u − written_u`` of all writers are in one
-    buffer that is filled as they write, so that a component needs one product with it and nothing
-    is copied again.
+    ``input of v = Σ_u written_u + Σ_{u not kept} (replacement_u − written_u)``
+
+    This is exact because the residual stream is a sum. One buffer holds the steps
+    ``replacement_u − written_u`` of all writers, and is filled as they write. The inputs of a
+    component then take a single matrix product with the buffer, without a copy of it.
 
     Args:
         kept_edges: The edges that each row keeps.
         graph: The graph of the model.
-        replacement: What all other edges carry.
+        replacement: What the other edges carry instead of what is written.
     """
 
     def __init__(
@@ -323,7 +275,7 @@ class ReplacedEdges:
         self._steps = replacement.new_empty(len(kept_edges), *replacement.shape)
 
     def see_written(self, writers: slice, x: Float[Tensor, "row pos writer d_model"]) -> None:
-        """Keep the steps of some writers."""
+        """Store the steps of some writers in the buffer."""
         written = rearrange(
             x.to(self._replacement), "row pos writer d_model -> row writer pos d_model"
         )
@@ -332,14 +284,65 @@ class ReplacedEdges:
     def change_read(
         self, component: Component, x: Float[Tensor, "row pos reader d_model"]
     ) -> Float[Tensor, "row pos reader d_model"]:
-        """What the readers of a component read, with the steps of the edges that are cut."""
+        """The inputs of a component's readers, plus the steps along the edges that are cut."""
         readers = self._graph.components[component]
-        before = int(self._graph.exists[:, readers.start].sum())  # how many writers there are
-        cut = self._cut[:, readers, :before]
+        writer_count = int(self._graph.exists[:, readers.start].sum())  # those before the readers
+        cut = self._cut[:, readers, :writer_count]
         if not cut.any():
             return x
 
-        steps = self._steps[:, :before].flatten(2)  # a view: the last two axes are contiguous
+        steps = self._steps[:, :writer_count].flatten(2)  # a view: the last two axes are contiguous
         change = torch.bmm(cut, steps).unflatten(2, self._steps.shape[2:])
         change = rearrange(change, "row reader pos d_model -> row pos reader d_model")
         return x + change.to(x)
+
+
+def _no_inputs(model: HookedModel) -> ModelError:
+    """The error for a model whose edges cannot be read."""
+    return ModelError(
+        f"TransformerLens has no hooks for the inputs of single heads of {model.cfg.model_name}, "
+        "so its edges cannot be read: patch nodes with ma.patch, or paths between heads with "
+        "ma.paths"
+    )
+
+
+def _by_node(x: Tensor) -> Tensor:
+    """An activation as [row pos node d_model], with a new axis if it has no axis of heads."""
+    if x.ndim == 4:
+        return x
+    return x[:, :, None]
+
+
+def _hooks_of_writers(
+    model: HookedModel, graph: Graph, layer: int, see_written: SeeWritten
+) -> list[Hook]:
+    """Hooks that pass on to ``see_written`` what the heads and the MLP of a layer write."""
+    first = graph.writers.index(f"L{layer}H0")
+    heads = slice(first, first + model.cfg.n_heads)
+    hook_result = f"blocks.{layer}.attn.hook_result"
+    hooks: list[Hook] = []
+
+    if layer in graph.norms:
+        norm = graph.norms[layer]
+        results: list[Tensor] = []  # the heads' results, until the hook at the norm needs them
+
+        def see_share(x: Tensor) -> None:
+            sigma = norm.scale(x)[..., None, None]
+            share = norm.of_part(results.pop()) / sigma
+            see_written(heads, share.to(x))
+
+        hooks.append((hook_result, results.append))
+        hooks.append((f"blocks.{layer}.{NORM_INPUT}", see_share))
+    else:
+        hooks.append((hook_result, partial(see_written, heads)))
+
+    if ("mlp", layer) in graph.components:
+        mlp = slice(heads.stop, heads.stop + 1)
+        hook_mlp_out = f"blocks.{layer}.hook_mlp_out"
+        hooks.append((hook_mlp_out, lambda x: see_written(mlp, _by_node(x))))
+    return hooks
+
+
+def _changed(change_read: ChangeRead, component: Component, x: Tensor) -> Tensor:
+    """The changed inputs of a component's readers, in the shape of the activation."""
+    return change_read(component, _by_node(x)).reshape(x.shape)

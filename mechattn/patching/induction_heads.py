@@ -1,4 +1,6 @@
-"""Induction heads: which heads look for what came next before, and which of them copying needs."""
+"""Induction heads: which heads attend to the token after an earlier occurrence of the current
+token, and how much copying needs each head.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,26 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, t_interval
 
-_MEAN_OVER = 32  # further spans, over which heads' outputs are averaged
+# Further spans over which heads' outputs are averaged: their mean has less than a fifth of the
+# noise of a single output.
+_MEAN_OVER = 32
 _SHOWN = 8  # heads that are printed
 
 
 @dataclass(frozen=True, eq=False)
 class InductionHeads:
-    """Every head's induction score, and how much copying needs it; prints as a table.
+    """Each head's induction score, and how much copying needs the head.
+
+    ``print(heads)`` shows the first rows of the table.
 
     Args:
-        needed: The loss of the second copy with a head's output replaced by its mean, minus the
-            loss without; the whole effect is the loss of the same tokens without a first copy,
-            minus that after one.
+        needed: Effects of mean ablation: the loss of the second copy with a head's output replaced
+            by its mean, minus the loss without. The whole effect is the loss of the same tokens
+            without a first copy, minus their loss after one.
         scores: Induction scores [prompt layer head].
-        attributed: First-order estimates of the effects in ``needed`` [prompt layer head], in nats.
-        loss: The loss of the second copy [prompt], in nats for each token.
+        attributed: First-order estimates of the effects in ``needed`` [prompt layer head], in nats
+            per token.
+        loss: The loss of the second copy [prompt], in nats per token.
     """
 
     needed: Patching
@@ -51,13 +58,18 @@ class InductionHeads:
     loss: xr.DataArray
 
     def table(self, top: int | None = None, select: Literal["half"] | None = None) -> pd.DataFrame:
-        """One row for each head: score, effect of its mean ablation, and the estimate of that
-        effect.
+        """One row for each head: its score with an interval, the first-order estimate of the effect
+        of its mean ablation, and the columns of :meth:`mechattn.Patching.table` for that effect.
+
+        Scores and estimates are means over all spans, also with ``select="half"``.
 
         Args:
-            top: The number of rows to return, those that copying needs most; all by default, in
-                order.
+            top: As for :meth:`mechattn.Patching.table`: the largest effects of either sign come
+                first.
             select: As for :meth:`mechattn.Patching.table`.
+
+        Raises:
+            OptionError: As for :meth:`mechattn.Patching.table`.
         """
         table = self.needed.table(top, select)
         layer = xr.DataArray(table["layer"].to_numpy(), dims="row")
@@ -72,8 +84,10 @@ class InductionHeads:
 
     @property
     def ranks(self) -> dict[str, float]:
-        """Spearman's correlation over heads of the effect with the score, and with the estimate;
-        with few prompts, noise in the small effects lowers both.
+        """Spearman's correlation over heads of the mean effect with the mean "score", and with the
+        mean "attributed" estimate.
+
+        With few prompts, noise in the small effects lowers both.
         """
         effect = self.needed.effects.effect.mean("prompt").to_series()
         ranks = {}
@@ -113,46 +127,49 @@ class InductionHeads:
 def induction_heads(
     model: Any, limit: int = 8, *, span: int = 16, memory: str = MEMORY, seed: int = 0
 ) -> InductionHeads:
-    """Find the heads that look for what came next before, and measure how much copying needs each.
+    """Score every head as an induction head, and measure how much copying needs it.
 
-    The model reads spans of random tokens, each twice. With s(t) the position of the same token in
-    the first copy, z a head's output before W_O, and the loss the mean of −log p over the second copy
-    without its first token::
+    The model reads spans of random tokens, each twice. s(t) is the position of the same token in
+    the first copy, z is a head's output before W_O, and the loss is the mean of −log p over the
+    second copy without its first token::
 
         score      = mean over t in the second copy of pattern[t, s(t) + 1]
         effect     = loss(z := mean of z) − loss
         attributed = Σ_t ∂loss/∂z_t · (mean of z − z_t)
 
-    The score is where a head looks, the effect what the copying loses without it: neither follows
-    from the other. A head's output is replaced at every token, by its mean at this position over
-    32 other such prompts. A mean over positions would not do: the first tokens' outputs differ from
-    all others where heads use them as a sink. Each head takes one row of a forward pass for each
-    prompt.
+    The score says where a head attends, and the effect what the copying loses without the head.
+    Neither follows from the other. A head's output is replaced at every token by its mean at that
+    position over 32 other such prompts. A mean over positions would not be typical of any: heads
+    that use the first tokens as a sink have different outputs there. Each head takes one row of a
+    forward pass for each prompt.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
-        limit: The number of spans, at least 3; with few, no head can be significant (the print says
-            so).
-        span: The length of a span, in tokens, at least 2.
-        memory: The memory that the copies of a prompt may take; as many go together as fit.
+        limit: The number of spans, at least 3. With few spans no head can be significant, and the
+            print says so.
+        span: The length of a span in tokens, at least 2.
+        memory: The memory that the copies of a prompt may take. As many share a pass as fit.
         seed: The seed of the spans.
+
+    Returns:
+        The scores, the effects and the estimates; ``.table(top=20)``.
 
     Raises:
         MechattnError: There are too few spans for an interval, a span is longer than the model or
-            the vocabulary allows, the weights have no gradients, or attention can't be read; raised
-            before the passes over heads.
+            the vocabulary allows, the weights have no gradients, or attention cannot be read. It is
+            raised before the passes over heads.
 
     Source:
         Olsson et al. 2022, "In-context Learning and Induction Heads": prefix matching on repeated
         random tokens. Ablation by the mean: arXiv:2211.00593.
     """
     check_counts(FEWEST, limit=limit)
-    check_counts(2, span=span)  # of a span's second copy, all but the first token has a loss
+    check_counts(2, span=span)  # the first token of the second copy has no loss
     check_counts(0, seed=seed)
     budget = memory_bytes(memory)
     model = load_model(model)
     prompts = repeated_random(model, limit, span=(span, span), seed=seed)
-    # The condition, the metric and the direction are not used: pairs have a loss of their own.
+    # The condition, the metric and the direction are not used: each pair has its own loss.
     request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
     request.check_gradients()
 
@@ -187,8 +204,9 @@ def induction_heads(
 
 
 def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
-    """A span read twice, which is ablated, and the same read once; the loss is that after the last
-    copy's first token.
+    """The pair of a span read twice, in which heads are ablated, and the same span read once.
+
+    The loss is over the last copy without its first token.
     """
     tokens = prompt.tokens
     first_copy = len(tokens) - 2 * span
@@ -198,7 +216,7 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     once = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
     base = Baseline().apply(twice, model)
     source = Baseline().apply(once, model)
-    # All tokens are ablated, and nothing is taken from the other run, which is shorter.
+    # Heads are ablated at all tokens; nothing is taken from the other run, which is shorter.
     every_position = torch.arange(len(base))
     return Pair(prompt.id, base, source, every_position, of_answer(_loss), denoising=False)
 
@@ -206,7 +224,7 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
 def _mean_outputs(
     model: HookedModel, target: PatchTarget, prompts: Sequence[Prompt]
 ) -> dict[LayerHead, HeadOutput]:
-    """Each head's output at each position, averaged over prompts that are equally long."""
+    """Each head's output at each position, averaged over prompts of equal length."""
     means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)

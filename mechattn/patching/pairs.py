@@ -1,6 +1,6 @@
-"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured.
+"""The two sequences of each prompt, the metric that compares their runs, and patching requests.
 
-What cannot be patched is refused before the first forward pass.
+Sequences that cannot be patched are refused before any forward pass of them.
 """
 
 from __future__ import annotations
@@ -54,15 +54,25 @@ from mechattn.results import provenance
 from mechattn.stats.units import Units
 
 Direction = Literal["denoising", "noising"]
-# By the names of variables of ``Patching.effects``: the effects of a prompt [*axes], those of each
+# The variables of ``Patching.effects`` for one prompt, by name: the effects [*axes], those of each
 # control, and the whole effect.
 PromptEffects = Mapping[str, np.ndarray | float]
-_OTHER = "other version"  # the name of the condition, beside the baseline
+_OTHER = "other version"  # the name of the condition; the other name is that of the baseline
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A prompt's two sequences; ``origins`` are the original tokens that both have."""
+    """The two sequences of a prompt, and how their runs are compared.
+
+    Args:
+        id: The id of the prompt.
+        base: The sequence that is patched.
+        source: The sequence from whose run activations are taken.
+        origins: The original tokens that both sequences have, in ascending order.
+        measure: The metric.
+        denoising: Whether the source is the baseline; otherwise the base is.
+        seed: The seed of the prompt's random steps.
+    """
 
     id: str
     base: TokenSequence
@@ -70,7 +80,7 @@ class Pair:
     origins: SharedTokens
     measure: Measure
     denoising: bool
-    seed: int = 0  # of its random steps
+    seed: int = 0
 
     @property
     def length(self) -> int:
@@ -90,14 +100,19 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Unpatched:
-    """The logits of a pair's two unpatched runs, from which every effect is counted."""
+    """The logits of a pair's two unpatched runs, from which all effects are measured."""
 
     pair: Pair
     base: Logits
     source: Logits
 
     def measure(self, logits: Logits) -> Float[Tensor, " row"]:
-        """The metric of each row, checked; "kl" compares it with the baseline."""
+        """The metric of each row, which "kl" computes relative to the baseline.
+
+        Raises:
+            OptionError: A metric of the user's own does not return one finite number per row, or
+                lacks a gradient that is needed.
+        """
         pair = self.pair
         baseline = self.source if pair.denoising else self.base
         values = pair.measure(
@@ -123,7 +138,7 @@ class Unpatched:
 
 @dataclass(frozen=True)
 class PatchingRequest:
-    """What ``patch``, ``edges``, ``paths`` and ``circuit`` are all asked."""
+    """The arguments that ``patch``, ``edges``, ``paths`` and ``circuit`` share, checked."""
 
     model: HookedModel
     prompts: Sequence[Prompt]
@@ -138,7 +153,7 @@ class PatchingRequest:
         """The two sequences of each prompt.
 
         Raises:
-            MechattnError: They cannot be patched.
+            MechattnError: A prompt or the condition cannot be used for patching.
         """
         named = with_baseline({_OTHER: self.condition})
         sequences = condition_sequences(named, self.prompts, self.model, self.seed)
@@ -150,7 +165,7 @@ class PatchingRequest:
         for index, prompt in enumerate(self.prompts):
             base = sequences[index][BASELINE]
             source = sequences[index][_OTHER]
-            # The baseline has all original tokens, so those of the other version are in both.
+            # The baseline has all original tokens, so both share those of the other version.
             shared = source.origin[source.origin >= 0].sort().values
             if denoising:
                 base, source = source, base
@@ -161,7 +176,7 @@ class PatchingRequest:
 
     @property
     def shortest(self) -> TokenSequence:
-        """The shortest of the sequences that are patched."""
+        """The shortest base sequence."""
         return min((pair.base for pair in self.pairs), key=len)
 
     @property
@@ -171,24 +186,29 @@ class PatchingRequest:
 
     @property
     def units(self) -> Units:
-        """The units of replication: groups of prompts, or prompts if none has a group."""
-        # Either all have a group, or none (``as_prompts``).
+        """The units of replication: groups of prompts, or single prompts if there are no groups."""
+        # ``as_prompts`` makes sure that either all prompts have a group, or none has.
         groups = [prompt.group for prompt in self.prompts if prompt.group]
         if not groups:
             return Units(len(self.prompts))
         return Units.grouped(groups)
 
     def of_prompts(self, indices: Iterable[int]) -> PatchingRequest:
-        """The same request for some of the prompts, by their numbers."""
+        """The same request for some of the prompts, given by their indices."""
         return replace(self, prompts=[self.prompts[index] for index in indices])
 
     def check_gradients(self) -> None:
-        """Refuse to attribute where there are no gradients, or where all are 0."""
+        """Refuse to attribute if there are no gradients, or if all gradients are 0.
+
+        Raises:
+            ModelError: The weights are quantised.
+            OptionError: The metric is "kl" and the direction is "noising".
+        """
         if getattr(original_of(self.model), "is_quantized", False):
             raise ModelError(
                 f"the weights of {self.model.cfg.model_name} are quantised and have no gradients:"
                 " load it dequantised, or name heads (ma.patch(…, at=…)), which are patched without"
-                " any"
+                " gradients"
             )
         if self.metric == "kl" and self.direction == "noising":
             raise OptionError(
@@ -204,15 +224,14 @@ class PatchingRequest:
         axes: Mapping[str, Sequence[Any]],
         **about: Any,
     ) -> Patching:
-        """The effects of each pair [*axes] and its whole effect, by prompt, with what was patched
-        as data.
+        """Measure the effects of each pair, batch by batch, and collect them in a ``Patching``.
 
         Args:
-            batches: The pair of each prompt, those together whose effects are asked for at once.
-            effects_of: From pairs to the effects of each, by the id of its prompt.
-            axes: The labels of each axis after the prompts.
-            about: What else is said of the effects, or said in place of what this request says;
-                ``method`` at least, how effects are measured.
+            batches: All pairs, in batches whose effects are measured together.
+            effects_of: Returns the effects of each pair of a batch, by the id of its prompt.
+            axes: The labels of each axis after that of prompts.
+            about: Entries of ``Patching.about`` that are added to those of this request, or replace
+                them. ``method``, how effects are measured, is required.
         """
         prompt_count = len(self.prompts)
         by_id: dict[str, PromptEffects] = {}
@@ -227,7 +246,8 @@ class PatchingRequest:
                 if is_first and minutes > 1:
                     warn(
                         f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
-                        " less, and in ma.patch so do controls=() and attribution (without at=…)"
+                        " less time, and in ma.patch controls=() or attribution (without at=…) does"
+                        " too"
                     )
 
         ids = [prompt.id for prompt in self.prompts]
@@ -241,7 +261,7 @@ class PatchingRequest:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """What is asked, as data."""
+        """The request, as data."""
         metric_name = "own function" if callable(self.metric) else self.metric
         return {
             "model": provenance.name_of(str(self.model.cfg.model_name)),
@@ -264,10 +284,10 @@ def request_of(
     memory: str,
     seed: int,
 ) -> PatchingRequest:
-    """The request of a public function's arguments, with its model loaded and its metric chosen.
+    """Check the arguments of a public function, load its model, and choose its metric.
 
     Raises:
-        MechattnError: An option is not allowed, or the model cannot be loaded.
+        MechattnError: An argument is not allowed, or the model cannot be loaded.
     """
     budget = memory_bytes(memory)
     check_choice(Direction, direction=direction)
@@ -277,13 +297,61 @@ def request_of(
     return PatchingRequest(load_model(model), prompts, condition, metric, direction, budget, seed)
 
 
+def warn_of_junctions(
+    model: HookedModel, prompts: Sequence[Prompt], baselines: Sequence[TokenSequence]
+) -> None:
+    """Warn if an answer does not follow its question as in natural text.
+
+    A space may be missing between them, or the template may put a line break there. The warning
+    names the first such prompt and the token that the model would write.
+    """
+    suspicious = [index for index, prompt in enumerate(prompts) if _is_odd_junction(prompt)]
+    if not suspicious:
+        return
+
+    prompt = prompts[suspicious[0]]
+    logits = logits_of(model, [baselines[suspicious[0]]])
+    likeliest = int(logits[0, 0].argmax())
+    separator = ""
+    advice = f"write answer={' ' + prompt.answer!r}"
+    if prompt.template == "plain":
+        separator = "\n"
+        advice = 'template="plain" puts a line break there; template="joined" adds nothing'
+    junction = f"{prompt.question[-20:]}{separator}{prompt.answer[:20]}"
+    warn(
+        f"in {len(suspicious)} of {len(prompts)} prompts the answer hardly follows the question: "
+        f"prompt {prompt.id} reads {junction!r}, where the model would write "
+        f"{model.tokenizer.decode([likeliest])!r}; {advice}"
+    )
+
+
+def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
+    """Refuse the values of a custom metric unless they are one finite number per row, with a
+    gradient if one is needed.
+    """
+    is_tensor = isinstance(values, Tensor)
+    if not is_tensor or tuple(values.shape) != (rows,):
+        description = list(values.shape) if is_tensor else type(values).__name__
+        raise OptionError(
+            f"the metric gives {description} for {rows} rows; give one number per row: a function"
+            " of logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
+        )
+    if not bool(values.isfinite().all()):
+        raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
+    if needs_gradient and not values.requires_grad:
+        raise OptionError(
+            "the metric has no gradient with respect to the logits (like an argmax), so heads"
+            " cannot be attributed: name heads, which are patched without gradients"
+        )
+
+
 def _check_sequences(
     model: HookedModel, prompts: Sequence[Prompt], sequences: list[dict[str, TokenSequence]]
 ) -> None:
-    """Refuse prompts without an answer, conditions that change more than tokens, and sequences that
-    the model cannot read; warn of answers that an inserted token predicts.
+    """Refuse prompts without an answer, conditions that change nothing or more than tokens, and
+    sequences that the model cannot read. Warn if an inserted token predicts the answer.
     """
-    predicted_by_inserted = 0  # prompts in which an inserted token predicts the answer's first
+    predicted_by_inserted = 0  # prompts in which an inserted token predicts the first answer token
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         other_version = by_condition[_OTHER]
         if not other_version.inserted.any() and not other_version.counterpart:
@@ -292,8 +360,8 @@ def _check_sequences(
             )
         if other_version.cut_edges is not None or other_version.interventions:
             raise OptionError(
-                "the condition hides tokens or acts inside the model; patching compares two runs"
-                " that differ only in their tokens"
+                "the condition hides tokens or acts inside the model, but patching compares two"
+                " runs that differ only in their tokens"
             )
         answer_positions = other_version.of_segment("answer").nonzero()
         if not len(answer_positions):
@@ -316,59 +384,14 @@ def _check_sequences(
         )
 
 
-def warn_of_junctions(
-    model: HookedModel, prompts: Sequence[Prompt], baselines: Sequence[TokenSequence]
-) -> None:
-    """Warn where the answer does not follow the question as a text would: a blank is missing, or a
-    line break comes before one. Says what the model would write there.
-    """
-    suspicious = [index for index, prompt in enumerate(prompts) if _is_odd_junction(prompt)]
-    if not suspicious:
-        return
-
-    prompt = prompts[suspicious[0]]
-    logits = logits_of(model, [baselines[suspicious[0]]])
-    likeliest = int(logits[0, 0].argmax())
-    separator = ""
-    advice = f"write answer={' ' + prompt.answer!r}"
-    if prompt.template == "plain":
-        separator = "\n"
-        advice = 'template="plain" puts a line break there; template="joined" adds nothing'
-    junction = f"{prompt.question[-20:]}{separator}{prompt.answer[:20]}"
-    warn(
-        f"in {len(suspicious)} of {len(prompts)} prompts the answer hardly follows the question: "
-        f"prompt {prompt.id} reads {junction!r}, where the model would write "
-        f"{model.tokenizer.decode([likeliest])!r}; {advice}"
-    )
-
-
 def _is_odd_junction(prompt: Prompt) -> bool:
-    """Whether question and answer meet as no text would have it."""
+    """Whether question and answer do not join as in natural text."""
     if not prompt.answer or not prompt.question:
         return False
     goes_on = prompt.question[-1].isalpha() and prompt.answer[0].isalpha()
     if prompt.template == "joined":
         return goes_on
-    # A line break is meant after a question, not within the sentence that a pair completes.
+    # The template's line break should not precede a space. It is fine after a question, but not
+    # inside a sentence that the answer completes, as in prompts with another answer.
     is_broken = prompt.answer[0] == " " or (goes_on and bool(prompt.other_answer))
     return prompt.template == "plain" and is_broken
-
-
-def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
-    """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
-    that is needed.
-    """
-    is_tensor = isinstance(values, Tensor)
-    if not is_tensor or tuple(values.shape) != (rows,):
-        description = list(values.shape) if is_tensor else type(values).__name__
-        raise OptionError(
-            f"the metric gives {description} for {rows} rows; give one number per row: a function"
-            " of logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
-        )
-    if not bool(values.isfinite().all()):
-        raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
-    if needs_gradient and not values.requires_grad:
-        raise OptionError(
-            "the metric has no gradient with respect to the logits (like an argmax), so heads"
-            " cannot be attributed: name heads, which are patched without gradients"
-        )

@@ -1,18 +1,18 @@
 """Activation patching: which heads, layers and segments carry the effect of a condition.
 
-Each prompt is read twice: once as it is, the *baseline* run, and once under a condition, which
+Each prompt is read twice: once as it is, the *baseline* run, and once under a condition that
 inserts tokens or exchanges some (``Counterpart``). As in the literature on causal abstraction, the
-*base* is the run that is patched and the *source* the run from which an activation is taken.
-*Clean* and *corrupted* would not do: in denoising the corrupted run is patched, in noising the
-clean one.
+*base* is the run that is patched, and the *source* is the run from which an activation is taken.
+The usual names *clean* (the baseline) and *corrupted* (the run under the condition) do not say
+which run is patched: in noising it is the clean run, and in denoising the corrupted run.
 
-- *denoising*: the base is the run under the condition, the source the baseline. An effect says
-  that this activation of the baseline is enough to bring (part of) its answer back.
-- *noising*: the base is the baseline, the source the run under the condition. An effect says
-  that the baseline's answer needs this activation.
+- *denoising*: the base is the run under the condition, and the source is the baseline. An effect
+  says that this activation of the baseline is sufficient to restore (part of) its answer.
+- *noising*: the base is the baseline, and the source is the run under the condition. An effect
+  says that the baseline's answer needs this activation.
 
-The two differ where one activation is enough but another could stand in for it, so one direction
-says little about the other.
+The two differ if one activation is sufficient but another can replace it. So one direction says
+little about the other.
 
 A patch takes one activation, such as a head's output ``z`` at the original tokens, from the source
 and puts it into the base's forward pass; everything after it is computed again::
@@ -20,19 +20,19 @@ and puts it into the base's forward pass; everything after it is computed again:
     effect = metric(base with the source's activation) − metric(base)
     whole  = metric(source) − metric(base)
 
-An effect of the same size as the whole says that all of the difference passes through there. The
+An effect as large as the whole says that all of the difference passes through this activation. The
 effects of two activations do not add up, since one may read what the other writes.
 
-The two runs differ in length, so tokens are aligned by their origin: the original tokens that both
-have. Each effect comes with two controls, what another prompt's activation and a random step of
-equal length do at the same place.
+The two runs may differ in length, so tokens are aligned by their origin: activations are exchanged
+at the original tokens that both runs have. Each effect comes with two controls, which put in
+another prompt's activation or a random step of equal norm at the same place.
 
 *Attribution* replaces the patch by its first-order estimate, the gradient of the metric times the
-difference of activations: one backward pass for all heads. Where attention is saturated the
-gradient is nearly 0 and the effect is not, so eight heads are also patched.
+difference of activations, which takes one backward pass for all heads. Where attention is saturated
+the gradient is nearly 0 although the effect is not. So eight heads are also patched exactly.
 
-``paths.py`` patches what one head passes to another, ``edges.py`` attributes every such edge of a
-model, and ``circuit.py`` asks how much of the effect a set of edges carries by itself.
+``paths.py`` patches what one head passes to another, ``edges.py`` attributes every edge of a model,
+and ``circuit.py`` measures how much of the effect a set of edges carries alone.
 """
 
 from __future__ import annotations
@@ -78,58 +78,67 @@ def patch(
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Patching:
-    """Patch or attribute: how the answer changes when a head's or layer's output is that of the
+    """Measure how the answer changes when the output of a head or layer is replaced by that of the
     prompt's other run.
 
-    In "noising" the model reads the baseline, and the part at every original token is replaced by
-    that of the same token in the condition's run. Tokens are aligned by origin because the runs
-    differ in length. In "denoising" the condition's run is read with the baseline's.
-    ``effect = metric(patched) − metric(unpatched)``; the whole effect is
-    ``metric(the other run) − metric(unpatched)``. Everything is patched exactly, with one row of a
-    forward pass for each, except ``at="z"``: then all heads are attributed to first order,
-    ``Σ ∂metric/∂z · (z_other − z)``, with three forward passes and one backward pass per prompt
-    (and one forward pass for the other prompt), and eight are also patched. The logits depend only
-    on the residual stream after the last layer, so its effect is the whole effect.
+    - "noising" patches the baseline: a part's activation at each original token is replaced by its
+      activation at the same token in the run under the condition.
+    - "denoising" patches the run under the condition with activations of the baseline.
 
-    Each cell has two controls, each of which takes as long as the effect itself where cells are
-    patched exactly: the part in another prompt's run, and a step of equal norm in a
-    random direction (of a pattern: each token's probabilities, permuted among the keys that it
-    sees). The other prompt is drawn by ``seed`` among those that are at least as long, with another
-    answer where there are such. Tokens with which both prompts begin are aligned with each other,
-    the rest from the end, where the answer is. For a prompt that is longer than all others this
-    control is NaN.
+    ``effect = metric(patched) − metric(unpatched)``, and the whole effect is
+    ``metric(the other run) − metric(unpatched)``. The logits depend only on the residual stream
+    after the last layer. So patching that stream has the whole effect, unless an inserted token
+    predicts the answer.
+
+    With ``at="z"``, unless ``together``, all heads are attributed to first order,
+    ``Σ ∂metric/∂z · (z_other − z)``. This takes three forward passes and one backward pass per
+    prompt, and one forward pass for the control "other_prompt". Eight heads are also patched
+    exactly, in four prompts. Everything else is patched exactly and takes one row of a forward pass
+    for each cell.
+
+    Each cell has two controls. Where cells are patched exactly, each control takes as long as the
+    effect.
+
+    - "random": a step of equal norm in a random direction. For a pattern, the probabilities of each
+      query are permuted among its visible keys instead.
+    - "other_prompt": the activation in the run of another prompt, drawn among those that are at
+      least as long, and if possible have another answer. Tokens with which both prompts begin are
+      aligned with each other, and all later tokens from the end, where the answer is. It is NaN for
+      a prompt that is longer than all others.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
         prompts: Prompts with an answer that the model reads, as
-            ``load_prompts(…, with_answer=True)`` gives them.
+            ``load_prompts(…, with_answer=True)`` returns them.
         condition: The condition to compare with the baseline.
-        at: Heads to patch, as (layer, head) from 0 or "L0H2"; "all", each head exactly; a part of
-            all heads or layers, such as "z", "pattern" or "resid_post"; or :class:`Sites`, which
-            names a part, heads or layers, and segments or positions.
-        together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are
-            only right as a sum, may have no effect alone but one together.
-        metric: "logprob" of the reference answer, in nats; "logit_diff", its logit minus that of
-            the other answer, the default where every prompt has one; "logit_margin" of its tokens
-            over the best others; "kl" from the baseline, in nats; or a function of logits [row
-            answer d_vocab] and answer [answer] that returns one number per row [row].
-        direction: "noising" or "denoising", which decides the run to patch; one default for
-            ``patch``, ``edges`` and ``paths``.
+        at: What to patch: heads as (layer, head), counted from 0, or as "L0H2"; "all" for each head
+            exactly; a part of all heads or layers, such as "z", "pattern" or "resid_post"; or
+            :class:`Sites`, which names a part, heads or layers, and segments or positions.
+        together: Patch all of ``at`` as one set. Heads that compensate for each other may have no
+            effect alone but an effect together.
+        metric: "logprob", the log-probability of the reference answer, in nats; "logit_diff", its
+            logit minus that of the other answer; "logit_margin", the logit of its tokens minus the
+            largest other logit; "kl", the divergence from the baseline, in nats; or a function of
+            logits [row answer d_vocab] and answer [answer] that returns one number per row [row].
+            The default is "logit_diff" if every prompt has another answer, and "logprob" otherwise.
+        direction: "noising" or "denoising".
         controls: "other_prompt", "random", both, or () for neither.
-        memory: The memory that a prompt's runs and its patched copies may take; as many copies go
-            together as fit.
+        memory: The memory that a prompt's runs and its patched copies may take. As many copies
+            share a pass as fit.
         seed: The seed of random directions and other prompts, of the condition's draws and of the
             heads to check.
 
     Raises:
         MechattnError: A prompt has no answer, or the model cannot read it; a head or layer doesn't
-            exist; a condition hides tokens or acts inside the model; or gradients are needed for
-            quantised weights or for "kl" with "noising", where all are 0. Raised before the first
-            forward pass.
+            exist; the condition hides tokens or acts inside the model; or gradients are needed but
+            the weights are quantised, or the metric is "kl" with "noising", so that all gradients
+            are 0. It is raised before anything is patched.
+        OptionError: The metric is a function that does not return one finite number per row, or
+            that has no gradient although heads are attributed.
 
     Source:
-        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
-        the softmax, no softmax has to be recomputed.
+        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. Since z comes after
+        the softmax, the softmax does not have to be recomputed.
     """
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
     _check_controls(controls, request)
@@ -163,13 +172,14 @@ def patch(
     effects = target.by_dimension(patching.effects.drop_vars("before"))
     patching = replace(patching, effects=effects)
     if target.attributed:
-        return _beside_exact(patching, plan)
+        return _with_exact_sample(patching, plan)
     return patching
 
 
 def _check_controls(controls: Sequence[Control], request: PatchingRequest) -> None:
-    """Refuse controls that don't exist, and a metric that lacks the one that it is tested against."""
-    if not isinstance(controls, (tuple, list)) or not set(controls) <= set(CONTROLS):
+    """Refuse controls that don't exist, and a metric without the control that its test needs."""
+    is_list = isinstance(controls, (tuple, list))
+    if not is_list or not all(control in CONTROLS for control in controls):
         raise OptionError(
             f'controls={controls!r}: give ("other_prompt", "random"), one of them, such as'
             ' ("random",), or () for none'
@@ -182,37 +192,20 @@ def _check_controls(controls: Sequence[Control], request: PatchingRequest) -> No
         )
 
 
-def _beside_exact(patching: Patching, plan: PatchingPlan) -> Patching:
-    """Attributed effects with those of a sample of cells, patched exactly in a few prompts."""
-    sample = checked_sample(patching, plan.request.seed)
-    exact_plan = replace(
-        plan,
-        target=replace(plan.target, attributed=False),
-        cells=[plan.cells[index] for index in sample],
-        partners={},
-        controls=(),
-    )
-    exact = []
-    for pair in plan.request.pairs[:CHECKED_PROMPTS]:
-        effects_by_id = exact_plan.effects([pair])
-        exact.append(np.asarray(effects_by_id[pair.id]["effect"]))
-    return patching.with_exact(exact, sample)
-
-
 def _common_segments(pairs: Sequence[Pair]) -> list[int]:
-    """The segments that every prompt has, by their numbers in ``SEGMENTS``."""
-    in_all = []
+    """The indices in ``SEGMENTS`` of the segments that every prompt has."""
+    common = []
     for number in range(len(SEGMENTS)):
         if all((pair.baseline.segment == number).any() for pair in pairs):
-            in_all.append(number)
-    return in_all
+            common.append(number)
+    return common
 
 
 def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
-    """The positions at which some prompt's versions may differ.
+    """The positions at which the two runs of some prompt may differ.
 
-    Up to the first token that differs both runs compute the same, so that an effect there is 0 by
-    construction: nothing to measure or to test.
+    Both runs compute the same before the first token that differs. An effect there is 0 by
+    construction, so it is neither measured nor tested.
 
     Raises:
         OptionError: Prompts have different lengths.
@@ -230,8 +223,10 @@ def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
 
 
 def _first_difference(pair: Pair) -> int:
-    """The first position at which the runs' tokens differ, or one has a token that the other
-    lacks."""
+    """The first position at which the tokens of the two sequences differ.
+
+    If one sequence is the beginning of the other, it is the length of the shorter.
+    """
     shorter = min(len(pair.base), len(pair.source))
     differs = pair.base.tokens[:shorter] != pair.source.tokens[:shorter]
     if not differs.any():
@@ -240,22 +235,39 @@ def _first_difference(pair: Pair) -> int:
 
 
 def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
-    """What is put in place of each head's output, for the effect and each control."""
+    """What replaces each head's output, for the effect and for each control."""
     heads = plan.target.heads
     is_pattern = plan.target.part == "pattern"
     aligned = aligned_pattern if is_pattern else aligned_output
     values = {where: aligned(runs.base, runs.source, where) for where in heads}
     replacements = {"effect": values}
     if runs.partner is not None:
-        values_of_partner = {where: aligned(runs.base, runs.partner, where) for where in heads}
-        replacements["other_prompt"] = values_of_partner
+        partner_values = {where: aligned(runs.base, runs.partner, where) for where in heads}
+        replacements["other_prompt"] = partner_values
 
     if "random" in plan.controls:
         seed = plan.request.seed
         if is_pattern:
             model = plan.request.model
-            drawn = shuffled_patterns(model, seed, runs.pair.id, runs.base, values)
+            random_values = shuffled_patterns(model, seed, runs.pair.id, runs.base, values)
         else:
-            drawn = random_steps(seed, runs.pair.id, runs.base, values)
-        replacements["random"] = drawn
+            random_values = random_steps(seed, runs.pair.id, runs.base, values)
+        replacements["random"] = random_values
     return replacements
+
+
+def _with_exact_sample(patching: Patching, plan: PatchingPlan) -> Patching:
+    """Add the exact effects of a sample of cells in a few prompts to attributed effects."""
+    sample = checked_sample(patching, plan.request.seed)
+    exact_plan = replace(
+        plan,
+        target=replace(plan.target, attributed=False),
+        cells=[plan.cells[index] for index in sample],
+        partners={},
+        controls=(),
+    )
+    exact = []
+    for pair in plan.request.pairs[:CHECKED_PROMPTS]:
+        effects_by_id = exact_plan.effects([pair])
+        exact.append(np.asarray(effects_by_id[pair.id]["effect"]))
+    return patching.with_exact(exact, sample)

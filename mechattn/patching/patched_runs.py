@@ -1,4 +1,4 @@
-"""Runs of a prompt's sequences: recorded, and patched with activations of another run."""
+"""Forward passes of a prompt's sequences that are recorded, or patched with other activations."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from mechattn.model.patch.keys_values_z import changing_z
 from mechattn.patching.answer_metrics import Logits
 from mechattn.prompts.token_sequences import TokenSequence
 
-# Each head's output before W_O; its queries, keys and values before RoPE and norms (for heads with
-# their own); its pattern [pos head key]; the residual stream after a layer, and what attention or
-# the MLP adds to it, as one head.
+# Each head's output before W_O; its queries; the keys and values of the key-value heads, all before
+# RoPE and norms; its pattern [pos head key]; and, as if of one head, the residual stream after a
+# layer and what attention or the MLP adds to it.
 Part = Literal["z", "q", "k", "v", "pattern", "resid_post", "attn_out", "mlp_out"]
 LAYER_PARTS = ("resid_post", "attn_out", "mlp_out")  # parts without heads
-Activation = Float[Tensor, "pos head d_head"]  # a part of a layer, in one run
+Activation = Float[Tensor, "pos head d_head"]  # the activation of a part of a layer in one run
 LayerHead = tuple[int, int]  # a layer and a head; (layer, 0) for a part without heads
 # A number for each original token that both runs have, such as its position.
 SharedTokens = Int[Tensor, " shared"]
-HeadOutput = Float[Tensor, "shared d_head"]  # a part of one head, at these tokens
-# From a part of a layer [batch pos head d_head] to what replaces it.
+HeadOutput = Float[Tensor, "shared d_head"]  # the activation of a part of one head at these tokens
+# A function of an activation [batch pos head d_head] that returns what replaces it.
 ActivationChange = Callable[[Tensor], Tensor]
 
 
 class HeadChange(NamedTuple):
-    """What replaces a part of a head at some positions."""
+    """The value that replaces the activation of a part of a head at some positions."""
 
     part: Part
     where: LayerHead
@@ -46,11 +46,15 @@ class HeadChange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """One run of a sequence that ends in the reference answer: the activations of a part by layer,
-    and the logits before the answer.
+    """One run of a sequence that ends in the reference answer.
 
-    ``origins`` are the original tokens that the other run has, too; ``inputs_of`` is what the block
-    before a layer returned, for each layer at which patched passes may start.
+    Args:
+        sequence: The sequence.
+        activations: The activation of the recorded part, by layer.
+        logits: The logits that predict the answer.
+        origins: The original tokens that the other run has too, in ascending order.
+        inputs_of: What the block before a layer returned, for each layer at which patched passes
+            may start.
     """
 
     sequence: TokenSequence
@@ -61,7 +65,7 @@ class RecordedRun:
 
     @property
     def positions(self) -> SharedTokens:
-        """The position of each original token that both versions have, in baseline order."""
+        """The position of each original token that both runs have, in the order of ``origins``."""
         return positions_of(self.sequence, self.origins)
 
 
@@ -70,7 +74,7 @@ def positions_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens
 
     Args:
         sequence: A sequence that has all of these tokens.
-        origins: Their numbers among the original tokens.
+        origins: The indices of these tokens in the baseline.
 
     Returns:
         Positions in the sequence, in the order of ``origins``.
@@ -80,7 +84,7 @@ def positions_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens
 
 
 def head_count(model: HookedModel, part: Part) -> int:
-    """How many heads a part of a layer has; 1 for a part without heads."""
+    """The number of heads of a part; 1 for a part without heads."""
     if part in LAYER_PARTS:
         return 1
     if part in ("k", "v"):
@@ -92,13 +96,17 @@ def head_count(model: HookedModel, part: Part) -> int:
 def changing(
     model: HookedModel, part: Part, layers: Mapping[int, ActivationChange]
 ) -> Iterator[None]:
-    """Replace a part of each layer [batch pos head d_head] by a function of it during forward
-    passes.
+    """Replace the activation of a part in some layers by a function of it, inside a ``with`` block.
 
     Args:
         model: The hooked model.
-        part: What is replaced.
-        layers: For each layer to change, the function; a part without heads comes as one head.
+        part: The part whose activation is replaced.
+        layers: The function for each layer to change. It gets an activation [batch pos head
+            d_head]; a part without heads comes as one head, and a pattern as [batch query head
+            key].
+
+    Raises:
+        ModelError: A layer has no hook for this part.
     """
     if part == "z":
         with changing_z(model, layers):
@@ -117,23 +125,25 @@ def changing(
 
 
 def on_output(function: Callable[[Tensor], Any], module: Any, inputs: Any, out: Tensor) -> Any:
-    """A forward hook that calls a function of a module's output, and replaces it by what the
-    function returns, if anything.
+    """A forward hook that calls a function of a module's output.
+
+    If the function returns something, that replaces the output.
     """
     return function(out)
 
 
 def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
-    """The hook of a part of a layer other than z.
+    """The hook of a part other than z in a layer.
 
     Raises:
-        ModelError: The layer has none, or keeps latents (MLA) in place of keys and values.
+        ModelError: The layer has no such hook, or it has latents (MLA) instead of keys and values.
     """
     block: Any = model.blocks[layer]
     name = f"hook_{part}" if part in LAYER_PARTS else f"attn.hook_{part}"
     if part in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
-        # Such a block fires these hooks only for functions that TransformerLens has added. The
-        # outputs of its submodules are not multiplied yet, in both runs alike.
+        # Such a block (Granite) fires these hooks only for functions that were added through
+        # TransformerLens. Its submodules always fire hook_out. Their outputs are not multiplied by
+        # the residual scale yet, but that is so in both runs.
         module = block.scaled_mlp_submodule
         if part == "attn_out":
             module = block.scaled_attn_submodule
@@ -148,20 +158,6 @@ def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
     return hook
 
 
-def _with_heads_changed(change: ActivationChange, heads: int, x: Tensor) -> Tensor:
-    """An activation after a change of its heads [batch pos head d_head], in its own shape."""
-    changed = change(split_heads(x, heads))
-    return changed.reshape(x.shape)
-
-
-def _with_queries_changed(change: ActivationChange, pattern: Tensor) -> Tensor:
-    """A pattern after a change of its queries [batch query head key], as other parts have
-    positions first."""
-    by_query = rearrange(pattern, "batch head query key -> batch query head key")
-    changed = change(by_query)
-    return rearrange(changed, "batch query head key -> batch head query key")
-
-
 def recorded_runs(
     model: HookedModel,
     sequences: Sequence[tuple[TokenSequence, SharedTokens]],
@@ -169,14 +165,16 @@ def recorded_runs(
     part: Part,
     starts: Sequence[int] = (),
 ) -> list[RecordedRun]:
-    """Run sequences without patching, those of one shape in one pass.
+    """Run sequences without patching, and record a part's activations.
+
+    Sequences of the same shape share a pass.
 
     Args:
         model: The hooked model.
         sequences: Sequences that end in the reference answer, each with the original tokens that
-            the other run has, too.
-        layers: The layers whose part is recorded.
-        part: What is recorded.
+            the other run has too.
+        layers: The layers to record.
+        part: The part whose activations are recorded.
         starts: The layers at which patched passes may start.
     """
     batch_activations: dict[int, Tensor] = {}
@@ -210,13 +208,14 @@ def recorded_runs(
 
 
 def of_one_shape(sequences: Sequence[TokenSequence]) -> list[list[int]]:
-    """The numbers of sequences that can be rows of one pass: of one length, with the answer at the
-    same positions.
+    """Group the indices of sequences that can be rows of one pass.
+
+    The sequences of a group have the same length and the answer at the same positions.
     """
     by_shape: dict[tuple[int, ...], list[int]] = {}
-    for number, sequence in enumerate(sequences):
+    for index, sequence in enumerate(sequences):
         shape = (len(sequence), *answer_positions(sequence).tolist())
-        by_shape.setdefault(shape, []).append(number)
+        by_shape.setdefault(shape, []).append(index)
     return list(by_shape.values())
 
 
@@ -229,16 +228,19 @@ def answer_positions(sequence: TokenSequence) -> Int[Tensor, " answer"]:
 def possible_starts(
     model: HookedModel, sequence: TokenSequence, layers: Iterable[int]
 ) -> list[int]:
-    """These layers, if passes that start there give the same bits as whole ones; none where later
-    layers use more than blocks return.
+    """The layers among the given ones at which a pass may start, with the outputs of the block
+    before it.
 
-    It is tried on two copies of one sequence: it depends on how the blocks are connected alone, and
-    a single row would not show whether rows can be cut apart and joined.
+    They are all given layers except the first of the model, if a pass from each of them gives
+    exactly the logits of a whole pass. Otherwise there are none, because a layer uses more than
+    what the block before it returns. One sequence is enough for this test, since the answer depends
+    only on how the blocks are connected. It is read twice, because a single row would not show
+    whether rows can be separated and joined.
 
     Args:
         model: The hooked model.
         sequence: Any sequence that ends in an answer.
-        layers: The layers that are to be changed.
+        layers: The layers that will be changed.
     """
     starts = sorted(set(layers) - {0})
     if not starts:
@@ -253,54 +255,19 @@ def possible_starts(
             with _starting_at(model, layer, runs):
                 logits = logits_of(model, copies)
         except (LookupError, AttributeError, TypeError, NameError):
-            # A block misses what an earlier one leaves it, such as shared keys.
+            # A block lacks what an earlier block stores for it, such as shared keys.
             return []
         if not torch.equal(logits, unpatched):
             return []
     return starts
 
 
-@contextmanager
-def _starting_at(model: HookedModel, layer: int, runs: Sequence[RecordedRun]) -> Iterator[None]:
-    """Let passes with these runs as rows compute nothing before a layer, if they may start there:
-    each block before it returns what the last of them returned.
-    """
-    with ExitStack() as stack:
-        if layer in runs[0].inputs_of:
-            out = _joined([run.inputs_of[layer] for run in runs])
-
-            def returning_out(*inputs: Any, **options: Any) -> Any:
-                return out
-
-            for block in blocks_of(model)[:layer]:
-                replaced = attribute_set(block, "forward", returning_out)
-                stack.enter_context(replaced)
-        yield
-
-
-def _row(out: Any, row: int) -> Any:
-    """What a block returned for one row of a pass, still as a batch."""
-    if isinstance(out, tuple):
-        return tuple(_row(member, row) for member in out)
-    if isinstance(out, Tensor):
-        return out[row : row + 1]
-    return out
-
-
-def _joined(rows: Sequence[Any]) -> Any:
-    """What a block would return for a batch of these rows."""
-    first = rows[0]
-    if isinstance(first, tuple):
-        return tuple(_joined(members) for members in zip(*rows, strict=True))
-    if isinstance(first, Tensor):
-        return torch.cat([*rows])
-    return first
-
-
 def logits_of(
     model: HookedModel, sequences: Sequence[TokenSequence], gradients: bool = False
 ) -> Logits:
-    """Logits before each token of the answer, of sequences of one shape as rows of one pass.
+    """The logits that predict each token of the answer, for sequences of the same shape.
+
+    The sequences are the rows of one pass.
 
     Args:
         model: The hooked model.
@@ -312,7 +279,7 @@ def logits_of(
     position_ids = torch.stack([sequence.position_ids for sequence in sequences])
     options: dict[str, Any] = dict(without_cache(model))
 
-    # Positions are given only where they are not simply counted from 0.
+    # Positions that simply count from 0 are the model's own, and are not given.
     if (position_ids != torch.arange(tokens.shape[1])).any():
         options["position_ids"] = position_ids.to(device)
         options["attention_mask"] = torch.ones_like(tokens)
@@ -324,7 +291,7 @@ def logits_of(
         return (stream[:, positions_before.to(stream.device)], *other_inputs)
 
     with ExitStack() as stack:
-        # Logits of all tokens would take the memory of many rows.
+        # The logits of all tokens would take as much memory as many rows.
         unembed: Any = getattr(model, "unembed", None)
         if unembed is not None:
             stack.enter_context(unembed.register_forward_pre_hook(only_before_answer))
@@ -332,22 +299,9 @@ def logits_of(
         stack.enter_context(_without_gradients_of_weights(model))
         logits = model(tokens, return_type="logits", **options)
 
-    if logits.shape[1] == tokens.shape[1]:  # not every custom model calls the hook
+    if logits.shape[1] == tokens.shape[1]:  # a custom model may not call unembed
         logits = logits[:, positions_before]
     return logits
-
-
-@contextmanager
-def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
-    """Let a pass keep nothing for gradients of weights, which would be most of its memory."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    try:
-        for weight in weights:
-            weight.requires_grad_(False)
-        yield
-    finally:
-        for weight in weights:
-            weight.requires_grad_(True)
 
 
 def patched_logits(
@@ -355,16 +309,17 @@ def patched_logits(
     runs: Sequence[RecordedRun],
     changes_by_row: Sequence[Sequence[HeadChange]],
 ) -> Logits:
-    """Logits of runs of one shape, each with its changes.
+    """The logits that predict the answer in a pass whose rows are patched runs of the same shape.
 
-    The pass starts at the first layer that is changed, where the runs may start there.
+    The pass starts at the first layer that is changed, if the runs may start there.
 
     Args:
         model: The hooked model.
-        runs: The run that is patched in each row; one may be in several.
-        changes_by_row: For each row, the heads to change, where, and to what.
+        runs: The run that is patched in each row. A run may be in several rows.
+        changes_by_row: The changes of each row.
     """
-    by_component: dict[tuple[Part, int], list[tuple[int, HeadChange]]] = {}  # with their rows
+    # The changes of each part in each layer, with their rows.
+    by_component: dict[tuple[Part, int], list[tuple[int, HeadChange]]] = {}
     for row, changes in enumerate(changes_by_row):
         for change in changes:
             layer, _ = change.where
@@ -393,16 +348,16 @@ def gradients_of(
     layers: Sequence[int],
     metric: Callable[[Tensor], Float[Tensor, " row"]],
 ) -> dict[int, Activation]:
-    """The gradient of a metric of the logits with respect to every head's output at every token.
+    """The gradient of a metric with respect to the output of each head at each token.
 
     Args:
         model: The hooked model.
         sequence: A sequence that ends in the reference answer.
-        layers: The layers of these heads.
-        metric: From logits to one number for each row.
+        layers: The layers of the heads.
+        metric: A function of logits that returns one number per row.
 
     Returns:
-        By layer, [pos head d_head] in the metric's unit for each unit of the output.
+        The gradients by layer, in units of the metric per unit of the output.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -426,3 +381,69 @@ def gradients_of(
     outputs_by_layer = [outputs[layer] for layer in layers]
     gradients = torch.autograd.grad(value, outputs_by_layer)
     return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}
+
+
+def _with_heads_changed(change: ActivationChange, heads: int, x: Tensor) -> Tensor:
+    """Apply a change of heads to an activation, and return the result in the same shape."""
+    changed = change(split_heads(x, heads))
+    return changed.reshape(x.shape)
+
+
+def _with_queries_changed(change: ActivationChange, pattern: Tensor) -> Tensor:
+    """Apply a change to a pattern whose axes are in the order of other parts: [batch query head
+    key].
+    """
+    by_query = rearrange(pattern, "batch head query key -> batch query head key")
+    changed = change(by_query)
+    return rearrange(changed, "batch query head key -> batch head query key")
+
+
+def _row(out: Any, row: int) -> Any:
+    """What a block returned for one row of a pass, as a batch of one row."""
+    if isinstance(out, tuple):
+        return tuple(_row(member, row) for member in out)
+    if isinstance(out, Tensor):
+        return out[row : row + 1]
+    return out
+
+
+@contextmanager
+def _starting_at(model: HookedModel, layer: int, runs: Sequence[RecordedRun]) -> Iterator[None]:
+    """Let passes with these runs as rows skip the blocks before a layer, if they may start there.
+
+    Each skipped block returns what the last of them returned when the runs were recorded.
+    """
+    with ExitStack() as stack:
+        if layer in runs[0].inputs_of:
+            out = _joined([run.inputs_of[layer] for run in runs])
+
+            def returning_out(*inputs: Any, **options: Any) -> Any:
+                return out
+
+            for block in blocks_of(model)[:layer]:
+                replaced = attribute_set(block, "forward", returning_out)
+                stack.enter_context(replaced)
+        yield
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    """What a block would return for a batch of these rows."""
+    first = rows[0]
+    if isinstance(first, tuple):
+        return tuple(_joined(members) for members in zip(*rows, strict=True))
+    if isinstance(first, Tensor):
+        return torch.cat([*rows])
+    return first
+
+
+@contextmanager
+def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
+    """Let passes keep nothing for the gradients of weights, which would take most of the memory."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        for weight in weights:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)

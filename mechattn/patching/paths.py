@@ -1,4 +1,4 @@
-"""Exact paths: what one head passes to another's q, k or v, or to the logits."""
+"""Path patching: what one head passes to another head's q, k or v, or to the logits."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ class Receiver(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadPath:
-    """From a head to a part of another head, or to the logits.
+    """A path from a head to a part of another head, or to the logits.
 
     Args:
-        name: Such as "L0H1 → L1H0.k".
+        name: The name, such as "L0H1 → L1H0.k".
         sender: The head that writes.
-        receiver: What reads: a part of a head (k and v by key-value heads); None for the logits.
+        receiver: The part of a head that reads, with key-value heads for k and v; None for the
+            logits.
     """
 
     name: str
@@ -68,7 +69,7 @@ class HeadPath:
 
 
 class PatchedPath(NamedTuple):
-    """A path, and what replaces its sender's output."""
+    """A path, and the value that replaces its sender's output."""
 
     path: HeadPath
     output: HeadOutput
@@ -86,32 +87,36 @@ def paths(
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Patching:
-    """Patch paths exactly: from a head to another head's queries, keys or values, or directly to
+    """Patch paths exactly, from a head to another head's queries, keys or values or directly to
     the logits.
 
-    First the run is repeated with every head's output held at its own value, except the sender's,
-    which is that of the other run, while MLPs are computed again; this gives what the receiver
-    would get: ``r' = r(z_sender := z'_sender, z_h := z_h for all other heads h)``. Then the run is
-    repeated with r' in place of r alone, and all that comes after is computed:
-    ``effect = metric(run with r') − metric(run)``. For "logits" the first repetition's are
-    measured.
+    Each path takes two passes.
+
+    1. The sender's output is that of the other run, and the outputs of all other heads are held at
+       their values in the unpatched run. MLPs are computed again. This gives what the receiver
+       would get: ``r' = r(z_sender := z'_sender, z_h := z_h for all other heads h)``. For "logits",
+       this pass already gives the effect.
+    2. Only r is replaced by r', and everything after it is computed again:
+       ``effect = metric(run with r') − metric(run)``.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
         prompts: Prompts with an answer that the model reads.
         condition: The other version: ``Counterpart()``, or inserted tokens.
-        between: Pairs such as ``("L0H1", "L1H0.k")`` or ``("L1H0", "logits")``; keys and values are
-            counted by heads that have their own.
+        between: Paths as pairs such as ``("L0H1", "L1H0.k")`` or ``("L1H0", "logits")``. For k and
+            v, the number of the receiving head is that of a key-value head.
         metric: As for ``patch``.
         direction: As for ``edges``.
-        memory: The memory that a prompt's passes may take; as many paths go together as fit.
-        seed: The seed of random directions.
+        memory: The memory that a prompt's passes may take. As many paths share a pass as fit.
+        seed: The seed of random directions and of the condition's draws.
 
     Returns:
-        Effects by path, with a random step of equal norm of the sender as control.
+        Effects by path. The control "random" replaces the sender's output by a random step of equal
+        norm from its own.
 
     Raises:
-        OptionError: A head doesn't exist, or a receiver is not in a later layer than its sender.
+        MechattnError: A name is not that of a path, a head doesn't exist, or a receiver is not in a
+            later layer than its sender; or as for ``patch``.
 
     Source:
         Path patching: arXiv:2211.00593, appendix B.
@@ -129,11 +134,11 @@ def paths(
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
-    """The named paths, each checked.
+    """The named paths, each checked and listed once.
 
     Raises:
-        OptionError: A name is not that of a path, a head doesn't exist, or a receiver comes too
-            early.
+        OptionError: A name is not that of a path, a head doesn't exist, or a receiver is not in a
+            later layer than its sender.
     """
     if not isinstance(between, (list, tuple)) or not between:
         raise OptionError(
@@ -153,7 +158,7 @@ def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
                     " later layer"
                 )
         chosen_paths.append(path)
-    return list(dict.fromkeys(chosen_paths))  # each once, or q would count it twice
+    return list(dict.fromkeys(chosen_paths))  # q would count a repeated path twice
 
 
 def _path_of(ends: Any) -> HeadPath:
@@ -169,14 +174,15 @@ def _path_of(ends: Any) -> HeadPath:
             if sender is not None and head is not None and part in ("q", "k", "v"):
                 return HeadPath(name, sender, Receiver(part, head))  # type: ignore[arg-type]
     raise OptionError(
-        f'{ends!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
+        f'{ends!r} is not a path: give a pair such as ("L0H1", "L1H0.k"), which ends in q, k or v'
+        ' of a head or in "logits"'
     )
 
 
 def _effects(
     request: PatchingRequest, chosen_paths: Sequence[HeadPath], starts: Sequence[int], pair: Pair
 ) -> PromptEffects:
-    """The effect of each path in a pair, that of a random step of its sender, and the whole
+    """The effect of each path in a pair, the effect of a random step of its sender, and the whole
     effect.
     """
     model = request.model
@@ -196,10 +202,10 @@ def _effects(
         source_outputs[where] = source_z
         random_outputs[where] = z + random_step(generator, source_z - z)
 
-    # What all layers' receivers get is kept beside a pass.
+    # Besides a pass, the queries, keys and values of all layers may be kept for the second pass.
     cfg = model.cfg
-    of_receivers = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
-    rows = rows_within(request.memory, row_bytes(model, pair, of_receivers))
+    received_values = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
+    rows = rows_within(request.memory, row_bytes(model, pair, received_values))
     patched_paths = []
     for outputs in (source_outputs, random_outputs):
         patched_paths += [PatchedPath(path, outputs[path.sender]) for path in chosen_paths]
@@ -216,18 +222,18 @@ def _patched(
     base_run: RecordedRun,
     unpatched: Unpatched,
 ) -> Float[np.ndarray, " row"]:
-    """The effect of what is sent along each path: one row of two passes for each.
+    """The effect of each patched path, which is one row of the passes.
 
     Args:
         model: The hooked model.
-        patched_paths: The paths, and what replaces each sender's output.
-        base_run: The run that is patched, with every head's output.
-        unpatched: What effects are counted from.
+        patched_paths: The paths, with the value that replaces each sender's output.
+        base_run: The run that is patched, with the output of every head.
+        unpatched: The unpatched runs, from which effects are measured.
     """
     received: dict[int, Tensor] = {}  # by row [pos d_head]
 
     def hold(layer: int, z: Tensor) -> Tensor:
-        """Each head's output in the base run, but for the sender of each row."""
+        """Hold each head's output at that of the base run, except for the sender of each row."""
         z = base_run.activations[layer].expand_as(z).clone()
         positions = base_run.positions.to(z.device)
         for row, (path, output) in enumerate(patched_paths):
@@ -240,7 +246,7 @@ def _patched(
         received[row] = x[row, :, head].detach()
         return x
 
-    # The first pass gives the effect of paths to the logits, and what other receivers would get.
+    # The first pass gives the effect of paths to the logits, and what the other receivers get.
     receivers = {row: path.receiver for row, (path, _) in enumerate(patched_paths) if path.receiver}
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.activations}
@@ -250,7 +256,7 @@ def _patched(
         logits = logits_of(model, [base_run.sequence] * len(patched_paths))
     effects = unpatched.effects(logits)
 
-    # In the second pass only what they get is changed.
+    # The second pass changes only these receivers.
     if receivers:
         all_positions = torch.arange(len(base_run.sequence))
         changes = []

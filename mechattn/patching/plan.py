@@ -1,5 +1,8 @@
-"""Patches the cells of pairs: reads their runs, and gives as many patched copies to a pass as
-memory allows, from the first layer that they change."""
+"""The plan by which pairs are patched.
+
+It reads the runs of each pair, and puts as many patched copies into a pass as memory allows. A pass
+starts at the first layer that its copies change.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +30,25 @@ from mechattn.patching.patched_runs import (
 )
 from mechattn.patching.sites import PatchCell, PatchTarget
 
-_MOST_PAIRS = 8  # that are read together: their copies fill a pass for each layer
-_MOST_ROWS = 32  # in a pass: more are no faster
-# With fewer rows than these, reading the weights takes longer than computing with them: then copies
-# that change a later layer join the pass, though it starts too early for them.
+_MOST_PAIRS = 8  # that are read together; their copies already fill a pass for each layer
+_MOST_ROWS = 32  # in a pass; more are not faster
+# With fewer rows, reading the weights takes longer than computing with them. Copies that change a
+# later layer then join a pass, although it starts earlier than they need.
 _ENOUGH_ROWS_ON_CPU = 4
 
 
 @dataclass(frozen=True, eq=False)
 class PairRuns:
-    """Both runs of a pair, unpatched, and what else its copies need.
+    """The unpatched runs of a pair, and what else its patched copies need.
 
     Args:
         pair: The pair.
         base: The run that is patched.
         source: The run from which activations are taken.
-        unpatched: What effects are counted from.
-        partner: Another prompt's source run, if it is a control.
-        gradients: Of the metric with respect to each head's output in the base run, by layer, if
-            effects are attributed.
+        unpatched: The logits of both runs, from which effects are measured.
+        partner: The source run of another prompt, for the control "other_prompt"; None without it.
+        gradients: The gradients of the metric with respect to each head's output in the base run,
+            by layer. They are empty unless effects are attributed.
     """
 
     pair: Pair
@@ -62,11 +65,11 @@ class PatchedCopy:
 
     Args:
         runs: The runs of its pair.
-        variable: What it measures: "effect", or a control.
-        cell_index: The number of the cell.
+        variable: The variable that it measures: "effect", or a control.
+        cell_index: The index of the cell.
         cell: The heads that are patched.
         tokens: Which of the tokens that both runs have are patched.
-        values: What replaces each head's output, at the tokens that both runs have.
+        values: What replaces each head's output at all tokens that both runs have.
     """
 
     runs: PairRuns
@@ -78,7 +81,7 @@ class PatchedCopy:
 
     @property
     def changes(self) -> list[HeadChange]:
-        """What is put at which positions of the base run."""
+        """The changes of the base run."""
         positions = self.runs.base.positions[self.tokens]
 
         changes = []
@@ -94,15 +97,16 @@ Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
 
 @dataclass(frozen=True)
 class PatchingPlan:
-    """The cells to patch, and what with.
+    """The cells to patch in each prompt, and what replaces their activations.
 
     Args:
-        request: What is asked.
+        request: The prompts, the model and the metric.
         target: The heads or layers, and the part of them that is patched.
-        cells: The patches of each prompt.
-        replacements: From this plan and a pair's runs to what replaces each head's output.
+        cells: The cells that are patched one by one.
+        replacements: A function of this plan and a pair's runs that returns what replaces each
+            head's output.
         starts: The layers at which a pass may start.
-        partners: Other prompts' pairs by id, for the control "other_prompt".
+        partners: For the control "other_prompt", another prompt's pair for each pair, by id.
         controls: The controls to measure.
     """
 
@@ -115,11 +119,11 @@ class PatchingPlan:
     controls: Sequence[str] = ()
 
     def batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
-        """Pairs whose base runs have one shape, as many together as memory allows."""
+        """Batches of pairs whose base sequences have the same shape, as large as memory allows."""
         model = self.request.model
         batches = []
-        for numbers in of_one_shape([pair.base for pair in pairs]):
-            same_shape = [pairs[number] for number in numbers]
+        for indices in of_one_shape([pair.base for pair in pairs]):
+            same_shape = [pairs[index] for index in indices]
             longest = max(same_shape, key=lambda pair: pair.length)
             with_one_copy = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
             size = min(_MOST_PAIRS, rows_within(self.request.memory, with_one_copy))
@@ -128,23 +132,23 @@ class PatchingPlan:
         return batches
 
     def effects(self, pairs: Sequence[Pair]) -> Mapping[str, PromptEffects]:
-        """The effect of each cell and its controls [cell]; the whole effect, and the metric of the
-        base run.
+        """The effect of each cell with its controls, the whole effect, and the metric of the base
+        run.
 
-        An effect is NaN where both runs share no token of the cell, a control also where no other
-        prompt is long enough.
+        An effect is NaN if the two runs share no token of the cell. The control "other_prompt" is
+        also NaN if no other prompt is long enough.
 
         Args:
-            pairs: Pairs whose base runs have one shape.
+            pairs: Pairs whose base sequences have the same shape.
 
         Returns:
-            By the id of the prompt "effect" and the controls [cell], "whole" and "before", in the
-            units of the metric.
+            For each id of a prompt, "effect" and the controls [cell], "whole", and "before", the
+            metric of the base run; all in the units of the metric.
         """
         effects_by_id: dict[str, dict[str, Any]] = {}
         copies = []
         for runs in self._read(pairs):
-            # The metric comes first of all, as it is refused here if it gives no numbers.
+            # The metric is computed first, so that unusable values are refused before any patch.
             effects: dict[str, Any] = {
                 "whole": runs.unpatched.whole,
                 "before": runs.unpatched.before,
@@ -154,7 +158,7 @@ class PatchingPlan:
             effects_by_id[runs.pair.id] = effects
 
             token_groups = self.target.groups_of(runs.pair)
-            # Nothing replaces for "other_prompt" where no other prompt is long enough.
+            # There are no replacements for "other_prompt" if no other prompt is long enough.
             for variable, values in self.replacements(self, runs).items():
                 for index, cell in enumerate(self.cells):
                     tokens = token_groups == cell.token_group
@@ -170,7 +174,7 @@ class PatchingPlan:
         return effects_by_id
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
-        """The unpatched runs of each pair, those of one shape in one pass."""
+        """The unpatched runs of each pair; sequences of the same shape share a pass."""
         model = self.request.model
         layers = self.target.layers
         part = self.target.part
@@ -197,7 +201,7 @@ class PatchingPlan:
     def _exact(
         self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]
     ) -> dict[PatchedCopy, float]:
-        """The metric of each copy, minus that of its base run."""
+        """The effect of each copy: its metric minus that of its base run."""
         model = self.request.model
         prompts_memory = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
         memory = self.request.memory - prompts_memory
@@ -213,12 +217,15 @@ class PatchingPlan:
                 effects[copy] = effect
         return effects
 
-    def _passes(self, copies: Sequence[PatchedCopy], most: int) -> list[list[PatchedCopy]]:
-        """The copies of each pass, in the order of the first layers that they change, as a pass
-        starts at the first of all."""
-        enough = most
+    def _passes(self, copies: Sequence[PatchedCopy], most_rows: int) -> list[list[PatchedCopy]]:
+        """The copies of each pass.
+
+        Copies are in the order of the first layer that they change, since a pass starts at the
+        first layer that any of its copies changes.
+        """
+        enough_rows = most_rows
         if device_of(self.request.model).type == "cpu":
-            enough = _ENOUGH_ROWS_ON_CPU
+            enough_rows = _ENOUGH_ROWS_ON_CPU
 
         passes: list[list[PatchedCopy]] = []
         for copy in sorted(copies, key=lambda copy: copy.cell.first_layer):
@@ -228,7 +235,7 @@ class PatchingPlan:
 
             last = passes[-1]
             starts_later = copy.cell.first_layer > last[0].cell.first_layer
-            if len(last) == most or (starts_later and len(last) >= enough):
+            if len(last) == most_rows or (starts_later and len(last) >= enough_rows):
                 passes.append([copy])
             else:
                 last.append(copy)
@@ -236,7 +243,7 @@ class PatchingPlan:
 
 
 def _first_order(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
-    """The first-order effect of changing single heads: ``Σ gradient · (value − z)``."""
+    """The first-order effect of copies that change a single head: ``Σ gradient · (value − z)``."""
     effects = {}
     for copy in copies:
         [change] = copy.changes

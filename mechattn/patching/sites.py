@@ -1,4 +1,4 @@
-"""What is patched: a part of which heads or layers, and at which tokens."""
+"""The sites that are patched: a part of some heads or layers, at some tokens."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ from mechattn.patching.patched_runs import (
 )
 from mechattn.results.result import head_named
 
-_NAMED_IN_SET = 8  # heads; the name of a set is a column of the table
+_NAMED_IN_SET = 8  # heads or layers; with more, the name of a set is too long for a column
 
 
 @dataclass(frozen=True)
 class Sites:
-    """What to patch: a part of some heads or layers, at all original tokens, or by segment or
-    position.
+    """What to patch: a part of some heads or layers, at some original tokens.
 
     Args:
-        part: "z", a head's output before W_O; "q", "k" or "v", its queries, keys or values before
-            norms and RoPE (for heads with keys and values of their own); "pattern", its attention
-            among the original tokens; or, of a whole layer, "resid_post", the residual stream after
-            it, "attn_out" or "mlp_out", what attention or the MLP adds.
-        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers for a part of a layer.
-            All by default: for "z" these are attributed, and with "all" patched exactly.
-        by: "segment" patches the tokens of each segment by themselves, "position" each token
-            (prompts then have equally many); by default all original tokens together.
+        part: Of a head: "z", its output before W_O; "q", "k" or "v", its queries, keys or values
+            before norms and RoPE, where k and v are those of key-value heads; or "pattern", its
+            attention among the original tokens. Of a layer: "resid_post", the residual stream after
+            it; "attn_out" or "mlp_out", what attention or the MLP adds to the stream.
+        where: Heads as (layer, head), counted from 0, or as "L0H2". For a part of a layer, the
+            numbers of layers. By default, and with "all", all heads or layers are patched exactly,
+            except that "z" is attributed by default.
+        by: "segment" patches the tokens of each segment separately, and "position" each token, for
+            which prompts must have equal length. By default all original tokens are patched
+            together.
     """
 
     part: Part = "z"
@@ -57,8 +58,7 @@ class Sites:
 
 @dataclass(frozen=True)
 class PatchCell:
-    """One patch of a prompt: a part of which heads (or layers, as head 0), and which group of
-    tokens."""
+    """One patch of a prompt: a part of some heads, or of layers as head 0, at a group of tokens."""
 
     part: Part
     heads: tuple[LayerHead, ...]
@@ -66,7 +66,7 @@ class PatchCell:
 
     @property
     def first_layer(self) -> int:
-        """The first layer that is changed."""
+        """The first layer that is patched."""
         return min(layer for layer, _ in self.heads)
 
 
@@ -76,12 +76,11 @@ class PatchTarget:
 
     Args:
         part: The part of each head or layer.
-        heads: The heads; layers as (layer, 0).
-        by: What distinguishes the groups of tokens that are patched one by one; None for a single
-            group of all.
+        heads: The heads, or layers as (layer, 0).
+        by: Whether tokens are patched by segment or by position; None for all tokens together.
         together: Whether all heads are patched as one set.
-        attributed: Whether effects are estimated to first order.
-        token_groups: The numbers of these groups: of segments in ``SEGMENTS``, or positions.
+        attributed: Whether effects are estimated to first order instead of patched.
+        token_groups: The groups of tokens: the indices of segments in ``SEGMENTS``, or positions.
     """
 
     part: Part
@@ -93,7 +92,7 @@ class PatchTarget:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that are changed."""
+        """The layers that are patched, in ascending order."""
         return sorted({layer for layer, _ in self.heads})
 
     @property
@@ -105,7 +104,7 @@ class PatchTarget:
         return [PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups]
 
     def groups_of(self, pair: Pair) -> SharedTokens:
-        """The number of the group of each token that both runs of a pair have."""
+        """The token group of each token that both runs of a pair have."""
         if self.by == "position":
             return pair.origins
         if self.by == "segment":
@@ -113,11 +112,13 @@ class PatchTarget:
         return torch.zeros_like(pair.origins)
 
     def by_dimension(self, effects: xr.Dataset) -> xr.Dataset:
-        """Effects [prompt cell] by layer and head, layer, or set, and by segment or position; NaN
-        for heads that were not named.
+        """Replace the axis of cells by axes of layers and heads, of layers, or of sets, and of
+        segments or positions.
+
+        Heads that were not patched are NaN.
 
         Args:
-            effects: Effects by cell, in the order of ``cells``.
+            effects: Effects [prompt cell], in the order of ``cells``.
         """
         cells = self.cells
         labels: dict[str, list[int | str]] = {}
@@ -140,7 +141,7 @@ class PatchTarget:
 
     @property
     def _set_name(self) -> str:
-        """The set in words, such as "L0H1 + L1H4", or "12 heads" where names would be too long."""
+        """The name of the set, such as "L0H1 + L1H4", or "12 heads" if there are more than 8."""
         noun = "heads"
         name = "L{}H{}"
         if self.part in LAYER_PARTS:
@@ -153,8 +154,10 @@ class PatchTarget:
 
 
 def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
-    """The sites that ``at`` names in a model; all heads' z is attributed, everything else is
-    patched exactly.
+    """The sites that ``at`` names in a model.
+
+    Effects are attributed if the part is "z", no heads are named, and they are not patched together
+    as one set. All others are patched exactly.
 
     Args:
         model: The hooked model.
@@ -162,8 +165,8 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
         together: As for ``patch``.
 
     Raises:
-        OptionError: There is no such part, head or layer.
-        ModelError: The layers have no such part, or changing it would have no effect.
+        OptionError: A part, head or layer doesn't exist, or ``together`` is not a truth value.
+        ModelError: A layer has no hook for the part, or changing the part would have no effect.
     """
     sites = at
     if isinstance(at, str) and at in get_args(Part):
@@ -197,8 +200,28 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
     return PatchTarget(sites.part, tuple(heads), sites.by, together, attributed)
 
 
+def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
+    """Refuse a head that a model doesn't have. There may be fewer heads for k and v than for q.
+
+    Raises:
+        OptionError: The layer has no such head.
+    """
+    layer, head = where
+    layers = attention_layers(model)
+    count = head_count(model, part)
+    if layer not in layers or not 0 <= head < count:
+        raise OptionError(
+            f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
+            f"{count - 1} in layers {', '.join(map(str, layers))}"
+        )
+
+
 def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
-    """The named heads, each once; by default all."""
+    """The named heads, each once; all heads if none are named.
+
+    Raises:
+        OptionError: A name is not that of a head of the model.
+    """
     if heads is None:
         count = head_count(model, part)
         return [(layer, head) for layer in attention_layers(model) for head in range(count)]
@@ -214,18 +237,6 @@ def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
     for head in named:
         check_head(model, head, part)
     return list(dict.fromkeys((int(layer), int(head)) for layer, head in named))
-
-
-def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
-    """Refuse a head that a model doesn't have; keys and values may have fewer than queries."""
-    layer, head = where
-    layers = attention_layers(model)
-    count = head_count(model, part)
-    if layer not in layers or not 0 <= head < count:
-        raise OptionError(
-            f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
-            f"{count - 1} in layers {', '.join(map(str, layers))}"
-        )
 
 
 def _patterns_act(model: HookedModel) -> bool:

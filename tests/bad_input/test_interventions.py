@@ -18,13 +18,17 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.interventions.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
         (lambda: ma.interventions.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
         (lambda: ma.interventions.HeadAblation(()), r"heads=\(\): give a tuple of"),
+        (lambda: ma.interventions.HeadAblation(((0, 1),), 3), "means=3: give what ma.head_means"),
         (lambda: ma.interventions.ARM(layers="0"), "layers='0': give one or several layers"),
         (
             lambda: ma.interventions.HeadAblation(((0, 1.0),)),
             r"give a tuple of \(layer, head\) pairs",
         ),
         (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile"),
-        (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* no fraction"),
+        (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* not a fraction"),
+        (lambda: ma.interventions.ARM(strength="a"), "strength='a': give a finite number"),
+        (lambda: ma.interventions.AffineAttention(scale=None), "scale=None: give a number or a"),
+        (lambda: ma.interventions.KVPatch("inserted", None), "from_=None: give what ma.record_"),
         (
             lambda: ma.interventions.ARM(form="published"),
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
@@ -89,7 +93,7 @@ def test_a_head_that_a_transformers_model_lacks(toy):
 
 def test_means_of_another_model(toy):
     ablation = ma.interventions.HeadAblation(((0, 1),), HeadMeans({0: torch.ones(8, 7)}, 3))
-    with pytest.raises(OptionError, match="they are of another model"), ablation.on(toy):
+    with pytest.raises(OptionError, match="means come from another model"), ablation.on(toy):
         toy(torch.arange(5)[None])
 
 

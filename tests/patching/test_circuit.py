@@ -300,6 +300,9 @@ def test_groups_of_unequal_size_count_the_same(model):
 def test_without_a_size_that_carries_enough(found):
     with pytest.raises(OptionError, match=r"no size has a faithfulness of 1\.5; give size="):
         replace(found, curve=found.curve.assign(faithfulness=[0, 0.5, 1.2, 1])).size(1.5)
+    for options in ({"size": 5, "q": 0.05}, {"q": "a"}, {"size": 10**6}):
+        with pytest.raises(OptionError, match=r": give (one of them|a (whole )?number)"):
+            found.kept(**options)
     no_effect = replace(found, curve=found.curve.assign(faithfulness=np.nan))
     assert "stability" in str(found)
     assert "stability" not in str(no_effect)

@@ -298,7 +298,7 @@ def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
 def test_what_has_no_edges_is_refused_in_words(toy):
     falcon = loaded_once("toy:falcon", dtype=torch.float64)
     for model, options, error, words in (
-        (falcon, {}, ModelError, "no inputs of single heads of .*patch nodes with ma.patch"),
+        (falcon, {}, ModelError, "inputs of single heads of .*patch nodes with ma.patch"),
         (toy, {"memory": "1KiB"}, OptionError, "1,055 edges of .* need about .* GiB for a prompt"),
         (toy, {"steps": 0}, OptionError, "steps=0: give a whole number"),
     ):

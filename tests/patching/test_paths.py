@@ -87,7 +87,7 @@ def test_paths_that_do_not_exist_are_refused_in_words(toy):
         ([("L0H1", "L1H9.q")], r"no head 9 in layer 1: .* has heads 0 to 7 in layers 0, 1, 2, 3"),
         ([("L0H1", "L1H4.k")], r"has heads 0 to 3 in layers"),
         ([("L1H1", "L1H2.q")], r"nothing passes from layer 1 to layer 1; name a later layer"),
-        ([("L1H1", "L2H2")], r"is not a path: give such as"),
+        ([("L1H1", "L2H2")], r"is not a path: give a pair such as"),
         ([], r"give paths such as"),
     ):
         with pytest.raises(OptionError, match=said):
