@@ -119,6 +119,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         ),
         checks=tuple(checks),
         mended=facts.mended,
+        probe_length=tokens.shape[1],
     )
 
 

@@ -120,6 +120,7 @@ class Report:
     versions: str
     checks: tuple[Check, ...]
     mended: tuple[str, ...] = ()
+    probe_length: int = AT_LOADING  # in tokens
 
     @property
     def passed(self) -> bool:
