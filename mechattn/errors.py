@@ -1,4 +1,4 @@
-"""Errors, warnings and messages of mechattn; checks of arguments; and text that is safe to print."""
+"""Errors, warnings and messages of mechattn; checks of arguments; text that is safe to print."""
 
 import re
 import sys

@@ -22,8 +22,8 @@ def may_be_on_hub(name: str) -> bool:
 
 @contextmanager
 def asked_once(place: str) -> Iterator[None]:
-    """Ask once whether the hub answers. If it does not, the ``with`` block uses only files that were
-    downloaded before.
+    """Ask once whether the hub answers. If it does not, the ``with`` block uses only files that
+    were downloaded before.
 
     Without this, the client would ask six times for each file, which takes 24 s. Nothing is asked
     for a directory or file on this machine.

@@ -188,7 +188,7 @@ _TEXTS_TO_SPLIT = (
 
 
 def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
-    """Warn if the class of a tokenizer splits texts differently from the folder's tokenizer.json."""
+    """Warn if a tokenizer's class splits texts differently from the folder's tokenizer.json."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"

@@ -33,8 +33,8 @@ _lock_table_guard = Lock()
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """A model of TransformerLens. Functions that also accept a transformers model are annotated with
-    ``Any`` instead."""
+    """A model of TransformerLens. Functions that also accept a transformers model are annotated
+    with ``Any`` instead."""
 
     cfg: Any
     tokenizer: Any

@@ -133,8 +133,8 @@ def forward_to(
     the model allows this.
     """
     if position_ids is not None:
-        # Without a mask, transformers takes position ids with gaps for several packed sequences, and
-        # keeps these apart.
+        # Without a mask, transformers takes position ids with gaps for several packed sequences,
+        # and keeps these apart.
         options.setdefault("attention_mask", torch.ones_like(tokens))
         options["position_ids"] = position_ids
 

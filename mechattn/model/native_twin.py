@@ -1,5 +1,7 @@
-"""The twin of a hooked model: a transformers model without hooks that shares its parameters and runs
-the attention that transformers chooses for it."""
+"""The twin of a hooked model: a transformers model without hooks that shares its parameters.
+
+It runs the attention that transformers chooses for it.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def refuse_own_code(error: Exception, name: str) -> None:
     """Explain an error of transformers that refuses to run the checkpoint's code.
 
     Raises:
-        ModelError: The error is such a refusal. Only its text tells, as its class is ``ValueError``.
+        ModelError: The error is such a refusal. Only its text tells, because its class is
+            ``ValueError``.
     """
     if "custom code" in str(error):
         raise ModelError(

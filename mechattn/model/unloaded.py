@@ -1,4 +1,4 @@
-"""A tokenizer in place of a model, for work without weights: sequences, and answers from servers."""
+"""A tokenizer in place of a model, for sequences and servers' answers, which need no weights."""
 
 from __future__ import annotations
 

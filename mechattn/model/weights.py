@@ -61,7 +61,7 @@ _CHANGES = {
 
 
 def weights_hash(model: Any) -> str:
-    """A hash of the parameters and saved buffers of a model: their names, shapes, dtypes and values.
+    """A hash of a model's parameters and saved buffers: names, shapes, dtypes and values.
 
     Of a tensor with more than 2**20 numbers, evenly spaced ones are hashed.
     """

@@ -397,8 +397,8 @@ def _steps_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterat
         yield
 
 
-# By the name of TransformerLens's class. A subclass is not treated like its base class: it may select
-# the keys that a query sees, which the check on a short probe would not notice.
+# By the name of TransformerLens's class. A subclass is not treated like its base class: it may
+# select the keys that a query sees, which the check on a short probe would not notice.
 REPLACEMENTS: Mapping[str, Replacement] = {
     "PositionEmbeddingsAttentionBridge": _delegated,
     "_BitNetAttentionBridge": _delegated,

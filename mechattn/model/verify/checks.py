@@ -49,9 +49,9 @@ from mechattn.model.verify.verification import (
 )
 
 # The largest allowed difference of a probability. In float32, deeper layers accumulate rounding
-# errors: 4e-5 was seen with scores in the hundreds, while a wrong mask, scale or head gives at least
-# 0.01. In bfloat16 probabilities usually differ by 0.05, and by 0.18 with large scores (0.03 in
-# float16).
+# errors: 4e-5 was seen with scores in the hundreds, while a wrong mask, scale or head gives at
+# least 0.01. In bfloat16 probabilities usually differ by 0.05, and by 0.18 with large scores (0.03
+# in float16).
 KERNEL_TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 2e-4,
@@ -59,15 +59,15 @@ KERNEL_TOLERANCE = {
     torch.bfloat16: 3e-1,
 }
 
-# In float32 and float64, the largest allowed difference of a probability. Scores in the hundreds, as
-# in large models, are rounded by 3e-5, and later layers enlarge the effect: 4e-5 was seen in the
+# In float32 and float64, the largest allowed difference of a probability. Scores in the hundreds,
+# as in large models, are rounded by 3e-5, and later layers enlarge the effect: 4e-5 was seen in the
 # third of three wide layers. A wrong mask or scale gives 0.01.
 #
 # In half precision, the root mean square of a layer's differences, in units of that of its pattern.
-# The hooks' own scores are rounded to 8 or 11 bits, so a single probability may differ by 0.15 (0.04
-# in float16) although nothing is wrong. With 30 architectures and four toys the root mean square is
-# at most 0.042 (0.0085). A wrong window, sink, slope, head or rotation gives at least 0.12. A scale
-# that is 5 % off gives only 0.03, which a check in float32 notices.
+# The hooks' own scores are rounded to 8 or 11 bits, so a single probability may differ by 0.15
+# (0.04 in float16) although nothing is wrong. With 30 architectures and four toys the root mean
+# square is at most 0.042 (0.0085). A wrong window, sink, slope, head or rotation gives at least
+# 0.12. A scale that is 5 % off gives only 0.03, which a check in float32 notices.
 STREAMED_TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-4,
@@ -133,8 +133,8 @@ def check_streaming(model: HookedModel) -> Check:
 
 
 def check_fused(model: HookedModel) -> Check:
-    """Check that a fused kernel gives the logits of a pass with hooks, and its patterns as sums over
-    single queries."""
+    """Check that a fused kernel gives the logits of a pass with hooks, and its patterns as sums
+    over single queries."""
     return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
 
 

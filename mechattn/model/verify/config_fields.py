@@ -1,9 +1,9 @@
 """Checks that mechattn uses every configuration field about attention or knows it to be harmless.
 
-The probe compares patterns on a few tokens with the model's own, so it finds everything that changes
-the pattern of a short text. It cannot find what acts only on longer texts, such as a window, a
-chunk, a selection of keys, or a scale that depends on position. Each of these has a configuration
-field, and a model with an unknown field is refused.
+The probe compares patterns on a few tokens with the model's own, so it finds everything that
+changes the pattern of a short text. It cannot find what acts only on longer texts, such as a
+window, a chunk, a selection of keys, or a scale that depends on position. Each of these has a
+configuration field, and a model with an unknown field is refused.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ _REASONS: Mapping[str, str] = {
     ),
 }
 KNOWN = {name for names in _REASONS.values() for name in names.split()}
-# Fields that change which keys a query sees, or its scores, in an unsupported way: what they do, and
-# the values that turn them off.
+# Fields that change which keys a query sees, or its scores, in an unsupported way: what they do,
+# and the values that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "attention_chunk_size": ("queries see only the keys of their own chunk", (None,)),
     "attn_temperature_tuning": ("queries are scaled by position in long texts", (None, False, 0)),

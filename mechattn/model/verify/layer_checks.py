@@ -257,8 +257,8 @@ def _heads(probe: ProbedHooks) -> Check:
             reason = f"z {list(z.shape)} and W_O do not give an output of the heads' shape"
             return Check("heads", "limited", detail=f"{detail}: layer {layer}: {reason}")
 
-        # The two hooks differ in Gemma, where one is after the post-norm, and in BLOOM, where one is
-        # after the residual is added. The nearer one is the heads' output.
+        # The two hooks differ in Gemma, where one is after the post-norm, and in BLOOM, where one
+        # is after the residual is added. The nearer one is the heads' output.
         of_heads = total[0]
         nearest = min(outputs, key=lambda output: float((output - of_heads).abs().max()))
         pairs[layer] = (of_heads, nearest)
