@@ -1,5 +1,4 @@
-"""What is known of a checkpoint or toy before its weights are read: place, configuration and
-tokenizer."""
+"""The place, configuration and tokenizer of a checkpoint or toy, before its weights are read."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def load_model(
         OptionError: A dtype, device or GGUF file cannot be used, or an option cannot be applied to
             a model that already exists.
     """
-    hooked = _hooked(model, tokenizer, dtype, device, gguf_file, **options)
+    hooked = _as_hooked_model(model, tokenizer, dtype, device, gguf_file, **options)
     facts = known_facts(hooked)
     if verify:
         facts.to_verify = True
@@ -130,7 +130,7 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     if native is not None and not isinstance(native, torch.nn.Module):
         raise OptionError(f"native={native!r:.60}: give the transformers model")
 
-    hooked = _hooked(model, **options)
+    hooked = _as_hooked_model(model, **options)
     facts = replace(known_facts(hooked))  # a copy, which is kept only if no check raises
     facts.to_verify = True
     if native is not None:
@@ -207,7 +207,7 @@ def dtype_named(name: str) -> Dtype:
     return getattr(torch, name)
 
 
-def _hooked(
+def _as_hooked_model(
     model: Any,
     tokenizer: Any = None,
     dtype: Dtype = "auto",

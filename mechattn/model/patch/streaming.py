@@ -245,7 +245,7 @@ def _attention_function(
 
 
 def _unchanged(x: Tensor, *args: Any) -> Tensor:
-    """The first argument: takes the place of a hook or step that is left out."""
+    """The first argument, unchanged. It replaces a hook or step that is left out."""
     return x
 
 
