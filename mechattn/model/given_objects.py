@@ -16,8 +16,8 @@ _WHAT_TO_LOAD = (
 )
 _OTHER_INPUTS = ("vision_config", "audio_config", "image_config", "speech_config")
 _PROBE_LENGTH = 8  # tokens
-# Of the difference, in root mean squares of the logits. Both models run the same code on the same
-# weights, so it is rounding, even in half precision.
+# The largest allowed difference, in root mean squares of the logits. Both models run the same code
+# on the same weights, so they should differ by rounding alone.
 _TOLERANCE = 1e-2
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
