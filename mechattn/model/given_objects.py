@@ -35,7 +35,7 @@ def unwrapped_model(model: Any) -> Any:
         model = getattr(model.module, "_orig_mod", model.module)
     if hasattr(model, "merge_and_unload"):
         raise ModelError(
-            f"a {type(model).__name__} has adapters beside its weights: merge them, and pass "
+            f"a {type(model).__name__} has adapters besides its weights: merge them, and pass "
             "model.merge_and_unload()"
         )
 

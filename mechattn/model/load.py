@@ -159,12 +159,11 @@ def keep_verified(model: Any) -> None:
     facts = known_facts(model)
     if facts.state is not None:
         _notice_changes(model, facts, facts.state)
-    elif (
-        facts.report is not None and facts.to_verify
-    ):  # it failed: only the same probe can clear it
-        _verify(model, facts, facts.report.probe_length)
     elif facts.to_verify:
-        _verify(model, facts, AT_LOADING)
+        length = AT_LOADING
+        if facts.report is not None:  # it failed, and a shorter probe might not show it
+            length = facts.report.probe_length
+        _verify(model, facts, length)
 
 
 def known_facts(model: Any) -> ModelFacts:

@@ -52,7 +52,7 @@ def unhooked(model: Any) -> Any:
         return model
     warn(
         f"this {type(model).__name__} was hooked before: it is built again from its configuration"
-        " and hooked with the same weights; whatever else was changed on it is not in the new one"
+        " and hooked with the same weights; other changes to the object are lost"
     )
     try:
         return _rebuilt(model)
