@@ -1,5 +1,4 @@
-"""The errors that mechattn raises, all of them MechattnErrors, its warnings and messages; checks of
-arguments; and text as it is printed or quoted, without control characters and passwords."""
+"""Errors, warnings and messages of mechattn; checks of arguments; text that is safe to print."""
 
 import re
 import sys
@@ -8,19 +7,19 @@ import warnings
 from types import FrameType
 from typing import Any, get_args
 
-# Frames of these packages are passed over in the search of the user's line: run-time type checks
-# put some between ours.
+# The user's line is the first that belongs to none of these packages. Run-time type checks put
+# frames of beartype and jaxtyping between those of mechattn.
 _OURS = {"mechattn", "beartype", "jaxtyping"}
 _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_LONGEST_REASON = 300  # characters: some errors list every architecture
+_LONGEST_REASON = 300  # characters; some errors list every architecture
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
-# Everything that moves the cursor, colours, rings the bell or changes the writing direction;
-# newlines and tabs stay.
+# Everything that moves the cursor, colours, rings the bell or changes the writing direction, except
+# newlines and tabs.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @,
-# not a user.
+# A password may contain a slash that is not written as %2F. In an Azure URL (abfs://), the text
+# before the @ is a container, not a user.
 _USER = re.compile(
     r"(?<=://)(?<!abfs://)(?<!abfss://)"
     r"(?:[^/?#\s\"'<>:@]{0,1000}:[^\s\"'<>@]{0,1000}@|[^/?#\s\"'<>@]{0,1000}@)+"
@@ -29,10 +28,10 @@ _QUERY = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
 
 
 class MechattnError(Exception):
-    """An input cannot be used; the message says what was given, what was expected and what to do.
+    """The base class of all errors that mechattn raises.
 
-    Input quoted in a message may come from someone else's file, so control characters are escaped
-    and passwords removed.
+    The message says what was given, what was expected and what to do. It may quote someone else's
+    file, so control characters are escaped and passwords removed.
     """
 
     def __str__(self) -> str:
@@ -44,7 +43,7 @@ class ModelError(MechattnError):
 
 
 class RowError(ModelError):
-    """A row of a batch holds impossible values; ``row`` is its index."""
+    """A row of a batch has impossible values; ``row`` is its index."""
 
     def __init__(self, message: str, row: int) -> None:
         super().__init__(message)
@@ -68,12 +67,15 @@ class OptionError(MechattnError, ValueError):
 
 
 class MemoryOptionError(OptionError):
-    """What is asked for takes more memory than is allowed; the message says how much."""
+    """A request takes more memory than is allowed; the message says how much."""
 
 
 class ServerError(MechattnError):
     """A generation server cannot be reached, refuses a request, or serves another model than
-    expected; ``status`` is the HTTP status with which it answers, if that is the reason."""
+    expected.
+
+    ``status`` is the HTTP status of its answer, if that is the reason.
+    """
 
     status: int | None = None
 
@@ -87,11 +89,15 @@ class Interrupted(MechattnError):
 
 
 def check_counts(least: int = 1, most: int | None = None, **counts: Any) -> None:
-    """Refuse anything but whole numbers from ``least`` to ``most``, by the names of their
-    arguments.
+    """Refuse arguments that are not whole numbers from ``least`` to ``most``.
+
+    Args:
+        least: The smallest allowed number.
+        most: The largest allowed number, if there is one.
+        **counts: The values, by the names of the arguments.
 
     Raises:
-        OptionError: A value is none, such as True or 2.0, or lies outside.
+        OptionError: A value is not an ``int`` (True and 2.0 are not), or lies outside the limits.
     """
     limits = f"at least {least}"
     if most is not None:
@@ -103,11 +109,14 @@ def check_counts(least: int = 1, most: int | None = None, **counts: Any) -> None
 
 
 def check_choice(known: Any, **arguments: Any) -> None:
-    """Refuse anything but one of the known values, a ``Literal`` or a collection, by the names of
-    the arguments.
+    """Refuse arguments that are not among the known values.
+
+    Args:
+        known: A ``Literal`` or a collection.
+        **arguments: The values, by the names of the arguments.
 
     Raises:
-        OptionError: A value is not among them.
+        OptionError: A value is not known.
     """
     choices = get_args(known) or tuple(known)
     for name, value in arguments.items():
@@ -119,7 +128,7 @@ def memory_bytes(memory: str) -> int:
     """The number of bytes of a budget such as "2GiB".
 
     Raises:
-        OptionError: It is not written like that, or is less than a byte.
+        OptionError: It is not a number with the unit KiB, MiB or GiB, or is less than a byte.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
     count = 0
@@ -131,7 +140,7 @@ def memory_bytes(memory: str) -> int:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line that called mechattn, however many of our own calls lie between."""
+    """Warn at the user's line that called mechattn, however many internal calls lie between."""
     frame = sys._getframe(1)
     level = 2
     while frame.f_back is not None and _package_of(frame) in _OURS:
@@ -145,7 +154,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def reason(error: Exception) -> str:
-    """An error's class and the first line of its text, shortened."""
+    """An error's class and the first line of its text, shortened to 300 characters."""
     error_class = type(error).__name__
     lines = str(error).strip().splitlines()
     if not lines:
@@ -160,14 +169,14 @@ def say(message: str) -> None:
 
 
 def plain(text: str) -> str:
-    """A text with its control characters escaped, such as ``\\x1b[31m``, so that they do not act on
-    a terminal."""
+    """A text whose control characters are escaped, as in ``\\x1b[31m``, so that they have no effect
+    on a terminal."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def without_secrets(text: str) -> str:
-    """A text with user names, passwords and query strings (which hold keys and tokens) removed from
-    its URLs."""
+    """A text whose URLs have no user names, passwords or query strings, which may hold keys and
+    tokens."""
     return _QUERY.sub(r"\1…", _USER.sub("…@", text))
 
 
@@ -177,7 +186,8 @@ def shown(text: str) -> str:
 
 
 def visible(token: str) -> str:
-    """A token's text with newlines made visible, and a placeholder if it is blank."""
+    """A token's text with "⏎" for each newline; "·" if it is empty or has only zero-width
+    characters."""
     if not token.strip(_INVISIBLE):
         return "·"
     return token.replace("\n", "⏎")

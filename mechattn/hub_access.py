@@ -1,4 +1,4 @@
-"""The hub: which names it can have, and whether it answers, asked once."""
+"""Access to the hub: which names are possible there, whether it answers, and a model's commit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ _offline_switch = RLock()  # held while HF_HUB_OFFLINE, which all threads read, 
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether a name has the form of those on the hub, "name" or "owner/name": no absolute path
-    has it, and no path through several folders."""
+    """Whether a name is "name" or "owner/name", as names on the hub are.
+
+    An absolute path or a path through several folders is not.
+    """
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 @contextmanager
 def asked_once(place: str) -> Iterator[None]:
-    """Ask once whether the hub answers; if not, the ``with`` block finds only what was downloaded
-    before.
+    """Ask once whether the hub answers. If it does not, the ``with`` block uses only files that
+    were downloaded before.
 
-    Without this, the client would ask six times for each file, which takes 24 s. A directory or
-    file needs no hub, so nothing is asked for it.
+    Without this, the client would ask six times for each file, which takes 24 s. Nothing is asked
+    for a directory or file on this machine.
     """
     if os.path.exists(place):
         yield
@@ -34,9 +36,9 @@ def asked_once(place: str) -> Iterator[None]:
     with _offline_switch:
         offline = constants.HF_HUB_OFFLINE
         try:
-            # By the hub's own client, which knows the user's proxies.
+            # The hub's own client knows the user's proxies.
             get_session().head(constants.ENDPOINT, timeout=5)
-        except Exception:  # of whichever client it uses, and where the user chose to be offline
+        except Exception:  # its class depends on the client and on the user's offline setting
             constants.HF_HUB_OFFLINE = True
         try:
             yield
@@ -45,8 +47,10 @@ def asked_once(place: str) -> Iterator[None]:
 
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit of a model on the hub, or else of the one downloaded before; None if there is no
-    such model, or the name is that of a directory or file here."""
+    """The commit of a model on the hub or, if the hub does not answer, of the downloaded one.
+
+    None if there is no such model, or if the name is a directory or file on this machine.
+    """
     if os.path.exists(name) or not may_be_on_hub(name):
         return None
     from huggingface_hub import hf_hub_download
@@ -54,6 +58,6 @@ def hub_commit(name: str, revision: str | None = None) -> str | None:
     try:
         with asked_once(name):
             config = hf_hub_download(name, "config.json", revision=revision)
-    except (OSError, ValueError):  # no such model, or no name that a model can have
+    except (OSError, ValueError):  # there is no such model, or the hub does not allow the name
         return None
     return Path(config).parent.name  # …/snapshots/COMMIT/config.json

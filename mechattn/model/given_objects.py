@@ -1,5 +1,5 @@
-"""Model objects as people bring them: unwrapped, refused by what they are, or the text model of a
-multimodal one by itself, as questions here are texts."""
+"""Model objects that a user gives: unwrapped, refused if they are of another kind, and reduced to
+their text model if they are multimodal."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ _WHAT_TO_LOAD = (
 )
 _OTHER_INPUTS = ("vision_config", "audio_config", "image_config", "speech_config")
 _PROBE_LENGTH = 8  # tokens
-_TOLERANCE = 1e-2  # in root mean squares of the logits; both run the same code on the same weights
+# The largest allowed difference, in root mean squares of the logits. Both models run the same code
+# on the same weights, so they should differ by rounding alone.
+_TOLERANCE = 1e-2
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 def unwrapped_model(model: Any) -> Any:
-    """The model inside ``torch.compile`` or a data-parallel wrapper; its forward passes are not
-    compiled any more.
+    """The model inside ``torch.compile`` and data-parallel wrappers.
+
+    Its forward passes are no longer compiled.
 
     Raises:
-        ModelError: It is no causal language model, or has adapters; says what it is.
+        ModelError: It is not a causal language model of transformers, or it has adapters.
     """
     model = getattr(model, "_orig_mod", model)
     if type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
-        model = model.module
+        model = getattr(model.module, "_orig_mod", model.module)
     if hasattr(model, "merge_and_unload"):
         raise ModelError(
-            f"a {type(model).__name__} has adapters beside its weights: merge them, and pass "
+            f"a {type(model).__name__} has adapters besides its weights: merge them, and pass "
             "model.merge_and_unload()"
         )
 
@@ -40,16 +43,16 @@ def unwrapped_model(model: Any) -> Any:
         raise ModelError(f"a {type(model).__name__} is not a transformers model: it has no config")
     refuse_other_kinds(type(model).__name__, model.config)
     for module in model.modules():
-        # What model.compile() has set, which would compile our hooks as well.
+        # Set by model.compile(): it would compile our hooks as well.
         module._compiled_call_impl = None
     return model
 
 
 def refuse_other_kinds(class_name: str, config: Any) -> None:
-    """Refuse encoders, models without a head and classifiers, by the name of their class.
+    """Refuse encoders, encoder-decoders, classifiers and models without a head.
 
     Raises:
-        ModelError: Says what it is, and what to give.
+        ModelError: It is one of these, by its class name or its configuration.
     """
     from transformers.models.auto import modeling_auto
 
@@ -68,24 +71,26 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
 
 
 def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
-    """The model on a device, with parameters of a dtype; what it computes at loading, such as the
-    frequencies of RoPE, stays in float32, as ``from_pretrained(dtype=…)`` leaves it.
+    """The model on a device, with parameters of a dtype. None leaves either as it is.
+
+    Buffers that the model computes when it is made, such as the frequencies of RoPE, keep their
+    dtype, as with ``from_pretrained(dtype=…)``.
     """
-    computed = []
+    computed_buffers = []
     for module in hf_model.modules():
         for name in module._non_persistent_buffers_set:
             values = module._buffers[name]
             if values is not None:
-                computed.append((module, name, values))
+                computed_buffers.append((module, name, values))
 
     hf_model = hf_model.to(device=device, dtype=dtype)
-    for module, name, values in computed:
+    for module, name, values in computed_buffers:
         module._buffers[name] = values.to(device=device)
     return hf_model
 
 
 def warn_of_rounded_frequencies(hf_model: Any) -> None:
-    """Warn of rotary frequencies that were rounded before the model came here."""
+    """Warn if the user has rounded the model's rotary frequencies to half precision."""
     for name, values in hf_model.named_buffers():
         if name.endswith("inv_freq") and values.dtype in (torch.float16, torch.bfloat16):
             warn(
@@ -97,16 +102,16 @@ def warn_of_rounded_frequencies(hf_model: Any) -> None:
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether a configuration has a text model beside one of images or sounds."""
+    """Whether a configuration has a text model and one of images or sounds."""
     other_inputs = (getattr(config, name, None) for name in _OTHER_INPUTS)
     return getattr(config, "text_config", None) is not None and any(other_inputs)
 
 
 def multimodal_model(place: str, config: Any, **options: Any) -> Any:
-    """A multimodal checkpoint, loaded by its class.
+    """The transformers model of a multimodal checkpoint.
 
     Raises:
-        ModelError: transformers has no such class.
+        ModelError: transformers does not have the class that the configuration names.
     """
     import transformers
 
@@ -120,13 +125,14 @@ def multimodal_model(place: str, config: Any, **options: Any) -> Any:
 
 
 def text_model_of(model: Any) -> Any:
-    """The text model of a multimodal one, with the same parameters, and checked on a few tokens.
+    """The text model of a multimodal model, with the same parameters, checked on a few tokens.
 
-    Any other model, and one whose text part is no class of its own, is returned as it is.
+    Any other model is returned as it is, and so is one whose text part has no class that
+    TransformerLens can hook.
 
     Raises:
-        ModelError: The text model has other parameters or gives other logits, or lies on several
-            devices.
+        ModelError: The text model lacks a parameter or gives other logits, or the model is
+            dispatched over several devices.
     """
     if not is_multimodal(model.config):
         return model
@@ -161,7 +167,8 @@ def text_model_of(model: Any) -> Any:
 
 
 def _text_class(text_config: Any) -> Any | None:
-    """The causal language model of a text configuration, if TransformerLens can hook it."""
+    """The class of a text configuration's causal language model; None if TransformerLens cannot
+    hook it."""
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -172,7 +179,11 @@ def _text_class(text_config: Any) -> Any | None:
 
 
 def _text_model(model: Any, text_class: Any) -> Any:
-    """The text model, made without weights of its own and given those of the multimodal one."""
+    """The text model, made without weights and given the multimodal model's.
+
+    Raises:
+        ModelError: The multimodal model lacks one of its parameters.
+    """
     from accelerate import init_empty_weights
 
     config = model.config.text_config

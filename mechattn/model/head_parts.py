@@ -1,4 +1,4 @@
-"""What heads are made of: values, W_O and biases by head, whatever layout a bridge uses."""
+"""Values, W_O and biases of each head, whatever layout a bridge uses."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mechattn.model.hooked import (
 def mixed_values(
     model: HookedModel, layer: int, v: Float[Tensor, ...], pattern: Pattern
 ) -> Float[Tensor, "batch kv_head key d_head"] | None:
-    """The values that the pattern mixes, from hook_v; None if hook_v has an unknown layout."""
-    if v.ndim == 4 and is_latent(model, layer):  # there heads come before positions
+    """The values that the pattern mixes, from those at hook_v; None if their layout is unknown."""
+    if v.ndim == 4 and is_latent(model, layer):  # its hook_v has heads before positions
         v = rearrange(v, "batch head pos d_head -> batch pos head d_head")
     _, heads, _, keys = pattern.shape
     if v.ndim != 4 or v.shape[1] != keys or heads % v.shape[2]:
@@ -35,22 +35,11 @@ def mixed_values(
     return rearrange(v, "batch key kv_head d_head -> batch kv_head key d_head")
 
 
-def _clipped_and_normed(
-    model: HookedModel, layer: int, v: Float[Tensor, "batch key kv_head d_head"]
-) -> Float[Tensor, "batch key kv_head d_head"]:
-    """What some models do to values after their hook."""
-    limit = clip_of(model, layer)
-    if limit is not None:
-        v = v.clamp(-limit, limit)
-    norm = unwrapped(getattr(attention_module(model, layer), "v_norm", None))
-    if norm is not None:
-        v = norm(v)
-    return v
-
-
 def clip_of(model: HookedModel, layer: int) -> float | None:
-    """The bound at which a layer clips queries, keys and values after their hooks (some OLMo, MPT);
-    usually None."""
+    """The bound at which a layer clips queries, keys and values after their hooks.
+
+    None for most models; some OLMo and MPT models clip.
+    """
     module = attention_module(model, layer)
     config = getattr(module, "config", None)
     limit = getattr(module, "clip_qkv", None) or getattr(config, "clip_qkv", None)
@@ -58,15 +47,17 @@ def clip_of(model: HookedModel, layer: int) -> float | None:
 
 
 def norms_of_output(model: HookedModel, layer: int) -> dict[str, nn.Module]:
-    """The norms over all heads between the mixed values and W_O, by name; most models have none,
-    BitNet has one."""
+    """The norms over all heads between the mixed values and W_O, by name.
+
+    Most models have none; BitNet has one.
+    """
     module = attention_module(model, layer)
     if module is None:
         return {}
     width = model.cfg.n_heads * model.cfg.d_head
     norms = {}
     for name, child in module.named_children():
-        if name.startswith(("q", "k", "v")):  # norms of queries, keys and values
+        if name.startswith(("q", "k", "v")):  # it acts on queries, keys or values
             continue
         norm = unwrapped(child)
         weight = getattr(norm, "weight", None)
@@ -77,23 +68,26 @@ def norms_of_output(model: HookedModel, layer: int) -> dict[str, nn.Module]:
 
 
 def attention_module(model: HookedModel, layer: int) -> Any:
-    """The transformers attention module of a layer; None if there is none behind the hooks."""
+    """The transformers attention module of a layer; None if the layer does not wrap one."""
     return getattr(getattr(model.blocks[layer], "attn", None), "original_component", None)
 
 
 def kv_heads_of(model: HookedModel) -> int:
-    """How many heads of a layer have keys and values of their own."""
+    """The number of key-value heads in a layer."""
     return getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
 
 
 def is_latent(model: HookedModel, layer: int) -> bool:
-    """Whether the keys and values of a layer are made from a latent of lower rank (DeepSeek's
-    MLA)."""
+    """Whether a layer computes its keys and values from a latent of lower rank (DeepSeek's MLA)."""
     return getattr(attention_module(model, layer), "kv_lora_rank", None) is not None
 
 
 def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O by head, in the stored dtype."""
+    """W_O by head, in the stored dtype.
+
+    Raises:
+        TypeError: A layer with latents has an output projection that is not linear.
+    """
     attention: Any = model.blocks[layer].attn
     if not is_latent(model, layer):
         with weights_here(attention):
@@ -107,12 +101,13 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
 
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """From a head's z to its update of the residual stream: W_O, times Granite's factor.
+    """The weights that turn a head's z into its update of the residual stream.
 
-    In the model's dtype, to avoid a second copy of all layers; see :func:`in_working_dtype`.
+    They are W_O, times Granite's factor for the residual stream. They have the model's dtype, to
+    avoid a second copy of all layers; see :func:`in_working_dtype`.
 
     Raises:
-        ModelError: The heads of this model have no separate updates; says why.
+        ModelError: The heads of this model have no separate updates, or no W_O by head.
     """
     name = model.cfg.model_name
     quantised = None
@@ -131,7 +126,7 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
 
     try:
         w_o = output_projection(model, layer)
-    except Exception as error:  # an adapter that does not declare its output weights
+    except Exception as error:  # TransformerLens raises several classes if it cannot find W_O
         raise ModelError(
             f"layer {layer} of {name} has no W_O by head ({quantised or error})"
         ) from None
@@ -143,7 +138,7 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
             " [head, d_head, d_model]"
         )
 
-    # Granite multiplies what reaches the residual stream.
+    # Granite multiplies each update of the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
     if factor == 1:
         return w_o
@@ -157,6 +152,19 @@ def score_biases(
     b_q = _bias(model, layer, "b_Q", model.cfg.n_heads)
     b_k = _bias(model, layer, "b_K", kv_heads_of(model))
     return b_q, b_k
+
+
+def _clipped_and_normed(
+    model: HookedModel, layer: int, v: Float[Tensor, "batch key kv_head d_head"]
+) -> Float[Tensor, "batch key kv_head d_head"]:
+    """The values after the clip and norm that some models apply to them after hook_v."""
+    limit = clip_of(model, layer)
+    if limit is not None:
+        v = v.clamp(-limit, limit)
+    norm = unwrapped(getattr(attention_module(model, layer), "v_norm", None))
+    if norm is not None:
+        v = norm(v)
+    return v
 
 
 def _bias(model: HookedModel, layer: int, name: str, heads: int) -> Float[Tensor, "{heads} d_head"]:

@@ -1,5 +1,5 @@
-"""A hooked model: its interface, what mechattn records and sets on it, the lock that one thread at
-a time holds, and the devices on which accelerate has placed its weights."""
+"""A hooked model: its interface, the facts that mechattn keeps on it, its locks, and the devices on
+which accelerate has placed its weights."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from mechattn.model.verify.verification import Check, Report
     from mechattn.model.weights import State
 
-FACTS_NAME = "_mechattn"  # of the attribute of a model that holds our facts
+FACTS_NAME = "_mechattn"  # the attribute of a model that holds its ModelFacts
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Held while any model is made, as transformers and accelerate then modify torch.
+# Held while a model is made, because transformers and accelerate then modify torch.
 model_creation_lock = RLock()
 _SECONDS_BEFORE_WARNING = 10.0
-# By the configuration and the first parameter, so no lock is pickled or copied.
+# The lock of each configuration and each first parameter. It is not kept on the model, because a
+# lock cannot be pickled or copied.
 _locks = WeakIdKeyDictionary()
 _lock_table_guard = Lock()
 
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """A model of TransformerLens. Functions that also accept a transformers model have ``Any``
-    instead."""
+    """A model of TransformerLens. Functions that also accept a transformers model are annotated
+    with ``Any`` instead."""
 
     cfg: Any
     tokenizer: Any
@@ -66,18 +67,20 @@ def innermost(model: Any) -> Any:
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of a transformers text model, or of the one behind the hooks; None for a
-    ``HookedTransformer``."""
+    """The configuration of a transformers model, or of the one behind the hooks.
+
+    That of a multimodal model is its text model's. None for a ``HookedTransformer``.
+    """
     config = getattr(innermost(model), "config", None)
     return getattr(config, "text_config", None) or config
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    """All modules by their first names; a bridge itself leaves out those that it does not wrap,
-    such as dropout.
+    """All modules, each once, by the first of its names.
 
-    A bridge holds most modules under several names, and ``named_modules`` walks through each of
-    them at every level, which would take a tenth of a short run.
+    Those of the transformers model behind a bridge are included, because a bridge does not list
+    modules that it does not wrap, such as dropout. ``named_modules`` would take a tenth of a short
+    run: a bridge holds most modules under several names, and it walks through all of them.
     """
     modules: dict[str, nn.Module] = {}
     visited: set[int] = set()
@@ -99,12 +102,12 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
 
 
 def unwrapped(module: Any) -> Any:
-    """The transformers module behind a bridge; a module that is no bridge itself."""
+    """The transformers module that a bridge wraps; the module itself if it is not a bridge."""
     return getattr(module, "original_component", None) or module
 
 
 def rounding_of(model: Any, in_float32: float, in_half_precision: float) -> float:
-    """The error that may be rounding, by the dtype of the model's weights."""
+    """The one of two error bounds that holds for the dtype of the model's first parameter."""
     if next(model.parameters()).dtype in (torch.float32, torch.float64):
         return in_float32
     return in_half_precision
@@ -112,45 +115,49 @@ def rounding_of(model: Any, in_float32: float, in_half_precision: float) -> floa
 
 @contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on the object itself; a bridge would forward a plain assignment to the
-    module that it wraps."""
+    """Inside a ``with`` block, an attribute of an object has another value.
+
+    It is set on the object itself: a bridge would forward a plain assignment to the module that it
+    wraps.
+    """
     missing = object()
-    before = vars(owner).get(name, missing)
+    previous_value = vars(owner).get(name, missing)
     object.__setattr__(owner, name, value)
 
     try:
         yield
     finally:
-        if before is missing:
+        if previous_value is missing:
             object.__delattr__(owner, name)
         else:
-            object.__setattr__(owner, name, before)
+            object.__setattr__(owner, name, previous_value)
 
 
 @dataclass
 class ModelFacts:
-    """What is known about a model: how it was made, mended and verified; kept on the model
-    object."""
+    """How a model was made, mended and verified. It is kept on the model object."""
 
-    # The default warns that they may have been folded.
+    # The default is for models that were hooked elsewhere: their weights may have been folded.
     weights: Literal["raw", "random", "as given, perhaps processed"] = "as given, perhaps processed"
     revision: str | None = None  # the commit on the hub that the weights come from
     random_weights: Mapping[str, Any] | None = None  # the kind and seed of weights drawn at random
-    # A copy without hooks that shares the parameters; None if there cannot be one.
+    # The twin of model/native_twin.py, or the model that the user gave as ``native``; None if there
+    # cannot be one, and why not.
     native: Any = None
     why_not_native: str = ""
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
-    report: Report | None = None  # the last verification
+    report: Report | None = None  # of the last verification that passed, or that verify_model made
     # Whether row blocks, and sums of a fused kernel, give the hooks' numbers; None if not tried
     # yet.
     streaming: Check | None = None
     fused: Check | None = None
     weights_hash: str | None = None  # the last one
     hashed_versions: object = None  # of the weights, compared before that hash is used again
-    # Of the model when it last passed its verification; None if it has not.
+    # The model's state when it passed its last verification; None if it was never verified or its
+    # last verification failed.
     state: State | None = None
-    # By layers and rotary frequencies: the Rotations of model/positions.py.
+    # The Rotations of model/positions.py, by layers and rotary frequencies.
     rotations: dict[Any, Any] = field(default_factory=dict)
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
@@ -162,21 +169,20 @@ class ModelFacts:
 
 def facts_of(model: Any) -> ModelFacts | None:
     """The facts about ``model``; None for a model that has not gone through ``load_model``."""
-    # Not by getattr, as a bridge forwards missing names to the model that it wraps.
+    # getattr(model, …) would not do: a bridge forwards missing names to the model that it wraps.
     return getattr(model, "__dict__", {}).get(FACTS_NAME)
 
 
 def architecture_of(model: Any) -> str:
-    """The architecture of a hooked model, such as "LlamaForCausalLM"; "unknown" if it names
-    none."""
+    """The architecture of a hooked model, such as "LlamaForCausalLM", or "unknown"."""
     architecture = getattr(model.cfg, "architecture", None)
-    if architecture is None:  # of a HookedTransformer
+    if architecture is None:  # a HookedTransformer has it under another name
         architecture = getattr(model.cfg, "original_architecture", None)
     return str(architecture or "unknown")
 
 
 def limit_of(model: Any, check: str) -> str | None:
-    """Why a check at the last verification limits what can be measured; None if it does not."""
+    """Why this check limits what can be measured; None if it does not, or there is no report."""
     facts = facts_of(model)
     if facts is None or facts.report is None:
         return None
@@ -184,8 +190,8 @@ def limit_of(model: Any, check: str) -> str | None:
 
 
 def alone(function: Function) -> Function:
-    """Let a function whose first argument is a model run in one thread at a time per model, in eval
-    mode."""
+    """Decorate a function whose first argument is a model: only one thread at a time runs it with
+    that model, under the settings of ``measuring``."""
 
     @wraps(function)
     def run_alone(model: Any, *args: Any, **options: Any) -> Any:
@@ -195,38 +201,13 @@ def alone(function: Function) -> Function:
     return cast(Function, run_alone)
 
 
-class _DefaultFloat32:
-    """Makes float32 torch's default dtype as long as any thread measures: there is one default for
-    all threads, so the first sets it and the last brings back what was there."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.users = 0
-        self.before = torch.float32
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.users == 0:
-                self.before = torch.get_default_dtype()
-                torch.set_default_dtype(torch.float32)
-            self.users += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                torch.set_default_dtype(self.before)
-
-
-_default_float32 = _DefaultFloat32()
-
-
 @contextmanager
 def measuring(model: Any) -> Iterator[None]:
-    """Measure alike whatever the process has set, inside a ``with`` block.
+    """Inside a ``with`` block, numbers do not depend on the settings of the model or the process.
 
-    A hooked model is in eval mode, where dropout is off, and then as it was. Gradients can be
-    taken, numbers without a dtype are float32, and no other dtype is chosen for operations.
+    A hooked model is in eval mode, so dropout is off; afterwards it is as it was. Gradients can be
+    taken, the default dtype is float32, the default device is the CPU, and autocast is off on the
+    CPU and on CUDA.
     """
     training_modules = []
     if hasattr(model, "cfg") and isinstance(model, nn.Module):
@@ -252,7 +233,8 @@ def measuring(model: Any) -> Iterator[None]:
 
 @contextmanager
 def holding(model: Any) -> Iterator[None]:
-    """Hold the lock of a model inside a ``with`` block; a thread that has it may take it again."""
+    """Inside a ``with`` block, no other thread can hold the model. The same thread can hold it
+    again."""
     with ExitStack() as stack:
         for lock in _locks_of(model):
             if not lock.acquire(timeout=_SECONDS_BEFORE_WARNING):
@@ -268,21 +250,12 @@ def holding(model: Any) -> Iterator[None]:
         yield
 
 
-def _locks_of(model: Any) -> list[Any]:
-    """The locks of what a model may share with others, always in the same order, so that no two
-    threads block."""
-    if not isinstance(model, nn.Module):
-        return []
-    config = config_of(model)
-    first_parameter = next(model.parameters(), None)
-    owners = [owner for owner in (config, first_parameter) if owner is not None]
-    with _lock_table_guard:
-        return [_locks.setdefault(owner, RLock()) for owner in owners]
-
-
 def device_of(model: Any) -> torch.device:
-    """Where a model takes its tokens, or a layer its input: with its first weights, or where these
-    are brought to."""
+    """The device of a model's tokens, or of a layer's input.
+
+    It is that of the first parameter or, if this is offloaded, the device on which it is used; the
+    CPU if there are no parameters.
+    """
     for module in innermost(model).modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_meta:
@@ -292,7 +265,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
-    """A parameter or buffer of this name; if it is offloaded, what is stored of it."""
+    """The tensor of a parameter or buffer; if it is offloaded, its stored values."""
     if not tensor.is_meta:
         return tensor
     module_name, _, parameter_name = name.rpartition(".")
@@ -301,8 +274,10 @@ def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def weights_here(module: Any) -> Iterator[None]:
-    """Inside a ``with`` block, the offloaded weights of a module can be read; tensors taken then
-    remain."""
+    """Inside a ``with`` block, the offloaded weights of a module can be read.
+
+    A tensor that was read there can be used afterwards. Anything but a module is left alone.
+    """
     from accelerate.utils import align_module_device
 
     submodules = module.modules() if isinstance(module, nn.Module) else ()
@@ -313,8 +288,51 @@ def weights_here(module: Any) -> Iterator[None]:
         yield
 
 
+class _DefaultFloat32:
+    """Makes float32 torch's default dtype as long as any thread measures.
+
+    All threads share one default, so the first thread sets it and the last restores the previous
+    one.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.users = 0
+        self.previous_dtype = torch.float32
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.users == 0:
+                self.previous_dtype = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float32)
+            self.users += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                torch.set_default_dtype(self.previous_dtype)
+
+
+_default_float32 = _DefaultFloat32()
+
+
+def _locks_of(model: Any) -> list[Any]:
+    """The locks of the configuration and the first parameter, which models may share.
+
+    They are always taken in this order, so that two threads cannot wait for each other.
+    """
+    if not isinstance(model, nn.Module):
+        return []
+    config = config_of(model)
+    first_parameter = next(model.parameters(), None)
+    owners = [owner for owner in (config, first_parameter) if owner is not None]
+    with _lock_table_guard:
+        return [_locks.setdefault(owner, RLock()) for owner in owners]
+
+
 def _hook_of(module: Any) -> Any:
-    """The hook of accelerate that places a module's weights."""
+    """The hook with which accelerate places a module's weights."""
     hook = vars(module)["_hf_hook"]
     for inner in getattr(hook, "hooks", ()):
         if getattr(inner, "offload", False):

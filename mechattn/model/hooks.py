@@ -28,8 +28,8 @@ from mechattn.model.hooked import (
     weights_here,
 )
 
-# In this method a bridge computes a norm by the module of transformers, and again for the values of
-# the norm's two hooks (transformer-lens 3.9 to 4.3); where it is missing, nothing is saved.
+# The method in which a bridge computes a norm twice: with the module of transformers, and again for
+# the values of the norm's two hooks (transformer-lens 3.9 to 4.3). Without it nothing can be saved.
 _NORM_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"
 Hooks = list[tuple[str, Callable]]  # the name of each hook, and the function called there
 
@@ -40,17 +40,17 @@ def pattern_hook(layer: int) -> str:
 
 
 def attention_layers(model: HookedModel) -> list[int]:
-    """The layers that have attention, which in some models are not all."""
-    named = model.hook_dict  # rebuilt at each access, which takes a hundred microseconds per layer
-    return [layer for layer in range(model.cfg.n_layers) if pattern_hook(layer) in named]
+    """The layers that have attention. In some models not all have it."""
+    hook_dict = model.hook_dict  # rebuilt at each access, which takes 0.1 ms per layer
+    return [layer for layer in range(model.cfg.n_layers) if pattern_hook(layer) in hook_dict]
 
 
 def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> list[int]:
-    """The layers to measure, checked; by default all that have attention.
+    """The layers to measure, in order; all that have attention if ``layers`` is None.
 
     Raises:
         ModelError: No layer has attention.
-        OptionError: A layer is no whole number or has no attention, or none is chosen.
+        OptionError: ``layers`` is empty, or one of them is not a whole number or has no attention.
     """
     with_attention = attention_layers(model)
     if not with_attention:
@@ -85,7 +85,7 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
     full attention.
 
     Raises:
-        ModelError: The layer has another kind of attention, such as chunks.
+        ModelError: The layer's kind of attention is unknown, such as attention in chunks.
     """
     config = config_of(model) or model.cfg
     particulars = particulars_of(model)
@@ -107,8 +107,10 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
 
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
-    """The score of each head's learned sink (GPT-OSS), which takes part of every row; None in a
-    layer without sinks."""
+    """The score of each head's learned sink, as in GPT-OSS; None in a layer without sinks.
+
+    A sink gets part of the attention of every query.
+    """
     module = unwrapped(model.blocks[layer].attn)
     with weights_here(module):
         sinks = getattr(module, "sinks", None)
@@ -125,11 +127,14 @@ def forward_to(
     position_ids: Tokens | None = None,
     **options: Any,
 ) -> None:
-    """A forward pass that computes nothing after layer ``last`` and logits of one position, and
-    keeps no cache."""
+    """A forward pass that stops after layer ``last`` and keeps no cache.
+
+    If ``last`` is the model's last layer, logits are computed as well, at the last position only if
+    the model allows this.
+    """
     if position_ids is not None:
-        # Without a mask, transformers treats position ids with gaps as several packed sequences and
-        # separates them.
+        # Without a mask, transformers takes position ids with gaps for several packed sequences,
+        # and keeps these apart.
         options.setdefault("attention_mask", torch.ones_like(tokens))
         options["position_ids"] = position_ids
 
@@ -149,7 +154,7 @@ def forward_to(
 def logits_and_values(
     model: HookedModel, tokens: Tokens, names: Iterable[str]
 ) -> tuple[Float[Tensor, "... pos d_vocab"], dict[str, Tensor]]:
-    """The logits of a pass, and the values at the hooks of these names."""
+    """The logits of a forward pass, and the tensors at the hooks with these names."""
     activations: dict[str, Tensor] = {}
 
     def keep(value: Any, hook: Any, name: str) -> None:
@@ -164,13 +169,15 @@ def logits_and_values(
 
 
 def few_tokens(model: Any, count: int) -> Int[Tensor, "1 pos"]:
-    """Tokens 5, 6 … to try a hooked model or a transformers model on: the first tokens of a
-    vocabulary are often special."""
+    """Tokens 5, 6 … on which a hooked model or a transformers model is tried.
+
+    The first tokens of a vocabulary are left out, because they are often special.
+    """
     return torch.arange(5, 5 + count, device=device_of(model))[None]
 
 
 def without_cache(model: HookedModel) -> dict[str, bool]:
-    """The option that stops a forward pass from caching keys and values, if the model has one."""
+    """The option with which a forward pass keeps no cache; none if the model has no such option."""
     if "use_cache" not in _options_taken(model):
         return {}
     return {"use_cache": False}
@@ -179,8 +186,8 @@ def without_cache(model: HookedModel) -> dict[str, bool]:
 def last_logits_only(model: Any) -> dict[str, int]:
     """The option to compute logits at the last position only, for a model with ``logits_to_keep``.
 
-    Not where the last layers read the keys of earlier ones (Gemma 4): then transformers also runs
-    these layers at that position only, and the other rows of their attention are missing.
+    There is none for a model whose last layers read the keys of earlier ones (Gemma 4): with it,
+    transformers would run these layers at the last position only, too.
     """
     if getattr(config_of(model), "num_kv_shared_layers", 0):
         return {}
@@ -188,7 +195,11 @@ def last_logits_only(model: Any) -> dict[str, int]:
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
-    """The layers of a hooked model or a transformers model."""
+    """The layers of a hooked model or a transformers model.
+
+    Raises:
+        ModelError: The model has no list of layers.
+    """
     hooked = getattr(model, "blocks", None)
     if hooked is not None:
         return hooked
@@ -212,34 +223,29 @@ def block_of(model: Any, layer: int) -> Any:
 
 @dataclass
 class RequiredCall:
-    """A call that must happen while a layer runs; ``check``, a hook of the layer, refuses a layer
-    that has run without it."""
+    """A call that must happen while a layer runs.
+
+    ``check`` is a forward hook of the layer. It refuses a layer that has run without the call.
+    """
 
     refusal: str
     called: bool = False
 
     def check(self, block: Any, args: Any, output: Any) -> None:
-        """After the layer has run, raise ``refusal`` if the call did not happen."""
+        """Raise ``refusal`` as a ``ModelError`` if the call did not happen."""
         if not self.called:
             raise ModelError(self.refusal)
         self.called = False  # for the next pass
 
 
-def _options_taken(model: HookedModel) -> set[str]:
-    """The argument names of the inner transformers model's forward pass; none without such a
-    model."""
-    original = original_of(model)
-    if original is None:
-        return set()
-    return set(inspect.signature(original.forward).parameters)
-
-
 @contextmanager
 def norms_once(model: Any) -> Iterator[None]:
-    """Inside a ``with`` block, compute a bridge's norms once, with the model's own module, to the
-    same numbers."""
-    # The norms of the model, its blocks and their parts; a search for deeper ones would cost more
-    # than they do.
+    """Inside a ``with`` block, a bridge computes each norm once, with the same result.
+
+    It is computed with the module of transformers.
+    """
+    # The norms of the model, its blocks and their parts. A search for deeper ones would take longer
+    # than it saves.
     owners = [model, *model.blocks]
     for block in model.blocks:
         owners += block.children()
@@ -254,22 +260,31 @@ def norms_once(model: Any) -> Iterator[None]:
         yield
 
 
-def _norm_once(
-    norm: Any, norm_twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
-) -> Float[Tensor, "*batch channel"]:
-    """The norm by its own module, unless a hook inside it is watched."""
-    for point in (norm.hook_scale, norm.hook_normalized):
-        if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
-            return norm_twice(x)
-    return norm.original_component(x).to(x.dtype)
-
-
 def split_heads(
     joint: Float[Tensor, "batch pos *rest"], heads: int
 ) -> Float[Tensor, "batch pos {heads} d_head"]:
-    """Queries, keys, values or z of each head, however a bridge splits the last dimensions."""
+    """Queries, keys, values or z by head, however a bridge splits the last dimensions."""
     if joint.ndim == 4 and joint.shape[2] == heads:
         return joint
     return rearrange(
         joint.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads
     )
+
+
+def _options_taken(model: HookedModel) -> set[str]:
+    """The argument names of the forward pass of the transformers model behind the hooks; none for
+    a ``HookedTransformer``."""
+    original = original_of(model)
+    if original is None:
+        return set()
+    return set(inspect.signature(original.forward).parameters)
+
+
+def _norm_once(
+    norm: Any, norm_twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
+) -> Float[Tensor, "*batch channel"]:
+    """The output of a norm's own module, or of ``norm_twice`` if a hook inside the norm is used."""
+    for point in (norm.hook_scale, norm.hook_normalized):
+        if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
+            return norm_twice(x)
+    return norm.original_component(x).to(x.dtype)

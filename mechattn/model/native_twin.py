@@ -1,5 +1,7 @@
-"""The twin of a hooked model: a transformers model without hooks that shares its parameters and runs
-its own attention."""
+"""The twin of a hooked model: a transformers model without hooks that shares its parameters.
+
+It runs the attention that transformers chooses for it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ WRAPPED = re.compile(r"\._?original_component")
 
 
 def keep_twin(model: Any, facts: ModelFacts) -> None:
-    """Keep a new twin of a hooked model among its facts, or the reason why there is none."""
+    """Keep a new twin of a hooked model in its facts, or the reason why there is none."""
     facts.native = None
     facts.why_not_native = ""
     original = original_of(model)
@@ -37,9 +39,11 @@ def keep_twin(model: Any, facts: ModelFacts) -> None:
 
 
 def unhooked(model: Any) -> Any:
-    """The model; one that was loaded before is rebuilt with the same parameters, because
-    TransformerLens replaces the modules of a model that it hooks. A warning says so, as other
-    changes of the object, such as a function that was replaced, are left behind.
+    """A transformers model without hooks: the given one, or a rebuilt one if it was hooked before.
+
+    It is rebuilt with the same parameters, because TransformerLens replaces the modules of a model
+    that it hooks. Other changes to the object, such as a replaced function, are lost, so a warning
+    says so.
 
     Raises:
         ModelError: It was hooked before, and cannot be rebuilt.
@@ -48,7 +52,7 @@ def unhooked(model: Any) -> Any:
         return model
     warn(
         f"this {type(model).__name__} was hooked before: it is built again from its configuration"
-        " and hooked with the same weights; whatever else was changed on it is not in the new one"
+        " and hooked with the same weights; other changes to the object are lost"
     )
     try:
         return _rebuilt(model)
@@ -63,7 +67,7 @@ def _rebuilt(original: Any) -> Any:
     """A model of the same class and configuration with the same parameters.
 
     Raises:
-        LookupError: TransformerLens has left a parameter out.
+        LookupError: The given model lacks a parameter, because TransformerLens left it out.
     """
     from accelerate import init_empty_weights
 
@@ -78,11 +82,11 @@ def _rebuilt(original: Any) -> Any:
         *original.named_buffers(remove_duplicate=False),
         *original.named_parameters(remove_duplicate=False),
     ]
-    # Under the names that parameters had before TransformerLens wrapped their modules.
+    # By the names that the parameters had before TransformerLens wrapped their modules.
     shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
     twin.load_state_dict(shared, strict=False, assign=True)
     twin.tie_weights()
-    # A new model's settings are those of its configuration, which lacks end tokens that only
+    # A new model takes its settings from its configuration, which lacks end tokens that only
     # generation_config.json names.
     twin.generation_config = getattr(original, "generation_config", None)
 
@@ -90,7 +94,7 @@ def _rebuilt(original: Any) -> Any:
         if tensor.is_meta and name not in shared:
             raise LookupError(f"the hooked model has no parameter named {name}")
 
-    # Buffers that are not saved with a model are not in its state_dict either.
+    # load_state_dict leaves out buffers that are not saved with a model.
     device = device_of(original)
     for name, buffer in twin.named_buffers():
         if name in shared:
@@ -103,8 +107,8 @@ def _rebuilt(original: Any) -> Any:
 
 
 def _dispatch_like(original: Any, twin: Any) -> None:
-    """Move the twin's activations, and bring its weights from where they are offloaded, as the
-    original's are."""
+    """Give the twin copies of accelerate's hooks on the original, which move activations between
+    devices and load offloaded weights."""
     from accelerate.hooks import add_hook_to_module
     from accelerate.utils import PrefixedDataset
 
@@ -117,21 +121,22 @@ def _dispatch_like(original: Any, twin: Any) -> None:
         if name in hooks:
             add_hook_to_module(module, _copied(hooks[name]))
         elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            # TransformerLens has split or renamed this module, so a hook that reads the weights of
-            # all modules is given its name.
-            of_all = next(
+            # TransformerLens has split or renamed this module in the original, so no hook has its
+            # name. The dataset of any offloading hook holds the weights of all modules.
+            offloading_hook = next(
                 hook
                 for hook in hooks.values()
                 if getattr(hook, "offload", False) and hasattr(hook.weights_map, "dataset")
             )
-            renamed = _copied(of_all)
-            renamed.weights_map = PrefixedDataset(of_all.weights_map.dataset, f"{name}.")
-            add_hook_to_module(module, renamed)
+            renamed_hook = _copied(offloading_hook)
+            weights = offloading_hook.weights_map.dataset
+            renamed_hook.weights_map = PrefixedDataset(weights, f"{name}.")
+            add_hook_to_module(module, renamed_hook)
 
 
 def _copied(hook: Any) -> Any:
-    """The hook, or the sequence of hooks, for another module."""
-    copied = copy.copy(hook)
+    """A copy of a hook of accelerate, or of a sequence of hooks, for another module."""
+    hook_copy = copy.copy(hook)
     if hasattr(hook, "hooks"):
-        copied.hooks = tuple(map(_copied, hook.hooks))
-    return copied
+        hook_copy.hooks = tuple(map(_copied, hook.hooks))
+    return hook_copy

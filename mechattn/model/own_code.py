@@ -1,10 +1,10 @@
 """Trust: a checkpoint does not run its own code unless the user allows it.
 
-No option does this: for some architectures TransformerLens imports the checkpoint's code whatever
-``trust_remote_code`` says, and transformers asks on standard input if the option is left open. So
-we wrap the functions of transformers that ask and that import code, once and permanently. The
-wrappers act only in the thread and the ``with`` block of one of our loads; other code that loads a
-model in this process is not affected.
+No option does this. For some architectures TransformerLens imports the checkpoint's code whatever
+``trust_remote_code`` says, and transformers asks on standard input if the option is not given. So
+the functions of transformers that ask or import code are wrapped, once and permanently. The
+wrappers act only in the thread and the ``with`` block of a load by mechattn; other code that loads
+a model in this process is not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from mechattn.errors import ModelError
 
-# A cached function may run twice if two threads call it for the first time.
+# Held around ``_wrap_transformers``: a cached function runs twice if two threads call it at once.
 _wrapping = Lock()
 
 # Whether a checkpoint's own code may run; None outside our loads.
@@ -31,24 +31,27 @@ def as_trusted(trust_remote_code: bool | None) -> Iterator[None]:
     it, without asking on the terminal."""
     with _wrapping:
         _wrap_transformers()
-    before = _own_code_allowed.set(trust_remote_code is True)
+    token = _own_code_allowed.set(trust_remote_code is True)
     try:
         yield
     finally:
-        _own_code_allowed.reset(before)
+        _own_code_allowed.reset(token)
 
 
 def is_of_own_code(model: Any) -> bool:
-    """Whether the class of a model comes from its checkpoint, whose code the user has then allowed
-    to run."""
+    """Whether the class of a model comes from its checkpoint's own code.
+
+    The model exists, so the user has allowed this code to run.
+    """
     return type(model).__module__.startswith("transformers_modules")
 
 
 def refuse_own_code(error: Exception, name: str) -> None:
-    """Raise our own error if transformers refused to run the checkpoint's code.
+    """Explain an error of transformers that refuses to run the checkpoint's code.
 
     Raises:
-        ModelError: It did, which only the text of its ``ValueError`` tells.
+        ModelError: The error is such a refusal. Only its text tells, because its class is
+            ``ValueError``.
     """
     if "custom code" in str(error):
         raise ModelError(
@@ -59,7 +62,7 @@ def refuse_own_code(error: Exception, name: str) -> None:
 
 @cache
 def _wrap_transformers() -> None:
-    """Wrap the functions of transformers that import code or ask, for the whole process."""
+    """Wrap the functions of transformers that import code or ask, for the rest of the process."""
     from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
@@ -72,7 +75,11 @@ def _wrap_transformers() -> None:
 
 
 def _refuse_code(load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a function that imports code gives, unless the user has not allowed it."""
+    """Call a function that imports a checkpoint's code, unless a load is not allowed to.
+
+    Raises:
+        ModelError: The user has not allowed this load to run the code.
+    """
     if _own_code_allowed.get() is False:
         raise ModelError(
             "the checkpoint has its own code, which is run only with trust_remote_code=True"
@@ -83,7 +90,7 @@ def _refuse_code(load: Callable[..., Any], *arguments: Any, **options: Any) -> A
 def _decide(
     resolve: Callable[..., Any], trust: bool | None, *arguments: Any, **options: Any
 ) -> Any:
-    """The decision about code, without a question inside our loads."""
+    """Decide whether code is trusted, without asking during a load by mechattn."""
     if trust is None:
         trust = _own_code_allowed.get()
     return resolve(trust, *arguments, **options)

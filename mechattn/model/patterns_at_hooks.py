@@ -1,5 +1,5 @@
-"""A forward pass that shows the attention pattern of each layer at its hook, and the refusal of an
-impossible pattern."""
+"""A forward pass that reads the attention pattern of each layer at its hook, and a check that
+refuses an impossible pattern."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from mechattn.model.head_parts import mixed_values
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import Hooks, forward_to, pattern_hook, sinks_of
 
-_NO_MASS = 1e-6  # attention up to this is rounding
+_NO_MASS = 1e-6  # smaller attention is rounding
+Scores = Float[Tensor, "batch head query key"]
+# Called with a layer, its pattern, and the values that the pattern mixes.
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
 
@@ -31,21 +33,21 @@ def forward_with_patterns(
     position_ids: Tokens | None = None,
     last: int | None = None,
 ) -> None:
-    """A forward pass that shows the pattern of each layer.
+    """A forward pass that calls a function with the pattern of each layer.
 
     Args:
         model: A hooked model.
         tokens: The tokens, padded on the right.
-        real: Which of them are no padding.
-        layers: The layers to show.
-        see: Called with each layer, its pattern, and the values that the pattern mixes (None if the
-            layer's hook_v has an unknown layout).
-        edge_masks: By layer, the edges of attention that are cut.
-        position_ids: The model's own by default.
+        real: Which of them are not padding.
+        layers: The layers to read.
+        see: Called with each layer, its pattern, and the values that the pattern mixes. The values
+            are None if the layer has no hook_v, or one of an unknown layout.
+        edge_masks: By layer, the edges of attention to cut.
+        position_ids: The position ids; by default the model's own.
         last: The layer after which the pass stops; by default the last of ``layers``.
     """
     values: dict[int, Tensor] = {}
-    existing_hooks = model.hook_dict
+    hook_dict = model.hook_dict
     fwd_hooks: Hooks = []
 
     for layer, edge_mask in (edge_masks or {}).items():
@@ -63,7 +65,7 @@ def forward_with_patterns(
 
     for layer in layers:
         hook_v = f"blocks.{layer}.attn.hook_v"
-        if hook_v in existing_hooks:
+        if hook_v in hook_dict:
             fwd_hooks.append((hook_v, partial(keep_values, layer=layer)))
         fwd_hooks.append((pattern_hook(layer), partial(show_pattern, layer=layer)))
 
@@ -73,17 +75,6 @@ def forward_with_patterns(
     if last is None:
         last = max(layers)
     forward_to(model, tokens, last, fwd_hooks, position_ids, **options)
-
-
-def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
-    """The pairs of positions whose edge is cut."""
-    positions = torch.arange(edge_mask.keys.shape[1], device=edge_mask.keys.device)
-    return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
-
-
-def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any) -> Pattern:
-    """Cut edges of a layer before the softmax."""
-    return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
 
 
 def check_pattern(
@@ -97,13 +88,13 @@ def check_pattern(
     """Refuse an impossible pattern.
 
     Raises:
-        RowError: A row does not sum to 1 (with learned sinks, to more than 1).
-        ModelError: A query gives attention to a key that it cannot see.
+        RowError: A query's attention does not sum to 1 or, with learned sinks, sums to more than 1.
+        ModelError: A query gives attention to a key that it cannot see, or across a cut edge.
     """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
     least = 0.99 if sinks_of(model, layer) is None else -0.01
-    is_bad = ~((sums < 1.01) & (sums > least))  # NaN is bad, too
+    is_bad = ~((sums < 1.01) & (sums > least))  # true for NaN, too
     if is_bad.any():
         row, head, query = is_bad.nonzero()[0].tolist()
         raise RowError(
@@ -113,7 +104,7 @@ def check_pattern(
             row,
         )
 
-    strongest = pattern.amax(1)  # of the heads
+    strongest = pattern.amax(1)  # over the heads
     if edge_mask is not None and (strongest * _unseen(edge_mask)).max() > _NO_MASS:
         raise ModelError(
             f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
@@ -129,3 +120,14 @@ def check_pattern(
             f"layer {layer}: a query gives {float(stray_mass):.2g} to a key that it should not see"
             f" ({mask}); the mask is not the model's"
         )
+
+
+def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
+    """The pairs of query and key whose edge is cut."""
+    positions = torch.arange(edge_mask.keys.shape[1], device=edge_mask.keys.device)
+    return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
+
+
+def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Scores, hook: Any) -> Scores:
+    """Scores of a layer without its cut edges, before the softmax."""
+    return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)

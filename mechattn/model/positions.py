@@ -1,5 +1,5 @@
-"""How a model counts positions: the length at which its frequencies change, which position ids it
-takes, and how each layer rotates its queries and keys, found among its frequencies by trying them.
+"""How a model counts positions: the length at which its frequencies change, the position ids that
+it takes, and how each layer rotates its queries and keys.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from mechattn.model.patterns_at_hooks import forward_with_patterns
 
 _TRIED_LENGTH = 6  # tokens on which position ids are tried
 _ROTATED_LENGTH = 16  # tokens whose queries and keys are compared
-_FAR = 1000  # positions by which these are moved, so that slow frequencies matter too
+_FAR = 1000  # positions by which these tokens are moved, so that slow frequencies matter too
 # The largest differences from rounding, in float32 and in half precision.
 _ROUNDING = (1e-3, 0.1)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The number of positions up to which a model uses its frequencies for short texts; beyond it
-    uses others.
+    """A length at which a model changes its frequencies.
 
-    In "longrope" there is a second set of factors, and transformers uses the set for the longest
-    row on the whole batch. In "dynamic" (NTK) the frequencies of a long text are those of the
-    longest text that was read so far.
+    In a "longrope" model, texts up to this length have one set of factors, and longer texts have
+    another. transformers uses the set of the longest row for the whole batch. In a "dynamic" (NTK)
+    model, the frequencies of a longer text are those of the longest text that was read so far.
     """
 
-    at: int
+    at: int  # the number of positions of the longest short text
     kind: Literal["longrope", "dynamic"]
 
     def side(self, positions: int) -> Literal["short", "long"]:
-        """The factors for a row of this length."""
+        """Which factors a row of this length has."""
         return "long" if positions > self.at else "short"
 
     def __str__(self) -> str:
@@ -60,15 +59,16 @@ class Boundary:
 
 
 def boundary_of(model: Any) -> Boundary | None:
-    """The boundary of a hooked model or a transformers model, from its configuration; None for
-    most.
+    """The boundary of a hooked model or a transformers model, from its configuration.
+
+    None for most models.
 
     Raises:
-        ModelError: Its layers have different ones.
+        ModelError: The layers have different boundaries.
     """
     config = config_of(model)
-    stated = [_boundary(settings, config) for settings in _rope_settings(config)]
-    boundaries = {boundary for boundary in stated if boundary is not None}
+    stated_boundaries = [_boundary(settings, config) for settings in _rope_settings(config)]
+    boundaries = {boundary for boundary in stated_boundaries if boundary is not None}
     if len(boundaries) > 1:
         lengths = ", ".join(f"{at:,}" for at in sorted(boundary.at for boundary in boundaries))
         raise ModelError(
@@ -78,9 +78,61 @@ def boundary_of(model: Any) -> Boundary | None:
     return next(iter(boundaries), None)
 
 
+def takes_position_ids(model: HookedModel) -> bool:
+    """Whether the model takes position ids and its attention depends on them.
+
+    This is tried on a few tokens.
+    """
+    ids = torch.arange(_TRIED_LENGTH, device=device_of(model))
+    last_layer = hooks.attention_layers(model)[-1]
+    change = _change_of_pattern(model, last_layer, ids, 3 * ids)
+    return change is not None and change != 0
+
+
+def takes_negative_ids(model: HookedModel) -> bool:
+    """Whether negative position ids work like any others.
+
+    They do in a model with rotary frequencies whose attention depends only on differences of
+    position ids, which is tried on a few tokens. Negative ids themselves are not tried: if a model
+    looks one up in a table on a GPU, all later calls of the process fail.
+    """
+    if not _frequencies(model):
+        return False
+    ids = torch.arange(2 * _TRIED_LENGTH, device=device_of(model))
+    first_layer = hooks.attention_layers(model)[0]
+    change = _change_of_pattern(model, first_layer, ids, ids + _TRIED_LENGTH)
+    return change is not None and change <= rounding_of(model, *_ROUNDING)
+
+
+class Rotations(NamedTuple):
+    """How the layers of a model rotate queries and keys."""
+
+    by_layer: dict[int, Rotation]  # of the layers whose rotation is known
+    why_unknown: str = ""  # why that of other layers is unknown; "" if there are none
+
+
+def rotations_of(model: HookedModel, layers: Sequence[int]) -> Rotations:
+    """The rotation of each layer in which it is known, and why it is unknown in the others.
+
+    A few tokens are read twice, the second time at positions that are all larger by the same
+    number. A rotation is right for a layer if it turns the first queries and keys into the second
+    ones. No rotation does if positions are learned, because they change the hidden states. With
+    ALiBi, queries and keys are not rotated at all (``NO_ROTATION``).
+
+    The result is kept on the model until its frequencies change, because trying takes as long as a
+    short prompt and synchronises with the GPU in each layer.
+    """
+    frequencies = _frequencies(model)
+    facts = facts_of(model) or ModelFacts()
+    key = (*layers, *frequencies)
+    if key not in facts.rotations:
+        facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
+    rotations: Rotations = facts.rotations[key]
+    return rotations
+
+
 def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The RoPE settings, for all layers or for each kind of them, under the new name or the old
-    one."""
+    """The RoPE settings of all layers or of each kind of layer, under the new or the old name."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None)
         if isinstance(settings, Mapping):
@@ -89,7 +141,7 @@ def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
-    """The boundary that some RoPE settings state; None for most."""
+    """The boundary in RoPE settings; None if they have none."""
     kind = str(settings.get("rope_type") or settings.get("type") or "")
     longest = getattr(config, "max_position_embeddings", None)
     if "dynamic" in kind and longest:
@@ -103,34 +155,13 @@ def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
     return None
 
 
-def takes_position_ids(model: HookedModel) -> bool:
-    """Whether the model's attention depends on the given position ids, tried on a few tokens."""
-    ids = torch.arange(_TRIED_LENGTH, device=device_of(model))
-    last_layer = hooks.attention_layers(model)[-1]
-    change = _change_of_pattern(model, last_layer, ids, 3 * ids)
-    return change is not None and change != 0
-
-
-def takes_negative_ids(model: HookedModel) -> bool:
-    """Whether attention depends only on differences of position ids, and none of them is looked up,
-    so that negative ids work like any others.
-
-    Negative ids themselves are not tried: a table that is read at one on a GPU makes all later
-    calls of the process fail.
-    """
-    if not _frequencies(model):
-        return False
-    ids = torch.arange(2 * _TRIED_LENGTH, device=device_of(model))
-    first_layer = hooks.attention_layers(model)[0]
-    change = _change_of_pattern(model, first_layer, ids, ids + _TRIED_LENGTH)
-    return change is not None and change <= rounding_of(model, *_ROUNDING)
-
-
 def _change_of_pattern(
     model: HookedModel, layer: int, ids: Int[Tensor, " pos"], other_ids: Int[Tensor, " pos"]
 ) -> float | None:
-    """The largest change of a layer's pattern when the same few tokens get other position ids; None
-    if the model takes none."""
+    """The largest change of a layer's pattern if a few tokens get other position ids.
+
+    None if the model takes no position ids.
+    """
     tokens = hooks.few_tokens(model, len(ids))
     real = torch.ones_like(tokens)
     patterns: list[Float[Tensor, "1 head query key"]] = []
@@ -143,41 +174,23 @@ def _change_of_pattern(
             forward_with_patterns(model, tokens, real, [layer], see, position_ids=given_ids[None])
     except (TypeError, ValueError):
         return None
-    before, after = patterns
-    return float((after - before).abs().max())
+    pattern, other_pattern = patterns
+    return float((other_pattern - pattern).abs().max())
 
 
-class Rotations(NamedTuple):
-    """How the layers of a model rotate queries and keys."""
-
-    by_layer: dict[int, Rotation]  # of the layers where it is known
-    why_unknown: str = ""  # in the others, in words; nothing to say if there are none
-
-
-def rotations_of(model: HookedModel, layers: Sequence[int]) -> Rotations:
-    """The rotation of each layer where it is known, and why it is unknown elsewhere.
-
-    A few tokens are read twice, the second time at positions that are all larger by the same
-    number. A rotation is right for a layer if it turns the first queries and keys into the second
-    ones. None does if positions are learned, because they change the hidden states. ALiBi leaves
-    queries and keys alone: it is a rotation by no angle.
-
-    What was found is kept on the model until its frequencies change: trying costs as much as a
-    short prompt, and waits for a card in each layer.
-    """
-    frequencies = _frequencies(model)
-    facts = facts_of(model) or ModelFacts()
-    key = (*layers, *frequencies)
-    if key not in facts.rotations:
-        facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
-    rotations: Rotations = facts.rotations[key]
-    return rotations
+def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
+    """The different rotary frequencies in the model's buffers, on the CPU, by their values."""
+    frequencies = {}
+    for name, buffer in innermost(model).named_buffers():
+        if name.endswith("inv_freq"):
+            frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
+    return frequencies
 
 
 def _tried_rotations(
     model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
 ) -> Rotations:
-    """The rotations that are right for these layers, among those with the model's frequencies."""
+    """The rotations of these layers, found by trying those with the model's frequencies."""
     reason = why_not_streamed(model, hooks.attention_layers(model))
     if reason is not None:
         return Rotations({}, reason)
@@ -185,7 +198,8 @@ def _tried_rotations(
     if boundary is not None and boundary.kind == "longrope":
         return Rotations({}, "its rotary frequencies depend on the length of the text (LongRoPE)")
 
-    # Positions are added to the scores (ALiBi). Some such models take no position ids.
+    # With ALiBi, positions are added to the scores. Some of these models take no position ids, so
+    # this comes first.
     attentions = _attentions(model, layers, rows=1)
     if all(attention.bias is not None for attention in attentions.values()):
         return Rotations(dict.fromkeys(layers, NO_ROTATION))
@@ -214,25 +228,25 @@ def _tried_rotations(
         if errors[best] <= rounding_of(model, *_ROUNDING):
             rotations[layer] = candidates[best]
 
-    # A model that ignores position ids looks as if it had no positions.
+    # This is also what a model that ignores position ids looks like.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):
         return Rotations(
             {}, "its positions are learned, or none of its rotary frequencies moves its queries"
         )
-    failing = ", ".join(str(layer) for layer in layers if layer not in rotations)
-    if not failing:
+    unknown_layers = ", ".join(str(layer) for layer in layers if layer not in rotations)
+    if not unknown_layers:
         return Rotations(rotations)
-    return Rotations(rotations, f"no rotation moves the queries and keys of layer {failing}")
+    return Rotations(rotations, f"no rotation moves the queries and keys of layer {unknown_layers}")
 
 
 def _attentions(
     model: HookedModel, layers: Sequence[int], rows: int, position_ids: Tensor | None = None
 ) -> Mapping[int, Attention]:
-    """The queries and keys of each layer for a few tokens, repeated in each row."""
+    """The queries and keys of each layer for a few tokens. All rows have the same tokens."""
     attention_of_layer: dict[int, Attention] = {}
 
     def see(layer: int, block: Rows) -> None:
-        assert isinstance(block.attention, Attention), "what is streamed has queries and keys"
+        assert isinstance(block.attention, Attention), "streamed attention has queries and keys"
         attention_of_layer[layer] = block.attention
 
     tokens = hooks.few_tokens(model, _ROTATED_LENGTH).expand(rows, -1)
@@ -241,18 +255,12 @@ def _attentions(
     return attention_of_layer
 
 
-def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
-    """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
-    frequencies = {}
-    for name, buffer in innermost(model).named_buffers():
-        if name.endswith("inv_freq"):
-            frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
-    return frequencies
-
-
 def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
-    """No rotation, and for all frequencies the ways in which models use them: they turn adjacent
-    channels or halves; where not all channels are turned, the first or the last ones."""
+    """No rotation, and every way in which models use each set of frequencies.
+
+    The two channels of a pair are adjacent, or one is in the first half of the rotated channels and
+    one in the second. If not all channels are rotated, the first or the last ones are.
+    """
     yield NO_ROTATION
     for pair_frequencies in frequencies:
         unrotated = width - 2 * len(pair_frequencies)
@@ -264,8 +272,10 @@ def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]
 
 
 def _error(rotation: Rotation, attention: Attention, position_ids: Int[Tensor, "2 pos"]) -> float:
-    """How far the first row, rotated, is from the second: the largest difference relative to the
-    largest number, of queries or keys."""
+    """The largest difference between the rotated first row and the second row.
+
+    It is relative to the largest number, and is the larger of those of queries and keys.
+    """
     errors = []
     for x in (attention.q, attention.k):
         x = x.to(working_dtype(x))

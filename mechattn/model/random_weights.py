@@ -1,4 +1,4 @@
-"""Random weights in place of a model's: the null against which trained ones are judged."""
+"""Models with random weights: the null to which trained models are compared."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Kind = Literal["initialised", "shuffled"]
 
 @alone
 def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
-    """Return a model of the same architecture and tokenizer with random weights, loaded and
-    verified like any other.
+    """Return a model with the same architecture and tokenizer but random weights.
 
-    The given model is not changed, so two models are in memory at the same time.
+    It is verified, and refused if it fails. The given model is not changed, so two models are in
+    memory at the same time.
 
     Args:
         model: Anything that ``load_model`` accepts.
@@ -29,7 +29,7 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
             "shuffled": the entries of each parameter are permuted, so every matrix keeps the
             distribution of its numbers.
         seed: The seed of the draw.
-        **options: Passed to ``load_model``.
+        **options: Passed to ``load_model`` for the given model.
 
     Returns:
         A ``TransformerBridge``; its name and the provenance of its results state that the weights
@@ -37,8 +37,8 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
 
     Raises:
         OptionError: There is no such kind, or the seed is not a whole number.
-        ModelError: The weights cannot be redrawn: the model is quantised, or has no transformers
-            model behind it.
+        ModelError: The weights cannot be redrawn, because the model is quantised or has no
+            transformers model behind it; or either model cannot be loaded and verified.
 
     Source:
         Random networks as the null of interpretability: arXiv:2512.18792.
@@ -68,15 +68,19 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
 
 
 def check_draw(kind: str, seed: int) -> None:
-    """Refuse an invalid kind or seed, before a model is loaded."""
+    """Refuse an invalid kind or seed, before a model is loaded.
+
+    Raises:
+        OptionError: There is no such kind, or the seed is not a whole number from 0 to 2**63 - 1.
+    """
     check_choice(Kind, kind=kind)
-    check_counts(0, 2**63 - 1, seed=seed)  # torch takes no other
+    check_counts(0, 2**63 - 1, seed=seed)
 
 
 def _drawn(native: Any, kind: Kind, seed: int) -> Any:
-    """A new model of the same class and configuration; the given one is unchanged."""
+    """A new transformers model of the same class and configuration, with random weights."""
     config = copy.deepcopy(native.config)
-    config._attn_implementation_internal = None  # the class chooses its attention again
+    config._attn_implementation_internal = None  # None lets the class choose its attention
     with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
         drawn = type(native)(config)

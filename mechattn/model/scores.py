@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Pattern, visible_keys
+from mechattn.functional.attention import visible_keys
 from mechattn.functional.scores import alibi_slopes, score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
@@ -22,27 +22,29 @@ from mechattn.model.hooked import HookedModel, config_of, rounding_of
 Q_HOOK = "attn.hook_q"
 K_HOOK = "attn.hook_k"
 
-# A model's own pattern is compared with the softmax of the parts on so many tokens, and may differ
-# by rounding: the largest difference in float32 and in half precision.
-PROBE_LENGTH = 16
+PROBE_LENGTH = 16  # tokens on which the softmax of the parts is compared with the model's pattern
+# The largest difference of a probability from rounding: in float32, and in half precision.
 ROUNDING = (1e-3, 2e-2)
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The scores of one layer: ``score[q, k] = scale · q·k + alibi[k]``, with q and k that contain
-    b_Q and b_K."""
+    """How a layer computes its scores: ``score[q, k] = scale · q·k + alibi[k]``.
+
+    q and k contain b_Q and b_K.
+    """
 
     b_q: Float[Tensor, "head d_head"]
     b_k: Float[Tensor, "kv_head d_head"]
     scale: float
-    # None without ALiBi; in Falcon multiplied by the scale as well.
-    slopes: Float[Tensor, " head"] | None = None
-    rounded: bool = False  # whether slopes, positions and products are rounded to bfloat16 (Falcon)
+    slopes: Float[Tensor, " head"] | None = None  # None without ALiBi
+    # Whether slopes, positions and their products are rounded to bfloat16, and then multiplied by
+    # the scale, as in Falcon.
+    rounded: bool = False
 
     def alibi(self, keys: int) -> Float[Tensor, "1 head 1 key"]:
-        """What ALiBi adds to the score of each key, apart from terms that depend only on the
-        query."""
+        """The term that ALiBi adds to the score of each key, without terms that depend only on the
+        query; zeros without ALiBi."""
         device = self.b_q.device
         if self.slopes is None:
             return torch.zeros(1, len(self.b_q), 1, keys, device=device)
@@ -60,12 +62,17 @@ class Scores:
         q: Float[Tensor, "batch query head d_head"],
         k: Float[Tensor, "batch key kv_head d_head"],
     ) -> tuple[
-        Pattern,
+        Float[Tensor, "batch head query key"],
         Float[Tensor, "batch head 1 key"],
         Float[Tensor, "1 head 1 key"],
         Float[Tensor, "batch head query 1"],
     ]:
-        """Content, bias, alibi, rest."""
+        """The four parts whose sum is the scores.
+
+        Returns:
+            The content of query and key; the part of b_Q and the key; ALiBi; and the rest, which
+            depends only on the query.
+        """
         by_head = "batch pos head d_head -> batch head pos d_head"
         q = rearrange(q.float(), by_head)
         k = rearrange(k.float(), by_head)
@@ -75,11 +82,11 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class BlindScores:
-    """What a model adds to its scores regardless of content: ALiBi, and learned sinks."""
+    """The terms that a model adds to its scores regardless of content: ALiBi and learned sinks."""
 
     heads: int = 1  # in a layer
-    alibi: Scores | None = None  # how scores are computed in a model with ALiBi
-    # Each head's score of its sink, by layer.
+    alibi: Scores | None = None  # None without ALiBi
+    # By layer, the score of each head's sink.
     sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)
 
     def bias(self, keys: int) -> Float[Tensor, "1 head key"] | None:
@@ -89,15 +96,18 @@ class BlindScores:
         return self.alibi.alibi(keys)[:, :, 0]
 
     def uniform_sink(self, layer: int) -> Float[Tensor, " sink"] | None:
-        """The score 0 of a sink that is attended to like any key; None in a layer without sinks."""
+        """The score 0, with which a sink gets as much attention as any key; None in a layer without
+        sinks."""
         if layer not in self.sinks:
             return None
         return torch.zeros_like(self.sinks[layer][:1])
 
 
 def blind_scores(model: HookedModel) -> BlindScores:
-    """What a model adds to its scores; ALiBi only if it reproduces the model's pattern on a few
-    tokens."""
+    """The terms that a model adds to its scores regardless of content.
+
+    ALiBi is left out if it does not give the model's pattern on a few tokens.
+    """
     layers = hooks.attention_layers(model)
     sinks = {}
     for layer in layers:
@@ -107,27 +117,16 @@ def blind_scores(model: HookedModel) -> BlindScores:
 
     alibi = None
     if layers and _slopes(model) is not None:
-        with suppress(ModelError):  # another kind of bias: only the uniform null is known
+        with suppress(ModelError):  # for another kind of bias only the uniform null is known
             alibi = scores_of(model, layers[:1])[layers[0]]
     return BlindScores(model.cfg.n_heads, alibi, sinks)
-
-
-def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
-    """The ALiBi slopes; None for a model without ALiBi."""
-    heads = model.cfg.n_heads
-    special = particulars_of(model).slopes
-    if special is not None:
-        return special(config_of(model), heads)
-    if model.cfg.positional_embedding_type != "alibi":
-        return None
-    return alibi_slopes(heads)
 
 
 def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     """How each layer computes its scores, checked against the model's own pattern on a few tokens.
 
     Raises:
-        ModelError: They are no sum of parts that depend on content, bias and position alone.
+        ModelError: They are not a sum of parts for content, bias and position.
     """
     name = model.cfg.model_name
     if model.cfg.positional_embedding_type == "rotary":
@@ -154,7 +153,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
         if slopes is not None:
-            slopes = slopes.to(b_q.device)  # that of this layer
+            slopes = slopes.to(b_q.device)  # layers may be on different devices
         scores[layer] = Scores(b_q, b_k, scale, slopes, rounded)
 
     rounding = rounding_of(model, *ROUNDING)
@@ -170,14 +169,25 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     return scores
 
 
+def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
+    """The ALiBi slopes; None for a model without ALiBi."""
+    heads = model.cfg.n_heads
+    special = particulars_of(model).slopes
+    if special is not None:
+        return special(config_of(model), heads)
+    if model.cfg.positional_embedding_type != "alibi":
+        return None
+    return alibi_slopes(heads)
+
+
 def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float]:
-    """The largest difference between the softmax of the parts and the pattern, for each layer."""
+    """By layer, the largest difference between the softmax of the parts and the pattern."""
     tokens = hooks.few_tokens(model, PROBE_LENGTH)
     names = []
     for layer in scores:
         names += [f"blocks.{layer}.{Q_HOOK}", f"blocks.{layer}.{K_HOOK}", hooks.pattern_hook(layer)]
-    existing = model.hook_dict  # listed anew at each access
-    missing = [name for name in names if name not in existing]
+    hook_dict = model.hook_dict  # rebuilt at each access
+    missing = [name for name in names if name not in hook_dict]
     if missing:
         raise ModelError(
             f"{model.cfg.model_name} has no {missing[0]}, so its scores cannot be decomposed"

@@ -1,4 +1,4 @@
-"""From the residual stream to the logits: a norm with its scale held fixed, W_U, a factor, a
+"""From the residual stream to the logits: a norm whose scale is held fixed, W_U, a factor and a
 cap."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mechattn.model.hooked import (
 from mechattn.model.hooks import few_tokens, logits_and_values
 
 _TRIED_VECTORS = 4
-# The largest errors from rounding of a norm and of logits, relative, in float32 and in half
+# The largest relative errors from rounding, of a norm and of logits: in float32, and in half
 # precision.
 _NORM_ROUNDING = (1e-3, 3e-2)
 _LOGIT_ROUNDING = (0.02, 0.15)
@@ -33,32 +33,34 @@ _LOGIT_ROUNDING = (0.02, 0.15)
 
 @dataclass(frozen=True, eq=False)
 class FrozenNorm:
-    """``norm(x) = γ · (x − mean) / σ(x) + b``: with σ held fixed, a part Δ of x becomes ``γ · (Δ −
-    mean) / σ(x)``."""
+    """A norm ``γ · (x − mean) / σ(x) + b`` whose σ is held fixed.
+
+    A part Δ of x then contributes ``γ · (Δ − its mean) / σ(x)`` to the output.
+    """
 
     gamma: Float[Tensor, " d_model"]
     centres: bool  # whether it subtracts the mean (LayerNorm, not RMSNorm)
     eps: float  # added to the variance under the root
-    scales: bool = True  # in a model without norms it is the identity, with σ = 1
+    scales: bool = True  # False in a model without norms: an identity with σ = 1
 
     def of_part(self, part: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """``γ · (Δ − mean)`` of a part Δ of the norm's input; divided by σ it is that part of the
-        output."""
+        """``γ · (Δ − its mean)`` of a part Δ of the input: its part of the output, times σ."""
         if self.centres:
             part = part - part.mean(-1, keepdim=True)
         return self.gamma * part
 
     def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩
-        / σ``."""
-        before = direction * self.gamma
+        """The direction before the norm that corresponds to a direction after it.
+
+        ``⟨of_part(Δ), direction⟩ = ⟨Δ, toward(direction)⟩`` for each part Δ of the input.
+        """
+        input_direction = direction * self.gamma
         if self.centres:
-            before = before - before.mean(-1, keepdim=True)
-        return before
+            input_direction = input_direction - input_direction.mean(-1, keepdim=True)
+        return input_direction
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-        """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean
-        square."""
+        """σ of the norm's input: ``√(variance + ε)``, in an RMSNorm ``√(mean square + ε)``."""
         x = in_working_dtype(x)
         if not self.scales:
             return torch.ones_like(x[..., 0])
@@ -69,16 +71,18 @@ class FrozenNorm:
 
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
-    """A norm of a model with its γ and ε, by ``norm(x) − norm(0) = γ (x − mean) / σ(x)`` for x =
-    ±1, checked on random vectors.
+    """A norm of a model as a ``FrozenNorm``.
+
+    γ is read from ``norm(x) − norm(0) = γ · (x − mean) / σ(x)`` for a vector x of ±1. The result is
+    checked on random vectors.
 
     Args:
         model: A hooked model.
-        norm: One of its norms, or what stands there in a model without.
-        name: What an error calls it.
+        norm: One of its norms, or the identity in place of one.
+        name: The name of the norm in an error.
 
     Raises:
-        ModelError: It is not of this form.
+        ModelError: It is not a norm of this form.
     """
     device = device_of(norm)
     dtype = next(model.parameters()).dtype
@@ -97,16 +101,16 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     if torch.equal(output, x):
         return FrozenNorm(in_working_dtype(ones), centres=False, eps=0.0, scales=False)
 
-    # Numbers that are as often 1 as -1, 0, which gives the bias, and equal numbers.
+    # The outputs for alternating signs, for zeros (the bias) and for ones.
     signs = ones.clone()
     signs[1::2] = -1
     normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
     normed_signs = normed_signs - bias
 
-    # A norm that subtracts the mean makes 0 of equal numbers, up to rounding.
+    # A norm that subtracts the mean turns ones into zeros, up to rounding.
     centres = bool((normed_ones - bias).abs().max() < 1e-2 * normed_signs.abs().max())
     if centres:
-        signs = signs - signs.mean()  # which is not 0 in an odd width
+        signs = signs - signs.mean()  # the mean is not 0 if the width is odd
     eps = _eps_of(norm, model)
     variance = float(signs.square().mean())
     gamma = normed_signs / signs * (variance + eps) ** 0.5
@@ -123,50 +127,44 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     return frozen
 
 
-def _eps_of(norm: Any, model: HookedModel) -> float:
-    """ε of a norm, under the names that it has."""
-    for name in ("eps", "variance_epsilon"):
-        eps = getattr(unwrapped(norm), name, None)
-        if eps is not None:
-            return float(eps)
-    return float(getattr(model.cfg, "eps", 1e-5))
-
-
 @dataclass(frozen=True, eq=False)
 class Unembedding:
-    """``logit = f ⟨norm(x), W_U⟩ + b_U``, then ``cap · tanh(logit / cap)`` in a model that caps its
-    logits."""
+    """``logit = factor · ⟨norm(x), W_U⟩ + b_U``.
+
+    A model that caps its logits then takes ``cap · tanh(logit / cap)``.
+    """
 
     w_u: Float[Tensor, "d_model d_vocab"]
-    mean: Float[Tensor, " d_model"]  # of W_U over the vocabulary, which the softmax ignores
-    norm: FrozenNorm  # the final one
+    mean: Float[Tensor, " d_model"]  # of W_U over the vocabulary; it does not affect the softmax
+    norm: FrozenNorm  # the final norm
     factor: float = 1.0
     cap: float | None = None
 
     def direction(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm
-        centres."""
-        index = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
+        """The direction of the residual stream, before the final norm, of each token's logit above
+        the mean logit.
+
+        It is ``factor · γ · (W_U[:, token] − mean)``, minus its own mean if the norm centres.
+        """
+        index = tokens.to(self.w_u.device)
         above_mean = in_working_dtype(self.w_u.T[index]) - self.mean
         toward_token = self.norm.toward(self.factor * above_mean)
         return toward_token.to(tokens.device)
 
     def uncapped(self, logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_vocab"]:
-        """The logits before the cap: ``cap · artanh(logit / cap)``, if there is a cap."""
+        """The logits before the cap: ``cap · artanh(logit / cap)``; unchanged without a cap."""
         if self.cap is None:
             return logits
-        within = 1 - torch.finfo(logits.dtype).eps  # a logit at the cap itself would be infinite
+        within = 1 - torch.finfo(logits.dtype).eps  # artanh(1) is infinite
         share_of_cap = (logits / self.cap).clamp(-within, within)
         return self.cap * share_of_cap.atanh()
 
 
 def unembedding(model: HookedModel) -> Unembedding:
-    """W_U, the norm before it, and the factor and cap from the configuration, checked on a few
-    tokens.
+    """A model's W_U, final norm, factor and cap, checked against its logits on a few tokens.
 
     Raises:
-        ModelError: The model has no W_U or final norm that can be read, or its logits are not what
-            they give.
+        ModelError: W_U or the final norm cannot be read, or the logits do not follow from them.
     """
     with weights_here(getattr(model, "unembed", None)):
         try:
@@ -191,6 +189,15 @@ def unembedding(model: HookedModel) -> Unembedding:
     return to_logits
 
 
+def _eps_of(norm: Any, model: HookedModel) -> float:
+    """ε of a norm, by the names that it has in different models; by default the model's."""
+    for name in ("eps", "variance_epsilon"):
+        eps = getattr(unwrapped(norm), name, None)
+        if eps is not None:
+            return float(eps)
+    return float(getattr(model.cfg, "eps", 1e-5))
+
+
 def _logit_cap(model: HookedModel) -> float | None:
     """The cap of the logits; None for most."""
     config = config_of(model)
@@ -204,8 +211,11 @@ def _logit_cap(model: HookedModel) -> float | None:
 
 
 def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
-    """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a
-    few tokens)."""
+    """Refuse a model whose logits on a few tokens do not follow from the final residual stream.
+
+    Raises:
+        ModelError: They do not, or the last verification found that updates do not add up.
+    """
     name = model.cfg.model_name
     limit = limit_of(model, "residual")
     if limit is not None:
@@ -223,7 +233,7 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     sigma = to_logits.norm.scale(stream)[0]
     computed = (directions @ stream[0].T / sigma).T
 
-    # A bias adds the same to a token's logit at every position.
+    # b_U adds the same number to a token's logit at every position, so it is left out.
     difference = computed - expected
     error = (difference - difference.mean(0)).norm()
     spread = (expected - expected.mean(0)).norm()

@@ -1,4 +1,4 @@
-"""A tokenizer in place of a model, for what needs no weights: sequences, and answers from servers."""
+"""A tokenizer in place of a model, for sequences and servers' answers, which need no weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from mechattn.model import checkpoint
 from mechattn.model.hooked import original_of
 from mechattn.model.load import known_facts, load_model
 
-NO_LIMIT = 2**31  # tokens: the context length of a model that states none
+NO_LIMIT = 2**31  # the context length, in tokens, of a model whose configuration states none
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The part of ``model.cfg`` that prompts and conditions need; ``n_ctx`` is very large if
-    unknown."""
+    """The part of ``model.cfg`` that prompts and conditions need.
+
+    ``n_ctx`` is ``NO_LIMIT`` if it is unknown.
+    """
 
     model_name: str
     d_vocab: int
@@ -31,16 +33,18 @@ class UnloadedModel:
     """A tokenizer in place of a model: enough to make sequences, and to decode answers."""
 
     tokenizer: Any
-    cfg: Any  # Sizes, or those of the loaded model
+    cfg: Any  # Sizes, or the cfg of the loaded model
     end: frozenset[int]  # the tokens that end an answer
     loaded: Any = None  # the hooked model, if one was given
 
 
 def unloaded(model: Any) -> UnloadedModel:
-    """A model without its weights; if the given model is loaded, it is included.
+    """The tokenizer and sizes of a model, without reading its weights.
+
+    A transformers model or hooked model is loaded and verified, and is included as ``loaded``.
 
     Args:
-        model: A name or place, a tokenizer by itself, or whatever else ``load_model`` takes.
+        model: A tokenizer, or anything that ``load_model`` accepts.
 
     Raises:
         ModelError: There is no such model, or it has no tokenizer.
@@ -57,7 +61,7 @@ def unloaded(model: Any) -> UnloadedModel:
         )
 
     source = known_facts(hooked).native
-    if source is None:  # as for a quantised model
+    if source is None:  # a quantised model has no twin
         source = original_of(hooked)
     settings = getattr(source, "generation_config", None)
     end = end_tokens(settings, hooked.tokenizer)
@@ -75,7 +79,7 @@ def _unloaded_checkpoint(name: str) -> UnloadedModel:
     try:
         with asked_once(place):
             settings = GenerationConfig.from_pretrained(place)
-    except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
+    except OSError:  # a GGUF file has none: only its tokenizer names the token that ends an answer
         settings = None
 
     tokenizer = checkpoint.tokenizer_named(name)
@@ -85,14 +89,14 @@ def _unloaded_checkpoint(name: str) -> UnloadedModel:
 def unloaded_tokenizer(
     tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None
 ) -> UnloadedModel:
-    """A tokenizer as an unloaded model with a name, a context length in tokens and generation
+    """A tokenizer as an unloaded model, with a name, a context length in tokens and generation
     settings."""
     sizes = Sizes(name, len(tokenizer), longest, checkpoint.prepends_bos(tokenizer))
     return UnloadedModel(tokenizer, sizes, end_tokens(settings, tokenizer))
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer, by a model's generation settings and by its tokenizer."""
+    """The tokens that end an answer: those of the generation settings, and the tokenizer's EOS."""
     tokens = getattr(generation_config, "eos_token_id", None)
     if not isinstance(tokens, (list, tuple)):
         tokens = [tokens]

@@ -1,5 +1,5 @@
-"""What identifies a model's weights, and what shows that a loaded model was changed: hashes, and
-sums of bits."""
+"""Hashes that identify a model's weights, and the state that shows whether a loaded model was
+changed."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ from mechattn.model.hooked import (
 )
 from mechattn.model.native_twin import WRAPPED
 
-State = Mapping[str, dict[str, Any]]  # by what can be changed, and the name of the part
+# What a user can change: by kind ("weights", "hooks" …) and by the name of the module or parameter.
+State = Mapping[str, dict[str, Any]]
 
 _HASHED_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
-# A larger file is hashed by this many pieces of this size, evenly spaced; a larger parameter by
-# this many numbers.
+# Of a file that is larger than all pieces together, evenly spaced pieces are hashed; of a larger
+# parameter, evenly spaced numbers.
 _PIECE_BYTES = 2**18
 _MOST_PIECES = 64
 _HASHED_NUMBERS = 2**20
-_COMPARED_NUMBERS = 64  # of a parameter: if they are the same, its last hash is used again
+# The last hash is used again if so many numbers of each parameter are still the same.
+_COMPARED_NUMBERS = 64
 
-# These register hooks of their own when a model first runs, none of which changes a value.
+# Libraries that register hooks of their own when a model first runs. None of them changes a value.
 _LIBRARIES = ("transformers.", "transformer_lens.", "accelerate.", "mechattn.")
 _WORD_BYTES = 8  # of an int64, in which weights are summed
 _LOAD_AGAIN = (
     "Load the model again as it is now; load_model(model, verify=False) measures it anyway, and "
     "every result then records verified: false"
 )
-# By what was changed, with the name of the part, and its value now and before.
+# By the kind of change. ``name`` is the changed part, ``now`` and ``before`` are its values.
 _CHANGES = {
     "class": (
         "{name} is {now} where {before} was. Adapters are merged (merge_and_unload) before "
@@ -53,15 +55,16 @@ _CHANGES = {
         "{name} is {now} and was {before}. Give the dtype to load_model(…, dtype=…), which leaves"
         " the rotary frequencies in float32"
     ),
-    "attention": "{name} is {now!r} and was {before!r}, for which hooks may not fire. "
-    + _LOAD_AGAIN,
+    "attention": "{name} is {now!r} and was {before!r}, so hooks may not fire. " + _LOAD_AGAIN,
     "weights": "the weights of {name} were edited. " + _LOAD_AGAIN,
 }
 
 
 def weights_hash(model: Any) -> str:
-    """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with
-    a model."""
+    """A hash of a model's parameters and saved buffers: names, shapes, dtypes and values.
+
+    Of a tensor with more than 2**20 numbers, evenly spaced ones are hashed.
+    """
     facts = facts_of(model) or ModelFacts()
     source = facts.native
     if source is None:
@@ -69,9 +72,9 @@ def weights_hash(model: Any) -> str:
     stored = sorted(source.state_dict().items())
     tensors = {name: values for name, values in stored if isinstance(values, Tensor)}
 
-    versions = []  # by which the last hash is known to hold still
+    versions = []  # the last hash is used again if these have not changed
     for values in tensors.values():
-        # A tensor made in inference mode does not count how often it was written to.
+        # A tensor that was made in inference mode has no count of how often it was written to.
         version = 0 if values.is_inference() else values._version
         versions.append((values.data_ptr(), version, _sample(values, _COMPARED_NUMBERS)))
 
@@ -89,8 +92,12 @@ def weights_hash(model: Any) -> str:
 
 
 def stored_hash(name: str) -> str | None:
-    """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading
-    it; of a model on the hub, its commit there, or else the one downloaded. None for a toy."""
+    """What identifies a stored model, without loading it.
+
+    For a GGUF file, or the weights, configs and vocabularies of a directory, it is a hash. Of a
+    file larger than 16 MiB, evenly spaced pieces are hashed. For a model on the hub it is the
+    commit (``hub_commit``). It is None for a toy, and if the files cannot be read.
+    """
     try:
         place = Path(name)
         if name.startswith(REAL_PREFIX):
@@ -121,8 +128,8 @@ def stored_hash(name: str) -> str | None:
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:
-    """The bytes of at most this many numbers of a tensor, evenly spaced."""
-    if values.is_meta:  # offloaded: not read again each time
+    """The bytes of at most ``most`` numbers of a tensor, evenly spaced."""
+    if values.is_meta:  # offloaded, so reading it each time would be slow
         return b"meta"
     flat = values.detach().reshape(-1)
     if not len(flat):
@@ -132,12 +139,14 @@ def _sample(values: Float[Tensor, ...], most: int) -> bytes:
 
 
 def state_of(model: HookedModel) -> State:
-    """What a user can change on a loaded model; of its weights, sums of their bits.
+    """The classes, dtypes, devices, weights and hooks of a model, which a user can change.
 
-    Reading all weights takes as long as a few tokens in a forward pass.
+    The weights are represented by sums of their bits. Reading all of them takes as long as a few
+    tokens in a forward pass.
     """
     modules = modules_of(model)
-    parameters: dict[int, tuple[str, Tensor]] = {}  # each once, by the first of its names
+    # A shared parameter occurs once, under the first of its names.
+    parameters: dict[int, tuple[str, Tensor]] = {}
     hooks = {}
 
     for name, module in modules.items():
@@ -146,7 +155,7 @@ def state_of(model: HookedModel) -> State:
                 parameters.setdefault(id(values), (f"{name}.{own_name}", values))
         functions = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [function for function in functions if not _is_of_a_library(function)]
-        # TransformerLens wraps the functions that are added to its hook points.
+        # Functions that a user adds to a hook point have a wrapper of TransformerLens.
         foreign += getattr(module, "fwd_hooks", [])
         if foreign:
             hooks[name] = frozenset(map(id, foreign))
@@ -164,10 +173,10 @@ def state_of(model: HookedModel) -> State:
 
 
 def refuse_changes(model: HookedModel, before: State, now: State) -> None:
-    """Refuse a model whose parts, dtype, attention or weights are not those that were verified.
+    """Refuse a model whose modules, dtype, attention or weights are not those that were verified.
 
     Raises:
-        ModelError: Says what was changed, and what to do.
+        ModelError: One of them was changed. The message says what to do.
     """
     for kind, sentence in _CHANGES.items():
         for name in {**before[kind], **now[kind]}:
@@ -182,8 +191,10 @@ def refuse_changes(model: HookedModel, before: State, now: State) -> None:
 
 
 def _sum_of_bits(values: Tensor) -> int:
-    """A sum over a tensor's memory as whole numbers, which may overflow, always alike; 0 if it is
-    offloaded."""
+    """The sum of a tensor's memory read as integers; 0 if it is offloaded.
+
+    It may overflow, which gives the same number each time.
+    """
     if values.is_meta:
         return 0
     octets = values.detach().reshape(-1).view(torch.uint8)
@@ -194,6 +205,6 @@ def _sum_of_bits(values: Tensor) -> int:
 
 
 def _is_of_a_library(hook: Any) -> bool:
-    """Whether a hook was registered by a library, which changes no value."""
-    function = getattr(hook, "func", hook)  # of a partial
+    """Whether a hook belongs to one of the libraries whose hooks change no value."""
+    function = getattr(hook, "func", hook)  # the function inside a partial
     return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)

@@ -232,7 +232,7 @@ def test_a_file_that_cannot_be_read_is_refused(load, llama, quantised, tmp_path,
         "endless.gguf": (endless, "damaged or cut off"),
         "cut.gguf": (content[: len(content) // 2], r"cut.gguf is .*damaged or cut off.*again"),
         "header.gguf": (content[:900], "damaged or cut off"),
-        "renamed.gguf": (b"Not a model.", "is no GGUF file, or is damaged"),
+        "renamed.gguf": (b"Not a model.", "is not a GGUF file, or is damaged"),
         "big-00001-of-00003.gguf": (content, "a part of a split model.*--merge"),
     }
     for name, (written, reason) in damaged.items():

@@ -110,15 +110,6 @@ def test_a_sliding_window_is_found_and_counted(shared):
     assert result.received_uniform.sel(layer=0, key=9).item() == pytest.approx(1 / 8)
 
 
-def test_dtype_of_a_model_object_is_followed(checkpoint, native):
-    model = LlamaForCausalLM.from_pretrained(checkpoint)
-    half = ma.load_model(model, tokenizer=native[1], dtype=torch.bfloat16, verify=False)
-    assert next(half.parameters()).dtype == torch.bfloat16
-    result = ma.run(half, TEXT)
-    assert result.provenance["model"]["dtype"] == "bfloat16"
-    assert result.provenance["model"]["weights"] == "raw"
-
-
 def test_what_transformer_lens_takes_is_passed_on(checkpoint, hooked):
     placed = ma.load_model(str(checkpoint), device_map={"": "cpu"}, n_ctx=128)
     assert facts_of(placed).report.passed

@@ -163,18 +163,19 @@ def test_a_window_is_probed_or_said_not_to_be():
     assert "does not reach" not in ma.verify_model(hooked, length=210)["rows"].detail
 
 
-def test_the_table_names_both_figures_and_the_tolerance(shared):
-    said = str(facts_of(shared("Llama")).report)
-    assert said.startswith("LlamaForCausalLM (LlamaForCausalLM, float32; transformer-lens ")
-    assert "tolerance" in said
-    for name in ("logits", "rows", "values", "heads", "residual", "neighbours"):
-        assert name in said
-
-
-def test_results_say_whether_the_model_was_verified(llama):
+def test_what_fails_a_verification_is_measured_only_if_the_user_says_so(llama):
+    point = llama.hook_dict["blocks.1.attn.hook_pattern"]
+    point.add_perma_hook(lambda pattern, hook: pattern.roll(pattern.shape[-1] // 9, 1))
+    assert failed(ma.verify_model(llama)), "by more tokens than loading reads"
+    with pytest.raises(ModelError, match="hooks at"):
+        ma.run(llama, TEXT)
+    ma.load_model(llama, verify=False)
     assert ma.run(llama, TEXT).provenance["model"]["verified"] is False
-    assert ma.verify_model(llama).passed
-    assert ma.run(llama, TEXT).provenance["model"]["verified"] is True
+    with pytest.raises(ModelError, match="hooks at"):
+        ma.load_model(llama, verify=True)
+    point.remove_hooks(including_permanent=True)
+    described = ma.run(llama, TEXT).provenance["model"]
+    assert (described["verified"], described["weights"]) == (True, "raw")
 
 
 def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
@@ -194,11 +195,12 @@ def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
     assert results[1].provenance["model"]["mended"]
     processed = boot("Llama")
     processed.enable_compatibility_mode(disable_warnings=True)
-    assert "processed" in ma.verify_model(processed)["logits"].detail
     wrong = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError):
         ma.verify_model(processed, native=wrong)
     assert facts_of(processed).native is not wrong, "a failed call leaves the model as it was"
+    assert facts_of(processed).to_verify
+    assert "processed" in ma.verify_model(processed)["logits"].detail
     assert ma.verify_model(processed, native=tiny_model("Llama")).passed
 
 

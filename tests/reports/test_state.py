@@ -141,6 +141,7 @@ def test_a_dtype_given_to_load_model_leaves_the_frequencies(tokenizer):
     expected = given.model.rotary_emb.inv_freq.clone()
     model = bridge_of(given, dtype=torch.bfloat16)
     assert next(model.parameters()).dtype is torch.bfloat16
+    assert ma.run(model, QUESTIONS).provenance["model"]["dtype"] == "bfloat16"
     assert torch.equal(model.original_model.model.rotary_emb.inv_freq, expected)
 
 

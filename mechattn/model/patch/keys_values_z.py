@@ -1,4 +1,4 @@
-"""Changes a layer's projected keys and values, and each head's output z before W_O."""
+"""Changes the keys and values of a layer, and the output z of each head before W_O."""
 
 from __future__ import annotations
 
@@ -15,62 +15,51 @@ from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import config_of
 from mechattn.model.hooks import RequiredCall, block_of, chosen_layers, split_heads
 
-# What families call the output projection of attention.
+# The names of attention's output projection, and of a projection to q, k and v together.
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")
 _FUSED_PROJECTIONS = ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
 
-# How the columns of a fused projection are ordered: all q, all k, all v; or group by group its
-# queries, key and value. GPT-BigCode has one group, or one for each head.
+# The order of the outputs of a fused projection: all q, all k, all v; or, group by group, queries,
+# key and value. GPT-BigCode has one group, or one for each head.
 _ONE_AFTER_THE_OTHER = {"gpt2", "mpt", "phi3"}
 _BY_GROUP = {"gpt_neox", "gpt_bigcode", "bloom", "falcon"}
 
 Part = Literal["k", "v"]
 PARTS: tuple[Part, Part] = ("k", "v")
 
-# Takes the keys or values of all heads, concatenated; what it returns replaces them.
+# From the concatenated keys or values of all heads to those that replace them.
 Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
 Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
 ChangeZ = Callable[[Z], Z]
 
 
 def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextManager[None]:
-    """Call a function with each head's output before W_O; what it returns replaces the output.
+    """Inside a ``with`` block, a function changes the output z of each head before W_O.
 
     Args:
         model: A hooked model or a transformers model.
-        layers: The function of each layer.
+        layers: By layer, the function from z to the z that replaces it.
 
     Raises:
-        ModelError: A layer's heads cannot be changed, now or when it has run without them.
+        ModelError: It is not known where a layer has z, or the layer has run without it.
     """
-    return _hooked(_hook_z, model, layers)
+    return _with_hooks(_hook_z, model, layers)
 
 
 def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractContextManager[None]:
-    """Call functions with the keys and the values of a layer; what they return replaces them.
+    """Inside a ``with`` block, a function changes the keys and the values of a layer.
 
     Args:
         model: A hooked model or a transformers model.
-        layers: The function of each layer, called for its keys and for its values.
+        layers: By layer, a function that is called for the keys and for the values. Its result
+            replaces them.
 
     Raises:
-        ModelError: It is not known where a layer makes its keys and values.
+        ModelError: It is not known where a layer computes its keys and values.
     """
     if hasattr(model, "hook_dict"):
-        return _hooked(_hook_k_v, model, layers)
-    return _hooked(_hook_projections, model, layers)
-
-
-@contextmanager
-def _hooked(
-    add_hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
-) -> Iterator[None]:
-    """Inside a ``with`` block, the hooks of each layer are on the model."""
-    with ExitStack() as stack:
-        for layer, change in layers.items():
-            for handle in add_hooks(model, layer, change):
-                stack.callback(handle.remove)
-        yield
+        return _with_hooks(_hook_k_v, model, layers)
+    return _with_hooks(_hook_projections, model, layers)
 
 
 def heads_of(model: Any) -> int:
@@ -82,16 +71,33 @@ def heads_of(model: Any) -> int:
 
 
 def check_layers(model: Any, layers: Iterable[int]) -> None:
-    """Refuse layers that don't exist or have no attention."""
+    """Refuse layers that don't exist or, in a hooked model, have no attention.
+
+    Raises:
+        OptionError: A layer is refused, or there are none.
+        ModelError: No layer of a hooked model has attention.
+    """
     if hasattr(model, "hook_dict"):
         chosen_layers(model, layers)
         return
     for layer in layers:
-        block_of(model, layer)  # refuses one that does not exist
+        block_of(model, layer)  # raises OptionError if there is no such layer
+
+
+@contextmanager
+def _with_hooks(
+    add_hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside a ``with`` block, the model has the hooks of each layer."""
+    with ExitStack() as stack:
+        for layer, change in layers.items():
+            for handle in add_hooks(model, layer, change):
+                stack.callback(handle.remove)
+        yield
 
 
 def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
-    """Hooks that change z of a layer, and refuse a layer that has run without it."""
+    """Add the hooks that change z of a layer and refuse a layer that has run without it."""
     heads = heads_of(model)
     needed = RequiredCall(
         f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed"
@@ -113,7 +119,7 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
 
 
 def _output_projection(model: Any, layer: int) -> Any:
-    """W_O of a layer in a transformers model, by its name."""
+    """The output projection of a layer in a transformers model, found by its name."""
     for path, module in block_of(model, layer).named_modules():
         is_attention = "attn" in path or "attention" in path
         if is_attention and path.rpartition(".")[2] in _OUTPUT_PROJECTIONS:
@@ -124,11 +130,11 @@ def _output_projection(model: Any, layer: int) -> Any:
 
 
 def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
-    """For a hooked model, which has a hook for each."""
+    """Add hooks that change the keys and values of a hooked model, at hook_k and hook_v."""
     if is_latent(model, layer):
         raise ModelError(
-            f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values: not known"
-            " here"
+            f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values, and mechattn"
+            " cannot change those"
         )
 
     points = {part: _hook_point(model, f"blocks.{layer}.attn.hook_{part}") for part in PARTS}
@@ -136,7 +142,7 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
 
 
 def _hook_point(model: Any, name: str) -> Any:
-    """The hook point of a hooked model with this name."""
+    """The hook point with this name in a hooked model."""
     point = model.hook_dict.get(name)
     if point is None:
         raise ModelError(f"{model.cfg.model_name} has no {name}, so nothing can be changed there")
@@ -144,7 +150,7 @@ def _hook_point(model: Any, name: str) -> Any:
 
 
 def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
-    """For a transformers model: the two projections, or the columns of a fused one."""
+    """Add hooks that change the keys and values of a transformers model, at its projections."""
     modules = {
         path.rpartition(".")[2]: module for path, module in block_of(model, layer).named_modules()
     }
@@ -156,7 +162,7 @@ def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
     columns = _columns(config_of(model))
     if not fused or columns is None:
         raise ModelError(
-            f"mechattn does not know where a {type(model).__name__} makes its keys and values"
+            f"mechattn does not know where a {type(model).__name__} computes its keys and values"
         )
     return [_replacing(fused[0], part, change, columns[part]) for part in PARTS]
 
@@ -164,8 +170,7 @@ def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
 def _replacing(
     module: Any, part: Part, change: Change, columns: Int[Tensor, " width"] | None = None
 ) -> Any:
-    """A hook that replaces the keys or values among what a module gives: all of it, or these
-    columns."""
+    """Add a hook that changes the output of a module, or only these columns of it."""
 
     def replaced(module: Any, args: Any, output: Float[Tensor, "batch pos ..."]) -> Tensor:
         projected = output.flatten(2)
@@ -179,7 +184,7 @@ def _replacing(
 
 
 def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
-    """Which outputs of a fused projection are keys, and which are values; None if unknown."""
+    """The columns of a fused projection's output that are keys or values; None if unknown."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = _groups(config, heads)
@@ -198,7 +203,7 @@ def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
 
 
 def _groups(config: Any, heads: int) -> int:
-    """The number of heads of keys and values."""
+    """The number of key-value heads of a transformers model."""
     if config.model_type == "falcon" and config.new_decoder_architecture:
         return config.num_kv_heads
     if config.model_type in ("falcon", "gpt_bigcode") and config.multi_query:

@@ -14,23 +14,29 @@ from mechattn.errors import ModelError
 from mechattn.model.hooked import attribute_set, unwrapped
 from mechattn.model.hooks import RequiredCall, block_of
 
-# What families call the attribute; a bridge that splits a fused gate and up projection has its own.
+# The names of the attribute in transformers models, and in a bridge that splits a fused projection
+# to gate and up.
 _NAMES_IN_MODELS = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
 _NAMES_IN_BRIDGES = ("_activation_fn",)
 
 Activity = Float[Tensor, "*token d_mlp"]
 
-# Takes the layer and the values before and after the nonlinearity; what it returns, if anything,
-# replaces the latter.
+# Called with the layer and the activations before and after the nonlinearity. Its result replaces
+# the latter, unless it is None.
 SeeActivations = Callable[[int, Activity, Activity], Activity | None]
 
 
 @contextmanager
 def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterator[None]:
-    """Call a function with ``pre`` and ``act(pre)`` (gated: ``act(gate)``) of a layer's MLP at each
-    forward pass.
+    """Inside a ``with`` block, each forward pass calls a function at the nonlinearity of an MLP.
+
+    Args:
+        model: A hooked model or a transformers model.
+        layers: By layer, the function, which is called with ``pre`` and ``act(pre)``. In a gated
+            MLP, ``pre`` is the gate.
 
     Raises:
+        OptionError: There is no such layer.
         ModelError: A layer has no such MLP, or has run without calling its nonlinearity.
     """
     with ExitStack() as stack:
@@ -48,11 +54,12 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
 
 
 def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
-    """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute.
+    """The module with the nonlinearity of a layer's MLP, and the name of its attribute there.
 
     Raises:
         OptionError: There is no such layer.
-        ModelError: The layer has no MLP with a known nonlinearity, several, or experts.
+        ModelError: The layer is a mixture of experts, has several MLPs, or has no MLP with a known
+            nonlinearity.
     """
     block = unwrapped(block_of(model, layer))
     if any("expert" in path.lower() for path, _ in block.named_modules()):
@@ -61,7 +68,7 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
             " tokens go through, so leave them out, or name other layers"
         )
 
-    # By the id of the nonlinearity, which may be an attribute of several modules.
+    # By the id of the nonlinearity, because one may be an attribute of several modules.
     places: dict[int, tuple[Any, str]] = {}
     for module, name in _nonlinearities(block):
         places.setdefault(id(getattr(module, name)), (module, name))
@@ -73,7 +80,7 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
 
 
 def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
-    """The nonlinearity itself, even while it is being watched."""
+    """The nonlinearity of a layer's MLP itself, even inside ``at_nonlinearity``."""
     owner, name = nonlinearity_of(model, layer)
     nonlinearity = getattr(owner, name)
     while isinstance(nonlinearity, _Watched):
@@ -82,17 +89,16 @@ def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
 
 
 def _nonlinearities(block: Any) -> Iterator[tuple[Any, str]]:
-    """The nonlinearities of MLPs in a block, each by its owner and the name of the attribute."""
+    """The nonlinearities of a block's MLPs: the module of each, and the name of its attribute."""
     for path, module in block.named_modules():
         path_parts = path.lower().split(".")
-        is_nonlinearity = (
-            path_parts[-1] in _NAMES_IN_MODELS
-        )  # and may have an attribute of such a name
+        # A nonlinearity is left out as a module, because it may have an attribute of such a name.
+        is_nonlinearity = path_parts[-1] in _NAMES_IN_MODELS
         is_attention = any("attention" in part or "attn" in part for part in path_parts)
         if is_nonlinearity or is_attention:
             continue
 
-        # A bridge forwards the names of what it wraps.
+        # A bridge also has the attributes of the module that it wraps, which is visited itself.
         is_bridge = unwrapped(module) is not module
         names = _NAMES_IN_BRIDGES if is_bridge else _NAMES_IN_MODELS
         for name in names:
@@ -102,7 +108,7 @@ def _nonlinearities(block: Any) -> Iterator[tuple[Any, str]]:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A nonlinearity that passes its input and output to a function."""
+    """A nonlinearity that calls a function with its input and output."""
 
     original: Callable[..., Any]
     layer: int
@@ -113,4 +119,6 @@ class _Watched:
         self.needed.called = True
         post = self.original(pre, *args, **kwargs)
         replacement = self.see(self.layer, pre, post)
-        return post if replacement is None else replacement
+        if replacement is None:
+            return post
+        return replacement

@@ -35,11 +35,12 @@ Projected = Float[Tensor, "batch pos ..."]
 SeeRows = Callable[[int, Rows], None]
 SeeWhole = Callable[[int, Fused], None]
 
-# The names under which transformers knows our attention function.
+# The names of our attention function in transformers.
 _REGISTERED = "mechattn_rows"
 _REGISTERED_WITH_MASK = "mechattn_rows_with_mask"
 
-# Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
+# Hooks of a layer, by the beginnings of their names, that in some models do not fire while it is
+# streamed, or have another layout then.
 HOOKS_WITHOUT_STREAMING = (
     "attn.hook_attn_scores",
     "attn.hook_pattern",
@@ -59,13 +60,13 @@ HOOKS_WITHOUT_STREAMING = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the attention function must know about the calling layer."""
+    """The attention of a streamed layer."""
 
-    number: int
+    number: int  # from 0
     window: int | None
     see_rows: SeeRows | None  # None if the layer is not measured
-    see_whole: SeeWhole | None  # None if a fused kernel is not to compute it
-    rows_per_block: int | None  # as many as suit the device if None
+    see_whole: SeeWhole | None  # None if no fused kernel may compute it
+    rows_per_block: int | None  # None chooses a number that suits the device
     edge_mask: EdgeMask | None
 
     def __call__(
@@ -78,8 +79,12 @@ class _Layer:
         softcap: float | None = None,
         sinks: Float[Tensor, " head"] | None = None,
     ) -> Output:
-        """The output of each head; in blocks of rows if the layer is measured or SDPA lacks one of
-        its terms."""
+        """The output of each head.
+
+        A measured layer is computed with a fused kernel if possible and allowed, and otherwise in
+        blocks of rows. Another layer is computed with SDPA, or in blocks of rows if SDPA lacks one
+        of its terms.
+        """
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
         if self.see_rows is None:
             beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)
@@ -101,8 +106,12 @@ class _Layer:
 
 
 def why_not_streamed(model: HookedModel, attending: list[int]) -> str | None:
-    """Why this model cannot be streamed, by the classes of its layers with attention; None if it
-    might be."""
+    """Why this model cannot be streamed, by the classes of its attention; None if it might be.
+
+    Args:
+        model: A hooked model.
+        attending: Its layers with attention.
+    """
     classes = {type(model.blocks[layer].attn).__name__ for layer in attending}
     unknown = classes - set(REPLACEMENTS)
     if not unknown:
@@ -114,8 +123,8 @@ def why_not_streamed(model: HookedModel, attending: list[int]) -> str | None:
 
 
 def fires_while_streamed(name: str) -> bool:
-    """Whether a hook of a layer, such as "attn.hook_z", has the same values while the model is
-    streamed."""
+    """Whether a hook of a layer, such as "attn.hook_z", fires with the same values during
+    streaming."""
     return not name.startswith(HOOKS_WITHOUT_STREAMING)
 
 
@@ -128,21 +137,21 @@ def streaming(
     rows_per_block: int | None = None,
     edge_masks: Mapping[int, EdgeMask] | None = None,
 ) -> Iterator[None]:
-    """Compute attention in blocks of query rows inside a ``with`` block.
+    """Inside a ``with`` block, attention is computed in blocks of query rows.
 
     Args:
-        model: The model.
+        model: A hooked model.
         layers: The layers to measure.
         see_rows: Called with each of these layers and each block of its rows.
-        see_whole: If given, a fused kernel computes the layers that it can, and this is called with
-            the layer and the kernel's result instead.
-        rows_per_block: The number of rows of a block; as many as suit the device by default.
-        edge_masks: By layer, the edges of attention that are cut.
+        see_whole: If given, a fused kernel computes the measured layers that it can, and this is
+            called in place of ``see_rows`` with the layer and the kernel's result.
+        rows_per_block: The number of rows of a block; by default a number that suits the device.
+        edge_masks: By layer, the edges of attention to cut.
 
     Raises:
         ModelError: It is not known where this model computes its attention.
     """
-    attending = hooks.attention_layers(model)  # once, as it takes a millisecond
+    attending = hooks.attention_layers(model)  # called once, because it takes a millisecond
     reason = why_not_streamed(model, attending)
     if reason is not None:
         raise ModelError(f"{model.cfg.model_name} cannot be streamed: {reason}")
@@ -169,14 +178,16 @@ def streaming(
 
 Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
 
-# By the id of the transformers attention module: its layer, and what q, k, v pass through before.
+# By the id of the transformers attention module: its layer, and the hook points for q, k and v.
 _streamed_modules: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
 
 
 @contextmanager
 def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterator[None]:
-    """Make transformers call our function inside a ``with`` block, wherever the function can be
-    configured."""
+    """Inside a ``with`` block, transformers calls our attention function.
+
+    Modules that do not read their attention function from the configuration are not affected.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -188,14 +199,14 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
     for name in (_REGISTERED, _REGISTERED_WITH_MASK):
         AttentionInterface.register(name, _attention_function)
 
-    AttentionMaskInterface.register(
-        _REGISTERED, flash_attention_mask
-    )  # it needs masks only for padding
+    # Ours computes the causal mask itself, so it is given a mask only for padding, or a dummy for a
+    # model that modifies its mask.
+    AttentionMaskInterface.register(_REGISTERED, flash_attention_mask)
     AttentionMaskInterface.register(
         _REGISTERED_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     )
 
-    # The configurations that select the attention function: usually one, shared by the layers.
+    # The configurations that select the attention function. The layers usually share one.
     modules = [model.blocks[layer].attn.original_component for layer in attending]
     configs = [original.config, *(getattr(module, "config", None) for module in modules)]
     configs += [getattr(config, "text_config", None) for config in configs]
@@ -211,8 +222,10 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
 def _attention_function(
     module: Any, query: Queries, key: Keys, value: Values, mask: Any, **options: Any
 ) -> Any:
-    """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos
-    head d_head]."""
+    """The attention function that transformers calls in place of SDPA.
+
+    It takes [batch head pos d_head] and returns [batch pos head d_head].
+    """
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -232,7 +245,7 @@ def _attention_function(
 
 
 def _unchanged(x: Tensor, *args: Any) -> Tensor:
-    """In place of a hook or step that is left out."""
+    """The first argument, unchanged. It replaces a hook or step that is left out."""
     return x
 
 
@@ -243,25 +256,29 @@ def _delegated(
     layer: _Layer,
     hook_points: Sequence[Callable[[Tensor], Tensor]] = (_unchanged, _unchanged, _unchanged),
 ) -> Iterator[None]:
-    """The transformers module does the computation, and calls the configured attention function,
-    which passes q, k and v through the hook points."""
+    """Attention of a bridge that leaves the computation to the transformers module.
+
+    The module calls the configured attention function, which passes q, k and v through the hook
+    points.
+    """
     from transformer_lens.model_bridge.generalized_components import AttentionBridge
 
     module = attention.original_component
-    before = _streamed_modules.get(id(module))
+    outer_entry = _streamed_modules.get(id(module))  # inside another such block
     with attribute_set(attention, "forward", MethodType(AttentionBridge.forward, attention)):
         _streamed_modules[id(module)] = (layer, hook_points)
         try:
             yield
         finally:
             _streamed_modules.pop(id(module))
-            if before is not None:
-                _streamed_modules[id(module)] = before
+            if outer_entry is not None:
+                _streamed_modules[id(module)] = outer_entry
 
 
 @contextmanager
 def _attn_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
-    """Like ``_delegated``, but a module with a method ``_attn`` calls that (GPT-Neo, GPT-J)."""
+    """Like ``_delegated``, and replaces the method ``_attn`` of a module that has it (GPT-Neo,
+    GPT-J)."""
     module = attention.original_component
 
     def attn(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any) -> Any:
@@ -278,14 +295,16 @@ def _attn_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterato
 def _latent_attention(
     model: HookedModel, attention: Any, layer: _Layer
 ) -> AbstractContextManager[None]:
-    """Like ``_delegated``, with the hooks that the bridge fires in its own forward pass."""
+    """Like ``_delegated``, with the hooks that the bridge's own forward pass would fire."""
     hook_points = (attention.hook_q, attention.hook_k, attention.hook_v)
     return _delegated(model, attention, layer, hook_points)
 
 
 def _joint_qkv(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
-    """For a bridge that splits a fused projection and computes attention itself: from projected q,
-    k, v to output."""
+    """Attention of a bridge that splits a fused projection and computes attention itself.
+
+    Its method from projected q, k and v to the attention output is replaced.
+    """
 
     def reconstruct(q: Projected, k: Projected, v: Projected, **kwargs: Any) -> Any:
         heads = model.cfg.n_heads
@@ -315,10 +334,12 @@ def _joint_qkv(model: HookedModel, attention: Any, layer: _Layer) -> AbstractCon
 def _alibi(
     model: HookedModel, kwargs: Mapping[str, Any], heads: int, length: int, width: int
 ) -> Float[Tensor, "#batch head key"] | None:
-    """The ALiBi bias of each key, under either argument name; counted once, as no mask contains it
-    here."""
+    """The ALiBi bias of each key, from either argument; None without ALiBi.
+
+    It is counted once, because no mask is used here that could contain it.
+    """
     bias = kwargs.get("position_bias")
-    if bias is not None:  # MPT: made for the longest sequence; take its last keys
+    if bias is not None:  # MPT makes it for the longest sequence, so the last keys are taken
         return rearrange(bias[..., -length:], "head 1 key -> 1 head key")
 
     bias = kwargs.get("alibi")
@@ -332,13 +353,15 @@ def _alibi(
 
 @contextmanager
 def _steps_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
-    """For a ``HookedTransformer``, where scores, mask, softmax and mix are methods; only the mix
-    gets all it needs."""
+    """Attention of a ``HookedTransformer``, whose scores, mask, softmax and mix are methods.
+
+    The step that mixes values computes everything; the others are left out.
+    """
     queries_and_keys: list[Tensor] = []
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
         queries_and_keys[:] = [q, k]
-        return q.new_zeros(len(q), q.shape[2], 1, 1)  # stands for the matrix, which is not read
+        return q.new_zeros(len(q), q.shape[2], 1, 1)  # a dummy, because the scores are not read
 
     def mixed_values(v: Tensor, pattern: Tensor) -> Tensor:
         by_head = "batch pos head d_head -> batch head pos d_head"
@@ -355,7 +378,7 @@ def _steps_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterat
             bias = slopes.reshape(1, -1, 1) * torch.arange(q.shape[2], device=q.device)
 
         softcap = getattr(cfg, "attn_scores_soft_cap", 0)
-        if softcap <= 0:  # -1 means none
+        if softcap <= 0:  # -1 and 0 mean none
             softcap = None
         sinks = hooks.sinks_of(model, layer.number)
         z = layer(q, k, v, 1 / attention.attn_scale, bias, softcap, sinks)
@@ -374,8 +397,8 @@ def _steps_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterat
         yield
 
 
-# By TransformerLens class. A subclass is not treated like its base class: it may select the keys
-# that a query sees, and the check on a short probe would not notice.
+# By the name of TransformerLens's class. A subclass is not treated like its base class: it may
+# select the keys that a query sees, which the check on a short probe would not notice.
 REPLACEMENTS: Mapping[str, Replacement] = {
     "PositionEmbeddingsAttentionBridge": _delegated,
     "_BitNetAttentionBridge": _delegated,

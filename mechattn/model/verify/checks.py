@@ -1,5 +1,8 @@
-"""Compares a hooked model with the model itself: logits, kernel, config, layers, batches; and
-attention in row blocks, and from a fused kernel, with the patterns at the hooks."""
+"""The checks of a verification.
+
+The hooked model is compared with the model itself: logits, patterns, configuration, layers and
+batches. Attention in row blocks and from a fused kernel is compared with the patterns at the hooks.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,10 @@ from mechattn.model.verify.verification import (
     what_to_try,
 )
 
-# In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in
-# the hundreds; a wrong mask, scale or head gives at least 0.01. In half precision they usually
-# differ by 0.05, and by 0.18 (0.03 in float16) with large scores.
+# The largest allowed difference of a probability. In float32, deeper layers accumulate rounding
+# errors: 4e-5 was seen with scores in the hundreds, while a wrong mask, scale or head gives at
+# least 0.01. In bfloat16 probabilities usually differ by 0.05, and by 0.18 with large scores (0.03
+# in float16).
 KERNEL_TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 2e-4,
@@ -55,15 +59,15 @@ KERNEL_TOLERANCE = {
     torch.bfloat16: 3e-1,
 }
 
-# In a probability, in float32: scores in the hundreds, as in large models, are rounded by 3e-5, and
-# later layers enlarge the effect of a layer's rounding: 4e-5 seen in the third of three wide
-# layers. A wrong mask or scale gives 0.01.
+# In float32 and float64, the largest allowed difference of a probability. Scores in the hundreds,
+# as in large models, are rounded by 3e-5, and later layers enlarge the effect: 4e-5 was seen in the
+# third of three wide layers. A wrong mask or scale gives 0.01.
 #
-# In half precision the hooks' own scores are rounded to 8 or 11 bits, so that one probability may
-# differ by 0.15 (0.04 in float16) where nothing is wrong: judged by the root mean square of a
-# layer's differences, in that of its pattern. With 30 architectures and four toys it is at most
-# 0.042 (0.0085); a wrong window, sink, slope, head or rotation gives 0.12 and more, but a scale
-# that is 5 % off only 0.03, which a check in float32 notices.
+# In half precision, the root mean square of a layer's differences, in units of that of its pattern.
+# The hooks' own scores are rounded to 8 or 11 bits, so a single probability may differ by 0.15
+# (0.04 in float16) although nothing is wrong. With 30 architectures and four toys the root mean
+# square is at most 0.042 (0.0085). A wrong window, sink, slope, head or rotation gives at least
+# 0.12. A scale that is 5 % off gives only 0.03, which a check in float32 notices.
 STREAMED_TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-4,
@@ -76,7 +80,7 @@ SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"
 
 
 def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
-    """Compare a hooked model with the model behind it and with itself, on random tokens."""
+    """Compare a hooked model with the model itself, on a probe of this many random tokens."""
     tokens = probe_tokens(model, length)
     dtype = dtype_of(model)
     hook_values, logits = _forward(model, tokens)
@@ -119,11 +123,23 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         ),
         checks=tuple(checks),
         mended=facts.mended,
+        probe_length=tokens.shape[1],
     )
 
 
+def check_streaming(model: HookedModel) -> Check:
+    """Check that attention in blocks of rows gives the logits and patterns of a pass with hooks."""
+    return _against_hooks(model, "streaming", "patterns of row blocks", fused=False)
+
+
+def check_fused(model: HookedModel) -> Check:
+    """Check that a fused kernel gives the logits of a pass with hooks, and its patterns as sums
+    over single queries."""
+    return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
+
+
 def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str, Tensor], Logits]:
-    """The activations of the probe that the checks of layers read, and its logits."""
+    """The activations that the checks of layers read, and the logits, of the probe."""
     names = [
         name
         for name in model.hook_dict
@@ -134,16 +150,11 @@ def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str
     return hook_values, logits[0].float().cpu()
 
 
-def _attention_of(native: Any) -> str:
-    """The attention that a model of transformers runs: "sdpa" or "eager"."""
-    return getattr(native.config, "_attn_implementation", None) or "eager"
-
-
 def _run_native(
     native: Any, tokens: Tokens
 ) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
-    """Logits of the model itself, the pattern of each of its attention calls, and how the patterns
-    were obtained."""
+    """The logits of the model itself, the pattern of each of its calls of attention, and how the
+    patterns were obtained."""
     options = {}
     if _attention_of(native) == "eager":
         options["output_attentions"] = True
@@ -157,11 +168,15 @@ def _run_native(
     return output.logits, patterns, "the weights of eager attention"
 
 
+def _attention_of(native: Any) -> str:
+    """The attention that a transformers model runs, such as "sdpa" or "eager"."""
+    return getattr(native.config, "_attn_implementation", None) or "eager"
+
+
 class _ThroughIdentity(TorchFunctionMode):
     """Repeats each call of SDPA in this thread with blocks of identity matrices as values.
 
-    Since A · I = A, the output is the pattern of that call, by whichever kernel torch chooses for
-    it.
+    Because A · I = A, the output is the pattern of that call, from the kernel that torch chooses.
     """
 
     def __init__(self) -> None:
@@ -190,7 +205,7 @@ def _kernel(
     source: str,
     dtype: torch.dtype,
 ) -> Check:
-    """Compare the pattern of each layer at the hooks with that of the model's own attention."""
+    """Check that the pattern at the hooks of each layer is that of the model's own attention."""
     layers = hooks.attention_layers(model)
     if len(patterns) != len(layers):
         calls = f"{len(patterns)} calls of attention were seen in {len(layers)} layers"
@@ -219,20 +234,23 @@ def _kernel(
 def _neighbours(
     model: HookedModel, tokens: Int[Tensor, "1 pos"], logits_alone: Logits, dtype: torch.dtype
 ) -> Check:
-    """Compare the probe alone with the probe padded beside a row half as long again and, if
-    possible, at far positions."""
+    """Check that the logits of the probe do not depend on padding or on another row.
+
+    The other row is half as long again if the model has enough positions. It is at the model's last
+    positions if the model takes position ids.
+    """
     device = device_of(model)
     length = tokens.shape[1]
     boundary = boundary_of(model)
-    # The number of positions that the model has at least.
+    # The model has at least the smallest number of positions that is stated.
     stated = (getattr(config_of(model), "max_position_embeddings", None), model.cfg.n_ctx)
     most_positions = min([number for number in stated if number], default=1)
     if boundary is not None and length <= boundary.at:
         most_positions = min(most_positions, boundary.at)
     longer_length = max(length, min(length + length // 2, most_positions))
 
-    # Row 0: the probe, padded by its own first tokens, which the mask hides.
-    # Row 1: the same tokens backwards, so that a leak between rows would show.
+    # Row 0 is the probe, padded with its own first tokens, which the mask hides. Row 1 has the same
+    # tokens in reverse order, so that a leak between the rows would show.
     probe_row = tokens.repeat(1, 2)[:, :longer_length]
     batch = torch.cat([probe_row, probe_row.flip(1)]).to(device)
     attention_mask = torch.ones(2, longer_length, dtype=torch.long, device=device)
@@ -241,7 +259,7 @@ def _neighbours(
 
     detail = f"logits of the probe padded beside a row of {longer_length} tokens"
     if "position_ids" in inspect.signature(innermost(model).forward).parameters:
-        # The other row gets the last positions that the model has.
+        # The other row gets the model's last positions.
         far_start = max(0, most_positions - longer_length)
         row_starts = torch.tensor([[0], [far_start]], device=device)
         options["position_ids"] = torch.arange(longer_length, device=device) + row_starts
@@ -262,20 +280,11 @@ def _neighbours(
     return compare_positions("neighbours", logits, logits_alone, tolerance, detail, remedy)
 
 
-def check_streaming(model: HookedModel) -> Check:
-    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on
-    the probe."""
-    return _against_hooks(model, "streaming", "patterns of row blocks", fused=False)
-
-
-def check_fused(model: HookedModel) -> Check:
-    """Check that a fused kernel gives the hooks' logits, and sums over queries that are the hooks'
-    patterns, on the probe."""
-    return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
-
-
 def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) -> Check:
-    """Compare a pass without hooks with one through them: logits, and the pattern of each layer."""
+    """Compare the logits and patterns of a streamed pass with those of a pass with hooks.
+
+    The outcome is "passed" or "limited".
+    """
     layers = hooks.attention_layers(model)
     obstacle = why_not_streamed(model, layers)
     if obstacle is not None:
@@ -318,7 +327,7 @@ def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) ->
 def _without_hooks(
     model: HookedModel, tokens: Tensor, fused: bool
 ) -> tuple[Logits, dict[int, Pattern]]:
-    """Logits, and by layer the pattern, of a pass without hooks."""
+    """The logits of a streamed pass, and its pattern by layer."""
     patterns: dict[int, Pattern] = {}
     length = tokens.shape[1]
 
@@ -329,7 +338,7 @@ def _without_hooks(
         patterns[layer][:, :, rows.queries, rows.keys] = pattern
 
     def see_whole(layer: int, attention: Fused) -> None:
-        # With each query as a group of its own, the sums over queries are the pattern.
+        # If each query is a group of its own, the sums over queries are the pattern.
         each_query = torch.eye(length).to(attention.own)[None]
         patterns[layer] = attention.column_sums(each_query).mT.cpu()
 

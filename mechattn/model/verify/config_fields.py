@@ -1,9 +1,8 @@
-"""Checks that every attention-related field of a configuration is used, known to be harmless, or
-refused.
+"""Checks that mechattn uses every configuration field about attention or knows it to be harmless.
 
-The probe compares patterns on a few tokens with the model's own, so whatever changes the pattern of
-a short text is found there, whatever its name. It cannot show what acts only on longer texts: a
-window, a chunk, a selection of keys, a scale that depends on position. Such a feature has a
+The probe compares patterns on a few tokens with the model's own, so it finds everything that
+changes the pattern of a short text. It cannot find what acts only on longer texts, such as a
+window, a chunk, a selection of keys, or a scale that depends on position. Each of these has a
 configuration field, and a model with an unknown field is refused.
 """
 
@@ -44,7 +43,7 @@ _REASONS: Mapping[str, str] = {
         partial_rotary_factor rotary_dim rotary_pct rotary_emb_base no_rope_layers
         no_rope_layer_interval qk_rope_head_dim qk_nope_head_dim"""
     ),
-    "acts alike at every length, so that the patterns of the probe show it": (
+    "acts in the same way at every length, so that the patterns of the probe show it": (
         """
         attn_logit_softcapping attention_multiplier query_pre_attn_scalar scale_attn_weights
         attention_in_multiplier attention_out_multiplier key_multiplier attention_k_eq_v
@@ -63,16 +62,16 @@ _REASONS: Mapping[str, str] = {
         attention_bias attention_out_bias use_qk_norm qk_layernorm qkv_bias use_qkv_bias
         use_attention_bias attn_config.qk_ln attn_config.qk_gn"""
     ),
-    "dropout, which is off when a model is measured": (
+    "dropout, which is off while a model is measured": (
         """
         attention_dropout attn_pdrop attention_probs_dropout_prob attn_config.attn_pdrop"""
     ),
-    "the dtype or the code of the softmax, not what it gives": (
+    "the dtype or the code of the softmax, but not its result": (
         """
         reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32
         attn_config.attn_type attn_config.attn_impl"""
     ),
-    "of layers without attention, of which layers have it, or of what is outside it": (
+    "concerns layers without attention, which layers have it, or parts outside it": (
         """
         attn_layer_indices attn_layer_offset attn_layer_period full_attn_idxs chunk_size
         final_logit_softcapping logits_soft_cap num_ln_in_parallel_attn mask_token_id
@@ -84,8 +83,8 @@ _REASONS: Mapping[str, str] = {
     ),
 }
 KNOWN = {name for names in _REASONS.values() for name in names.split()}
-# Fields that change which keys a query sees, or its scores, in an unsupported way; with the values
-# that turn them off.
+# Fields that change which keys a query sees, or its scores, in an unsupported way: what they do,
+# and the values that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "attention_chunk_size": ("queries see only the keys of their own chunk", (None,)),
     "attn_temperature_tuning": ("queries are scaled by position in long texts", (None, False, 0)),
@@ -99,8 +98,10 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
-    """The configuration fields that may mean an unsupported kind of attention, each with its value
-    and what is known about it."""
+    """The configuration fields that may mean an unsupported kind of attention.
+
+    Each has a text with its value and what is known about it.
+    """
     understood = set(KNOWN)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "chunked_attention" not in kinds:
@@ -123,8 +124,10 @@ def unknown_fields(config: Any) -> dict[str, str]:
 
 
 def check_config(model: HookedModel, native: Any = None) -> Check:
-    """Check that every field about attention is known, in the config of the model or of the one it
-    was made from."""
+    """Check that every field about attention is known.
+
+    The configuration is the model's or, if it has none, that of ``native``.
+    """
     config = config_of(model) or getattr(native, "config", None)
     if config is None:
         reason = f"a {type(model).__name__} has no configuration of transformers"
@@ -144,8 +147,10 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of this configuration that may concern attention, including those of a nested
-    ``attn_config``."""
+    """The names and values of the fields that may concern attention.
+
+    Those of a nested ``attn_config`` are included.
+    """
     from transformers import PretrainedConfig
 
     usual = PretrainedConfig().to_dict()

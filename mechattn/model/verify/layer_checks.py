@@ -1,4 +1,5 @@
-"""Checks that the hooks of each layer fit together: rows of the pattern, values, heads, residual.
+"""Checks of each layer's hooks: the rows of the pattern, the values, the heads and the residual
+stream.
 
 z is pattern · v, but some models clip or norm the values, or gate or norm the result.
 """
@@ -25,14 +26,14 @@ from mechattn.model.verify.verification import (
     compare,
 )
 
-# In attention: the hooks of a gate's input, and the functions that gates have.
+# The hooks at the input of a gate in attention, and the functions that gates have.
 GATES = ("hook_q_gate", "hook_gate", "gate.hook_out")
 GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softplus": nn.functional.softplus,
 }
 
-# Largest difference of a row's sum, which is rounded in every entry.
+# The largest allowed difference of a row's sum, in which every entry is rounded.
 _ROW_TOLERANCE = {
     torch.float64: 1e-4,  # the softmax may be computed in float32
     torch.float32: 1e-4,
@@ -59,19 +60,19 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ProbedHooks:
-    """What the hooks showed of the probe, the first row of the batch, in float32."""
+    """The values at the hooks during a pass over the probe, in float32 on the CPU."""
 
     model: HookedModel
     by_name: Mapping[str, Tensor]
     dtype: torch.dtype  # of the weights
-    length: int  # of the probe in tokens
+    length: int  # of the probe, in tokens
 
     def of_layer(self, layer: int, name: str) -> Tensor | None:
-        """The value of a hook of a layer, such as "attn.hook_z"; None if it did not fire."""
+        """The value at a hook of a layer, such as "attn.hook_z"; None if the hook did not fire."""
         return self.by_name.get(f"blocks.{layer}.{name}")
 
     def each_layer(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """The value of a hook in the layers with attention in which it fires."""
+        """The layers with attention in which a hook fired, and its value there."""
         for layer in hooks.attention_layers(self.model):
             value = self.of_layer(layer, name)
             if value is not None:
@@ -79,13 +80,15 @@ class ProbedHooks:
 
 
 def checks_of_layers(probe: ProbedHooks) -> list[Check]:
-    """Check rows of the pattern, values, heads and residual stream of each layer."""
+    """Check the rows of the pattern, the values, the heads and the residual stream."""
     return [_rows(probe), _values(probe), _heads(probe), _residual(probe)]
 
 
 def gate_of(model: HookedModel) -> Callable[[Tensor], Tensor] | None:
-    """The function from a hook's value to the gate of the mixed values, as the last verification
-    found it; None if there is no gate."""
+    """The function from the value at a gate's hook to the gate of the mixed values.
+
+    It is the one that the last verification found. None if it found no gate, or was not made.
+    """
     facts = facts_of(model)
     if facts is None or facts.report is None:
         return None
@@ -94,8 +97,10 @@ def gate_of(model: HookedModel) -> Callable[[Tensor], Tensor] | None:
 
 
 def _rows(probe: ProbedHooks) -> Check:
-    """Check that the keys that a query can see get all its attention, which is 1 in all, or less
-    where a sink takes the rest."""
+    """Check that each query's attention to the keys that it can see sums to 1.
+
+    In a layer with learned sinks, check that these keys get all attention that is not the sink's.
+    """
     length = probe.length
     total = "1"
     pairs = {}
@@ -131,7 +136,7 @@ def _rows(probe: ProbedHooks) -> Check:
 
 @torch.no_grad()
 def _values(probe: ProbedHooks) -> Check:
-    """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
+    """Check that pattern · v is z, or becomes z by a known gate or norm ("limited")."""
     tolerance = ACTIVATION_TOLERANCE[probe.dtype]
     detail = "pattern · v against z"
     pairs: dict[int, Pair] = {}
@@ -179,15 +184,15 @@ def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A step between the mix and W_O."""
+    """A step between the mixed values and W_O."""
 
-    words: str
+    words: str  # it completes "z is pattern · v …"
     result: Mixed
-    gate: str | None = None  # the name of its function, if it is a gate
+    gate: str | None = None  # the name of the function of a gate; None for a norm
 
 
 def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> _Step | None:
-    """The step that turns the mix into z; None if no known one does."""
+    """The known step that turns the mixed values into z; None if none does."""
     tolerance = ACTIVATION_TOLERANCE[probe.dtype]
     for step in chain(_gates(probe, layer, mixed), _norms(probe.model, layer, mixed)):
         if compare("values", {layer: (step.result, z)}, tolerance, "").outcome == "passed":
@@ -196,8 +201,9 @@ def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> _Step 
 
 
 def _gates(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[_Step]:
-    """The mix times each function of each gate that has a hook in this layer."""
-    sizes_of_gates = (mixed.numel(), mixed[..., 0].numel())  # one number a channel, or one a head
+    """The mixed values times each function of each gate that has a hook in this layer."""
+    # A gate has a number for each channel, or one for each head.
+    sizes_of_gates = (mixed.numel(), mixed[..., 0].numel())
     for hook_name in GATES:
         gate = probe.of_layer(layer, f"attn.{hook_name}")
         if gate is None or gate[0].numel() not in sizes_of_gates:
@@ -209,7 +215,7 @@ def _gates(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[_Step]:
 
 
 def _norms(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[_Step]:
-    """The mix after each norm over all heads that the attention module has."""
+    """The mixed values after each norm over all heads in the attention module."""
     all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
     for name, norm in head_parts.norms_of_output(model, layer).items():
         normed = norm(_as_in_model(model, layer, all_heads)).float().cpu()
@@ -218,7 +224,7 @@ def _norms(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[_Step]:
 
 
 def _unusual_parts(model: HookedModel, layer: int) -> str:
-    """What may act between the pattern and z, in words."""
+    """The parts of a layer that may act between the pattern and z, as a sentence."""
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     module = head_parts.attention_module(model, layer)
     unusual = []
@@ -251,8 +257,8 @@ def _heads(probe: ProbedHooks) -> Check:
             reason = f"z {list(z.shape)} and W_O do not give an output of the heads' shape"
             return Check("heads", "limited", detail=f"{detail}: layer {layer}: {reason}")
 
-        # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual:
-        # the nearest is what the heads give.
+        # The two hooks differ in Gemma, where one is after the post-norm, and in BLOOM, where one
+        # is after the residual is added. The nearer one is the heads' output.
         of_heads = total[0]
         nearest = min(outputs, key=lambda output: float((output - of_heads).abs().max()))
         pairs[layer] = (of_heads, nearest)
@@ -268,7 +274,7 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
         w_o = head_parts.output_projection(model, layer).float().cpu()
         with weights_here(attention):
             b_o = getattr(attention, "b_O", None)
-    except Exception:  # an adapter that does not declare its output weights
+    except Exception:  # TransformerLens raises several classes if it cannot find W_O
         return None
 
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
@@ -280,20 +286,20 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
 
 
 def _residual(probe: ProbedHooks) -> Check:
-    """Check that the stream after a layer is that before it, plus attention, plus MLP."""
+    """Check that resid_pre + attn_out + mlp_out is resid_post."""
     pairs = {}
     for layer in hooks.attention_layers(probe.model):
-        before = probe.of_layer(layer, "hook_resid_pre")
-        attention = probe.of_layer(layer, "hook_attn_out")
-        mlp = probe.of_layer(layer, "hook_mlp_out")
-        after = probe.of_layer(layer, "hook_resid_post")
-        if before is None or attention is None or mlp is None or after is None:
+        resid_pre = probe.of_layer(layer, "hook_resid_pre")
+        attn_out = probe.of_layer(layer, "hook_attn_out")
+        mlp_out = probe.of_layer(layer, "hook_mlp_out")
+        resid_post = probe.of_layer(layer, "hook_resid_post")
+        if resid_pre is None or attn_out is None or mlp_out is None or resid_post is None:
             continue
-        # Rounded after each addition as the model's are: in bfloat16 the rounding of an entry of
-        # 12,000 is half the root mean square of all.
-        middle = (before[0] + attention[0]).to(probe.dtype).float()
-        total = (middle + mlp[0]).to(probe.dtype).float()
-        pairs[layer] = (total, after[0])
+        # Rounded after each addition, as in the model: in bfloat16 the rounding of an entry of
+        # 12,000 is half the root mean square of all entries.
+        resid_mid = (resid_pre[0] + attn_out[0]).to(probe.dtype).float()
+        total = (resid_mid + mlp_out[0]).to(probe.dtype).float()
+        pairs[layer] = (total, resid_post[0])
 
     detail = "residual + attention + MLP = residual after"
     check = compare("residual", pairs, ACTIVATION_TOLERANCE[probe.dtype], detail)
@@ -305,7 +311,7 @@ def _residual(probe: ProbedHooks) -> Check:
 
 
 def _by_head(model: HookedModel, z: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """z of each head; unchanged if its size is not a multiple of the number of heads."""
+    """z by head; unchanged if its size is not a multiple of the number of heads."""
     heads = model.cfg.n_heads
     if z[0, 0].numel() % heads:
         return z

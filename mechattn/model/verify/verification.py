@@ -1,4 +1,5 @@
-"""A verification: its probe, its tolerances, and its report, with one line per check."""
+"""The parts of a verification: its probe, its tolerances and its report, which has a line for each
+check."""
 
 from __future__ import annotations
 
@@ -15,19 +16,20 @@ from mechattn.markup import table
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 
-# Numbers of tokens. Two passes over so few cost little compared with loading the weights:
+# Lengths of the probe in tokens. Two passes over 8 tokens take little time compared with loading.
 AT_LOADING = 8
-PROBE = 24  # of ``verify_model``
-LONGEST_PROBE = 136  # to reach the windows of up to 128 keys
+PROBE = 24  # in ``verify_model``
+LONGEST_PROBE = 136  # it may be lengthened to this, to go 8 tokens beyond a window of 128
 ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
 
 Logits = Float[Tensor, "pos d_vocab"]
-Pairs = dict[Any, tuple[Tensor, Tensor]]  # by layer: what the hooks show, and what is expected
+Pairs = dict[Any, tuple[Tensor, Tensor]]  # by layer, the values at the hooks and those expected
 Outcome = Literal["passed", "failed", "limited", "not checked"]
 
-# Largest differences, in root mean squares of what is compared: of logits the root mean square at
-# the worst position, of activations the worst entry. The largest seen on 30 architectures with
-# random weights and a toy: float32 1e-5 and 3e-6, float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2.
+# The largest allowed differences, in units of the root mean square of the expected values. For
+# logits, the difference is a root mean square at the worst position; for activations, it is that of
+# the worst entry. The largest seen on 30 architectures with random weights and a toy were 1e-5 and
+# 3e-6 in float32, 1e-2 and 5e-3 in float16, and 1e-1 and 3e-2 in bfloat16.
 LOGIT_TOLERANCE = {
     torch.float64: 1e-4,  # norms and softmax are computed in float32 all the same
     torch.float32: 1e-3,
@@ -40,12 +42,12 @@ ACTIVATION_TOLERANCE = {
     torch.float16: 2e-2,
     torch.bfloat16: 1.5e-1,
 }
-_LEAST_UNIT = 1e-12  # in place of a root mean square of 0, which nothing can be divided by
+_LEAST_UNIT = 1e-12  # the unit if the root mean square is 0, so that it can be divided by
 COLUMNS = ["check", "outcome", "difference", "tolerance", "compared"]
 
 
 def what_to_try(dtype: torch.dtype) -> str:
-    """The advice after a difference that rounding can explain in half precision alone."""
+    """The advice after a difference that, in half precision, may be due to rounding alone."""
     if dtype.itemsize > 2:
         return ANOTHER_VERSION
     return (
@@ -57,22 +59,20 @@ def what_to_try(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a verification; a failed one shows both figures at the largest difference.
+    """One check of a verification.
 
     Args:
         name: The name of the check.
-        outcome: The outcome; "failed" makes the model unusable, "limited" only the analyses that
-            need this identity.
-        layer: The layer of the largest difference, if that is a failure of a layer.
-        hooked: The figure of the hooked model, of a failure.
-        expected: The expected figure, of a failure.
-        difference: The largest difference over everything compared, in units of the tolerance's
-            scale.
+        outcome: "passed"; "failed" makes the model unusable; "limited" excludes the analyses that
+            need this check; "not checked" if there was nothing to compare with.
+        layer: The layer with the largest difference, if a layer failed.
+        hooked: After a failure, the hooked model's number at the largest difference.
+        expected: After a failure, the expected number at the largest difference.
+        difference: The largest difference, in the unit of the tolerance.
         tolerance: The largest allowed difference.
-        detail: What was compared, or why nothing could be.
-        remedy: What to do about it.
-        gate: The function of the gate that turns the values that the pattern mixes into z, if that
-            is what limits.
+        detail: What was compared, or why nothing could be compared.
+        remedy: What to do after a failure.
+        gate: If z is the mixed values times a gate, the name of the gate's function.
     """
 
     name: str
@@ -88,8 +88,11 @@ class Check:
 
     @property
     def printed_difference(self) -> str:
-        """The difference as printed: the number of a failure. That of a pass is rounding, and so
-        depends on the CPU: "within" the tolerance."""
+        """The difference as printed.
+
+        If the check passed it is "within", because the number is due to rounding and depends on the
+        CPU.
+        """
         if self.outcome == "passed" and self.difference is not None:
             return "within"
         return _number(self.difference)
@@ -112,7 +115,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a verification of a hooked model; prints as a table."""
+    """The report of a verification of a hooked model. It prints as a table."""
 
     model: str
     architecture: str
@@ -120,10 +123,11 @@ class Report:
     versions: str
     checks: tuple[Check, ...]
     mended: tuple[str, ...] = ()
+    probe_length: int = AT_LOADING  # in tokens
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed; limited and unmade checks don't count as failed."""
+        """Whether no check failed. A check that is limited or was not made has not failed."""
         return not any(check.outcome == "failed" for check in self.checks)
 
     @property
@@ -133,7 +137,7 @@ class Report:
 
     @property
     def limited(self) -> dict[str, str]:
-        """The checks that limit analyses of this model, with reasons."""
+        """The checks that exclude some analyses of this model, with the reasons."""
         return {check.name: check.detail for check in self.checks if check.outcome == "limited"}
 
     def __getitem__(self, name: str) -> Check:
@@ -147,7 +151,8 @@ class Report:
         """Refuse a model with a failed check.
 
         Raises:
-            ModelError: Lists each failed check with its layer, both figures, tolerance and remedy.
+            ModelError: A check failed. The message lists the failed checks with their layers,
+                numbers, tolerances and remedies.
         """
         if not self.passed:
             lines = "\n  ".join(self._failures)
@@ -158,14 +163,14 @@ class Report:
 
     @property
     def _heading(self) -> list[str]:
-        """The model and the verdict, then what was mended."""
+        """A line with the model and the verdict, and one for each corrected fault."""
         verdict = "passed" if self.passed else "FAILED"
         model = f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
         return [model, *(f"mended: {fault}" for fault in self.mended)]
 
     @property
     def _rows(self) -> list[list[str]]:
-        """The cells of each check, in ``COLUMNS``."""
+        """The cells of each check, in the order of ``COLUMNS``."""
         return [
             [
                 check.name,
@@ -197,11 +202,6 @@ class Report:
         return "\n".join([*self._heading, *lines, *self._failures])
 
 
-def _number(value: float | None) -> str:
-    """A figure for the table."""
-    return "" if value is None else f"{value:.3g}"
-
-
 def root_mean_square(values: Float[Tensor, ...]) -> float:
     """``√(mean of the squares)``."""
     return float(values.square().mean().sqrt())
@@ -216,17 +216,19 @@ def compare(
     unit: float | None = None,
     summary: Callable[[Tensor], Any] = torch.max,
 ) -> Check:
-    """A check that the pairs differ by no more than the tolerance.
+    """Check that the values at the hooks differ from those expected by at most the tolerance.
+
+    The outcome is "not checked" if there are no pairs.
 
     Args:
         name: The name of the check.
-        pairs: By layer, what the hooks show and what is expected.
+        pairs: By layer, the values at the hooks and those expected.
         tolerance: The largest allowed difference.
         detail: What is compared.
-        remedy: What to do if it differs.
-        unit: What differences are divided by; by default the root mean square of what is expected
-            in the layer.
-        summary: From the absolute differences of a layer's entries to its difference.
+        remedy: What to do if they differ.
+        unit: Differences are divided by this; by default by the root mean square of the layer's
+            expected values.
+        summary: From the absolute differences of a layer's entries to the layer's difference.
     """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
@@ -237,7 +239,7 @@ def compare(
         layer_unit = unit
         if layer_unit is None:
             layer_unit = max(root_mean_square(expected), _LEAST_UNIT)
-        # NaN is the largest difference of all.
+        # NaN counts as an infinite difference, so it fails.
         distances[layer] = ((hooked - expected).abs() / layer_unit).nan_to_num(nan=torch.inf)
         differences[layer] = float(summary(distances[layer]))
 
@@ -264,9 +266,12 @@ def compare(
 def compare_positions(
     name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str = ""
 ) -> Check:
-    """The largest root mean square of a position's differences, in that of all logits."""
-    # A constant added to all logits of a position changes no probability (centred unembeddings add
-    # one).
+    """Check that at no position the logits differ by more than the tolerance.
+
+    A position's difference is a root mean square, in units of that of all expected logits.
+    """
+    # A constant that is added to all logits of a position changes no probability. Centred
+    # unembeddings add one.
     hooked = hooked - hooked.mean(-1, keepdim=True)
     expected = expected - expected.mean(-1, keepdim=True)
     unit = max(root_mean_square(expected), _LEAST_UNIT)
@@ -276,29 +281,32 @@ def compare_positions(
 
 
 def as_limited(check: Check, detail: str) -> Check:
-    """The check; one that failed then excludes only some analyses, for the reason in ``detail``."""
+    """The check, "limited" instead of "failed" and with this detail if it failed."""
     if check.outcome != "failed":
         return check
     return replace(check, outcome="limited", detail=detail, remedy="")
 
 
 def dtype_of(model: HookedModel) -> torch.dtype:
-    """The dtype among a model's weights with the widest tolerance."""
+    """The dtype among a model's weights that has the widest tolerance."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    known_dtypes = dtypes & set(LOGIT_TOLERANCE)  # quantised weights have others
+    known_dtypes = dtypes & set(LOGIT_TOLERANCE)  # quantised weights may be integers
     return max(known_dtypes, key=lambda dtype: LOGIT_TOLERANCE[dtype], default=torch.float32)
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
-    """Random ordinary tokens, the same each time, after a BOS token if the model is used with
-    one."""
+    """Random tokens that are not special, the same each time.
+
+    The first is replaced by the BOS token if the model prepends one. There are more than ``length``
+    if that is needed to reach beyond a window, and no more than the model's context.
+    """
     length = _probe_length(model, length)
     tokenizer = getattr(model, "tokenizer", None)
     size = model.cfg.d_vocab
     if tokenizer is not None:
         size = min(size, len(tokenizer))
 
-    count = 2 * max(length, LONGEST_PROBE)  # more than needed, as special ones are left out
+    count = 2 * max(length, LONGEST_PROBE)  # more than needed, because special ones are left out
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(size, (count,), generator=generator)
     special = set(getattr(tokenizer, "all_special_ids", []) or [])
@@ -311,9 +319,14 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     return torch.tensor([tokens])
 
 
+def _number(value: float | None) -> str:
+    """A number with three digits; empty if there is none."""
+    return "" if value is None else f"{value:.3g}"
+
+
 def _probe_length(model: HookedModel, length: int) -> int:
-    """A few tokens more than the windows that a probe can reach, and at most as many as the model
-    reads."""
+    """The given length, or 8 more than the longest window that a probe can reach, within the
+    model's context."""
     for layer in hooks.attention_layers(model):
         window = hooks.attention_window(model, layer)
         if window is not None and window + 8 <= LONGEST_PROBE:
