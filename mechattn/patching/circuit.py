@@ -27,7 +27,7 @@ from mechattn.patching.edges import attributed_edges
 from mechattn.patching.effects import DIRECTIONS, Patching, printed, sharing_lines
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.pairs import request_of
-from mechattn.patching.pass_memory import check_edges_fit
+from mechattn.patching.plan import check_edges_fit
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY, head_named

@@ -35,14 +35,14 @@ from mechattn.patching.pairs import (
     Unpatched,
     request_of,
 )
-from mechattn.patching.pass_memory import (
+from mechattn.patching.patched_runs import positions_of
+from mechattn.patching.plan import (
     check_edges_fit,
     edges_fixed_bytes,
     edges_row_bytes,
     gradients_row_bytes,
     rows_within,
 )
-from mechattn.patching.patched_runs import positions_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY

@@ -27,7 +27,6 @@ from mechattn.patching.pairs import (
     Unpatched,
     request_of,
 )
-from mechattn.patching.pass_memory import row_bytes, rows_within
 from mechattn.patching.patched_runs import (
     HeadChange,
     HeadOutput,
@@ -39,6 +38,7 @@ from mechattn.patching.patched_runs import (
     possible_starts,
     recorded_runs,
 )
+from mechattn.patching.plan import row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt

@@ -18,7 +18,7 @@ from mechattn.patching import effects
 from mechattn.patching.edges import edge_runs
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.pairs import request_of
-from mechattn.patching.pass_memory import edges_fixed_bytes, edges_row_bytes
+from mechattn.patching.plan import edges_fixed_bytes, edges_row_bytes
 from mechattn.stats.many_tests import paired_tests
 from tests.conftest import loaded_once, short_problems
 from tests.patching.plain_runs import W_O, plain_logits, plain_toy
