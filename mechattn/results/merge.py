@@ -37,6 +37,7 @@ MAY_DIFFER = (
     "command",
     "engine_reason",
     "job",
+    "job_decides",
 )
 
 
