@@ -268,7 +268,7 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
 @pytest.mark.parametrize("command", ["figures", "paper"])
 def test_a_page_at_an_address_is_refused(command, tmp_path, here):
     refusal = here(command, "--model", "toy:llama", "--out", "s3://bucket/x", code=2)
-    assert "is an address: this is written to a folder of this machine" in refusal
+    assert "is an address, but this can only be written to a folder of this machine" in refusal
     assert list(tmp_path.iterdir()) == []
 
 

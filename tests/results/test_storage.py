@@ -107,7 +107,8 @@ def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch)
 
     monkeypatch.setattr(Location, "write", dying)
     with pytest.raises(
-        OutputError, match=r"could not be written .*connection lost.* what is there is incomplete"
+        OutputError,
+        match=r"could not be written .*connection lost.* the result there is incomplete",
     ):
         slash_result.save(address)
     monkeypatch.undo()
