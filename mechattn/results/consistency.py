@@ -20,7 +20,8 @@ OneOrMore = str | list[str]  # a merged result may have several
 
 
 class Entry(BaseModel):
-    """A table of a file whose declared entries have the declared types; others are ignored."""
+    """A table of a file whose declared entries have the declared types. Others are ignored, unless
+    a subclass says more."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -82,7 +83,7 @@ def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | Non
     except ValidationError as error:
         details = error.errors()[0]
         entry = ".".join(map(str, details["loc"])) or "all of it"
-        return f"its provenance lacks something ({entry}: {details['msg']})"
+        return f"its provenance is not as mechattn writes it ({entry}: {details['msg']})"
 
     if "sequences" not in datasets:
         return "its sequences are missing"
