@@ -140,32 +140,6 @@ def validation_words(error: ValidationError, root: type[BaseModel], where: str =
     return "; ".join(sentences)
 
 
-def _problem_words(error: Any, root: Any) -> str:
-    """One of pydantic's errors in words for the user."""
-    if error["type"] == "extra_forbidden":
-        *section, name = error["loc"]
-        return no_such_key(str(name), list(_section_at(root, section).model_fields))
-    if error["type"] == "missing":
-        return "is missing"
-    if error["type"] == "value_error":
-        return str(error["msg"]).removeprefix("Value error, ")
-    return f"{error['msg']}, not {str(error['input'])[:_LONGEST_VALUE]!r}"
-
-
-def _section_at(root: Any, path: Iterable[Any]) -> Any:
-    """The class of the section that keys lead to. Indices of lists and names in tables are skipped,
-    because they are not fields."""
-    for name in path:
-        if name not in root.model_fields:
-            continue
-        section = root.model_fields[name].annotation
-        # Unwraps list[Section], dict[str, Section] and Section | None.
-        while not isinstance(section, type) or not issubclass(section, BaseModel):
-            section = next(arg for arg in get_args(section)[::-1] if arg is not type(None))
-        root = section
-    return root
-
-
 class PromptsSection(Section):
     """The arguments of ``load_prompts``, whose template may also be "auto"."""
 
@@ -178,7 +152,7 @@ class PromptsSection(Section):
     with_answer: bool = False
     split: str = "test"
     seed: _Int = 0
-    answer: str = "answer"
+    answer: str | None = None
     group: str | None = None
     counterpart: str | None = None
     other_answer: str | None = None
@@ -282,3 +256,29 @@ def config_of(values: dict[str, Any], where: str = "") -> Config:
     if not config.models:
         raise OptionError(f"{where}model = [] is empty; give at least one model")
     return config
+
+
+def _problem_words(error: Any, root: Any) -> str:
+    """One of pydantic's errors in words for the user."""
+    if error["type"] == "extra_forbidden":
+        *section, name = error["loc"]
+        return no_such_key(str(name), list(_section_at(root, section).model_fields))
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "value_error":
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"{error['msg']}, not {str(error['input'])[:_LONGEST_VALUE]!r}"
+
+
+def _section_at(root: Any, path: Iterable[Any]) -> Any:
+    """The class of the section that keys lead to. Indices of lists and names in tables are skipped,
+    because they are not fields."""
+    for name in path:
+        if name not in root.model_fields:
+            continue
+        section = root.model_fields[name].annotation
+        # Unwraps list[Section], dict[str, Section] and Section | None.
+        while not isinstance(section, type) or not issubclass(section, BaseModel):
+            section = next(arg for arg in get_args(section)[::-1] if arg is not type(None))
+        root = section
+    return root

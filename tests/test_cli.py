@@ -132,7 +132,7 @@ def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(
     assert f"Open {out / 'index.html'} in a browser" in here("figures", *asked)
     text = (out / "index.html").read_text()
     assert "6 prompts of word-problems, as plain text, after “" in text
-    words = "8 “ .” (meaningless), or as many tokens of random sentences (sentence), in the middle"
+    words = "8 “ .” (meaningless), or the same number of tokens of random sentences (sentence), in the middle"
     assert words in text
     for heads in (1, 14):
         assert f"heads-{heads} (" in text
@@ -306,7 +306,7 @@ QUESTIONS = [
 def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monkeypatch):
     """Unless more is asked for; what is said at the start counts the prompts that there are, not those allowed."""
     file = tmp_path / "my.jsonl"
-    rows = [{"question": text, "reply": "Answer: 3", "answer": "3"} for text in QUESTIONS]
+    rows = [{"question": text, "reply": "Answer: 3"} for text in QUESTIONS]
     file.write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
     command = ["figures", "--prompts", file, "--model", "toy:llama", "--out", tmp_path]

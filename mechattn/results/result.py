@@ -134,7 +134,9 @@ class Result(ForwardingMethods):
             OptionError: There is no such condition, it is the baseline, or there is no other.
         """
         if name == BASELINE:
-            raise OptionError("other conditions are compared with the baseline; name one of them")
+            raise OptionError(
+                "the baseline is what others are compared with; name another condition"
+            )
 
         compared = [condition for condition in self.conditions if condition != BASELINE]
         if not compared:
