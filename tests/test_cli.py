@@ -338,6 +338,9 @@ def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
     assert "Not shown: change_map: " in here("report", tmp_path / "r.zarr", "--out", page)
     before = page.read_text()
     assert "no verdict, since" in before
+    ma.run(toy, prompts[:2], None, ma.analyses.MlpActivations()).save(tmp_path / "m.zarr")
+    messages = here("report", tmp_path / "r.zarr", tmp_path / "m.zarr")
+    assert "Not shown: activation_histogram: " in messages, "only the second has it"
     refusal = here("report", tmp_path / "r.zarr", "--out", page, "--layer", 9, code=2)
     assert "layer 9 was not measured" in refusal
     assert page.read_text() == before, "a wrong option leaves the page as it was"
