@@ -54,8 +54,8 @@ class InterventionSection(OpenSection):
 
 
 class ConditionSection(OpenSection):
-    """A condition: its kind, its options and an intervention. A list of values for an option makes a
-    sweep."""
+    """A condition: its kind, its options and an intervention. A list of values for an option makes
+    a sweep."""
 
     kind: str = "MeaninglessTokens"
     masked: bool = False

@@ -1,2 +1,2 @@
-"""The command line and its config files: a module for each command, except those for stored results,
-which share one."""
+"""The command line and its config files: a module for each command, except those for stored
+results, which share one."""

@@ -71,8 +71,8 @@ def evaluate_from_config(
     chosen_server = _server(section, server, served_model, server_key)
     if chosen_server is not None and len(config.models) > 1:
         raise OptionError(
-            f"{path} names {len(config.models)} models, but only one model is evaluated on a server: "
-            "evaluate each separately"
+            f"{path} names {len(config.models)} models, but only one model is evaluated on a"
+            " server: evaluate each separately"
         )
 
     # All files are checked before the first model is loaded.

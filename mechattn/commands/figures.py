@@ -115,7 +115,7 @@ def _measure(
     seed: int,
     location: str,
 ) -> _Measurement:
-    """Run a model on all prompts and store the result; then measure the patterns of the shortest."""
+    """Run a model on all prompts and store the result; measure the patterns of the shortest."""
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:  # some tokenizers split each "/" in two
         say(
@@ -164,7 +164,7 @@ def _subtitle(
         system_words = f"after “{plain(system)}”"
     count = len(next(iter(prompts.values())))  # every model has the same
     return (
-        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or the same number of tokens"
-        f" of random sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
+        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or the same number of"
+        f" tokens of random sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
         f"{name_of(config.prompts.source)}, {' or '.join(templates)}, {system_words}."
     )

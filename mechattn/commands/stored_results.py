@@ -130,7 +130,7 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
 
 
 def summary(result: Result) -> str:
-    """A text summary of a stored result: verdicts, datasets with their quantities, and provenance."""
+    """A summary of a stored result as text: verdicts, quantities with their sizes, provenance."""
     verdicts = verdict_sentences(ShownModel(result))
     lines = [repr(result), "", *verdicts, ""]
     for name, dataset in result.datasets.items():

@@ -108,7 +108,7 @@ def compute(
         say(f"{path} already holds the result of this run; nothing was computed")
         if chunks_folder(path).is_dir():  # left by a run that was killed at its end, or another job
             with suppress(MechattnError), locked_chunks(path, job) as chunk_folder:
-                chunk_folder.finished()  # raises an error for chunks of another job, which then stay
+                chunk_folder.finished()  # an error if they are of another job, so that they stay
                 chunk_folder.delete()
         return load_result(path), False
 

@@ -51,8 +51,8 @@ class StackedArray(BackendArray):
         )
 
     def read(self, key: tuple[int | slice, ...]) -> np.ndarray:
-        """Read the part of the stack that a key selects. From each array, all rows between the first
-        and the last that are needed are read."""
+        """Read the part of the stack that a key selects. From each array, all rows between the
+        first and the last that are needed are read."""
         row_indices = np.atleast_1d(self.order[key[0]])
         integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
         spans = []
@@ -136,8 +136,8 @@ def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """Numbers in the form that is hashed: little-endian, with a single NaN and a single 0, since CPUs
-    differ in the signs of both and Zarr may not store that of NaN."""
+    """Numbers in the form that is hashed: little-endian, with a single NaN and a single 0, since
+    CPUs differ in the signs of both and Zarr may not store that of NaN."""
     if values.dtype.kind == "f":
         with np.errstate(invalid="ignore"):  # a signalling NaN warns
             values = values + values.dtype.type(0)  # −0 becomes 0

@@ -128,7 +128,7 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
     indices = sequences.segment_index.values
     unknown = indices[(indices < PADDING) | (indices >= len(SEGMENTS))]
     if unknown.size:
-        return f"its sequences have the segment {unknown[0]}, but segments are 0 to {len(SEGMENTS) - 1}"
+        return f"its sequences have the segment {unknown[0]}, but there are only {len(SEGMENTS)}"
     return None
 
 

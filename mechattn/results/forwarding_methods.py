@@ -25,8 +25,9 @@ class Options(TypedDict, total=False):
     """Options of every comparison, as keywords of the methods below. :class:`mechattn.Contrast`
     explains each.
 
-    Defaults: ``segment`` ("question"), ``other``, ``null`` ("dilution" where it exists), ``scale``, ``unit``
-    ("auto"), ``matched`` (True), ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
+    With their defaults: ``segment`` ("question"), ``other`` (None), ``null`` (None: "dilution" if
+    it exists), ``scale`` (None: that of the quantity), ``unit`` ("auto"), ``matched`` (True),
+    ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
     """
 
     segment: str | None
@@ -87,15 +88,15 @@ class ForwardingMethods:
         columns: Literal["main", "all"] = "main",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
-        """Return a table that compares a quantity between two conditions, paired by prompt, with one
-        row per layer and head.
+        """Return a table that compares a quantity between two conditions, paired by prompt, with
+        one row per layer and head.
 
         ``difference`` is the mean over prompts of ``log(value / reference)``: −0.22 is a fall by a
         fifth. If the quantity can be 0 or negative, it is the mean of ``value − reference``.
         ``null`` is the difference that would result if the original tokens kept their attention to
         each other (or under uniform attention, see :class:`mechattn.Contrast`), and ``beyond =
-        difference − null``. If no null is known, null and beyond are NaN and the difference is tested;
-        ``table.attrs["null"]`` then says that the definition may cause part of it.
+        difference − null``. If no null is known, null and beyond are NaN and the difference is
+        tested; ``table.attrs["null"]`` then says that the definition may cause part of it.
 
         Rows are named by their heads (``table.loc["L1H2"]``). The columns are those that a paper
         prints: layer, head; change, change_low, change_high and change_null, fractions (−0.2 is a
@@ -129,8 +130,8 @@ class ForwardingMethods:
                 change of the layer's heads in models with random weights), and random_low and
                 random_high (95 % prediction interval for a head of one more such model).
             margin: The largest difference that counts as equal, as a fraction for a log-ratio (0.02
-                is 2 %). Adds q_same, by two one-sided t tests: below 0.05, the tested difference lies
-                within ± margin. It is too small if differences are very skewed
+                is 2 %). Adds q_same, by two one-sided t tests: below 0.05, the tested difference
+                lies within ± margin. It is too small if differences are very skewed
                 (docs/concepts/intervals.md).
             columns: "main", or "all", which :func:`mechattn.adjust` needs.
             options: See :class:`~mechattn.results.forwarding_methods.Options`: segment, null,
@@ -157,9 +158,9 @@ class ForwardingMethods:
     ) -> pd.DataFrame:
         """Test whether a change holds for conditions that were not run, such as other fillers.
 
-        A finding about "/" is not a finding about meaningless tokens. Prompts and conditions are both
-        treated as samples: for each head, ``beyond = mean + prompt + condition + rest``. Columns:
-        layer, head; mean, low and high, an interval that holds for other prompts and other
+        A finding about "/" is not a finding about meaningless tokens. Prompts and conditions are
+        both treated as samples: for each head, ``beyond = mean + prompt + condition + rest``.
+        Columns: layer, head; mean, low and high, an interval that holds for other prompts and other
         conditions, p and q; condition_sd, unit_sd and rest_sd, the spread of each part; new_low and
         new_high, the interval for a new condition on a new prompt; n and conditions.
 
@@ -225,10 +226,10 @@ class ForwardingMethods:
         """List the heads with the largest values of a quantity, with intervals over prompts and the
         value under uniform attention.
 
-        Columns: layer, head; the quantity (mean over prompts); shrunken, the mean moved towards that
-        of all heads, because the largest of many estimates is too large (not with ``select``); low
-        and high (t interval); uniform, the value under uniform attention (NaN if it is not known);
-        n.
+        Columns: layer, head; the quantity (mean over prompts); shrunken, the mean moved towards
+        that of all heads, because the largest of many estimates is too large (not with ``select``);
+        low and high (t interval); uniform, the value under uniform attention (NaN if it is not
+        known); n.
 
         Args:
             quantity: A quantity with one number for each head, such as "previous_mass", "entropy",
@@ -442,7 +443,7 @@ class ForwardingMethods:
         return cast("Result", self)
 
     def _contrast(self, condition: str | None, **options: Any) -> Contrast:
-        """The comparison of a condition; by default the first that is not the baseline or ``to``."""
+        """The comparison of a condition, by default the first besides the baseline and ``to``."""
         from mechattn.contrast.contrast import Contrast
 
         if "to_segment" in options:

@@ -29,8 +29,8 @@ POSITION_DIMS = ("pos", "key", "original_key")  # as long as the longest prompt
 FIRST_PROMPT_TEXT = "first_prompt_text"  # the text of the whole run's first prompt
 # What pads an array, by numpy's kind of its dtype.
 PADDING_BY_KIND: Mapping[str, Any] = {"f": np.nan, "i": PADDING, **dict.fromkeys(TEXT_KINDS, "")}
-# Entries of the provenance that may differ, besides those of COMBINED. All others change the numbers
-# or their meaning.
+# Entries of the provenance that may differ, besides those of COMBINED. All others change the
+# numbers or their meaning.
 MAY_DIFFER = (
     "model.path",
     "model.device",

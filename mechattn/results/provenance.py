@@ -51,9 +51,9 @@ PLAIN_TYPES = (
     np.generic,
 )
 
-# The modules that generate the __repr__ of a dataclass, as dataclasses wraps it in a function of its
-# own (until Python 3.12) or of reprlib. The globals of a __repr__ that a person wrote are of another
-# module.
+# The modules that generate the __repr__ of a dataclass, as dataclasses wraps it in a function of
+# its own (until Python 3.12) or of reprlib. The globals of a __repr__ that a person wrote are of
+# another module.
 GENERATORS_OF_REPR = ("dataclasses", "reprlib")
 
 
@@ -77,8 +77,8 @@ def versions() -> dict[str, str]:
 def name_of(path: str) -> str:
     """The part of the name of a model or file that may be published.
 
-    A name on the hub stays as it is. Of a path only the last part is left, since the rest may reveal
-    a user name (or the name on the hub, if the path is in its cache). An address loses its
+    A name on the hub stays as it is. Of a path only the last part is left, since the rest may
+    reveal a user name (or the name on the hub, if the path is in its cache). An address loses its
     passwords.
     """
     if "://" in path:
@@ -167,8 +167,8 @@ def now() -> str:
 class StoredCondition:
     """A condition of a result, as its provenance describes it; by default, nothing is known."""
 
-    # The name of the class, such as "RandomSentence" or "Baseline", followed by a hash of its source
-    # if it is not mechattn's.
+    # The name of the class, such as "RandomSentence" or "Baseline", followed by a hash of its
+    # source if it is not mechattn's.
     kind: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False  # original tokens don't see the inserted ones
@@ -287,8 +287,8 @@ def _captured(function: Any) -> list[Any]:
 
 
 def _writes_itself(value: Any) -> bool:
-    """Whether the repr of an object describes it: a dataclass of ours with a written repr, whose text
-    contains a hash of its content, or an object without attributes, such as a torch.dtype."""
+    """Whether the repr of an object describes it: a dataclass of ours with a written repr, whose
+    text contains a hash of its content, or an object without attributes, such as a torch.dtype."""
     kind: Any = type(value)
     if is_ours(kind) and is_dataclass(value):
         return kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR

@@ -297,8 +297,8 @@ def shared_units(result: Result, other: Result, unit: Unit) -> Units:
 
 
 def alike_words(result: Result) -> str:
-    """A sentence on how much the prompts repeat each other, as the run recorded it; "" if it recorded
-    nothing."""
+    """A sentence on how much the prompts repeat each other, as the run recorded it; "" if it
+    recorded nothing."""
     likenesses = result.provenance["prompts"].get("alike", [])
     if not likenesses:
         return ""

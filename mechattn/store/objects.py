@@ -47,8 +47,8 @@ class DamagedResult(OutputError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a result is stored: a folder of this machine, or an address. At an address, files cannot
-    be renamed.
+    """Where a result is stored: a folder of this machine, or an address. At an address, files
+    cannot be renamed.
 
     Args:
         name: The absolute path of the folder, or the fsspec address.
@@ -76,8 +76,8 @@ class Location:
     @property
     def path(self) -> str:
         """The path of the location in its file system."""
-        # The method that url_to_fs calls. url_to_fs itself would read a "::" in the name of a folder
-        # as a chain of file systems.
+        # The method that url_to_fs calls. url_to_fs itself would read a "::" in the name of a
+        # folder as a chain of file systems.
         return str(self.file_system._strip_protocol(self.name)).rstrip("/")
 
     def object_path(self, name: str) -> str:
@@ -142,8 +142,8 @@ class Location:
         return mark
 
     def check_begun(self, mark: str) -> None:
-        """Check that no other process has begun to write here since ``begin``: there are no locks at
-        an address.
+        """Check that no other process has begun to write here since ``begin``: there are no locks
+        at an address.
 
         Raises:
             OutputError: Another process has begun.
@@ -202,8 +202,8 @@ def location_of(path: str | Path) -> Location:
 class Listing(MemoryStore):
     """The listed objects of a result, as a Zarr store.
 
-    A MemoryStore has a dictionary of contents, whose keys tell Zarr which objects exist. Here it has
-    the checksums in place of the contents, and the root, which is not in the listing.
+    A MemoryStore has a dictionary of contents, whose keys tell Zarr which objects exist. Here it
+    has the checksums in place of the contents, and the root, which is not in the listing.
 
     Args:
         location: Where the objects are.
@@ -252,7 +252,7 @@ class Listing(MemoryStore):
             await self.set(key, value)
 
     def set_sync(self, key: str, value: Buffer) -> None:
-        """Write an object and list it; :func:`~mechattn.store.writing.write_root` writes the root."""
+        """Write an object and list it. The root is left to ``write_root``."""
         self._check_writable()
         if key == ROOT:
             return

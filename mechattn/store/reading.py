@@ -231,8 +231,8 @@ def _check_has_root(folder: Path) -> None:
 
 
 def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
-    """Check that the listed arrays are of a kind that mechattn writes, and that their objects, and no
-    others, exist in their sizes."""
+    """Check that the listed arrays are of a kind that mechattn writes, and that their objects, and
+    no others, exist in their sizes."""
     unclaimed = set(listing.checksums)
     for name in listing.checksums:
         if plain(name) != name:  # libraries print names in their warnings
@@ -245,8 +245,8 @@ def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
 
 
 def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) -> list[str]:
-    """The names of the objects of an array, after checking that each has as many numbers or texts as
-    the metadata declare; [] for a group."""
+    """The names of the objects of an array, after checking that each has as many numbers or texts
+    as the metadata declare; [] for a group."""
     try:
         metadata = METADATA.validate_json(listing.read(metadata_name))
         if isinstance(metadata, _Group):
@@ -283,8 +283,8 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
 
 
 def _dataset(stored: xr.Dataset, location: Location) -> xr.Dataset:
-    """A dataset as a run makes it, with its quantities sorted by name. Arrays that are small or have
-    one dimension are read."""
+    """A dataset as a run makes it, with its quantities sorted by name. Arrays that are small or
+    have one dimension are read."""
     dataset = stored.drop_encoding()
     for variable in dataset.variables.values():
         if variable.nbytes <= SMALL_ARRAY or variable.ndim < 2:
