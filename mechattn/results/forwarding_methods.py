@@ -26,8 +26,8 @@ class Options(TypedDict, total=False):
     explains each.
 
     With their defaults: ``segment`` ("question"), ``other`` (None), ``null`` (None: "dilution" if
-    it exists), ``scale`` (None: that of the quantity), ``unit`` ("auto"), ``matched`` (True),
-    ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
+    the quantity has it, otherwise "uniform"), ``scale`` (None: that of the quantity), ``unit``
+    ("auto"), ``matched`` (True), ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
     """
 
     segment: str | None
