@@ -39,7 +39,9 @@ Models = Annotated[
     list[str],
     typer.Option(help="A checkpoint directory, a hub name or a toy; repeat for several."),
 ]
-Source = Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')]
+Source = Annotated[
+    str, typer.Option(help='"gsm8k", "word-problems", a .jsonl file, or a hub dataset.')
+]
 Field = Annotated[str, typer.Option(help="The field of a file or dataset with the question.")]
 System = Annotated[
     str | None,
@@ -99,9 +101,7 @@ def first_look(
 def figures(
     out: Annotated[Path, typer.Option(help="The folder for the page.")] = Path("out/figures"),
     model: Models = [DEFAULT_MODEL],  # noqa: B006
-    prompts: Annotated[
-        str, typer.Option(help='"gsm8k", "word-problems", a .jsonl file, or a hub dataset.')
-    ] = "gsm8k",
+    prompts: Source = "gsm8k",
     field: Field = "question",
     answer_field: Annotated[
         str | None,
@@ -345,7 +345,11 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
     layer: Annotated[
-        int | None, typer.Option(help="The layer to draw; by default the first measured one.")
+        int | None,
+        typer.Option(
+            help="The layer to draw; by default that of the head that changes most in lines, and"
+            " the first measured one elsewhere."
+        ),
     ] = None,
     heads: Annotated[
         str | None, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")
@@ -438,4 +442,5 @@ def main() -> None:
         app()
     except MechattnError as error:
         _say(f"mechattn: {error}", err=True)
+        # 130 is the exit code of a program that Ctrl-C stops, 2 that of a command that is misused.
         sys.exit(130 if isinstance(error, Interrupted) else 2)

@@ -74,7 +74,8 @@ def report(
     Args:
         paths: The stored results.
         out: The page.
-        layer: The layer of the figures; by default the first that was measured.
+        layer: The layer of the figures; by default that of the head that changes most for the lines
+            that lead the page, and the first that was measured for all others.
         heads: The heads of the lines; by default the data choose them.
         command: The command line, which the page repeats.
         force: Whether a page that mechattn did not write is replaced.

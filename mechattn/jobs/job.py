@@ -166,7 +166,11 @@ class Worker:
         return self.plan.calibrated(self.job.prompts)
 
     def check(self, chunk: int) -> None:
-        """Refuse a chunk with unusable prompts, without running the model on them."""
+        """Check that the model can read the prompts of a chunk, without running it.
+
+        Raises:
+            MechattnError: A prompt cannot be used.
+        """
         self.plan.sequences(self._prompts(chunk))
 
     def part(self, chunk: int) -> tuple[int, Result]:

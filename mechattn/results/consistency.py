@@ -126,7 +126,7 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
             return f"the array {name} of its sequences does not hold whole numbers"
 
     indices = sequences.segment_index.values
-    unknown = indices[(indices < PADDING) | (indices >= len(SEGMENTS))]
+    unknown = indices[((indices < 0) & (indices != PADDING)) | (indices >= len(SEGMENTS))]
     if unknown.size:
         return f"its sequences have the segment {unknown[0]}, but there are only {len(SEGMENTS)}"
     return None

@@ -159,7 +159,7 @@ def added_hash(ours: str, theirs: str) -> str:
 
 
 def now() -> str:
-    """The time, in UTC, to the second."""
+    """The current time in UTC, to the second."""
     return datetime.now(timezone.utc).replace(microsecond=0).isoformat()
 
 

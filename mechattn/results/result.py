@@ -163,7 +163,8 @@ class Result(ForwardingMethods):
         return datasets_digest(self.datasets)
 
     def to_dataframe(self, name: str | None = None, quantity: str | None = None) -> pd.DataFrame:
-        """Return a tidy table with one row per prompt, condition, layer, head and so on.
+        """Return a tidy table with one row per prompt, condition, layer, head and so on. Rows
+        without any value are left out.
 
         Args:
             name: The analysis; by default the first, or "sequences" if there is none.
