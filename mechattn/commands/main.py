@@ -347,8 +347,8 @@ def report(
     layer: Annotated[
         int | None,
         typer.Option(
-            help="The layer to draw; by default that of the head that changes most in lines, and"
-            " the first measured one elsewhere."
+            help="The layer to draw; by default lines show that of the head that changes most, and"
+            " other figures the first that was measured."
         ),
     ] = None,
     heads: Annotated[

@@ -121,8 +121,8 @@ class Job:
     def _token_ids(self) -> dict[str, str] | None:
         """A hash of the tokens of all prompts, and the beginning of the first as text.
 
-        Equal texts can have other tokens, because a chat template may write the date. Tokens that
-        the user gives cannot change: None if every prompt gives its tokens.
+        Equal texts can have other tokens on another day, because a chat template may write the
+        date. None if every prompt gives its tokens, which cannot change.
         """
         if all(prompt.tokens for prompt in self.prompts):
             return None
