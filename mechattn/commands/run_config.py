@@ -428,9 +428,9 @@ def _analyses_for(figure: FigureSection, options: Mapping[str, Any], where: str)
     Raises:
         OptionError: No analysis measures the quantity of the figure.
     """
-    declared = FIGURES[figure.kind]
-    if declared.needs:
-        dataset = declared.analysis(options)
+    declaration = FIGURES[figure.kind]
+    if declaration.needs:
+        dataset = declaration.analysis(options)
         return [
             kind for kind, analysis_class in ANALYSES.items() if analysis_class().name == dataset
         ]

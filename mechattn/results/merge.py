@@ -162,8 +162,8 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         if "prompt" in values.dims:
             array = _in_prompt_order(variables, sizes, order)
         elif name == FIRST_PROMPT_TEXT:
-            missing = sizes["pos"] - values.sizes["pos"]
-            array = np.pad(values.values, [(0, 0), (0, missing)], constant_values="")
+            padding_length = sizes["pos"] - values.sizes["pos"]
+            array = np.pad(values.values, [(0, 0), (0, padding_length)], constant_values="")
         elif name in moments:
             array = moments[name]
         else:
@@ -255,12 +255,12 @@ def _merged_entries(
 
 def _collected(ours: Any, theirs: Any) -> Any:
     """All distinct values but None as a list; one as itself, and None without any."""
-    distinct = _distinct(_as_list(ours), _as_list(theirs))
-    if not distinct:
+    distinct_values = _distinct(_as_list(ours), _as_list(theirs))
+    if not distinct_values:
         return None
-    if len(distinct) == 1:
-        return distinct[0]  # the form in a result that was never merged
-    return distinct
+    if len(distinct_values) == 1:
+        return distinct_values[0]  # the form in a result that was never merged
+    return distinct_values
 
 
 def _distinct(ours: list[Any] | None, theirs: list[Any] | None) -> list[Any]:

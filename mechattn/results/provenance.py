@@ -110,10 +110,10 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
     for model in models:
         last_part = model.rstrip("/").rsplit("/", 1)[-1]
         name = re.sub(r"[^\w.-]", "-", last_part)
-        same_name = [other for other in names if names[other].casefold() == name.casefold()]
-        if same_name and model not in names:
+        namesakes = [other for other in names if names[other].casefold() == name.casefold()]
+        if namesakes and model not in names:
             raise OptionError(
-                f"the models {same_name[0]!r} and {model!r} would both write to files named"
+                f"the models {namesakes[0]!r} and {model!r} would both write to files named"
                 f" {name!r}: run them separately, or give their folders different names"
             )
         names[model] = name

@@ -97,9 +97,9 @@ class Result(ForwardingMethods):
 
         datasets = {}
         for name, dataset in self.datasets.items():
-            own = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
+            own_indexers = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
             try:
-                datasets[name] = dataset.sel(own)
+                datasets[name] = dataset.sel(own_indexers)
             except KeyError:
                 arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
                 raise OptionError(
@@ -192,15 +192,15 @@ class Result(ForwardingMethods):
         return [name for name in self.datasets if name != "sequences"]
 
     def _repr_html_(self) -> str:
-        about = self.provenance
-        model = about["model"]
+        provenance = self.provenance
+        model = provenance["model"]
         size = f"{model['layers']} layers × {model['heads']} heads"
         rows = [
             ("model", f"{model['name']}, {size}, {model['dtype']}"),
             ("verified", model["verified"]),
             ("prompts", self["sequences"].sizes["prompt"]),
         ]
-        for name, condition in about["conditions"].items():
+        for name, condition in provenance["conditions"].items():
             rows.append((f"condition {name}", condition["written"]))
         for name in self._analyses():
             rows.append((name, ", ".join(map(str, self.datasets[name]))))

@@ -138,28 +138,29 @@ def recover(path: Path) -> None:
     if os.path.lexists(path):
         return
     for folder in _temporary_folders(path):
-        complete = folder / OLD
-        if not complete.exists():
+        complete_path = folder / OLD
+        if not complete_path.exists():
             continue
         new_path = _new_path(folder, path)
         if new_path.exists():  # the new one was complete before the old one was moved away
-            complete = new_path
+            complete_path = new_path
         try:
+            # Seconds: another process may be restoring it, which takes two renames.
             with FileLock(folder / LOCK, timeout=10):
                 if not os.path.lexists(path):
-                    os.replace(complete, path)
+                    os.replace(complete_path, path)
                     flush([path.parent])
                     say(
                         f"the result of {path} was found complete in {folder}, where a killed "
                         "process had left it"
                     )
                     _remove(folder, path)
-        except UNLOCKABLE:
+        except UNLOCKABLE:  # its writer is alive or, without locks, may be alive
             continue
         except OSError as error:
             raise OutputError(
                 f"the result of {path} was found complete in {folder}, but cannot be moved to its "
-                f"place ({error.strerror or error}): rename {complete} to {path}"
+                f"place ({error.strerror or error}): rename {complete_path} to {path}"
             ) from error
 
 
