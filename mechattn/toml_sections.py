@@ -1,5 +1,5 @@
-"""Sections and keys of TOML files, read and checked before torch is imported, so that errors appear
-immediately."""
+"""The sections and keys of TOML files. They are read and checked before torch is imported, so that
+errors appear immediately."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_LARGEST_FILE = 2**20  # bytes
-_LONGEST_VALUE = 40  # letters in a message
-# What pydantic writes after a key whose value may be of several types.
+_LARGEST_FILE = 2**20  # bytes; a config takes a few kB, so a larger file is something else
+_LONGEST_VALUE = 40  # letters of a value that a message quotes
+# If a value may be of several types, pydantic adds one of them to the keys of an error.
 _TYPE = re.compile(r"int|str|list\[.*|json-or-python\[.*")
-_Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]  # as TOML has them
+_Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]  # the integers of TOML
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
 
 
@@ -37,7 +37,7 @@ class Section(BaseModel):
 
 
 class OpenSection(BaseModel):
-    """A section with a kind; its other keys are the options of that kind."""
+    """A section with a kind. Its keys that are not declared are the options of that kind."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -54,8 +54,8 @@ class InterventionSection(OpenSection):
 
 
 class ConditionSection(OpenSection):
-    """A condition: its kind, options and interventions. A list of values for an option makes a
-    sweep."""
+    """A condition: its kind, its options and an intervention. A list of values for an option makes
+    a sweep."""
 
     kind: str = "MeaninglessTokens"
     masked: bool = False
@@ -74,12 +74,12 @@ def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
 
     Args:
         path: The file.
-        what: What it is in messages.
+        what: What messages call it.
 
     Raises:
         OptionError: There is no such file, or it is too large, unreadable or not TOML.
     """
-    if not os.path.isfile(path):  # gives False for a name that is too long, where Path raises
+    if not os.path.isfile(path):  # unlike Path.is_file, it raises no error for a name too long
         raise OptionError(f"there is no {what} at {path}")
     if os.path.getsize(path) > _LARGEST_FILE:
         raise OptionError(
@@ -96,15 +96,15 @@ def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
 
 
 def no_such_key(name: str, known: Iterable[str]) -> str:
-    """The message for an unknown key: the known keys, and the one that may be meant."""
+    """The message for an unknown key, with the known keys and the one that may be meant."""
     return f"there is no such key here{near(name, known)}; the keys are {', '.join(known)}"
 
 
 def check_known(where: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name that is not known; ``where`` is the key of the file whose value it is.
+    """Check that a name is known. ``where`` is the key in the file that has it as its value.
 
     Raises:
-        OptionError: It is not known; the message names those that are.
+        OptionError: The name is not known; the message lists those that are.
     """
     if name not in known:
         raise OptionError(
@@ -113,7 +113,7 @@ def check_known(where: str, name: str, known: Collection[str]) -> None:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """The known word most similar to another, as a question; empty if none is similar."""
+    """A question whether the most similar known word is meant; "" if none is similar."""
     known = list(known)
     similar = difflib.get_close_matches(word, known, 1)
     if len(word) > 2:
@@ -124,12 +124,12 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def validation_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
-    """Pydantic's errors in words for the user.
+    """Word pydantic's errors for the user.
 
     Args:
         error: The errors.
         root: The class of the section that was read.
-        where: What every sentence begins with, before the place in that section.
+        where: The beginning of every sentence; the keys within the section follow.
     """
     sentences = []
     for problem in error.errors():
@@ -140,45 +140,19 @@ def validation_words(error: ValidationError, root: type[BaseModel], where: str =
     return "; ".join(sentences)
 
 
-def _problem_words(error: Any, root: Any) -> str:
-    """One of pydantic's errors in our words."""
-    if error["type"] == "extra_forbidden":
-        *section, name = error["loc"]
-        return no_such_key(str(name), list(_section_at(root, section).model_fields))
-    if error["type"] == "missing":
-        return "is missing"
-    if error["type"] == "value_error":
-        return str(error["msg"]).removeprefix("Value error, ")
-    return f"{error['msg']}, not {str(error['input'])[:_LONGEST_VALUE]!r}"
-
-
-def _section_at(root: Any, path: Iterable[Any]) -> Any:
-    """The class of the section that keys lead to; numbers and names in lists and tables are passed
-    over."""
-    for name in path:
-        if name not in root.model_fields:
-            continue
-        section = root.model_fields[name].annotation
-        # That of list[Section], dict[str, Section] or Section | None.
-        while not isinstance(section, type) or not issubclass(section, BaseModel):
-            section = next(arg for arg in get_args(section)[::-1] if arg is not type(None))
-        root = section
-    return root
-
-
 class PromptsSection(Section):
-    """The arguments of ``load_prompts``; commands also take the template "auto"."""
+    """The arguments of ``load_prompts``, whose template may also be "auto"."""
 
     source: str
     limit: _Int | None = None
     field: str = "question"
     system: str | None = None
-    # "auto": the chat template where the tokenizer of the model has one, else "plain".
+    # "auto" is the chat template if the model's tokenizer has one, otherwise "plain".
     template: TemplateWord = "auto"
     with_answer: bool = False
     split: str = "test"
     seed: _Int = 0
-    answer: str = "answer"
+    answer: str | None = None
     group: str | None = None
     counterpart: str | None = None
     other_answer: str | None = None
@@ -191,8 +165,8 @@ class FigureSection(OpenSection):
 
 
 class OutputSection(Section):
-    """The paths of the result and its page (relative to the working directory), and what the first
-    figure shows."""
+    """The paths of the result and its page, relative to the working directory, and which layer and
+    heads the lines show that lead the page."""
 
     result: str
     page: str | None = None
@@ -202,7 +176,8 @@ class OutputSection(Section):
 
 
 class ServerSection(Section):
-    """The arguments of ``Server``, and whether the model is loaded to be compared with it."""
+    """The arguments of ``Server``. With ``weights``, the model is loaded too, and compared with the
+    server."""
 
     address: str
     model: str | None = None
@@ -213,8 +188,8 @@ class ServerSection(Section):
 
 
 class EvaluationSection(Section):
-    """The arguments of ``evaluate``, and the file for the answers, with "{model}" in its name for
-    several models."""
+    """The arguments of ``evaluate``, and the file for the answers. Several models need "{model}" in
+    its name."""
 
     out: str
     new_tokens: _Int = 256
@@ -226,11 +201,11 @@ class EvaluationSection(Section):
 
 
 class Config(Section):
-    """A whole run; each of several models gives its own result, with "{model}" in its path."""
+    """A whole run. Each model gives a result of its own: several need "{model}" in its path."""
 
     model: str | list[str]
     prompts: PromptsSection
-    output: OutputSection | None = None  # evaluate needs none
+    output: OutputSection | None = None  # the command evaluate does not need it
     conditions: dict[str, ConditionSection] = PydanticField({"slash": ConditionSection()})
     analyses: list[AnalysisSection] = PydanticField([AnalysisSection()])
     figures: list[FigureSection] | None = None
@@ -257,10 +232,10 @@ class Config(Section):
 
 
 def read_sections(path: str | Path) -> Config:
-    """Read and check a TOML file as far as possible without a model or the analyses.
+    """Read a TOML file and check everything that can be checked without torch.
 
     Raises:
-        OptionError: There is no such file, or a key or value in it is refused.
+        OptionError: The file cannot be read, or a key or value in it is refused.
     """
     try:
         return config_of(toml_values(path), f"{path}: ")
@@ -269,7 +244,7 @@ def read_sections(path: str | Path) -> Config:
 
 
 def config_of(values: dict[str, Any], where: str = "") -> Config:
-    """The config with these values; ``where`` begins every message.
+    """The config with these values. ``where`` is the beginning of every message.
 
     Raises:
         OptionError: A key or value is refused.
@@ -281,3 +256,29 @@ def config_of(values: dict[str, Any], where: str = "") -> Config:
     if not config.models:
         raise OptionError(f"{where}model = [] is empty; give at least one model")
     return config
+
+
+def _problem_words(error: Any, root: Any) -> str:
+    """One of pydantic's errors in words for the user."""
+    if error["type"] == "extra_forbidden":
+        *section, name = error["loc"]
+        return no_such_key(str(name), list(_section_at(root, section).model_fields))
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "value_error":
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"{error['msg']}, not {str(error['input'])[:_LONGEST_VALUE]!r}"
+
+
+def _section_at(root: Any, path: Iterable[Any]) -> Any:
+    """The class of the section that keys lead to. Indices of lists and names in tables are skipped,
+    because they are not fields."""
+    for name in path:
+        if name not in root.model_fields:
+            continue
+        section = root.model_fields[name].annotation
+        # Unwraps list[Section], dict[str, Section] and Section | None.
+        while not isinstance(section, type) or not issubclass(section, BaseModel):
+            section = next(arg for arg in get_args(section)[::-1] if arg is not type(None))
+        root = section
+    return root

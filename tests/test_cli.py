@@ -132,7 +132,7 @@ def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(
     assert f"Open {out / 'index.html'} in a browser" in here("figures", *asked)
     text = (out / "index.html").read_text()
     assert "6 prompts of word-problems, as plain text, after “" in text
-    words = "8 “ .” (meaningless), or as many tokens of random sentences (sentence), in the middle"
+    words = "8 “ .” (meaningless), or the same number of tokens of random sentences (sentence), in the middle"
     assert words in text
     for heads in (1, 14):
         assert f"heads-{heads} (" in text
@@ -256,6 +256,7 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
     assert merged["sequences"].prompt.values.tolist() == ["0", "1", "2"]
     refusal = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr", code=2)
     assert "prompt 0 is in two of the results" in refusal
+    assert "no section [evaluation]" in here("evaluate", config, code=2)
 
 
 def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
@@ -268,16 +269,8 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
 @pytest.mark.parametrize("command", ["figures", "paper"])
 def test_a_page_at_an_address_is_refused(command, tmp_path, here):
     refusal = here(command, "--model", "toy:llama", "--out", "s3://bucket/x", code=2)
-    assert "is an address: this is written to a folder of this machine" in refusal
+    assert "is an address, but this can only be written to a folder of this machine" in refusal
     assert list(tmp_path.iterdir()) == []
-
-
-def test_with_a_server_no_model_is_said_to_be_loaded(tmp_path, here):
-    config = tmp_path / "c.toml"
-    config.write_text('model = "toy:llama"\n[prompts]\nsource = "word-problems"\n')
-    printed = here("evaluate", config, "--server", "http://localhost:8000/v1", code=2)
-    assert "no section [evaluation]" in printed
-    assert "Loading the model" not in printed
 
 
 def test_the_first_look_names_every_command(here):
@@ -306,7 +299,7 @@ QUESTIONS = [
 def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monkeypatch):
     """Unless more is asked for; what is said at the start counts the prompts that there are, not those allowed."""
     file = tmp_path / "my.jsonl"
-    rows = [{"question": text, "reply": "Answer: 3", "answer": "3"} for text in QUESTIONS]
+    rows = [{"question": text, "reply": "Answer: 3"} for text in QUESTIONS]
     file.write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
     command = ["figures", "--prompts", file, "--model", "toy:llama", "--out", tmp_path]
@@ -338,11 +331,12 @@ def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
     assert "Not shown: change_map: " in here("report", tmp_path / "r.zarr", "--out", page)
     before = page.read_text()
     assert "no verdict, since" in before
+    ma.run(toy, prompts[:2], None, ma.analyses.MlpActivations()).save(tmp_path / "m.zarr")
+    both = here("report", tmp_path / "r.zarr", tmp_path / "m.zarr")
+    assert "Not shown: activation_histogram: " in both
     refusal = here("report", tmp_path / "r.zarr", "--out", page, "--layer", 9, code=2)
     assert "layer 9 was not measured" in refusal
     assert page.read_text() == before, "a wrong option leaves the page as it was"
-    refusal = here("report", tmp_path / "none.zarr", "--out", page, code=2)
-    assert "there is no stored result at" in refusal
 
 
 def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here):

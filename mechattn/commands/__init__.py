@@ -1,2 +1,2 @@
-"""The command line and its config files; a file per command, and one of what is done with stored
-results."""
+"""The command line and its config files: a module for each command, except those for stored
+results, which share one."""

@@ -1,6 +1,5 @@
-"""The command ``mechattn evaluate``: answers under conditions, and their accuracy as a Markdown
-table.
-"""
+"""The command ``mechattn evaluate``: answers under each condition, and their accuracy as a Markdown
+table."""
 
 from __future__ import annotations
 
@@ -45,21 +44,22 @@ def evaluate_from_config(
     system: str | None = None,
     template: TemplateWord | None = None,
 ) -> tuple[dict[str, Evaluation], list[Path]]:
-    """Run the section [evaluation] of a config file.
+    """Run the section [evaluation] of a config file. Each option replaces what the file says.
 
     Args:
         path: The TOML file.
-        server: The address of a server that generates, in place of what the file says.
-        served_model: The name of its model, likewise.
-        server_key: The environment variable with its key, likewise.
-        system: The text before each question, likewise.
-        template: The template of the prompts, likewise.
+        server: The address of a server that generates the answers.
+        served_model: The name of the model on the server.
+        server_key: The environment variable with the server's key.
+        system: The text before each question.
+        template: The template of the prompts.
 
     Returns:
-        Each model's evaluation, and what was written.
+        The evaluation of each model, and the files that were written.
 
     Raises:
-        OptionError: There is no such section, or one server for several models.
+        MechattnError: There is no such section, one server for several models, or something else
+            that cannot be used; or the evaluation was interrupted.
     """
     config = with_options(read_config(path), system=system, template=template)
     if config.evaluation is None:
@@ -71,11 +71,11 @@ def evaluate_from_config(
     chosen_server = _server(section, server, served_model, server_key)
     if chosen_server is not None and len(config.models) > 1:
         raise OptionError(
-            f"{path} names {len(config.models)} models, but a server has only one model: evaluate "
-            "each separately"
+            f"{path} names {len(config.models)} models, but only one model is evaluated on a"
+            " server: evaluate each separately"
         )
 
-    # Every file is checked before the first model is loaded.
+    # All files are checked before the first model is loaded.
     files = {}
     for name, location in locations_of(config, config.evaluation.out).items():
         files[name] = Path(location)
@@ -105,32 +105,8 @@ def evaluate_from_config(
     return evaluations, list(files.values())
 
 
-def _server(
-    section: ServerSection | None, address: str | None, model: str | None, key: str | None
-) -> Server | None:
-    """The server of a config, or what the command line says in its place; None if there is none.
-
-    Raises:
-        OptionError: The command line names its model or key, and nothing names its address.
-    """
-    options = {}
-    if section is not None:
-        options = section.model_dump(exclude={"weights"})
-    for name, value in (("address", address), ("model", model), ("key", key)):
-        if value is not None:
-            options[name] = value
-
-    if not options:
-        return None
-    if "address" not in options:
-        raise OptionError(
-            "--served-model and --server-key need a server: give --server http://host:8000/v1 too"
-        )
-    return Server(**options)
-
-
 def accuracy_table(evaluation: Evaluation) -> str:
-    """The table in Markdown, with cautions before it and the methods after it."""
+    """The accuracy of each condition as a Markdown table, after cautions and before the methods."""
     accuracies = evaluation.accuracy()
     changes = {
         condition: evaluation.compare(condition)
@@ -165,12 +141,37 @@ def accuracy_table(evaluation: Evaluation) -> str:
     return "\n\n".join([*cautions, markdown_table(HEADER, rows), methods])
 
 
+def _server(
+    section: ServerSection | None, address: str | None, model: str | None, key: str | None
+) -> Server | None:
+    """The server of a config, with the options of the command line; None if neither names one.
+
+    Raises:
+        OptionError: The command line names a model or key, but there is no address.
+    """
+    options = {}
+    if section is not None:
+        options = section.model_dump(exclude={"weights"})
+    for name, value in (("address", address), ("model", model), ("key", key)):
+        if value is not None:
+            options[name] = value
+
+    if not options:
+        return None
+    if "address" not in options:
+        raise OptionError(
+            "--served-model and --server-key need a server: give --server http://host:8000/v1 too"
+        )
+    return Server(**options)
+
+
 def _change_cells(change: Mapping[str, Any]) -> list[str]:
-    """The difference from the baseline, its p, the problems that changed, what can be detected."""
+    """The cells that compare a condition with the baseline, under the headings "against the
+    baseline", "p", "gained, lost" and "detectable"."""
     difference = f"{100 * change['difference']:+.1f}"
     interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
     changed = ""
-    if "only_first" in change:  # there is one answer to each problem
+    if "only_first" in change:  # only with one answer per problem
         changed = f"{change['only_first']}, {change['only_second']}"
 
     return [

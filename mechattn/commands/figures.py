@@ -1,4 +1,4 @@
-"""The command ``mechattn figures``: a page about models, with and without inserted tokens."""
+"""The command ``mechattn figures``: a page on attention with and without inserted tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from mechattn.results.result import Result
 from mechattn.store.writing import check_result_location
 from mechattn.toml_sections import Config
 
-# Inserted into the prompt whose patterns are kept, so that single cells are visible.
+# The number of tokens inserted into the prompt whose patterns are drawn: with more, single cells of
+# the pattern could not be seen.
 FEW_TOKENS = 16
+# How the subtitle names each template.
 TEMPLATES = {
     "chat": "in the model's chat template",
     "plain": "as plain text",
@@ -43,29 +45,37 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What was measured of a model: its result, patterns of a short prompt, what was inserted."""
+    """What was measured in one model."""
 
-    result: Result
-    maps: Result
+    result: Result  # of all prompts
+    maps: Result  # the patterns of a short prompt
     inserted: MeaninglessTokens
 
 
 def make_figures(config: Config, command: str = "", force: bool = False) -> Path:
-    """Run the models of a config and write their page.
+    """Run the models of a config, and write their page.
 
-    The config has one condition, ``MeaninglessTokens``; a random sentence of equal length is added
+    The config has one condition, ``MeaninglessTokens``. A random sentence of equal length is added
     as its control.
 
+    Args:
+        config: The models, prompts, condition and output.
+        command: The command line, which the page repeats.
+        force: Whether a page that mechattn did not write is replaced.
+
+    Returns:
+        The path of the page.
+
     Raises:
-        MechattnError: An option cannot be used with a model or its prompts; raised before any model
-            is loaded where its config says enough.
+        MechattnError: An option cannot be used with a model or its prompts. The error is raised
+            before any model is loaded if the model's config says enough.
     """
     dtype = dtype_named(config.dtype)
     check_device(config.device)
 
     (inserted,) = build_conditions(config.conditions).values()
     output = output_of(config)
-    # The command line has no other condition, and always a page.
+    # The command line always gives this condition and a page.
     assert isinstance(inserted, MeaninglessTokens)
     assert output.page is not None
 
@@ -81,7 +91,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
         say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
         hooked = load_model(name, dtype=dtype, device=config.device)
         measurements.append(_measure(hooked, prompts[name], inserted, config.seed, location))
-        del hooked  # its memory is free for the next
+        del hooked  # frees its memory for the next model
 
     choice = head_choice(output)
     models = []
@@ -105,7 +115,7 @@ def _measure(
     seed: int,
     location: str,
 ) -> _Measurement:
-    """Run a model on all prompts and store its result; keep patterns of the shortest prompt too."""
+    """Run a model on all prompts and store the result; measure the patterns of the shortest."""
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:  # some tokenizers split each "/" in two
         say(
@@ -135,7 +145,7 @@ def _condition_name(inserted: MeaninglessTokens) -> str:
 
 
 def _inserted_words(measurements: Sequence[_Measurement]) -> str:
-    """What is inserted, such as "55 “/”"; "55 or 56 “/”" where tokenizers differ."""
+    """The inserted tokens, such as "55 “/”", or "55 or 56 “/”" if the counts of models differ."""
     counts = sorted({measurement.inserted.count for measurement in measurements})
     text = plain(measurements[0].inserted.text)
     return f"{' or '.join(map(str, counts))} “{text}”"
@@ -144,7 +154,7 @@ def _inserted_words(measurements: Sequence[_Measurement]) -> str:
 def _subtitle(
     config: Config, measurements: Sequence[_Measurement], prompts: dict[str, list[Prompt]]
 ) -> str:
-    """What was inserted where, and what the models read."""
+    """What was inserted and where, and which prompts the models read."""
     inserted = measurements[0].inserted
     first_prompts = [model_prompts[0] for model_prompts in prompts.values()]
     templates = dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts)
@@ -154,7 +164,7 @@ def _subtitle(
         system_words = f"after “{plain(system)}”"
     count = len(next(iter(prompts.values())))  # every model has the same
     return (
-        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or as many tokens of"
-        f" random sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
+        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or the same number of"
+        f" tokens of random sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
         f"{name_of(config.prompts.source)}, {' or '.join(templates)}, {system_words}."
     )

@@ -29,7 +29,7 @@ from mechattn.toml_sections import (
     validation_words,
 )
 
-# Those that mechattn.conditions exports, but for the base class of insertions, Insertion.
+# The classes that mechattn.conditions exports, without Insertion, the base class of insertions.
 CONDITIONS = {
     name: kind
     for name, kind in vars(public_conditions).items()
@@ -42,18 +42,19 @@ INTERVENTIONS = {kind.__name__: kind for kind in (ARM, AttentionKnockout, HeadAb
 def build_conditions(
     sections: Mapping[str, ConditionSection], tokenizer: Any | None = None
 ) -> dict[str, prompt_conditions.Condition]:
-    """Build the conditions of a file; a sweep gives several, named after their values.
+    """Build the conditions of a file. A sweep gives several, which are named after their values.
 
     Args:
         sections: The sections by the names of the conditions.
-        tokenizer: Decides how many tokens a text without ``count`` has; without it each has the
-            default number, which is enough for a check.
+        tokenizer: The tokenizer that decides how many tokens a condition without ``count`` inserts.
+            Without a tokenizer it is the default number, which is enough to check a file.
 
     Returns:
         The conditions by name, such as "slash" or "slash, count=5".
 
     Raises:
-        OptionError: A name, kind or option is not allowed, or two conditions have one name.
+        OptionError: A name, kind or option is not allowed, or two conditions have the same name.
+        ConditionError: The tokenizer cannot make about the default number of tokens from a text.
     """
     counts: dict[str, int] = {}
     if tokenizer is not None:
@@ -73,11 +74,66 @@ def build_conditions(
     return conditions
 
 
-def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[str, int]:
-    """The number of tokens of the sections that give none.
+def build_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
+    """Build the analyses of a file.
 
-    A text has the nearest number to the default that it reaches, a control that of the first text;
-    a kind whose ``count`` may be None has none.
+    Raises:
+        OptionError: A kind or an option is not allowed.
+    """
+    return [
+        _build(ANALYSES, section.kind, section.options, f"analyses[{index}]")
+        for index, section in enumerate(sections)
+    ]
+
+
+def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
+    """The class or figure of a kind; ``where`` is the section of the file for messages.
+
+    Raises:
+        OptionError: There is no such kind.
+    """
+    check_known(f"{where}.kind", kind, kinds_by_name)
+    return kinds_by_name[kind]
+
+
+def checked_options(
+    build: Callable, options: Mapping[str, Any], where: str, other_keys: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Check the names and types of the options of a class or figure, and add its defaults.
+
+    Args:
+        build: The class or figure.
+        options: The options that the file gives.
+        where: The section of the file for messages.
+        other_keys: Further keys of the section, which a message may suggest.
+
+    Returns:
+        All options of the class or figure, by name.
+
+    Raises:
+        OptionError: There is no such option, or a value has the wrong type.
+    """
+    model = _options_model(build)
+    for name in options:
+        if name not in model.model_fields:
+            words = no_such_key(name, [*model.model_fields, *other_keys])
+            raise OptionError(f"{where}.{name}: {words}")
+
+    # Checked as JSON, because strict pydantic accepts a list for a tuple only there. A date of TOML
+    # becomes a table, so that it is not accepted as a text.
+    options_text = json.dumps(options, default=lambda date: {"date": str(date)})
+    try:
+        return dict(model.model_validate_json(options_text))
+    except ValidationError as error:
+        raise OptionError(validation_words(error, model, f"{where}.")) from None
+
+
+def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[str, int]:
+    """The number of tokens for each section that gives none.
+
+    A meaningless text gets the number nearest to the default that its repetitions can make. Other
+    conditions, such as controls, get the number of the first such text, unless the ``count`` of
+    their kind is None by default.
     """
     without_count = {
         name: section for name, section in sections.items() if "count" not in section.options
@@ -90,7 +146,7 @@ def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[st
         separator = section.options.get("separator", default.separator)
         own_line = section.options.get("own_line") is True
 
-        # An option of another type is refused where its condition is built.
+        # An option of another type is refused when its condition is built.
         are_text = text and isinstance(text, str) and isinstance(separator, str)
         if are_text and section.kind == "MeaninglessTokens":
             counts[name] = fillers.nearest_count(
@@ -111,7 +167,7 @@ def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[st
 def _variants(
     name: str, section: ConditionSection, count: int | None
 ) -> dict[str, prompt_conditions.Condition]:
-    """The conditions of one section by their whole names, such as "slash, count=5"."""
+    """The conditions of one section by their full names, such as "slash, count=5"."""
     where = f"conditions.{name}"
     options = section.options
     if count is not None:
@@ -120,16 +176,17 @@ def _variants(
     kind = known_kind(CONDITIONS, section.kind, where)
     counts = options.get("count")
     if isinstance(counts, list) and "count" in _options_model(kind).model_fields:
-        options["count"] = [number for number in counts if number != 0]  # 0: the baseline
+        # 0 tokens are the baseline, which is always run.
+        options["count"] = [number for number in counts if number != 0]
         if not options["count"]:
             raise OptionError(
                 f"{where}.count = {counts}: give at least one value, beside 0 (the baseline)"
             )
 
-    # An empty list is not swept but refused as a value.
+    # An empty list is not swept, so that it is refused as a value.
     swept = {key: value for key, value in options.items() if isinstance(value, list) and value}
     variants = []
-    for values in product(*swept.values()):  # so that every value is checked
+    for values in product(*swept.values()):  # all are built, so that every value is checked
         variant_options = options | dict(zip(swept, values, strict=True))
         variants.append(
             _build(CONDITIONS, section.kind, variant_options, where, ConditionSection.model_fields)
@@ -138,7 +195,7 @@ def _variants(
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
-    # sweep replaces the options of any of them.
+    # Any variant will do, as sweep replaces its swept options.
     condition = _as_its_section_says(variants[0], section, where)
     if not swept:
         return {name: condition}
@@ -147,7 +204,7 @@ def _variants(
 
 
 def _as_its_section_says(condition: Any, section: ConditionSection, where: str) -> Any:
-    """The condition masked, unshifted and under an intervention, where its section says so."""
+    """The condition, masked, unshifted or under an intervention if its section says so."""
     for option in ("masked", "unshifted"):
         if getattr(section, option):
             if not hasattr(condition, option):
@@ -168,18 +225,6 @@ def _as_its_section_says(condition: Any, section: ConditionSection, where: str) 
     return condition
 
 
-def build_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
-    """Build the analyses of a file.
-
-    Raises:
-        OptionError: A kind or an option is not allowed.
-    """
-    return [
-        _build(ANALYSES, section.kind, section.options, f"analyses[{index}]")
-        for index, section in enumerate(sections)
-    ]
-
-
 def _build(
     classes: Mapping[str, Any],
     kind: str,
@@ -187,63 +232,24 @@ def _build(
     where: str,
     other_keys: Iterable[str] = (),
 ) -> Any:
-    """A condition, analysis or intervention of a kind with these options.
+    """Build a condition, analysis or intervention.
 
     Args:
         classes: The classes by kind.
         kind: The kind that the file gives.
-        options: Its options.
-        where: The section of the file, such as "conditions.slash", which errors name.
-        other_keys: Further keys of the section, which an error may suggest.
+        options: The options that the file gives.
+        where: The section of the file for messages, such as "conditions.slash".
+        other_keys: Further keys of the section, which a message may suggest.
     """
     build = known_kind(classes, kind, where)
     checked = checked_options(build, options, where, other_keys)
-    given_options = {name: checked[name] for name in options}
+    given_options = {name: checked[name] for name in options}  # without defaults
     return build(**given_options)
-
-
-def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
-    """The class or figure of a kind; ``where`` is the section of the file, which errors name.
-
-    Raises:
-        OptionError: There is no such kind.
-    """
-    check_known(f"{where}.kind", kind, kinds_by_name)
-    return kinds_by_name[kind]
-
-
-def checked_options(
-    build: Callable, options: Mapping[str, Any], where: str, other_keys: Iterable[str] = ()
-) -> dict[str, Any]:
-    """All options of a class or figure, with defaults, after checking names and types.
-
-    Args:
-        build: The class or figure.
-        options: The options that the file gives.
-        where: The section of the file, which errors name.
-        other_keys: Further keys of the section, which an error may suggest.
-
-    Raises:
-        OptionError: There is no such option, or a value has another type.
-    """
-    model = _options_model(build)
-    for name in options:
-        if name not in model.model_fields:
-            words = no_such_key(name, [*model.model_fields, *other_keys])
-            raise OptionError(f"{where}.{name}: {words}")
-
-    # Through JSON, where strict pydantic still accepts a list for a tuple.
-    # A date of TOML becomes a table, which no option takes for a text.
-    options_text = json.dumps(options, default=lambda date: {"date": str(date)})
-    try:
-        return dict(model.model_validate_json(options_text))
-    except ValidationError as error:
-        raise OptionError(validation_words(error, model, f"{where}.")) from None
 
 
 @cache
 def _options_model(build: Callable) -> type[BaseModel]:
-    """The options of a class or figure, from its signature."""
+    """A pydantic model of the options of a class or figure, from its signature."""
     hints = get_type_hints(build)
     options = {}
     for name, parameter in signature(build).parameters.items():
@@ -254,7 +260,7 @@ def _options_model(build: Callable) -> type[BaseModel]:
             default = ...  # pydantic's mark of a required field
         options[name] = (hints[name], default)
 
-    # A field that repr leaves out is filled in before a run.
+    # A field that repr leaves out is filled in before a run, and is not an option.
     if is_dataclass(build):
         for field in fields(build):
             if not field.repr:

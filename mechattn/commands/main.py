@@ -1,4 +1,4 @@
-"""The command line; heavy imports happen only when a command runs."""
+"""The command line. Heavy imports happen only when a command runs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ Each takes --help. In Python: import mechattn as ma.
 Completion for your shell: mechattn --install-completion
 """
 DEFAULT_MODEL = "real:smollm2"
-REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
+# The system prompt before the questions of GSM8K.
+REASON = "Please reason step by step and put your final answer within \\boxed{}."
 
-# Options that several commands have.
+# The options that several commands have.
 Models = Annotated[
     list[str],
     typer.Option(help="A checkpoint directory, a hub name or a toy; repeat for several."),
 ]
-Source = Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')]
+Source = Annotated[
+    str, typer.Option(help='"gsm8k", "word-problems", a .jsonl file, or a hub dataset.')
+]
 Field = Annotated[str, typer.Option(help="The field of a file or dataset with the question.")]
 System = Annotated[
     str | None,
@@ -65,14 +68,14 @@ Workers = Annotated[
     int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
 ]
 Memory = Annotated[
-    str, typer.Option(help="What it may take of a result that is larger than memory.")
+    str, typer.Option(help="How much memory each table or figure of a result may take.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")]
 app = typer.Typer(
     no_args_is_help=False,
     add_completion=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # the default drops "[evaluation]"
+    rich_markup_mode="markdown",  # the default mode drops "[evaluation]" from help texts
     help=(
         "Measure what attention does, with and without meaningless tokens. Start with: mechattn"
         " figures"
@@ -85,7 +88,7 @@ def first_look(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """What is printed without a command."""
+    """Print the version or, without a command, an overview of all commands."""
     if version:
         import mechattn
 
@@ -98,9 +101,7 @@ def first_look(
 def figures(
     out: Annotated[Path, typer.Option(help="The folder for the page.")] = Path("out/figures"),
     model: Models = [DEFAULT_MODEL],  # noqa: B006
-    prompts: Annotated[
-        str, typer.Option(help='"gsm8k", "word-problems", a .jsonl file, or a hub dataset.')
-    ] = "gsm8k",
+    prompts: Source = "gsm8k",
     field: Field = "question",
     answer_field: Annotated[
         str | None,
@@ -344,7 +345,11 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
     layer: Annotated[
-        int | None, typer.Option(help="The layer to draw; by default the first measured one.")
+        int | None,
+        typer.Option(
+            help="The layer to draw; by default lines show that of the head that changes most, and"
+            " other figures the first that was measured."
+        ),
     ] = None,
     heads: Annotated[
         str | None, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")
@@ -397,7 +402,7 @@ def export_arrays(
 
 
 def _template(chat_template: bool | None) -> Literal["chat", "plain"] | None:
-    """What --chat-template asks for, and --no-chat-template; None without either."""
+    """The template that --chat-template or --no-chat-template chooses; None without either."""
     if chat_template is None:
         return None
     if chat_template:
@@ -406,7 +411,7 @@ def _template(chat_template: bool | None) -> Literal["chat", "plain"] | None:
 
 
 def _head_numbers(text: str | None) -> list[int] | None:
-    """The heads that --heads names; None where the data choose them."""
+    """The heads that --heads names; None if it is omitted, and the data choose them."""
     if not text:
         return None
     try:
@@ -416,26 +421,26 @@ def _head_numbers(text: str | None) -> list[int] | None:
 
 
 def _say(text: str, err: bool = False) -> None:
-    """Print a text safely, as it may quote other people's files; all printing goes through here."""
+    """Print a text without control characters, as it may quote files of others. All commands print
+    through this function."""
     typer.echo(shown(text), err=err)
 
 
 def _command() -> str:
-    """The command line, for the record."""
+    """The command line, as results and pages record it."""
     from mechattn.results.provenance import command_of
 
     return command_of(sys.argv[1:])
 
 
 def main() -> None:
-    """Run the command; a MechattnError prints as a message, not a traceback.
-
-    Waiting torch threads sleep unless the environment says otherwise. By default they spin, and a
-    toy's run takes five times as long if another program needs the same core.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch is imported
+    """Run the command. A MechattnError is printed as a message, without a traceback."""
+    # Torch threads that wait then sleep. By default they spin, and a toy's run takes five times as
+    # long if another program needs the same core. OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except MechattnError as error:
         _say(f"mechattn: {error}", err=True)
+        # 130 is the exit code of a program that Ctrl-C stops, 2 that of a command that is misused.
         sys.exit(130 if isinstance(error, Interrupted) else 2)

@@ -1,4 +1,4 @@
-"""The command ``mechattn run``: check a config file, then run it."""
+"""The command ``mechattn run``: checks a config file, then runs it."""
 
 from __future__ import annotations
 
@@ -58,23 +58,26 @@ def run_from_config(
     system: str | None = None,
     template: TemplateWord | None = None,
 ) -> list[Path | str]:
-    """Run a config file, or one part of its chunks.
+    """Run a config file, or one shard of it. The page is written only for a whole run.
+
+    The options ``executor``, ``address``, ``workers``, ``values``, ``system`` and ``template``
+    replace what the file says.
 
     Args:
         path: The TOML file.
-        words: The words of the command line, which the page repeats.
-        shard: Which part, such as "3/16"; all by default.
-        executor: Where chunks are computed, in place of what the file says.
-        address: The address of a cluster, in place of the file's.
-        workers: The number of workers in it, in place of the file's.
-        values: How single prompts' values are stored, in place of what the file says.
-        fresh: Whether stored results and chunks are ignored.
+        words: The words of the command line, which results and the page record.
+        shard: Which shard, such as "3/16"; the whole run by default.
+        executor: Where chunks are computed: "local" or "ray".
+        address: The address of a Ray cluster.
+        workers: The number of workers in the cluster.
+        values: How per-prompt values are stored: "float32" or "float16".
+        fresh: Whether to recompute stored results, and discard kept chunks.
         force: Whether a page that mechattn did not write is replaced.
-        system: The text before each question, in place of the file's.
-        template: The template of the prompts, in place of the file's.
+        system: The text before each question.
+        template: The template of the prompts.
 
     Returns:
-        What was written: results, then the page.
+        The results that were computed now, then the page.
 
     Raises:
         MechattnError: Something in the file cannot be used, or the run was interrupted.
@@ -96,7 +99,7 @@ def run_from_config(
     output = output_of(config)
     figures = page_figures(config, output)
 
-    # Everything that can be refused is, before the first model is loaded.
+    # Everything is checked that can be, before the first model is loaded.
     locations = {}
     for model, location in locations_of(config, output.result).items():
         locations[model] = shard_location(location, chosen_shard)
@@ -114,7 +117,7 @@ def run_from_config(
         job = _job(config, model, prompts[model], figures, command)
         result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh)
         results.append(result)
-        if is_new and "://" in location:  # an address, which a Path would change
+        if is_new and "://" in location:  # a Path would make "s3:/bucket" of "s3://bucket"
             written.append(location)
         elif is_new:
             written.append(Path(location))
@@ -122,7 +125,7 @@ def run_from_config(
     if output.page is None or chosen_shard != WHOLE:
         return written
     if config.figures is None:
-        # There is one for each condition, and that of the first leads the page anyway.
+        # The figure of the first condition leads every page, so it is not drawn again.
         figures = figures[1:]
     drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
     choice = head_choice(output)
@@ -134,17 +137,18 @@ def output_of(config: Config) -> OutputSection:
     """The section [output] of a config, which every command but ``evaluate`` needs.
 
     Raises:
-        OptionError: There is none.
+        OptionError: The config has no such section.
     """
     if config.output is None:
         raise OptionError(
-            'the config names no place for the result: add a section [output] with result = "…"'
+            "the config does not say where to store the result: add a section [output] with"
+            ' result = "…"'
         )
     return config.output
 
 
 def head_choice(output: OutputSection) -> HeadChoice:
-    """Which heads the lines show that lead the page."""
+    """The heads of the lines that lead the page."""
     heads = None
     if output.heads is not None:
         heads = _listed(output.heads)
@@ -154,12 +158,15 @@ def head_choice(output: OutputSection) -> HeadChoice:
 def checked_prompts(
     config: Config, figures: Sequence[FigureSection], chooses_heads: bool
 ) -> dict[str, list[Prompt]]:
-    """The prompts of each model, after all checks of figures that need no model.
+    """Load the prompts of each model, after checking everything about figures that needs no model.
 
     Args:
         config: The config.
         figures: The figures of its page.
         chooses_heads: Whether the data choose the heads that are shown.
+
+    Returns:
+        The prompts of each model, by its name.
 
     Raises:
         MechattnError: A layer or head does not exist, the prompts cannot be loaded, or there are
@@ -174,7 +181,7 @@ def checked_prompts(
     reason = "it shows intervals"
     if chooses_heads:
         needed = 2 * FEWEST
-        reason = "the heads are chosen on one half and shown on the other"
+        reason = "heads are chosen on one half of them and shown on the other"
     if figures and count < needed:
         raise OptionError(
             f"a page needs at least {needed} prompts, since {reason}; there are only {count}"
@@ -183,16 +190,16 @@ def checked_prompts(
 
 
 def locations_of(config: Config, pattern: str) -> dict[str, str]:
-    """Each model's output: the pattern with a name of the model's for "{model}"."""
+    """The output of each model: the pattern, with the model's name in place of "{model}"."""
     names = file_names(config.models)
     return {model: pattern.replace("{model}", name) for model, name in names.items()}
 
 
 def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
-    """The prompts of a config as each model reads them: in its chat template, where it has one."""
+    """The prompts of each model, by its name, with the template that the config chooses for it."""
     options = config.prompts.model_dump()
     word = options.pop("template")
-    prompts = load_prompts(**options)  # once, as a file may be large and a data set far away
+    prompts = load_prompts(**options)  # once for all models, as a dataset may be large
     by_model = {}
     for model in config.models:
         template = template_of(model, word)
@@ -202,10 +209,10 @@ def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
 
 
 def template_of(model: str, word: TemplateWord) -> Template:
-    """The template of a model's prompts; "auto" is its chat template, or "plain" where it has none.
+    """The template of a model's prompts. "auto" is its chat template, or "plain" if it has none.
 
     Raises:
-        OptionError: The chat template is asked for, and the tokenizer has none.
+        OptionError: ``word`` is "chat", but the tokenizer has no chat template.
     """
     if word in ("plain", "joined"):
         return word
@@ -224,11 +231,11 @@ def template_of(model: str, word: TemplateWord) -> Template:
 def with_options(
     config: Config, *, system: str | None, template: TemplateWord | None, **options: Any
 ) -> Config:
-    """A config with what the command line says in place of the file; None where it says nothing.
+    """A config with the options of the command line in place of those of the file.
 
     Args:
         config: The config of the file.
-        system: The text before each question.
+        system: The text before each question; None keeps that of the file, as for all options.
         template: The template of the prompts.
         options: Keys at the top of the file.
     """
@@ -237,7 +244,7 @@ def with_options(
 
 
 def _without_none(**options: Any) -> dict[str, Any]:
-    """The options that the command line gives."""
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -251,7 +258,7 @@ def _job(
     """The job that a config describes for one of its models."""
     keep: Literal["prompts", "moments"] = "moments"
     if any(map(_chooses_heads, figures)):
-        keep = "prompts"  # heads are chosen on some of them and shown on others
+        keep = "prompts"  # heads are chosen on one half of the prompts and shown on the other
 
     return Job(
         model,
@@ -272,7 +279,8 @@ def _job(
 
 
 def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
-    """The figures of the page; without [[figures]] received attention under each condition."""
+    """The figures of the page: [[figures]], or received attention under each condition. Without a
+    page there are none."""
     if output.page is None:
         return []
     if config.figures is not None:
@@ -293,7 +301,12 @@ def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
 def check_in_model(
     name: str, layers: Sequence[int] | None, figures: Sequence[FigureSection]
 ) -> None:
-    """Check before loading that layers and heads exist, as far as the model's config says."""
+    """Check that layers and heads exist, before the model is loaded. If its config does not say how
+    many it has, nothing is checked.
+
+    Raises:
+        OptionError: A layer or head does not exist, or a figure shows a layer that is not measured.
+    """
     size = layers_and_heads(name)
     if size is None:
         return
@@ -312,14 +325,14 @@ def check_in_model(
 def _check_figures_of_model(
     figures: Sequence[FigureSection], model: HookedModel, layers: list[int]
 ) -> None:
-    """Check, now that the model is loaded, that its figures' layers and heads are measured."""
+    """Check that the layers and heads of figures are measured in a loaded model."""
     _check_layers_and_heads(figures, layers, model.cfg.n_heads)
 
 
 def _check_layers_and_heads(
     figures: Sequence[FigureSection], layers: list[int], head_count: int
 ) -> None:
-    """Check that the layers and heads of figures exist and are measured."""
+    """Check that the layers of figures are among those measured, and that their heads exist."""
     for figure in figures:
         for layer in _layers_of(figure):
             if layer not in layers:
@@ -333,12 +346,12 @@ def _check_layers_and_heads(
 
 
 def _layers_of(figure: FigureSection) -> list[int]:
-    """The layers that a figure shows, if it shows single ones."""
+    """The layers that a figure shows; [] if it does not show single layers."""
     return _listed(shown_options(figure).get("layer"))
 
 
 def _listed(numbers: list[int] | int | None) -> list[int]:
-    """The layers or heads of an option that takes one, several or none."""
+    """The layers or heads of an option as a list, whether it is one number, several or None."""
     if numbers is None:
         return []
     if isinstance(numbers, int):
@@ -347,7 +360,7 @@ def _listed(numbers: list[int] | int | None) -> list[int]:
 
 
 def _chooses_heads(figure: FigureSection) -> bool:
-    """Whether the heads of a figure are chosen by the data."""
+    """Whether the data choose the heads of a figure."""
     if figure.options.get("top") is not None:
         return True
 
@@ -356,10 +369,10 @@ def _chooses_heads(figure: FigureSection) -> bool:
 
 
 def read_config(path: str | Path) -> Config:
-    """Read a TOML file, with its conditions, analyses and figures checked.
+    """Read a TOML file, and check its conditions, analyses and figures.
 
     Raises:
-        OptionError: Something in it is unknown or does not fit; the message names the file.
+        OptionError: A name in it is unknown or a value is not allowed; the message names the file.
     """
     config = read_sections(path)
     try:
@@ -388,8 +401,8 @@ def shown_options(figure: FigureSection, where: str = "figures") -> dict[str, An
 
 
 def _check_figures(config: Config, conditions: list[str]) -> None:
-    """Check that each figure is known, gets valid options, and shows conditions and analyses that
-    there are."""
+    """Check that each figure is known, that its options are valid, and that the config has the
+    condition and analysis that it shows."""
     analyses = {section.kind for section in config.analyses}
     for index, figure in enumerate(config.figures or []):
         where = f"figures[{index}]"
@@ -410,10 +423,14 @@ def _check_figures(config: Config, conditions: list[str]) -> None:
 
 
 def _analyses_for(figure: FigureSection, options: Mapping[str, Any], where: str) -> list[str]:
-    """The analyses of which a figure needs one."""
-    declared = FIGURES[figure.kind]
-    if declared.needs:
-        dataset = declared.analysis(options)
+    """The analyses that measure what a figure shows; it needs one of them.
+
+    Raises:
+        OptionError: No analysis measures the quantity of the figure.
+    """
+    declaration = FIGURES[figure.kind]
+    if declaration.needs:
+        dataset = declaration.analysis(options)
         return [
             kind for kind, analysis_class in ANALYSES.items() if analysis_class().name == dataset
         ]

@@ -1,5 +1,4 @@
-"""What is done with stored results: the commands ``report``, ``show``, ``export`` and
-``export-netcdf``."""
+"""The commands for stored results: ``report``, ``show``, ``export`` and ``export-netcdf``."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
 
+# The columns of an exported table.
 COLUMNS = (
     "result",
     "model",
@@ -54,7 +54,7 @@ COLUMNS = (
     "n",
     "n_of",
 )
-# The figures that lead a page, which need not be drawn once more.
+# The figures that lead every page, so that they are not drawn again below.
 LEADING = ("attention_budget", "received_attention", "received_by_model")
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 
@@ -69,23 +69,25 @@ def report(
     top: int = 3,
     memory: str = MEMORY,
 ) -> list[str]:
-    """Write a page of stored results with all figures.
+    """Write a page of stored results with all their figures.
 
     Args:
         paths: The stored results.
         out: The page.
-        layer: The layer of the figures; by default the first that was measured.
-        heads: The heads of the lines; by default they are chosen by the data.
+        layer: The layer of the figures; by default that of the head that changes most for the lines
+            that lead the page, and the first that was measured for all others.
+        heads: The heads of the lines; by default the data choose them.
         command: The command line, which the page repeats.
         force: Whether a page that mechattn did not write is replaced.
         top: The number of heads to choose.
-        memory: What a result that is larger than memory may take of it.
+        memory: How much memory each figure may take, as for ``load_result``.
 
     Returns:
-        What could not be shown, and why.
+        The figures that could not be shown, each with the reason.
 
     Raises:
         OptionError: A layer was not measured, or there is no such head.
+        OutputError: A result cannot be read, or the page cannot be written.
     """
     check_page_place(out, force)
     results = [load_result(path, memory=memory) for path in paths]
@@ -98,14 +100,16 @@ def report(
             check_heads(heads, range(head_count))
 
     choice = HeadChoice(layer, heads, top)
-    sections, missing = sections_of(results, figures_of(results[0], layer), choice)
+    sections, missing = sections_of(results, _figures_of_any(results, layer), choice)
     write_results(results, out, sections, command, force, choice)
     return missing
 
 
 def figures_of(result: Result, layer: int | None = None) -> Figures:
-    """The figures of a result that do not lead its page, in the order of the analyses; those of a
-    layer show the first that was measured by default."""
+    """The figures of a result, in the order of its analyses, without those that lead every page.
+
+    Figures of a single layer show ``layer``, by default the first that was measured.
+    """
     if layer is None:
         layer = int(result.provenance["measured_layers"][0])
     analysis_names = [analysis_class().name for analysis_class in ANALYSES]
@@ -116,27 +120,28 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
             continue
         for options in figure.in_report(result, layer):
             dataset = figure.dataset(result, options)
-            rank = len(analysis_names)  # an analysis of the user's own comes last
+            rank = len(analysis_names)  # an analysis that the user wrote comes last
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)
             ranked_figures.append((rank, figure.compares, figure.draw, options))
 
-    ranked_figures.sort(key=itemgetter(0, 1))  # by analysis, and within it levels before changes
+    # By analysis; within an analysis, figures of one condition before those of a comparison.
+    ranked_figures.sort(key=itemgetter(0, 1))
     return [(draw, options) for _, _, draw, options in ranked_figures]
 
 
 def summary(result: Result) -> str:
-    """A text summary of a stored result: verdicts, quantities with their sizes, and provenance."""
+    """A summary of a stored result as text: verdicts, quantities with their sizes, provenance."""
     verdicts = verdict_sentences(ShownModel(result))
     lines = [repr(result), "", *verdicts, ""]
     for name, dataset in result.datasets.items():
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
 
-        beside_means = set()
+        counts_and_variances = set()
         for mean in names_of_means(dataset):
-            beside_means |= {f"{mean}_n", f"{mean}_variance"}
-        for quantity in sorted(set(map(str, dataset)) - beside_means):
+            counts_and_variances |= {f"{mean}_n", f"{mean}_variance"}
+        for quantity in sorted(set(map(str, dataset)) - counts_and_variances):
             lines.append(f"  {quantity}{_details(dataset[quantity])}")
 
     lines += ["", f"digest of the numbers: {result.digest()}"]
@@ -144,29 +149,18 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _details(values: xr.DataArray) -> str:
-    """The units, dimensions and description of a quantity."""
-    words = ""
-    if "units" in values.attrs:
-        words += f" ({values.attrs['units']})"
-    words += f" [{', '.join(map(str, values.dims))}]"
-    if "description" in values.attrs:
-        words += f": {values.attrs['description']}"
-    return words
-
-
 def export_csv(
     paths: Sequence[str | Path], out: Path, memory: str = MEMORY
 ) -> tuple[Path, list[str]]:
-    """Write a CSV row per result, quantity, condition, layer and head.
+    """Write a CSV file with a row per result, quantity, condition, layer and head.
 
     Args:
         paths: The stored results.
         out: The file.
-        memory: What a result that is larger than memory may take of it.
+        memory: How much memory each table may take, as for ``load_result``.
 
     Returns:
-        The file, and what has no row and why.
+        The file, and the quantities without rows, each with the reason.
 
     Raises:
         OptionError: The file has another extension, or exists and is not such a table; or no result
@@ -195,16 +189,8 @@ def export_csv(
     tables = [table for table in tables if not table.empty]
     if not tables:
         raise OptionError(f"there is nothing to export: {missing[0]}")
-    write_whole(out, lambda new: pd.concat(tables).to_csv(new, index=False))
+    write_whole(out, lambda new_path: pd.concat(tables).to_csv(new_path, index=False))
     return out, missing
-
-
-def _is_export(path: Path) -> bool:
-    """Whether a file begins as our tables do."""
-    if not path.is_file():  # to open a pipe or a device may have effects
-        return False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().strip() == ",".join(COLUMNS)
 
 
 def export_netcdf(path: str | Path, out: Path) -> Path:
@@ -235,18 +221,22 @@ def export_netcdf(path: str | Path, out: Path) -> Path:
     result = load_result(path)
     datasets = {}
     for name, dataset in result.datasets.items():
-        datasets[f"/{name}"] = with_texts_as(object, dataset)  # the only type that HDF5 takes
+        # HDF5 accepts texts of no other dtype.
+        datasets[f"/{name}"] = with_texts_as(object, dataset)
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
-    write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
+    write_whole(out, lambda new_path: tree.to_netcdf(new_path, engine="h5netcdf"))
     return out
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
-    """Every quantity with one number per head, in every condition.
+    """Make a table of every quantity with one number per head, in every condition.
 
     Returns:
-        The table, and the quantities without rows, with the reason.
+        The table, and the quantities without rows, each with the reason.
+
+    Raises:
+        MemoryOptionError: The memory of the result is too small.
     """
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
@@ -271,26 +261,61 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     return table.reindex(columns=list(COLUMNS)), missing
 
 
+def _figures_of_any(results: Sequence[Result], layer: int | None) -> Figures:
+    """The figures of the first result, and then those that only a later result has."""
+    figures: Figures = []
+    keys = []
+    for result in results:
+        for draw, options in figures_of(result, layer):
+            # A figure is drawn once, with the condition and layer of the first result that has it.
+            key = (draw, {**options, "condition": None, "layer": None})
+            if key not in keys:
+                keys.append(key)
+                figures.append((draw, options))
+    return figures
+
+
+def _details(values: xr.DataArray) -> str:
+    """The units, dimensions and description of a quantity."""
+    words = ""
+    if "units" in values.attrs:
+        words += f" ({values.attrs['units']})"
+    dims = ", ".join(str(dim) for dim in values.dims)
+    words += f" [{dims}]"
+    if "description" in values.attrs:
+        words += f": {values.attrs['description']}"
+    return words
+
+
+def _is_export(path: Path) -> bool:
+    """Whether a file begins with the header of an exported table."""
+    if not path.is_file():  # opening a pipe or a device may have effects
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().strip() == ",".join(COLUMNS)
+
+
 def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
-    """A quantity's rows in one condition: each head's value, and its change from the baseline."""
+    """The rows of a quantity in one condition: the value of each head and, unless the condition is
+    the baseline, its change from the baseline."""
     keys = ["layer", "head"]
-    heads = result.heads(quantity, None, condition=condition)
+    values = result.heads(quantity, None, condition=condition)
     names = {quantity: "value", "low": "value_low", "high": "value_high"}
-    table = heads.sort_values(keys).rename(columns=names)
+    table = values.sort_values(keys).rename(columns=names)
     table = table.assign(
         quantity=quantity,
         condition=condition,
-        n_of=heads.attrs["unit"],
-        level=heads.attrs["level"],
+        n_of=values.attrs["unit"],
+        level=values.attrs["level"],
     )
     if condition == BASELINE:
         return table
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a head without a comparison has empty cells
+        warnings.simplefilter("ignore")  # the cells of a head that cannot be compared stay empty
         changes = result.compare(condition, quantity=quantity, columns="all")
 
     changes = changes.rename(columns={"reference": "baseline"})
-    present = {"segment", *table.columns} - set(keys)
-    columns = [name for name in COLUMNS if name in changes and name not in present]
+    value_columns = {"segment", *table.columns} - set(keys)
+    columns = [name for name in COLUMNS if name in changes and name not in value_columns]
     return table.merge(changes[columns], on=keys, how="left")

@@ -1,2 +1,2 @@
-"""Runs in many processes: cut into chunks that are kept, computed here or on a cluster, and
-merged."""
+"""Runs in many processes: a run is cut into chunks, which are computed here or on a cluster, kept,
+and merged."""

@@ -1,8 +1,8 @@
-"""Computes the chunks of a job, in this process or on the workers of a Ray cluster, each of which
+"""Computes the chunks of a job, in this process or on the workers of a Ray cluster. Each worker
 loads the model once.
 
 Anyone who can reach a Ray cluster can run code in it, and by default it listens on every interface.
-One that is started here listens on the loopback address only, and requires a token.
+A cluster that is started here listens on the loopback address only, and requires a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from mechattn.jobs.job import Job, Worker
 from mechattn.results.result import Result
 
 ExecutorName = Literal["local", "ray"]
-TRIES = 3  # of a chunk whose worker dies
+# How often a chunk is computed whose worker dies: a machine may be lost by accident twice, but a
+# chunk that does not fit in memory kills every worker.
+TRIES = 3
 LOOPBACK = ("127.0.0.1", "::1")
 # Ray stays on the loopback address where it supports no clusters of several machines, as on Windows
 # and macOS; its code asks this variable on every system.
@@ -33,11 +35,11 @@ class Executor(Protocol):
     """Something that computes chunks."""
 
     def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Yield each chunk's number and result, in any order."""
+        """Yield the number and the result of each chunk, in any order; numbers start at 0."""
 
 
 def executor_named(name: str, address: str | None = None, workers: int | None = None) -> Executor:
-    """The executor of a name.
+    """Return the executor with this name.
 
     Args:
         name: "local" or "ray".
@@ -45,7 +47,7 @@ def executor_named(name: str, address: str | None = None, workers: int | None = 
         workers: The number of workers in it, as for :class:`Ray`.
 
     Raises:
-        OptionError: There is no such executor, or what is for a cluster is given without one.
+        OptionError: There is no such executor, or "local" gets an address or a number of workers.
     """
     check_choice(ExecutorName, executor=name)
     if name == "ray":
@@ -59,7 +61,10 @@ class Local:
     """The executor for a single machine, or for one job of a job array."""
 
     def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Yield each chunk's number and result; all prompts are checked before any is measured."""
+        """Yield the number and the result of each chunk, in the given order.
+
+        The prompts of all these chunks are checked before the first is measured.
+        """
         threads = torch.get_num_threads()
         worker = Worker(job)
         try:
@@ -73,21 +78,24 @@ class Local:
 
 @dataclass(frozen=True)
 class Ray:
-    """One actor per GPU (or per core if there are no GPUs), which gets its next chunk when it
-    finishes one.
+    """The executor for a Ray cluster: an actor that finishes a chunk gets the next one.
+
+    If this process has already connected Ray to a cluster, that cluster is used.
 
     Args:
-        address: "auto", "ray://host:10001"; by default a cluster is started that no other machine
-            can reach.
-        workers: The number of actors; by default that of the GPUs, or cores, of the cluster.
+        address: Such as "auto" or "ray://host:10001"; by default a cluster is started that no other
+            machine can reach.
+        workers: The number of actors; by default one per GPU or, if the cluster has no GPUs, one
+            per ``threads`` cores. There are never more than chunks.
     """
 
     address: str | None = None
     workers: int | None = None
 
     def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Yield each chunk's number and result as they arrive; all prompts are checked before
-        that.
+        """Yield the number and the result of each chunk as it arrives.
+
+        The prompts of all these chunks are checked before the first is measured.
 
         Raises:
             MechattnError: There is no cluster, a worker refuses its chunk, or workers die.
@@ -96,7 +104,8 @@ class Ray:
         from ray.util import ActorPool
 
         threads = job.threads or 1
-        # For any number of actors; one that restarts reads it again, so it is named until the end.
+        # Stored once for all actors. Ray deletes it with its last reference, and an actor that
+        # restarts reads it again.
         stored_job = ray.put(replace(job, threads=threads))
         actors = self._actors(ray, stored_job, threads, len(chunks))
         pool = ActorPool(actors)
@@ -121,12 +130,12 @@ class Ray:
                 ray.kill(actor)
 
     def _actors(self, ray: Any, stored_job: Any, threads: int, chunk_count: int) -> list[Any]:
-        """Actors that compute a job: as many as are asked for or fit, but no more than chunks."""
+        """Start the actors that compute a job, but not more than there are chunks."""
         resources = ray.cluster_resources()
         cpus = threads
         default_workers = int(resources.get("CPU", 1)) // threads
         gpus = int(resources.get("GPU", 0))
-        if gpus:  # which compute in place of the cores
+        if gpus:  # the GPUs compute, so one core per actor is enough
             cpus = 1
             default_workers = gpus
 
@@ -141,10 +150,10 @@ class Ray:
         return [actor_class.remote(stored_job) for _ in range(count)]
 
     def _connected(self) -> Any:
-        """Ray, connected to the cluster at the address, or to one of this machine.
+        """Return Ray, connected to the cluster at the address or, without one, to a private one.
 
         Raises:
-            OptionError: There is none, or Ray is not installed.
+            OptionError: There is no cluster at the address, or Ray is not installed.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends no usage data
         try:
@@ -154,7 +163,7 @@ class Ray:
 
             if not ray.is_initialized():
                 ray.init(self.address, log_to_driver=False, logging_level=WARNING)
-        except MechattnError:  # an OptionError is a ValueError
+        except MechattnError:  # an OptionError is a ValueError, which is caught below
             raise
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
@@ -168,13 +177,15 @@ class Ray:
 
 
 def _with_private_cluster() -> Any:
-    """Ray, with a cluster that no other machine can reach; one that the user has started is used as
-    it is.
+    """Return Ray with a cluster that no other machine can reach.
+
+    If this process has already connected Ray to a cluster, that cluster is used.
 
     Raises:
-        OptionError: Ray starts one that others can reach.
+        OptionError: Ray starts a cluster that other machines can reach.
     """
-    # A token for this cluster only, in the mode that the user has set or Ray has read.
+    # The token is for this cluster only. Ray reads the mode when it is imported; one that the user
+    # has set is kept.
     variables = {ONE_MACHINE: "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         variables["RAY_AUTH_MODE"] = "token"
@@ -186,7 +197,7 @@ def _with_private_cluster() -> Any:
 
         if ray.is_initialized():
             return ray
-        # Ray reads ONE_MACHINE when it is imported, which may have been before.
+        # If Ray was imported earlier, it has read ONE_MACHINE already.
         constants = ray._private.ray_constants
         was_enabled = constants.ENABLE_RAY_CLUSTER
         constants.ENABLE_RAY_CLUSTER = False

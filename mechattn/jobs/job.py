@@ -1,5 +1,4 @@
-"""A run that can be computed in chunks on any machine: what decides its numbers, and the worker
-that computes them."""
+"""A run that can be computed in chunks on any machine, and the worker that computes the chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +25,9 @@ from mechattn.results import provenance
 from mechattn.results.provenance import identity
 from mechattn.results.result import CHUNK, Result, in_half_the_space, with_provenance
 
-_SHOWN_TOKENS = 64  # of the first prompt, where a job is compared with an earlier one
+# Tokens of the first prompt that an error shows if a job differs from an earlier one: most chat
+# templates write the date near the beginning.
+_SHOWN_TOKENS = 64
 Values = Literal["float32", "float16"]
 
 
@@ -35,8 +36,8 @@ class Job:
     """The arguments of ``run`` in a form that can be sent to other processes and split into chunks
     of prompts.
 
-    Chunk boundaries depend only on ``chunk``, and no batch spans two chunks, so the numbers do not
-    depend on the number of workers or shards, or on interruptions.
+    Chunk boundaries depend only on ``chunk``, and no batch spans two chunks. The numbers therefore
+    do not depend on the number of workers or shards, or on interruptions.
 
     Args:
         model: A name or directory that every worker can load.
@@ -45,18 +46,18 @@ class Job:
         analyses: As for ``run``.
         options: The options of ``run``: layers, seed, keep, memory and engine.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        device: As for ``load_model``; it affects only the last bits of the numbers.
+        device: As for ``load_model``; it affects only the last digits of the numbers.
         verify: As for ``load_model``.
         chunk: The number of prompts per chunk.
-        threads: The number of torch threads in each worker, which affects last bits; None leaves
-            torch's setting.
+        threads: The number of torch threads in each worker, which affects the last digits; None
+            keeps torch's setting, or means 1 on a Ray cluster.
         require: A function that gets the loaded model and the layers, and raises an error if the
             job cannot use them.
         command: The command to record with the result.
         paths: Record the full path of a checkpoint's directory in the provenance, not only its
             name.
-        values: How per-prompt numbers are stored: "float32", or "float16" in half the space and off
-            by up to 0.05 %, or by 3e-8 where they are below 6e-5.
+        values: How per-prompt numbers are stored: "float32", or "float16", which takes half the
+            space and rounds by up to 0.05 % (numbers below 6e-5 by up to 3e-8).
     """
 
     model: str
@@ -100,8 +101,8 @@ class Job:
 
     @cached_property
     def decides(self) -> dict[str, Any]:
-        """Everything that determines the numbers, as data that JSON holds, to be compared with that
-        of a later run."""
+        """Everything that determines the numbers, as JSON data that a later run can be compared
+        with."""
         fields = ("model", "dtype", "verify", "chunk", "threads", "values")
         conditions = self.conditions or {}
         return {
@@ -118,8 +119,11 @@ class Job:
         }
 
     def _token_ids(self) -> dict[str, str] | None:
-        """A hash of the tokens of the prompts' texts, and how the first begin: a chat template may
-        write the date; None if tokens were given in place of texts."""
+        """A hash of the tokens of all prompts, and the beginning of the first as text.
+
+        Equal texts can have other tokens on another day, because a chat template may write the
+        date. None if every prompt gives its tokens, which cannot change.
+        """
         if all(prompt.tokens for prompt in self.prompts):
             return None
         model: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
@@ -129,8 +133,8 @@ class Job:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that determines the numbers; it shows whether a stored result
-        belongs to this job."""
+        """A hash of everything that determines the numbers. A stored result with the same hash is
+        that of this job."""
         return provenance.digest([json.dumps(self.decides)])
 
 
@@ -145,7 +149,7 @@ class Worker:
 
     @cached_property
     def plan(self) -> Plan:
-        """What is run, with the loaded model."""
+        """The plan of the run, with the loaded model."""
         job = self.job
         if job.threads is not None:
             torch.set_num_threads(job.threads)
@@ -158,15 +162,19 @@ class Worker:
 
     @cached_property
     def run(self) -> Run:
-        """The run, calibrated on all prompts of the job so that every worker gets the same."""
+        """The run, calibrated on all prompts of the job, so that all workers measure the same."""
         return self.plan.calibrated(self.job.prompts)
 
     def check(self, chunk: int) -> None:
-        """Refuse a chunk with unusable prompts, without running the model on them."""
+        """Check that the model can read the prompts of a chunk, without running it.
+
+        Raises:
+            MechattnError: A prompt cannot be used.
+        """
         self.plan.sequences(self._prompts(chunk))
 
     def part(self, chunk: int) -> tuple[int, Result]:
-        """A chunk's number, and its result."""
+        """Compute a chunk, and return its number and its result."""
         prompts = self._prompts(chunk)
         result = self.run.result(prompts, self.plan.sequences(prompts), self.job.chunks[chunk])
 

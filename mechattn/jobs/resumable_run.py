@@ -1,9 +1,9 @@
-"""Runs that survive interruption: each finished chunk is a stored result of its own, and in the end
-all are merged.
+"""Runs that survive interruption: each finished chunk is stored as a result of its own, and at the
+end all chunks are merged.
 
 The chunks of ``llama.zarr`` are in the folder ``llama.zarr.parts``: ``00000.zarr``, ``00001.zarr``
-…, each with what decides its numbers in its provenance. The same call finds them there, computes
-the others, and deletes the folder.
+…. The provenance of each says what decides its numbers (``Job.decides``). The same call finds the
+finished chunks there, computes the others, stores the merged result, and deletes the folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from filelock import FileLock, Timeout
@@ -32,7 +32,7 @@ from mechattn.store.writing import check_result_location, save_result
 
 @dataclass(frozen=True)
 class Shard:
-    """Some chunks of a job: every ``count``-th from the one of this number, counted from 1."""
+    """Part of a job: every ``count``-th of its chunks, starting with the ``number``-th, from 1."""
 
     number: int
     count: int
@@ -40,8 +40,10 @@ class Shard:
 
 WHOLE = Shard(1, 1)
 CHUNK_NAME = re.compile(r"[0-9]{5,}\.zarr")
-# As that of a temporary folder of atomic_writes, which a killed process leaves.
+# A killed process leaves a temporary folder of atomic_writes, whose name ends with 8 characters.
 UNFINISHED_NAME = re.compile(r"\.[0-9]{5,}\.zarr\.mechattn-[a-z0-9_]{8}")
+# What a chunk that is being deleted is called, so that it is recognised as unfinished.
+DELETED_ENDING = ".mechattn-deleted_"
 
 
 def run_job(
@@ -60,13 +62,15 @@ def run_job(
 
     Args:
         job: The job to compute.
-        path: Where to store the result, as for ``Result.save``; finished chunks are kept next to it
-            until then.
-        shard: "3/16" computes the third of 16 shards: chunks 3, 19, 35 …, counted from 1.
+        path: Where to store the result, as for ``Result.save``. Finished chunks are kept next to it
+            until it is stored.
+        shard: "3/16" computes the third of 16 shards (chunks 3, 19, 35 …, counted from 1), and
+            stores "llama.zarr" as "llama-3-of-16.zarr".
         executor: "local", "ray", or your own executor.
         address: The address of a Ray cluster; by default one is started on this machine.
-        workers: The number of workers in a cluster; by default one per GPU, or per core.
-        fresh: Start again: recompute a stored result and discard kept chunks, of this or any other
+        workers: The number of workers in a Ray cluster; by default one per GPU or, without GPUs,
+            one per ``job.threads`` cores.
+        fresh: Start again: recompute a stored result, and discard kept chunks of this or any other
             job.
 
     Raises:
@@ -74,6 +78,10 @@ def run_job(
     """
     if isinstance(executor, str):
         executor = executor_named(executor, address, workers)
+    elif address is not None or workers is not None:
+        raise OptionError(
+            'address and workers are for executor="ray": omit them, or give them to your executor'
+        )
     chosen_shard = parse_shard(shard)
     location = shard_location(path, chosen_shard)
     result, _ = compute(job, location, chosen_shard, executor, fresh)
@@ -83,10 +91,10 @@ def run_job(
 def compute(
     job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
 ) -> tuple[Result, bool]:
-    """Compute a shard of a job and store its result at a path of its own, as :func:`run_job` does.
+    """Compute a shard of a job and store its result at this path, as :func:`run_job` does.
 
     Returns:
-        The result, and whether it was computed now and not stored before.
+        The result, and whether this call computed it; False if it was stored already.
     """
     chunks = range(shard.number - 1, len(job.chunks), shard.count)
     if not chunks:
@@ -98,9 +106,9 @@ def compute(
 
     if not fresh and _is_stored(job, path, chunks):
         say(f"{path} already holds the result of this run; nothing was computed")
-        if chunks_folder(path).is_dir():  # of a run that was killed at its end, or of another job
+        if chunks_folder(path).is_dir():  # left by a run that was killed at its end, or another job
             with suppress(MechattnError), locked_chunks(path, job) as chunk_folder:
-                chunk_folder.finished()  # refuses those of another job, which then stay
+                chunk_folder.finished()  # an error if they are of another job, so that they stay
                 chunk_folder.delete()
         return load_result(path), False
 
@@ -115,10 +123,10 @@ def compute(
 
 
 def parse_shard(text: str | None) -> Shard:
-    """The shard that a text such as "3/16" names; the whole job without one.
+    """Return the shard that a text such as "3/16" names; None is the whole job.
 
     Raises:
-        OptionError: The text names none.
+        OptionError: The text does not name a shard.
     """
     if text is None:
         return WHOLE
@@ -138,8 +146,8 @@ def shard_location(path: str | Path, shard: Shard) -> str:
 
 
 def chunks_folder(path: str | Path) -> Path:
-    """Where finished chunks are kept: next to the result, or in the current folder if it goes to an
-    address."""
+    """The folder of the finished chunks. It is next to the result, or in the current folder if the
+    result is stored at an address."""
     location = location_of(path)
     folder = location.folder or Path.cwd() / PurePosixPath(location.name).name
     return folder.with_name(f"{folder.name}.parts")
@@ -147,16 +155,16 @@ def chunks_folder(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class ChunkFolder:
-    """The finished chunks of a job, in a folder that no other process uses."""
+    """The folder of a job's finished chunks, which is locked for this process."""
 
     path: Path
     job: Job
 
     def finished(self) -> dict[int, Result]:
-        """The chunks that need not be computed; damaged ones are deleted.
+        """Return the kept chunks by number, and delete those that are damaged.
 
         Raises:
-            OptionError: One is of another job; the message says what differs.
+            OptionError: A chunk belongs to another job; the message says what differs.
         """
         results = {}
         for path in sorted(self.path.iterdir()):
@@ -166,19 +174,19 @@ class ChunkFolder:
             try:
                 results[chunk] = self._opened(path, chunk)
             except DamagedResult as error:
-                say(f"{error}; computing chunk {chunk} again")
                 _delete_chunk(path)
+                say(f"{error}; this kept chunk was deleted")
 
         return results
 
     def keep(self, chunk: int, result: Result) -> Result:
-        """Store a chunk with what decides its numbers; what is stored, read on demand."""
+        """Store a chunk with what decides its numbers, and open it to be read on demand."""
         path = self.path / f"{chunk:05d}.zarr"
-        save_result(with_provenance(result, job=self.job.decides), path)
+        save_result(with_provenance(result, job_decides=self.job.decides), path)
         return open_result(path)
 
     def discard(self) -> None:
-        """Delete all chunks, and what killed processes have left of them."""
+        """Delete all chunks, finished or not."""
         for path in self.path.iterdir():
             if CHUNK_NAME.fullmatch(path.name):
                 _delete_chunk(path)
@@ -186,28 +194,27 @@ class ChunkFolder:
                 shutil.rmtree(path)
 
     def delete(self) -> None:
-        """Delete the folder, now that the result is stored; what is not ours in it stays."""
+        """Delete the folder, now that the result is stored. If it contains anything that is not
+        ours, the folder stays."""
         with suppress(OSError, OutputError):
             self.discard()
             (self.path / LOCK).unlink(missing_ok=True)
             self.path.rmdir()
 
     def _opened(self, path: Path, chunk: int) -> Result:
-        """A kept chunk.
+        """Open a kept chunk.
 
         Raises:
-            OptionError: It is of another job.
-            DamagedResult: It is damaged, or another chunk.
+            OptionError: It belongs to another job.
+            DamagedResult: It is damaged, or it is another chunk.
         """
         result = open_checked_result(path)
-        decided = result.provenance.get("job")
-        if not isinstance(decided, dict):  # the result of a whole job, or of no job
-            decided = {}
+        kept_entries = result.provenance.get("job_decides", {})
         for name, value in self.job.decides.items():
-            earlier = decided.get(name)
-            if earlier != value:
+            kept_value = kept_entries.get(name)
+            if kept_value != value:
                 raise OptionError(
-                    f"{self.path} keeps chunks of another run: {name} was {earlier!s:.300} and "
+                    f"{self.path} keeps chunks of another run: {name} was {kept_value!s:.300} and "
                     f"is now {value!s:.300}. Restore it to resume, or discard them and start "
                     "again: mechattn run --fresh, in Python fresh=True"
                 )
@@ -219,10 +226,10 @@ class ChunkFolder:
 
 @contextmanager
 def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
-    """The kept chunks of a result, locked for this process within a ``with`` block.
+    """Lock the kept chunks of a result for this process within a ``with`` block.
 
     Raises:
-        OutputError: Another process has locked them, or no folder can be made for them.
+        OutputError: Another process has locked them, or their folder cannot be made.
     """
     folder = chunks_folder(path)
     lock = FileLock(folder / LOCK, timeout=0)
@@ -244,14 +251,28 @@ def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
         lock.release()
 
 
-def _delete_chunk(path: Path) -> None:
-    """Delete a chunk under the name of an unfinished one, as half of a chunk is none."""
-    Location(str(path)).check_ours()
+def _is_stored(job: Job, path: str | Path, chunks: range) -> bool:
+    """Whether the result of exactly these chunks of the job is stored."""
+    try:
+        result = open_checked_result(path)
+    except DamagedResult as error:
+        say(f"{error}; computing it again")
+        return False
+    except OutputError:  # no result is stored, or it cannot be read
+        return False
+    folder = location_of(path).folder
+    if folder:  # a process that was killed at the end of its save leaves a temporary folder
+        sweep(folder)
 
-    unfinished = path.with_name(f".{path.name}.mechattn-deleted_")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    os.replace(path, unfinished)
-    shutil.rmtree(unfinished)
+    prompt_indices: list[int] = []
+    for chunk in chunks:
+        prompt_indices += job.chunks[chunk]
+    return result.provenance.get("job") == job.fingerprint and _holds(result, prompt_indices)
+
+
+def _holds(result: Result, prompt_indices: Iterable[int]) -> bool:
+    """Whether a result holds exactly these prompts of the run, in this order."""
+    return result["sequences"].place.values.tolist() == list(prompt_indices)
 
 
 def _compute_missing(
@@ -260,21 +281,23 @@ def _compute_missing(
     """Compute and keep the chunks that are not finished, and store the merged result.
 
     Raises:
-        Interrupted: The user stops it.
+        Interrupted: The user stopped it.
     """
     job = chunk_folder.job
     results = chunk_folder.finished()
     missing = [chunk for chunk in chunks if chunk not in results]
     try:
         with tqdm(total=len(chunks), initial=len(results), desc="chunks", delay=2) as bar:
-            if missing:  # an executor may connect to a cluster even for none
+            if missing:  # an executor may start a cluster even if it gets no chunks
                 for chunk, result in executor.parts(job, missing):
-                    if results:  # a model on the hub may have changed since
+                    if results:  # a model on the hub may have changed between two chunks
                         check_same_run(next(iter(results.values())), result)
                     results[chunk] = chunk_folder.keep(chunk, result)
                     bar.update()
         merged = merge_results([results[chunk] for chunk in chunks])
-        save_result(with_provenance(merged, job=job.fingerprint), path)
+        entries = {**merged.provenance, "job": job.fingerprint}
+        entries.pop("job_decides")  # the fingerprint is a hash of it
+        save_result(replace(merged, provenance=entries), path)
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped; {len(results)} of {len(chunks)} chunks are done and kept in "
@@ -282,25 +305,16 @@ def _compute_missing(
         ) from None
 
 
-def _is_stored(job: Job, path: str | Path, chunks: range) -> bool:
-    """Whether the whole result of these chunks is stored."""
-    try:
-        result = open_checked_result(path)
-    except DamagedResult as error:
-        say(f"{error}; computing it again")
-        return False
-    except OutputError:  # there is none
-        return False
-    folder = location_of(path).folder
-    if folder:  # a process may have been killed at the end of its save
-        sweep(folder)
+def _delete_chunk(path: Path) -> None:
+    """Delete a chunk. It is renamed first, so that a chunk that is half deleted when the process is
+    killed counts as unfinished.
 
-    prompts: list[int] = []
-    for chunk in chunks:
-        prompts += job.chunks[chunk]
-    return result.provenance.get("job") == job.fingerprint and _holds(result, prompts)
+    Raises:
+        OutputError: It is not a stored result, or contains something else.
+    """
+    Location(str(path)).check_ours()
 
-
-def _holds(result: Result, prompts: Iterable[int]) -> bool:
-    """Whether a result is that of these prompts of the run, by their indices."""
-    return result["sequences"].place.values.tolist() == list(prompts)
+    unfinished = path.with_name(f".{path.name}{DELETED_ENDING}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    os.replace(path, unfinished)
+    shutil.rmtree(unfinished)

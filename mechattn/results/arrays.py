@@ -1,5 +1,5 @@
-"""The arrays of a result: read a block at a time on demand, if they do not fit in memory, and
-hashed block by block."""
+"""The arrays of a result. Those that do not fit in memory are read on demand and hashed, one block
+at a time."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-TEXT_KINDS = "TUO"  # dtype kinds of text
-SOURCES = "sources"  # in the encoding of an array that is read on demand: where it is read from
-HASHED_AT_ONCE = 64 * 2**20  # bytes of arrays that are not in memory
+TEXT_KINDS = "TUO"  # numpy's kinds of the dtypes that texts have
+# The key, in the encoding of an array that is read on demand, of the locations it is read from.
+SOURCES = "sources"
+# Bytes that are hashed at a time, of an array that is not in memory: large enough to read quickly,
+# and small beside the memory of any machine.
+HASHED_AT_ONCE = 64 * 2**20
 
 
 @dataclass(eq=False)
 class StackedArray(BackendArray):
-    """Arrays stacked along their first dimension, reordered and padded, of which blocks are read on
+    """Arrays stacked along their first dimension, then reordered and padded. Blocks are read on
     demand and not kept.
 
     Args:
-        arrays: Arrays that may differ in every length.
+        arrays: The arrays, which may differ in every length.
         shape: The shape of the stack.
-        order: The row of the stacked arrays that each row is.
-        fill: The value that pads, of the type of the stack.
+        order: For each row of the stack, its index if the arrays are put one after the other.
+        fill: The value that pads arrays shorter than the stack; its dtype is that of the stack.
     """
 
     arrays: Sequence[xr.Variable]
@@ -39,7 +42,7 @@ class StackedArray(BackendArray):
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the stack."""
+        """The dtype of the stack."""
         return self.fill.dtype
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
@@ -48,32 +51,32 @@ class StackedArray(BackendArray):
         )
 
     def read(self, key: tuple[int | slice, ...]) -> np.ndarray:
-        """The part of the stack that a key selects; of each array, the rows from its first to its
-        last are read."""
-        rows = np.atleast_1d(self.order[key[0]])
+        """Read the part of the stack that a key selects. From each array, all rows between the
+        first and the last that are needed are read."""
+        row_indices = np.atleast_1d(self.order[key[0]])
         integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
         spans = []
         for index in key[1:]:
             if not isinstance(index, slice):
-                index = slice(index, index + 1)  # its axis stays until the end
+                index = slice(index, index + 1)  # its axis is removed at the end
             spans.append(index)
         sizes = [
             len(range(*span.indices(size)))
             for span, size in zip(spans, self.shape[1:], strict=True)
         ]
-        block = np.full((len(rows), *sizes), self.fill, self.dtype)
+        block = np.full((len(row_indices), *sizes), self.fill, self.dtype)
 
         start = 0
         for array in self.arrays:
             stop = start + len(array)
-            in_block = np.flatnonzero((rows >= start) & (rows < stop))
-            if len(in_block):
-                rows_of_array = rows[in_block] - start
-                first = int(rows_of_array.min())
-                last = int(rows_of_array.max())
-                # An array that is smaller than the stack gives fewer values, or none.
-                values = array[(slice(first, last + 1), *spans)].values[rows_of_array - first]
-                selection: list[Any] = [in_block]
+            block_indices = np.flatnonzero((row_indices >= start) & (row_indices < stop))
+            if len(block_indices):
+                array_indices = row_indices[block_indices] - start
+                first = int(array_indices.min())
+                last = int(array_indices.max())
+                # An array that is smaller than the stack has fewer values here, or none.
+                values = array[(slice(first, last + 1), *spans)].values[array_indices - first]
+                selection: list[Any] = [block_indices]
                 for size in values.shape[1:]:
                     selection.append(slice(size))
                 block[tuple(selection)] = values
@@ -83,7 +86,8 @@ class StackedArray(BackendArray):
 
 
 def is_in_memory(variable: xr.Variable) -> bool:
-    """Whether an array is in memory; xarray has no public way to ask that does not load it."""
+    """Whether an array is in memory. xarray has no public property for this: ``variable.data``
+    returns the array itself, and reads it from disk if it has to."""
     return variable._in_memory
 
 
@@ -101,7 +105,7 @@ def lazy_bytes(result: Any) -> int:
 
 
 def lazy_sources(result: Any) -> set[str]:
-    """Where a result's arrays are read from that are not in memory."""
+    """The locations of a result's arrays that are not in memory."""
     sources: set[str] = set()
     for variable in lazy_variables(result):
         sources |= variable.encoding.get(SOURCES, set())
@@ -109,8 +113,8 @@ def lazy_sources(result: Any) -> set[str]:
 
 
 def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
-    """A hash of every array with its name, dimensions and attributes; equal numbers have equal
-    hashes."""
+    """A hash of all datasets: their attributes, and the numbers or texts, name, dimensions, dtype
+    and attributes of every array."""
     hasher = hashlib.blake2b(digest_size=16)
     for name, dataset in sorted(datasets.items()):
         for label in sorted(dataset.variables, key=str):
@@ -132,29 +136,29 @@ def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """Numbers in the form that is hashed, with a single NaN and a single 0: CPUs differ in their
-    signs, and Zarr may not store that of NaN."""
+    """Numbers in the form that is hashed: little-endian, with a single NaN and a single 0, since
+    CPUs differ in the signs of both and Zarr may not store that of NaN."""
     if values.dtype.kind == "f":
-        with np.errstate(invalid="ignore"):  # a signalling NaN
-            values = values + values.dtype.type(0)
+        with np.errstate(invalid="ignore"):  # a signalling NaN warns
+            values = values + values.dtype.type(0)  # −0 becomes 0
         values = np.where(np.isnan(values), values.dtype.type(np.nan), values)
     return np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
 
 
 def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
-    """The numbers of a variable; if not in memory, some rows of its first dimension at a time."""
+    """The numbers of a variable; if it is not in memory, some rows of it at a time."""
     if is_in_memory(variable) or not variable.ndim:
         yield variable.values
         return
     bytes_of_row = variable.dtype.itemsize * prod(variable.shape[1:])
-    rows = max(1, HASHED_AT_ONCE // max(1, bytes_of_row))
-    for start in range(0, len(variable), rows):
-        yield variable[start : start + rows].values
+    row_count = max(1, HASHED_AT_ONCE // max(1, bytes_of_row))
+    for start in range(0, len(variable), row_count):
+        yield variable[start : start + row_count].values
 
 
 def with_texts_as(dtype: Any, dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset with its texts in another type, and without their indexes, which xarray does not
-    convert."""
+    """The dataset with its texts in another dtype. Their indexes are dropped, because xarray does
+    not convert them."""
     texts = {}
     for label, variable in dataset.variables.items():
         if variable.dtype.kind in TEXT_KINDS:
@@ -163,11 +167,11 @@ def with_texts_as(dtype: Any, dataset: xr.Dataset) -> xr.Dataset:
 
 
 def names_of_means(dataset: xr.Dataset) -> list[str]:
-    """The means over prompts, which are stored with their variances and counts."""
+    """The names of the means over prompts, which are stored with their variances and counts."""
     names = map(str, dataset)
     return [name for name in names if f"{name}_n" in dataset and f"{name}_variance" in dataset]
 
 
 def _json(value: Any) -> bytes:
-    """As JSON, with the numbers of numpy, and its arrays, as plain ones."""
+    """A value as JSON; numpy's numbers and arrays become plain numbers and lists."""
     return json.dumps(value, sort_keys=True, default=lambda numbers: numbers.tolist()).encode()

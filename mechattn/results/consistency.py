@@ -1,5 +1,5 @@
-"""What a result must have to be used: whole provenance, whole sequences, and datasets that belong
-together."""
+"""Checks what every result must have: complete provenance, complete sequences, and datasets that
+belong together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from mechattn.results.result import CHUNK
 TOKEN_ARRAYS = ("tokens", "origin", "segment_index")
 
 Count = Annotated[int, Field(ge=0)]
-OneOrMore = str | list[str]  # several, of a merged result
+OneOrMore = str | list[str]  # a merged result may have several
 
 
 class Entry(BaseModel):
-    """A part of what a file says, of the declared types; other entries may be there."""
+    """A table of a file whose declared entries have the declared types. Others are ignored, unless
+    a subclass says more."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -76,13 +77,13 @@ class _Provenance(Entry):
 
 
 def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | None:
-    """What a result lacks to be used, if anything."""
+    """The first reason why a result cannot be used, in words; None if there is none."""
     try:
         _Provenance.model_validate(provenance)
     except ValidationError as error:
         details = error.errors()[0]
         entry = ".".join(map(str, details["loc"])) or "all of it"
-        return f"its provenance lacks something ({entry}: {details['msg']})"
+        return f"its provenance is not as mechattn writes it ({entry}: {details['msg']})"
 
     if "sequences" not in datasets:
         return "its sequences are missing"
@@ -105,11 +106,11 @@ def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | Non
 
 
 def _sequences_problem(sequences: xr.Dataset) -> str | None:
-    """What is wrong with the tokens that were read, if anything."""
+    """The first thing that is wrong with the sequences, in words; None if nothing is."""
     for dim in ("prompt", "condition"):
         labels = _labels(sequences, dim)
         if not labels or len(set(labels)) < len(labels):
-            return f"two of its {dim}s have the same name, or there are none"
+            return f"it has no {dim}s, or two with the same name"
 
     if _labels(sequences, "condition")[0] != BASELINE:
         return "its first condition is not the baseline"
@@ -120,19 +121,19 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
         dims_by_name["group"] = ("prompt",)
     for name, dims in dims_by_name.items():
         if name not in sequences or sequences[name].dims != dims:
-            return f"its sequences have no {name} with the dimensions {', '.join(dims)}"
+            return f"its sequences have no array {name} with the dimensions {', '.join(dims)}"
         if name in TOKEN_ARRAYS and sequences[name].dtype.kind != "i":
-            return f"the {name} of its sequences are no whole numbers"
+            return f"the array {name} of its sequences does not hold whole numbers"
 
     indices = sequences.segment_index.values
-    unknown = indices[(indices < PADDING) | (indices >= len(SEGMENTS))]
+    unknown = indices[((indices < 0) & (indices != PADDING)) | (indices >= len(SEGMENTS))]
     if unknown.size:
-        return f"its sequences have the segment {unknown[0]}, and there are {len(SEGMENTS)}"
+        return f"its sequences have the segment {unknown[0]}, but there are only {len(SEGMENTS)}"
     return None
 
 
 def _labels(dataset: xr.Dataset, dim: str) -> list[Any]:
-    """The labels of a dimension: whole numbers, or texts; none if it has none."""
+    """The labels of a dimension as whole numbers or texts; [] if it has no labels."""
     if dim not in dataset.coords or dataset[dim].dims != (dim,):
         return []
     values: np.ndarray = dataset[dim].values

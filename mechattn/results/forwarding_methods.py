@@ -1,5 +1,7 @@
-"""What a result can be asked: methods that only forward to the rooms above, the one file that
-imports upward."""
+"""The methods of a result that forward to packages above this one: tables, pages and storage.
+
+This is the only file of the package that imports from above, so it does so within functions.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Options of every comparison, as keywords of the methods below; see :class:`mechattn.Contrast`
-    for each.
+    """Options of every comparison, as keywords of the methods below. :class:`mechattn.Contrast`
+    explains each.
 
-    ``segment`` ("question"), ``other``, ``null`` ("dilution" where it exists), ``scale``, ``unit``
+    With their defaults: ``segment`` ("question"), ``other`` (None), ``null`` (None: "dilution" if
+    the quantity has it, otherwise "uniform"), ``scale`` (None: that of the quantity), ``unit``
     ("auto"), ``matched`` (True), ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
     """
 
@@ -39,8 +42,7 @@ class Options(TypedDict, total=False):
 
 
 class ForwardingMethods:
-    """What a :class:`mechattn.Result` can be asked of its numbers: tables, a text, a page, a
-    file."""
+    """The methods of a :class:`mechattn.Result` that make tables, texts, pages and files."""
 
     def verdict(
         self,
@@ -52,7 +54,8 @@ class ForwardingMethods:
         margin: float | None = None,
         null: Literal["dilution", "uniform", "blind"] | None = None,
     ) -> Verdict:
-        """Test how the attention that a segment receives changes from the baseline, beside a null.
+        """Test how the attention that a segment receives changes between two conditions, and
+        whether it changes as a null predicts.
 
         Args:
             condition: The condition; by default the first that is neither the baseline nor ``to``.
@@ -60,8 +63,8 @@ class ForwardingMethods:
             to: The condition to compare it with.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single
                 prompts.
-            margin: The largest change that counts as none, as for :meth:`compare`: the verdict then
-                says which heads change as the null does, to within ± margin.
+            margin: The largest difference that counts as equal, as for :meth:`compare`. The verdict
+                then also says which heads change as the null does, to within ± margin.
             null: As for :class:`mechattn.Contrast`.
 
         Raises:
@@ -85,15 +88,15 @@ class ForwardingMethods:
         columns: Literal["main", "all"] = "main",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
-        """Compare a quantity between two conditions for every layer and head, paired by prompt;
-        returns a tidy table.
+        """Return a table that compares a quantity between two conditions, paired by prompt, with
+        one row per layer and head.
 
         ``difference`` is the mean over prompts of ``log(value / reference)``: −0.22 is a fall by a
         fifth. If the quantity can be 0 or negative, it is the mean of ``value − reference``.
-        ``null`` is the same difference if the original tokens kept their attention to each other
-        (or under uniform attention, see :class:`mechattn.Contrast`), and ``beyond = difference −
-        null``. If no null is known, null and beyond are NaN and the difference is tested;
-        ``table.attrs["null"]`` then says that the definition may cause part of it.
+        ``null`` is the difference that would result if the original tokens kept their attention to
+        each other (or under uniform attention, see :class:`mechattn.Contrast`), and ``beyond =
+        difference − null``. If no null is known, null and beyond are NaN and the difference is
+        tested; ``table.attrs["null"]`` then says that the definition may cause part of it.
 
         Rows are named by their heads (``table.loc["L1H2"]``). The columns are those that a paper
         prints: layer, head; change, change_low, change_high and change_null, fractions (−0.2 is a
@@ -119,16 +122,16 @@ class ForwardingMethods:
                 select again from this table (``.nsmallest(3)``); use ``top=3``.
             top: With ``select``, the number of heads, the furthest from 0 first; by default those
                 with q < 0.05.
-            by: What ranks the ``top`` heads: "difference", the default, or "beyond" (the null); the
-                difference all the same where no null is known (``table.attrs["ranked_by"]``).
+            by: What ranks the ``top`` heads: "difference", the default, or "beyond". If no null is
+                known, the difference ranks them in either case (``table.attrs["ranked_by"]``).
             random: The results of ``run_random`` for this run. Adds q_random, of the larger of
                 p_beyond and p_random: below 0.05, neither the null, chance over prompts nor random
                 weights explain the change. ``columns="all"`` has p_random too, null_random (mean
                 change of the layer's heads in models with random weights), and random_low and
                 random_high (95 % prediction interval for a head of one more such model).
-            margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2
-                %). Adds q_same, by two one-sided t tests: below 0.05, the tested difference lies
-                within ± margin. It is too small if differences are very skewed
+            margin: The largest difference that counts as equal, as a fraction for a log-ratio (0.02
+                is 2 %). Adds q_same, by two one-sided t tests: below 0.05, the tested difference
+                lies within ± margin. It is too small if differences are very skewed
                 (docs/concepts/intervals.md).
             columns: "main", or "all", which :func:`mechattn.adjust` needs.
             options: See :class:`~mechattn.results.forwarding_methods.Options`: segment, null,
@@ -153,12 +156,11 @@ class ForwardingMethods:
         quantity: str = "received",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
-        """Test whether a change holds for other conditions than those that were run, such as other
-        fillers.
+        """Test whether a change holds for conditions that were not run, such as other fillers.
 
-        A finding about "/" is not one about meaningless tokens. Prompts and conditions are both
-        treated as samples: for each head, ``beyond = mean + prompt + condition + rest``. Columns:
-        layer, head; mean, low and high, an interval that holds for other prompts and other
+        A finding about "/" is not a finding about meaningless tokens. Prompts and conditions are
+        both treated as samples: for each head, ``beyond = mean + prompt + condition + rest``.
+        Columns: layer, head; mean, low and high, an interval that holds for other prompts and other
         conditions, p and q; condition_sd, unit_sd and rest_sd, the spread of each part; new_low and
         new_high, the interval for a new condition on a new prompt; n and conditions.
 
@@ -190,7 +192,7 @@ class ForwardingMethods:
         **options: Unpack[Options],
     ) -> Resolution:
         """Report what the table of :meth:`compare` can detect with these prompts, and how many
-        would be enough.
+        prompts would be enough.
 
         ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass
         q < 0.05 alone (smallest p 0.00049): 8 tests must reach it together, or use 19 prompts".
@@ -198,8 +200,9 @@ class ForwardingMethods:
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
-            select: "half" is for the half of the prompts on which cells are found.
-            draws: The number of models with random weights, for what ``q_random`` can show.
+            select: "half" reports on a table with ``select="half"``, which tests on half of the
+                prompts.
+            draws: The number of models with random weights; reports what ``q_random`` can show.
             q: The q below which a test counts as a finding.
             options: As for :meth:`compare`.
 
@@ -221,21 +224,21 @@ class ForwardingMethods:
         level: float = 0.95,
     ) -> pd.DataFrame:
         """List the heads with the largest values of a quantity, with intervals over prompts and the
-        uniform null.
+        value under uniform attention.
 
-        Columns: layer, head; the quantity (mean over prompts); shrunken, the same moved towards the
-        mean of all heads, because the largest of many estimates is too large (not with ``select``);
-        low and high (t interval); uniform, the value under uniform attention (NaN if there is
-        none); n.
+        Columns: layer, head; the quantity (mean over prompts); shrunken, the mean moved towards
+        that of all heads, because the largest of many estimates is too large (not with ``select``);
+        low and high (t interval); uniform, the value under uniform attention (NaN if it is not
+        known); n.
 
         Args:
             quantity: A quantity with one number for each head, such as "previous_mass", "entropy",
-                "magnitude"; by default "received", or the first that there is.
+                "magnitude"; by default "received" or, without it, the first quantity.
             top: The number of heads; None for all.
             condition: The condition.
             segment: The segment of queries or keys, for quantities by segment.
-            select: "half" ranks on one half of the prompts and reports the other. If a head was
-                picked as the largest on the same prompts, its interval is too optimistic.
+            select: "half" ranks on one half of the prompts and reports the other. Without it, the
+                interval of a head is too optimistic if it was picked because its value is large.
             unit: As for :meth:`compare`.
             level: The level of the intervals.
 
@@ -272,12 +275,13 @@ class ForwardingMethods:
         """Measure how much selections of heads overlap when they are made on random disjoint halves
         of the prompts.
 
-        The overlap is ``|A ∩ B| / |A ∪ B|`` (Jaccard), averaged over splits; by_chance is that of
-        two random selections of the same sizes (exact, from the hypergeometric distribution).
+        The overlap is the Jaccard index ``|A ∩ B| / |A ∪ B|``, averaged over splits; by_chance is
+        its exact expectation for two random selections of the same sizes, from the hypergeometric
+        distribution.
 
         Columns: condition, other, jaccard, low and high (2.5 and 97.5 % of the splits), by_chance,
-        selected (heads, on average), none_selected (fraction of splits without an index, as neither
-        half selects any), on_all (the index of two conditions on all prompts).
+        selected (the mean number of heads), none_selected (the fraction of splits without an index
+        because neither half selects a head), on_all (the index of two conditions on all prompts).
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
@@ -285,20 +289,23 @@ class ForwardingMethods:
             top: The number of heads that change most; None selects those with q_difference < 0.05.
             by: What ranks the ``top`` heads, as for :meth:`compare`.
             layer: Only heads of this layer; by default all.
-            over: Several conditions, such as fillers: one row for each and one for each pair, in
-                which the first selects on one half and the second on the other.
+            over: Several conditions, such as fillers. There is one row for each, and one for each
+                pair, in which the first selects on one half and the second on the other.
             splits: The number of random splits.
-            patterns: The number of sign patterns for q, if not all are tried; at least 20 per test.
+            patterns: The number of sign patterns that are tried for q if there are too many to try
+                all; at least 20 per test.
             options: As for :meth:`compare`; ``seed`` is that of the splits.
 
         Raises:
-            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than
-                ``top``.
+            OptionError: :meth:`compare` refuses the options, there are too few prompts or fewer
+                heads than ``top``, or both ``condition`` and ``over`` are given.
 
         Source: Stability over resampled inputs, arXiv:2510.00845.
         """
         if condition is not None and over is not None:
-            raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
+            raise OptionError(
+                "give condition=… or over=[…], not both: over names all conditions to compare"
+            )
         contrast = self._contrast(condition, quantity=quantity, **options)
         return contrast.stability(
             top=top, by=by, layer=layer, over=over, splits=splits, patterns=patterns
@@ -314,11 +321,12 @@ class ForwardingMethods:
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
-        """Compute the cosine between the changes of MLP activations that two conditions make, by
-        layer, and the same with controls.
+        """Compute for each layer the cosine between the changes of MLP activations that two
+        conditions make, and between the first of them and controls.
 
         ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number
-        per prompt; means with t intervals over prompts. Equal histograms do not imply agreement.
+        per prompt. The table has means with t intervals over prompts. Equal histograms of
+        activations do not imply agreement.
 
         Columns: condition, other, layer, cosine, cosine_low, cosine_high; beyond (the first pair's
         cosine minus this one's, paired by prompt), beyond_low, beyond_high; n. The first rows
@@ -334,8 +342,7 @@ class ForwardingMethods:
             level: The level of the intervals.
 
         Raises:
-            OptionError: The result has no such condition, quantity or analysis, or fewer than 3
-                prompts.
+            OptionError: The result lacks a condition or the analysis, or has fewer than 3 prompts.
         """
         from mechattn.contrast.same_direction import agreement
 
@@ -344,15 +351,15 @@ class ForwardingMethods:
     def attention_budget(
         self, condition: str | None = None, layer: int | None = None
     ) -> pd.DataFrame:
-        """List how the question's attention changes, payer by payer and cause by cause, in points
-        of 100.
+        """List how the attention of the question's queries changes, payer by payer and cause by
+        cause, in points of 100.
 
-        Columns: payer (the segment that receives the attention: question, inserted, system,
-        template, first, answer, changed; those with tokens); cause ("all", then each that is known:
-        distance, mass, hidden states, in this order, adding up to "all"); change, change_low and
-        change_high, the mean over heads, layers and the question's queries, then over prompts, with
-        its 95 % t interval over prompts. ``table.attrs["one_cause"]`` says why distance and hidden
-        states are one cause, where they are.
+        Columns: payer, the segment that receives the attention (question, inserted, system,
+        template, first, answer, changed; only those with tokens); cause, "all" and then each known
+        cause in the order distance, mass, hidden states, which add up to "all"; change, change_low
+        and change_high, the mean over heads, layers and the question's queries, then over prompts,
+        with its 95 % t interval over prompts. If distance and hidden states are one cause,
+        ``table.attrs["one_cause"]`` says why.
 
         Args:
             condition: The condition; by default the first that isn't the baseline.
@@ -367,10 +374,10 @@ class ForwardingMethods:
         return payers_and_causes(self._result, condition, layer)
 
     def methods(self, *tables: pd.DataFrame) -> str:
-        """Write a methods paragraph for a paper; every number in it comes from the result.
+        """Return a methods paragraph for a paper; every number in it comes from the result.
 
         It states the model, versions, verification, prompts and their groups, conditions with what
-        they inserted, analyses, nulls and seed; and how each table was computed.
+        they inserted, analyses, nulls and seed, and how each table was computed.
 
         Args:
             tables: Tables from :meth:`compare`.
@@ -383,12 +390,18 @@ class ForwardingMethods:
         return methods(self._result, tables)
 
     def save(self, path: str | Path) -> None:
-        """Save to "….zarr", completely or not at all.
+        """Store the result as a Zarr folder, here or at an address such as "s3://bucket/r.zarr".
+
+        A folder that is there is replaced when the new one is complete; if that fails, it is kept.
+        At an address, an old result is deleted first.
+
+        Args:
+            path: A path that ends with ".zarr".
 
         Raises:
-            OutputError: The path cannot be written, is full, or contains something that mechattn
-                did not write; the result is a selection without some conditions, layers or
-                segments; or it cannot be read back. What was there before is kept.
+            OutputError: The path cannot be written or contains something that mechattn did not
+                write, the disk is full, the result is a selection without some conditions, layers
+                or segments, or it cannot be read back.
         """
         from mechattn.store.writing import save_result
 
@@ -410,10 +423,10 @@ class ForwardingMethods:
             path: The HTML file.
             layer: The layer of the lines, from 0; by default that of the head that changes most.
             heads: The heads of the lines, from 0; the first is selected on the map. By default
-                heads are chosen.
+                ``top`` heads are chosen.
             force: Replace a file that mechattn did not write.
-            top: The number of heads to choose by the largest change on one half of the prompts and
-                show on the other. Without ``keep="prompts"`` in the run, the first heads are
+            top: The number of heads to choose: those that change most on one half of the prompts
+                are shown on the other. Without ``keep="prompts"`` in the run, the first heads are
                 shown.
 
         Raises:
@@ -430,14 +443,14 @@ class ForwardingMethods:
         return cast("Result", self)
 
     def _contrast(self, condition: str | None, **options: Any) -> Contrast:
-        """The comparison of a condition; by default the first that is not the reference itself."""
+        """The comparison of a condition, by default the first besides the baseline and ``to``."""
         from mechattn.contrast.contrast import Contrast
 
         if "to_segment" in options:
             raise OptionError(
                 f"to_segment={options['to_segment']!r}: the table has a row for each to_segment;"
-                ' for one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
-                " q-values are of its rows alone"
+                ' for one of them use result.sel(to_segment=…).compare(…, quantity="flow"), whose'
+                " q-values are computed from its rows alone"
             )
 
         names = [*Options.__annotations__, "to", "quantity"]

@@ -12,6 +12,7 @@ import pandas as pd
 import xarray as xr
 from xarray.core import indexing
 
+from mechattn.axes import PADDING
 from mechattn.errors import OptionError
 from mechattn.results.arrays import (
     SOURCES,
@@ -26,9 +27,10 @@ from mechattn.stats.intervals import Moments
 
 POSITION_DIMS = ("pos", "key", "original_key")  # as long as the longest prompt
 FIRST_PROMPT_TEXT = "first_prompt_text"  # the text of the whole run's first prompt
-# What pads an array, by numpy's kind of its dtype; −2 as in a batch.
-PADDING_BY_KIND: Mapping[str, Any] = {"f": np.nan, "i": -2, **dict.fromkeys(TEXT_KINDS, "")}
-# Everything else in the provenance must agree, since it changes the numbers or their meaning.
+# What pads an array, by numpy's kind of its dtype.
+PADDING_BY_KIND: Mapping[str, Any] = {"f": np.nan, "i": PADDING, **dict.fromkeys(TEXT_KINDS, "")}
+# Entries of the provenance that may differ, besides those of COMBINED. All others change the
+# numbers or their meaning.
 MAY_DIFFER = (
     "model.path",
     "model.device",
@@ -37,19 +39,20 @@ MAY_DIFFER = (
     "command",
     "engine_reason",
     "job",
+    "job_decides",
 )
 
 
 def merge_results(results: Sequence[Result]) -> Result:
     """Merge results of different prompts into one result of all prompts.
 
-    Any order of merging gives the values of one pass over all prompts: each prompt's own exactly,
-    moments over prompts to 1e-10 (Chan, Golub and LeVeque 1979). Prompts are ordered by their
-    places in the whole run.
+    Results may be merged in any order. The values are those of one pass over all prompts: values of
+    single prompts exactly, moments over prompts to 1e-10 (Chan, Golub and LeVeque 1979). Prompts
+    are ordered by their places in the whole run.
 
     Raises:
-        OptionError: They don't belong together (other models, conditions, options …), or two have
-            the same prompt.
+        OptionError: The results don't belong together (other models, conditions, options …), or two
+            of them have the same prompt.
     """
     if not results:
         raise OptionError("there are no results to merge; give at least one")
@@ -62,13 +65,13 @@ def merge_results(results: Sequence[Result]) -> Result:
     if len(results) == 1:
         return results[0]
 
-    results = sorted(results, key=_places_and_ids)  # as merging must not depend on their order
+    results = sorted(results, key=_places_and_ids)  # so that their order does not matter
     provenance = plain_provenance(results[0])
     layout = _layout(results[0])
     prompts = _places_and_ids(results[0])
     for result in results[1:]:
         provenance = _merged_entries(provenance, plain_provenance(result))
-        _merged_entries(layout, _layout(result))  # refuses datasets that differ
+        _merged_entries(layout, _layout(result))  # raises an error if datasets differ
         prompts += _places_and_ids(result)
 
     ids = pd.Index([prompt_id for _, prompt_id in prompts])
@@ -76,10 +79,10 @@ def merge_results(results: Sequence[Result]) -> Result:
         repeated = ids[ids.duplicated()].unique()
         raise OptionError(
             f"prompt {repeated[0]} is in two of the results ({len(repeated)} such prompts in all); "
-            "give each result different prompts, with different ids"
+            "give each result other prompts, with other ids"
         )
 
-    # Of each prompt of the whole run, its index when the results are put one after the other.
+    # For each prompt of the whole run, its index if the results are put one after the other.
     order = np.array(sorted(range(len(prompts)), key=lambda index: prompts[index]))
     datasets = {}
     for name in results[0]:
@@ -88,17 +91,17 @@ def merge_results(results: Sequence[Result]) -> Result:
 
 
 def check_same_run(result: Result, other: Result) -> None:
-    """Refuse two results that are not of the same run, whatever their prompts.
+    """Check that two results belong to the same run; their prompts may differ.
 
     Raises:
-        OptionError: They don't belong together; the message says what differs.
+        OptionError: They don't; the message says what differs.
     """
     _merged_entries(plain_provenance(result), plain_provenance(other))
     _merged_entries(_layout(result), _layout(other))
 
 
 def is_part(part: Result, whole: Result) -> bool:
-    """Whether a result belongs to the same run as another one, which contains all its prompts."""
+    """Whether a result belongs to the same run as the whole, which contains all of its prompts."""
     try:
         check_same_run(part, whole)
         return set(_places_and_ids(part)) <= set(_places_and_ids(whole))
@@ -107,12 +110,16 @@ def is_part(part: Result, whole: Result) -> bool:
 
 
 def _places_and_ids(result: Result) -> list[tuple[int, str]]:
-    """The place and the id of each prompt."""
+    """The place and the id of each prompt.
+
+    Raises:
+        OptionError: The result has no places.
+    """
     sequences = result["sequences"]
     if "place" not in sequences:
         raise OptionError(
-            "a result that doesn't say which of all prompts it holds (sequences.place) cannot be "
-            "merged"
+            "a result cannot be merged without sequences.place, the places of its prompts in the "
+            "whole run"
         )
     places = sequences.place.values.tolist()
     ids = [str(prompt_id) for prompt_id in sequences.prompt.values]
@@ -120,14 +127,14 @@ def _places_and_ids(result: Result) -> list[tuple[int, str]]:
 
 
 def _layout(result: Result) -> dict[str, Any]:
-    """What the datasets of two parts of a run have in common: variables, their meaning and, apart
-    from prompts and the length of the longest, their coordinates."""
+    """What the datasets of all parts of a run have in common: their variables and attributes, and
+    their coordinates except prompts and positions."""
     layout: dict[str, Any] = {}
     for name, dataset in result.datasets.items():
         entries: dict[str, Any] = {"attributes": dataset.attrs}
         for label, values in dataset.data_vars.items():
             entry: dict[str, Any] = {"dims": values.dims, "attributes": values.attrs}
-            if values.dtype.kind == "f":  # texts and whole numbers may be of other widths
+            if values.dtype.kind == "f":  # the widths of texts and whole numbers may differ
                 entry["type"] = str(values.dtype)
             entries[str(label)] = entry
         for dim in dataset.dims:
@@ -138,7 +145,7 @@ def _layout(result: Result) -> dict[str, Any]:
 
 
 def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
-    """The datasets of one analysis as one, its prompts in order."""
+    """Merge the datasets of one analysis; ``order`` is that of :class:`StackedArray`."""
     first = datasets[0]
     sizes = {}
     for dim in first.dims:
@@ -155,8 +162,8 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         if "prompt" in values.dims:
             array = _in_prompt_order(variables, sizes, order)
         elif name == FIRST_PROMPT_TEXT:
-            missing = sizes["pos"] - values.sizes["pos"]
-            array = np.pad(values.values, [(0, 0), (0, missing)], constant_values="")
+            padding_length = sizes["pos"] - values.sizes["pos"]
+            array = np.pad(values.values, [(0, 0), (0, padding_length)], constant_values="")
         elif name in moments:
             array = moments[name]
         else:
@@ -178,9 +185,8 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
 
 
 def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.ndarray]:
-    """A mean over all prompts, its variance and count; those of one part at a time are in memory.
-    Only the last axis differs in length."""
-
+    """A mean over all prompts, its variance and its count. Those of one dataset at a time are read,
+    and padded if their last axis is shorter."""
     n_name = f"{name}_n"
     variance_name = f"{name}_variance"
 
@@ -196,7 +202,8 @@ def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.n
 def _in_prompt_order(
     variables: Sequence[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
 ) -> Any:
-    """Each prompt's own values, padded to the longest; read on demand if one of the arrays is."""
+    """The values of all prompts in order, padded to the longest. They are read on demand if any of
+    the variables is."""
     dims = variables[0].dims  # the prompts come first
     shape = (len(order), *(sizes[dim] for dim in dims[1:]))
     dtype = variables[0].dtype
@@ -216,7 +223,14 @@ def _in_prompt_order(
 def _merged_entries(
     ours: dict[str, Any], theirs: dict[str, Any], where: str = ""
 ) -> dict[str, Any]:
-    """The merged entries: common ones, those that may differ as lists, counts as sums."""
+    """Merge the entries of two tables; ``where`` is their path, such as "model.".
+
+    Equal entries stay. Those of MAY_DIFFER become a list of the distinct values, and those of
+    COMBINED are combined, counts for example by their sum.
+
+    Raises:
+        OptionError: Any other entry differs.
+    """
     merged: dict[str, Any] = {}
     for name in dict.fromkeys([*ours, *theirs]):
         path = f"{where}{name}"
@@ -240,24 +254,25 @@ def _merged_entries(
 
 
 def _collected(ours: Any, theirs: Any) -> Any:
-    """All distinct values as a list; a single value as itself."""
-    distinct = _distinct(_as_list(ours), _as_list(theirs))
-    if not distinct:
+    """All distinct values but None as a list; one as itself, and None without any."""
+    distinct_values = _distinct(_as_list(ours), _as_list(theirs))
+    if not distinct_values:
         return None
-    if len(distinct) == 1:
-        return distinct[0]  # as a result that was never merged stores it
-    return distinct
+    if len(distinct_values) == 1:
+        return distinct_values[0]  # the form in a result that was never merged
+    return distinct_values
 
 
 def _distinct(ours: list[Any] | None, theirs: list[Any] | None) -> list[Any]:
-    """All distinct values of both lists but None, in an order that does not depend on theirs."""
+    """All distinct values of both lists but None, in an order that does not depend on that of the
+    arguments."""
     values = {json.dumps(value): value for value in [*(ours or []), *(theirs or [])]}
     values.pop("null", None)
     return [values[text] for text in sorted(values)]
 
 
 def _span(ours: Any, theirs: Any) -> list[str]:
-    """The first and the last time."""
+    """The first and the last of all times."""
     times = [*_as_list(ours), *_as_list(theirs)]
     return [min(times), max(times)]
 
@@ -270,7 +285,7 @@ COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda ours, theirs: ours + theirs,
     "prompts.hash": added_hash,
     "prompts.alike": _distinct,
-    # Each is in whole milliseconds, so the sum is the same in every order.
+    # Rounded to milliseconds, so that the sum does not depend on the order.
     "seconds": lambda ours, theirs: round((ours or 0) + (theirs or 0), 3),
     "time": _span,
     "halved": lambda ours, theirs: sorted([*(ours or []), *(theirs or [])], key=json.dumps),

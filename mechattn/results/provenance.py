@@ -1,6 +1,6 @@
 """Where a result comes from: enough to reproduce it, or to see why two results differ.
 
-:func:`identity` describes what determines a number, the same in every process; a
+:func:`identity` describes an object that determines numbers, with the same text in every process. A
 :class:`StoredCondition` is a condition of a result as data, so that figures need not parse text.
 """
 
@@ -34,7 +34,7 @@ Provenance = Mapping[str, Any]
 
 PACKAGES = ("mechattn", "transformer-lens", "transformers", "torch")
 
-# Types whose repr says all there is.
+# Types whose repr says everything about their values.
 PLAIN_TYPES = (
     bool,
     int,
@@ -51,16 +51,17 @@ PLAIN_TYPES = (
     np.generic,
 )
 
-# The modules that generate a dataclass's __repr__: dataclasses wraps it in a function of its own
-# (until Python 3.12) or of reprlib's, so that the function's globals tell it from a written one.
+# The modules that generate the __repr__ of a dataclass, as dataclasses wraps it in a function of
+# its own (until Python 3.12) or of reprlib. The globals of a __repr__ that a person wrote are of
+# another module.
 GENERATORS_OF_REPR = ("dataclasses", "reprlib")
 
 
 def versions() -> dict[str, str]:
-    """The versions of the software that computed the numbers.
+    """The versions of Python and of the packages that compute the numbers.
 
-    A loaded module says its own version: that of the metadata may be of another build, such as
-    2.13.0 where 2.13.0+cpu runs, or of another copy on the path.
+    The version of a loaded module comes from the module itself. The metadata may belong to another
+    build (2.13.0 instead of 2.13.0+cpu) or to another copy on the path.
     """
     versions_by_package = {"python": sys.version.split()[0]}
     for package in PACKAGES:
@@ -74,8 +75,12 @@ def versions() -> dict[str, str]:
 
 
 def name_of(path: str) -> str:
-    """The publishable part of a model's or a file's name: of a path, its last part, since the rest
-    may reveal a user name; of an address, all but passwords; a name on the hub as it is."""
+    """The part of the name of a model or file that may be published.
+
+    A name on the hub stays as it is. Of a path only the last part is left, since the rest may
+    reveal a user name (or the name on the hub, if the path is in its cache). An address loses its
+    passwords.
+    """
     if "://" in path:
         return without_secrets(path)
     in_hub_cache = re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", path)
@@ -95,16 +100,20 @@ def name_of(path: str) -> str:
 
 
 def file_names(models: Iterable[str]) -> dict[str, str]:
-    """A name for the files of each model, in place of "{model}": "toy:llama" gives "toy-llama",
-    "/a/b/" gives "b"."""
+    """For each model, the name that replaces "{model}" in the names of its files: "toy-llama" for
+    "toy:llama", "b" for "/a/b/".
+
+    Raises:
+        OptionError: Two models would get the same name.
+    """
     names: dict[str, str] = {}
     for model in models:
         last_part = model.rstrip("/").rsplit("/", 1)[-1]
         name = re.sub(r"[^\w.-]", "-", last_part)
-        same_name = [other for other in names if names[other].casefold() == name.casefold()]
-        if same_name and model not in names:
+        namesakes = [other for other in names if names[other].casefold() == name.casefold()]
+        if namesakes and model not in names:
             raise OptionError(
-                f"the models {same_name[0]!r} and {model!r} would both write to files named"
+                f"the models {namesakes[0]!r} and {model!r} would both write to files named"
                 f" {name!r}: run them separately, or give their folders different names"
             )
         names[model] = name
@@ -112,7 +121,8 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def command_of(words: Sequence[str], paths: bool = False) -> str:
-    """The command line, with file names only unless ``paths`` is set, and never with a password."""
+    """The command line without passwords. Paths are reduced to file names, unless ``paths`` is
+    set."""
     command = ["mechattn"]
     for word in words:
         option, equals, value = word.partition("=")
@@ -126,14 +136,15 @@ def command_of(words: Sequence[str], paths: bool = False) -> str:
 
 
 def digest(values: Iterable[object]) -> str:
-    """A short hash of some values, in order."""
+    """A short hash of some values and their order."""
     return _hex_digest(json.dumps([repr(value) for value in values]).encode(), digits=16)
 
 
 def set_hash(values: Iterable[object]) -> str:
-    """A hash of some values in any order; those of two halves add up to that of the whole.
+    """A hash of some values that does not depend on their order, ``Σ hash(value) mod 2^64``.
 
-    ``Σ hash(value) mod 2^64``, with repeated values counted; it is no protection against forgery.
+    Repeated values count. The hashes of two halves add up to that of the whole, see
+    :func:`added_hash`. It does not protect against forgery.
     """
     total = 0
     for value in values:
@@ -148,40 +159,41 @@ def added_hash(ours: str, theirs: str) -> str:
 
 
 def now() -> str:
-    """The time, in UTC, to the second."""
+    """The current time in UTC, to the second."""
     return datetime.now(timezone.utc).replace(microsecond=0).isoformat()
 
 
 @dataclass(frozen=True)
 class StoredCondition:
-    """A condition of a result; by default one of which nothing is known."""
+    """A condition of a result, as its provenance describes it; by default, nothing is known."""
 
-    # The class, such as "RandomSentence" or "Baseline"; if it is not mechattn's, a hash of its
-    # source follows.
+    # The name of the class, such as "RandomSentence" or "Baseline", followed by a hash of its
+    # source if it is not mechattn's.
     kind: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False  # original tokens don't see the inserted ones
     unshifted: bool = False  # original tokens keep their positions
     interventions: tuple[Mapping[str, Any], ...] = ()  # the kind and the options of each
-    written: str = ""  # all of this as text
+    written: str = ""  # the whole condition as text
 
     @property
     def inserts_only(self) -> bool:
-        """Whether it only inserts tokens."""
+        """Whether the condition inserts tokens and does nothing else."""
         return self.kind not in ("", "Baseline") and not (
             self.masked or self.unshifted or self.interventions
         )
 
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
-    """A condition of a result, from its provenance; JSON has a list of its interventions."""
+    """A condition of a result, from its provenance; one that is not there has the defaults."""
     entry = result.provenance.get("conditions", {}).get(name, {})
+    # JSON stores the tuple of interventions as a list.
     return replace(StoredCondition(**entry), interventions=tuple(entry.get("interventions", ())))
 
 
 def matched_control(result: Result, condition: str) -> str | None:
-    """The condition that inserts as many tokens of a random sentence at the same place; None if
-    there is none."""
+    """The condition that inserts a random sentence of the same length at the same place; None if
+    there is none, or ``condition`` is such a control itself."""
 
     def is_sentence(name: str) -> bool:
         stored = stored_condition(result, name)
@@ -197,11 +209,14 @@ def matched_control(result: Result, condition: str) -> str | None:
 
 
 def identity(value: Any, within: tuple[int, ...] = ()) -> str:
-    """An analysis, a condition or an intervention as text: its class and fields, as in ``repr``.
+    """Describe an object, such as a condition, as text: its class and fields, as in ``repr``.
+
+    Classes and functions that are not mechattn's get a hash of their source, arrays a hash of their
+    numbers. Addresses in memory are left out.
 
     Args:
-        value: What is to be written.
-        within: The ids of the objects that contain it; one of them in itself is "…".
+        value: The object.
+        within: The ids of the objects that contain it. An object that contains itself is "…" there.
     """
     if isinstance(value, PLAIN_TYPES):
         return repr(value)
@@ -234,22 +249,6 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
     return f"{kind_of(value)}({', '.join(attributes)})"
 
 
-def _array_identity(array: Any) -> str:
-    """An array of numpy or torch by its type, shape and a hash of its numbers."""
-    numbers = array
-    if hasattr(array, "detach"):
-        numbers = array.detach().cpu()
-        if not numbers.is_complex():
-            numbers = numbers.double()  # as numpy has no bfloat16
-    values = np.asarray(numbers)
-    content = values.tobytes()
-    if values.dtype == object:  # whose bytes are addresses
-        content = repr(values.tolist()).encode()
-
-    dtype = getattr(array, "dtype", values.dtype)
-    return f"{type(array).__name__}({dtype}, {values.shape}, {_hex_digest(content)})"
-
-
 def kind_of(value: Any) -> str:
     """The name of an object's class, with a hash of its source if it is not mechattn's."""
     kind: Any = type(value)
@@ -257,12 +256,28 @@ def kind_of(value: Any) -> str:
 
 
 def is_ours(kind: Any) -> bool:
-    """Whether a class or function is mechattn's."""
+    """Whether a class or function is defined in mechattn."""
     return str(getattr(kind, "__module__", "")).partition(".")[0] == "mechattn"
 
 
+def _array_identity(array: Any) -> str:
+    """An array of numpy or torch as text: its type, dtype, shape and a hash of its numbers."""
+    numbers = array
+    if hasattr(array, "detach"):
+        numbers = array.detach().cpu()
+        if not numbers.is_complex():
+            numbers = numbers.double()  # numpy has no bfloat16
+    values = np.asarray(numbers)
+    content = values.tobytes()
+    if values.dtype == object:  # the bytes of objects are addresses
+        content = repr(values.tolist()).encode()
+
+    dtype = getattr(array, "dtype", values.dtype)
+    return f"{type(array).__name__}({dtype}, {values.shape}, {_hex_digest(content)})"
+
+
 def _captured(function: Any) -> list[Any]:
-    """What a function carries with it: its object, its defaults, its closure."""
+    """The values that a function carries: its closure, its defaults, and the object of a method."""
     captured = [cell.cell_contents for cell in function.__closure__ or ()]
     captured += function.__defaults__ or ()
     captured += (function.__kwdefaults__ or {}).items()
@@ -271,23 +286,23 @@ def _captured(function: Any) -> list[Any]:
     return captured
 
 
+def _writes_itself(value: Any) -> bool:
+    """Whether the repr of an object describes it: a dataclass of ours with a written repr, whose
+    text contains a hash of its content, or an object without attributes, such as a torch.dtype."""
+    kind: Any = type(value)
+    if is_ours(kind) and is_dataclass(value):
+        return kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR
+    return kind.__repr__ is not object.__repr__ and not _attributes_of(value)
+
+
 def _attributes_of(value: Any) -> list[str]:
-    """The names of the fields of a dataclass (only those that its repr shows, if it is ours), or of
-    all attributes of any other object."""
+    """The names of the fields of a dataclass, or of the attributes of any other object. Fields that
+    repr leaves out are left out of our own dataclasses."""
     kind: Any = type(value)
     if is_dataclass(value):
         return [field.name for field in fields(value) if field.repr or not is_ours(kind)]
     slots = [name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ())]
     return [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
-
-
-def _writes_itself(value: Any) -> bool:
-    """Whether an object's own words say what it is: those of ours contain a hash of their content,
-    and what has no attributes, such as a torch.dtype, has nothing else."""
-    kind: Any = type(value)
-    if is_ours(kind) and is_dataclass(value):
-        return kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR
-    return kind.__repr__ is not object.__repr__ and not _attributes_of(value)
 
 
 @cache
@@ -306,10 +321,11 @@ def _name_and_source(kind: Any) -> str:
 
 
 def _source(kind: Any) -> str:
-    """The source of a class or function; of a class in a notebook, that of its functions.
+    """The source of a class or function.
 
-    What Python runs stands in for it where a function's is not known, and for that of a lambda,
-    which may share its line with others.
+    If the source of a function is not known, its bytecode is used, and likewise for a lambda, which
+    may share its line with others. If that of a class is not known, as in a notebook, those of its
+    functions are used.
     """
     if getattr(kind, "__name__", "") != "<lambda>":
         with suppress(OSError, TypeError):
@@ -324,8 +340,8 @@ def _source(kind: Any) -> str:
 
 
 def _code_text(code: CodeType) -> str:
-    """What a compiled function does, with that of the functions in it, in place of their
-    addresses."""
+    """The bytecode, names and constants of a function as text. Functions within it are written the
+    same way, because their repr contains addresses."""
     constants = []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

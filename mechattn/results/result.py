@@ -1,6 +1,4 @@
-"""The result of a run: labelled numbers and their provenance, and the units that its prompts are.
-It draws nothing.
-"""
+"""The result of a run: labelled numbers and their provenance, and the units of its prompts."""
 
 from __future__ import annotations
 
@@ -22,19 +20,22 @@ from mechattn.results.forwarding_methods import ForwardingMethods
 from mechattn.results.provenance import Provenance
 from mechattn.stats.units import Unit, Units
 
-MEMORY = "2GiB"  # by default
-CHUNK = 64  # prompts that are computed and stored together, by default
+# The defaults: what a table or figure may take (a small part of any computer's memory), and the
+# number of prompts that are computed and stored together (an interruption loses at most these).
+MEMORY = "2GiB"
+CHUNK = 64
 _HEAD = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 
 @dataclass(frozen=True, eq=False)
 class Result(ForwardingMethods):
-    """The result of a run: one xarray dataset per analysis, and their provenance.
+    """The result of a run: one xarray dataset per analysis, one of the sequences, and their
+    provenance.
 
-    ``result["received_attention"]`` is a dataset. Its dimensions are named: prompt, condition,
-    layer, head, segment, key, original_key. Every variable has units and a description. ``memory``
-    is what each table or figure of it may take: of a result that is larger, some layers or prompts
-    are read at a time.
+    ``result["received_attention"]`` is a dataset. Its dimensions have names, such as prompt,
+    condition, layer, head, segment, key and original_key. Every variable has units and a
+    description. ``memory`` is how much memory each table or figure may take. If that is too little
+    for the whole result, some layers or prompts are read at a time.
     """
 
     datasets: Mapping[str, xr.Dataset]
@@ -52,23 +53,26 @@ class Result(ForwardingMethods):
         return iter(self.datasets)
 
     def keys(self) -> list[str]:
-        """The names of the analyses, as ``result[name]`` takes them."""
+        """The names of the datasets: "sequences", and those of the analyses."""
         return list(self.datasets)
 
     _ipython_key_completions_ = keys
 
     def sel(self, **labels: Any) -> Result:
-        """The result of some prompts, conditions, layers, heads …, by their labels; as
+        """Select some prompts, conditions, layers, heads …, by their labels, as
         ``xarray.Dataset.sel`` does.
 
         Args:
-            labels: A label, a list or a slice for each dimension, such as ``head=[0, 3]``,
-                ``layer=1`` or ``prompt=result["sequences"].prompt[:8]``; "L1H3" for one head. A
-                dimension is kept with one label, so that what is selected can be compared and
-                drawn.
+            labels: For each dimension a label, a list or a slice, such as ``layer=1``, ``head=[0,
+                3]``, ``head="L1H3"`` (which selects the layer too) or
+                ``prompt=result["sequences"].prompt[:8]``. A dimension with a single label is kept,
+                so that the selection can be compared and drawn.
+
+        Returns:
+            A result with the same datasets. Datasets without a dimension are not changed by it.
 
         Raises:
-            OptionError: There is no such dimension or label, or a head is named with another layer.
+            OptionError: There is no such dimension or label, or the head is in another layer.
         """
         layer_and_head = head_named(labels.get("head"))
         if layer_and_head:
@@ -93,14 +97,14 @@ class Result(ForwardingMethods):
 
         datasets = {}
         for name, dataset in self.datasets.items():
-            own = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
+            own_indexers = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
             try:
-                datasets[name] = dataset.sel(own)
+                datasets[name] = dataset.sel(own_indexers)
             except KeyError:
                 arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
                 raise OptionError(
                     f"sel({arguments}): not all of these labels are in {name}; "
-                    f"result[{name!r}].coords shows which are"
+                    f"result[{name!r}].coords shows its labels"
                 ) from None
 
         return replace(self, datasets=datasets)
@@ -111,8 +115,8 @@ class Result(ForwardingMethods):
         return [str(name) for name in self["sequences"].condition.values]
 
     def shown_condition(self, name: str | None = None) -> str:
-        """The condition to show in a figure: by default the first that isn't the baseline, or else
-        the baseline.
+        """The condition to show in a figure: this one, or by default the first that isn't the
+        baseline. A result of the baseline alone shows the baseline.
 
         Raises:
             OptionError: There is no such condition.
@@ -127,7 +131,7 @@ class Result(ForwardingMethods):
         """The condition to compare with the baseline; by default the first that isn't the baseline.
 
         Raises:
-            OptionError: There is no such condition, or only the baseline.
+            OptionError: There is no such condition, it is the baseline, or there is no other.
         """
         if name == BASELINE:
             raise OptionError(
@@ -150,20 +154,21 @@ class Result(ForwardingMethods):
         return name
 
     def digest(self) -> str:
-        """A hash of the numbers: every array with its name, dimensions and attributes, without the
-        provenance.
+        """A hash of the numbers, without the provenance: of every array with its name, dimensions,
+        dtype and attributes.
 
-        Equal runs, stored or not, have the same digest. With another CPU or number of threads, the
-        last digits differ.
+        Equal runs, stored or not, have the same digest. On another CPU or with another number of
+        threads, the last digits of the numbers differ, and so does the digest.
         """
         return datasets_digest(self.datasets)
 
     def to_dataframe(self, name: str | None = None, quantity: str | None = None) -> pd.DataFrame:
-        """Return a tidy table with one row per prompt, condition, layer, head and so on.
+        """Return a tidy table with one row per prompt, condition, layer, head and so on. Rows
+        without any value are left out.
 
         Args:
-            name: The analysis; by default the first.
-            quantity: One of its quantities; by default those by segment, or all if there are none.
+            name: The analysis; by default the first, or "sequences" if there is none.
+            quantity: One of its quantities; by default those by segment, or all if none is.
 
         Raises:
             OptionError: There is no such analysis or quantity.
@@ -183,19 +188,19 @@ class Result(ForwardingMethods):
         return table.dropna(how="all").reset_index()
 
     def _analyses(self) -> list[str]:
-        """The names of the datasets that analyses made."""
+        """The names of the datasets of analyses."""
         return [name for name in self.datasets if name != "sequences"]
 
     def _repr_html_(self) -> str:
-        about = self.provenance
-        model = about["model"]
+        provenance = self.provenance
+        model = provenance["model"]
         size = f"{model['layers']} layers × {model['heads']} heads"
         rows = [
             ("model", f"{model['name']}, {size}, {model['dtype']}"),
             ("verified", model["verified"]),
             ("prompts", self["sequences"].sizes["prompt"]),
         ]
-        for name, condition in about["conditions"].items():
+        for name, condition in provenance["conditions"].items():
             rows.append((f"condition {name}", condition["written"]))
         for name in self._analyses():
             rows.append((name, ", ".join(map(str, self.datasets[name]))))
@@ -210,7 +215,8 @@ class Result(ForwardingMethods):
 
 
 def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
-    """The result for some layers or prompts only, without reading any values."""
+    """The part of a result with these indices along a dimension, such as some layers or prompts. No
+    values are read."""
     if isinstance(indices, slice) and indices == slice(None):
         return result
     datasets = {
@@ -226,16 +232,16 @@ def with_provenance(result: Result, **entries: Any) -> Result:
 
 
 def plain_provenance(result: Result) -> dict[str, Any]:
-    """The provenance as it is stored, where every key is a text."""
+    """The provenance as JSON stores it: tuples become lists, and every key a text."""
     return dict(json.loads(json.dumps(result.provenance)))
 
 
 def in_half_the_space(result: Result) -> Result:
-    """The result with the numbers of single prompts as float16; moments over prompts stay as they
-    are.
+    """The result with the numbers of single prompts as float16. Moments over prompts, and arrays
+    with one number per prompt, stay as they are.
 
     Raises:
-        OptionError: A number is larger than float16 can hold.
+        OptionError: A number is too large for float16.
     """
     datasets = {}
     for name, dataset in result.datasets.items():
@@ -258,7 +264,7 @@ def units_of(result: Result, unit: Unit = "auto") -> Units:
 
     Args:
         result: The result.
-        unit: "auto" for groups, where prompts have them; "prompt" for prompts all the same.
+        unit: "auto" uses groups if the prompts have them; "prompt" always uses prompts.
     """
     check_choice(Unit, unit=unit)
     groups = _groups_of(result)
@@ -268,7 +274,8 @@ def units_of(result: Result, unit: Unit = "auto") -> Units:
 
 
 def units_in(result: Result, values: xr.DataArray) -> Units:
-    """The units of some prompts of a result, by their ids."""
+    """The units of those prompts of a result that an array of values has: their groups, or the
+    prompts if they have no groups."""
     if "group" not in result["sequences"]:
         return Units(values.sizes["prompt"])
     ids = values["prompt"].values.tolist()
@@ -277,10 +284,10 @@ def units_in(result: Result, values: xr.DataArray) -> Units:
 
 
 def shared_units(result: Result, other: Result, unit: Unit) -> Units:
-    """The units of two results of the same prompts, which must have the same groups.
+    """The units of two results of the same prompts.
 
     Raises:
-        OptionError: They have other groups.
+        OptionError: ``unit`` is "auto", and the prompts have different groups in the two results.
     """
     if unit == "auto" and _groups_of(result) != _groups_of(other):
         raise OptionError(
@@ -290,18 +297,9 @@ def shared_units(result: Result, other: Result, unit: Unit) -> Units:
     return units_of(result, unit)
 
 
-def _groups_of(result: Result) -> list[str] | None:
-    """The group of each prompt, where prompts have groups."""
-    sequences = result["sequences"]
-    if "group" not in sequences:
-        return None
-    return [str(group) for group in sequences.group.values]
-
-
 def alike_words(result: Result) -> str:
-    """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups
-    take account of it.
-    """
+    """A sentence on how much the prompts repeat each other, as the run recorded it; "" if it
+    recorded nothing."""
     likenesses = result.provenance["prompts"].get("alike", [])
     if not likenesses:
         return ""
@@ -317,12 +315,12 @@ def alike_words(result: Result) -> str:
 
 
 def head_name(layer: int, head: int) -> str:
-    """A head as it is written, such as "L1H2"."""
+    """The name of a head, such as "L1H2"."""
     return f"L{int(layer)}H{int(head)}"
 
 
 def head_named(name: object) -> tuple[int, int] | None:
-    """The layer and head of a name such as "L1H2"; None if it is not one."""
+    """The layer and head of a name such as "L1H2"; None if it is not such a name."""
     if not isinstance(name, str):
         return None
     match = _HEAD.fullmatch(name)
@@ -332,10 +330,19 @@ def head_named(name: object) -> tuple[int, int] | None:
 
 
 def by_head(table: pd.DataFrame) -> pd.DataFrame:
-    """Name the rows of a table by their heads, so that ``table.loc["L1H2"]`` finds one."""
+    """Name the rows of a table by their heads, for ``table.loc["L1H2"]``. The table is changed and
+    returned; one without layers and heads keeps its index."""
     if {"layer", "head"} <= set(table.columns):
         table.index = [
             head_name(layer, head)
             for layer, head in zip(table["layer"], table["head"], strict=True)
         ]
     return table
+
+
+def _groups_of(result: Result) -> list[str] | None:
+    """The group of each prompt; None if the prompts have no groups."""
+    sequences = result["sequences"]
+    if "group" not in sequences:
+        return None
+    return [str(group) for group in sequences.group.values]

@@ -1,2 +1,2 @@
-"""Results on disk or at an address: written completely or not at all; nothing foreign touched,
-nothing hostile read."""
+"""Results on disk or at an address. Files of others are not touched, and what is read may come from
+someone who is not trusted."""

@@ -1,10 +1,10 @@
 """Files and folders that are written completely or not at all, even if the process is killed or
 power is lost.
 
-What is written goes to a temporary folder next to the target, ``.NAME.mechattn-…``, is flushed to
-the disk, and gets its name when it is complete. A file replaces the old one in one step. A folder
+New content is written to a temporary folder next to the target, ``.NAME.mechattn-…``, and flushed
+to the disk. It gets its name when it is complete. A file replaces the old one in one step. A folder
 cannot: the old one is moved away first. If a process is killed between these two steps, both are in
-the temporary folder, and :func:`recover` goes on from there.
+the temporary folder, and :func:`recover` finishes the replacement.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from filelock import FileLock, Timeout
 
 from mechattn.errors import OutputError, say
 
-FLUSHES_AT_ONCE = 16  # each may wait for the disk
+FLUSHES_AT_ONCE = 16  # threads, most of which wait for the disk
 
-MARKER = "mechattn.json"  # says that a temporary folder is ours
+MARKER = "mechattn.json"  # an empty file in each temporary folder of ours
 LOCK = "lock"
 OLD = "old"
-# What locking raises if another process has the lock, or the file system has no locks.
+# Errors of FileLock if another process has the lock, or the file system has no locks.
 UNLOCKABLE = (Timeout, NotImplementedError)
 _ADDRESS = re.compile(r"\w\w+:/")  # a Path makes "s3:/bucket" of "s3://bucket"
 
 
 def check_writable(path: str | Path) -> None:
-    """Check in advance that a file, or the folder of a result, can be written on this machine.
+    """Check in advance that a file, or the folder of a result, can be written on this machine. Its
+    parent folders are made.
 
     Raises:
-        OutputError: It cannot; the message says why.
+        OutputError: It cannot be written; the message says why.
     """
     if _ADDRESS.match(str(path)):
         raise OutputError(
-            f"{path} is an address: this is written to a folder of this machine; give a path such"
-            ' as "out/page.html"'
+            f"{path} is an address, but this can only be written to a folder of this machine: give"
+            ' a path such as "out/page.html"'
         )
     try:
         path = Path(os.path.realpath(path))
@@ -53,7 +54,7 @@ def check_writable(path: str | Path) -> None:
                     " place"
                 )
 
-        # A result is the one thing that is a folder, and may replace one.
+        # Only a result is written as a folder, and may replace one.
         if path.suffix != ".zarr" and path.is_dir():
             raise OutputError(f"{path} is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,28 +68,27 @@ def check_writable(path: str | Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file or a folder under a temporary name, and rename it when complete; links are
-    followed.
+    """Write a file or a folder under a temporary name, and rename it when it is complete.
 
     Args:
-        path: The file or folder.
-        write: Writes its content to the temporary path that it gets.
+        path: The file or folder; a link is followed.
+        write: A function that writes the content to the temporary path that it is given.
 
     Raises:
-        OutputError: It could not be written; what was there before is kept.
+        OutputError: It could not be written. What was there before is kept.
     """
     path = Path(os.path.realpath(path))
     try:
         with _temporary_folder(path) as folder:
-            new = _new_path(folder, path)
-            write(new)
-            flush([folder, new, *new.rglob("*")])  # rglob finds nothing in a file
+            new_path = _new_path(folder, path)
+            write(new_path)
+            flush([folder, new_path, *new_path.rglob("*")])  # rglob yields nothing for a file
 
             old = folder / OLD
             if path.is_dir():
                 os.replace(path, old)
             try:
-                os.replace(new, path)
+                os.replace(new_path, path)
             except OSError:
                 if old.exists():
                     os.replace(old, path)
@@ -97,7 +97,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             flush([path.parent])
     except OSError as error:
         raise OutputError(
-            f"{path} could not be written: {error.strerror or error}. No part of it is left; free "
+            f"{path} could not be written: {error.strerror or error}. No part of it is left. Free "
             "some space, or choose another place"
         ) from error
 
@@ -105,7 +105,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Wait until files, and the names in folders, are on the disk.
+    """Wait until the content of these files, and the names in these folders, are on the disk.
 
     Raises:
         OSError: A file cannot be flushed.
@@ -119,7 +119,7 @@ def flush(paths: Iterable[Path]) -> None:
             finally:
                 os.close(descriptor)
         except OSError:
-            if not path.is_dir():  # not every system can flush folders
+            if not path.is_dir():  # some systems, such as Windows, cannot flush a folder
                 raise
 
     with ThreadPoolExecutor(FLUSHES_AT_ONCE) as pool:
@@ -127,45 +127,46 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def recover(path: Path) -> None:
-    """Give a folder its name if a process was killed after it had moved the old one away.
+    """Restore a folder that is missing because a process was killed while it replaced it.
 
     Args:
         path: The folder, by its real path.
 
     Raises:
-        OutputError: It cannot be renamed.
+        OutputError: A complete folder was found, but it cannot be renamed.
     """
     if os.path.lexists(path):
         return
     for folder in _temporary_folders(path):
-        complete = folder / OLD
-        if not complete.exists():
+        complete_path = folder / OLD
+        if not complete_path.exists():
             continue
-        new = _new_path(folder, path)
-        if new.exists():  # it was complete before the old one was moved away
-            complete = new
+        new_path = _new_path(folder, path)
+        if new_path.exists():  # the new one was complete before the old one was moved away
+            complete_path = new_path
         try:
+            # Seconds: another process may be restoring it, which takes two renames.
             with FileLock(folder / LOCK, timeout=10):
                 if not os.path.lexists(path):
-                    os.replace(complete, path)
+                    os.replace(complete_path, path)
                     flush([path.parent])
                     say(
                         f"the result of {path} was found complete in {folder}, where a killed "
                         "process had left it"
                     )
                     _remove(folder, path)
-        except UNLOCKABLE:
+        except UNLOCKABLE:  # its writer is alive or, without locks, may be alive
             continue
         except OSError as error:
             raise OutputError(
                 f"the result of {path} was found complete in {folder}, but cannot be moved to its "
-                f"place ({error.strerror or error}): rename {complete} to {path}"
+                f"place ({error.strerror or error}): rename {complete_path} to {path}"
             ) from error
 
 
 def sweep(path: Path) -> None:
-    """Delete what killed processes left behind while writing this file or folder, now that it
-    exists.
+    """Delete the temporary folders that killed processes left when they wrote this file or folder,
+    which now exists.
 
     Args:
         path: The file or folder, by its real path.
@@ -177,7 +178,7 @@ def sweep(path: Path) -> None:
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """A folder next to a file or folder, locked and then deleted at the end of a ``with`` block."""
+    """Make a locked folder next to a file or folder, and delete it after the ``with`` block."""
     folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
     lock = FileLock(folder / LOCK, timeout=0)
     try:
@@ -192,27 +193,27 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _prefix(path: Path) -> str:
-    """How the names of the temporary folders of a file or folder begin."""
+    """The beginning of the name of every temporary folder of this file or folder."""
     return f".{path.name}.mechattn-"
 
 
 def _new_path(folder: Path, path: Path) -> Path:
-    """Where a new file or folder is until it gets its name."""
+    """The path of a new file or folder until it gets its name."""
     return folder / f"new{path.suffix}"
 
 
 def _temporary_folders(path: Path) -> list[Path]:
-    """The temporary folders of this file or folder, recognised by their names and what is in
-    them."""
-    pattern = glob.escape(_prefix(path)) + 8 * "[a-z0-9_]"  # as tempfile names them
-    ours = {MARKER, LOCK, OLD, _new_path(path.parent, path).name}
+    """The temporary folders of this file or folder, recognised by their names and contents."""
+    pattern = glob.escape(_prefix(path)) + 8 * "[a-z0-9_]"  # tempfile adds 8 such characters
+    our_names = {MARKER, LOCK, OLD, _new_path(path.parent, path).name}
     folders = []
     with suppress(OSError):
         for folder in path.parent.glob(pattern):
             if folder.is_symlink() or not folder.is_dir():
                 continue
             names = {entry.name for entry in folder.iterdir()}
-            if names <= ours and (MARKER in names or names <= {LOCK}):
+            # Without a marker if the process was killed before it wrote it or after it deleted it.
+            if names <= our_names and (MARKER in names or names <= {LOCK}):
                 folders.append(folder)
     return folders
 
@@ -222,8 +223,8 @@ def _remove(folder: Path, path: Path) -> None:
     old = folder / OLD
     if old.exists() and not os.path.lexists(path):
         return
-    # The old one first: as long as it is here, recover takes a new one beside it for complete. The
-    # marker last: without it, nobody knows that the folder is ours.
+    # The old one is deleted first: while it is here, recover treats a new one as complete. The
+    # marker is deleted last: without it, the folder is not recognised as ours.
     for entry in (old, _new_path(folder, path), folder / LOCK, folder / MARKER):
         if entry.is_dir():
             shutil.rmtree(entry)

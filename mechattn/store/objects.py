@@ -1,9 +1,9 @@
 """The objects of a stored result: files in a folder, or at an fsspec address such as
 "s3://bucket/result.zarr".
 
-A result is a root, ``zarr.json``, and the objects that the root lists with their checksums
-(CRC-32C). Zarr writes and reads them through :class:`Listing`, which has nothing but what is listed
-and compares each object when it is read.
+A result consists of a root, ``zarr.json``, and the objects that the root lists with their checksums
+(CRC-32C). Zarr writes and reads them through :class:`Listing`, which contains only listed objects
+and compares each with its checksum when it is read.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ SCHEMA = 7
 ROOT = "zarr.json"
 READS_AT_ONCE = 16
 
-# What file managers leave in a folder when somebody opens it there.
+# Files that file managers leave in a folder that somebody opens.
 LEFT_BY_FILE_MANAGERS = {".DS_Store", "Thumbs.db", "desktop.ini"}
 
-# What Zarr writes: the metadata of groups and arrays, and objects such as "sequences/place/c/0".
+# The names that Zarr gives to the metadata of groups and arrays, and to their objects, such as
+# "sequences/place/c/0".
 _OBJECT_NAME = re.compile(r"(.+/)?(zarr\.json|c(/\d+)*)")
 
 
 class DamagedResult(OutputError):
-    """What is stored is not what was written."""
+    """A stored result is not as it was written."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a result is stored: a folder of this machine, or an address, where nothing can be
-    renamed.
+    """Where a result is stored: a folder of this machine, or an address. At an address, files
+    cannot be renamed.
 
     Args:
         name: The absolute path of the folder, or the fsspec address.
@@ -67,15 +68,16 @@ class Location:
 
     @property
     def file_system(self) -> Any:
-        """The file system of fsspec's that it is in."""
+        """The fsspec file system that the location is in."""
         if self.folder:
             return LocalFileSystem(auto_mkdir=True)
         return fsspec.url_to_fs(self.name)[0]
 
     @property
     def path(self) -> str:
-        """Its path in the file system."""
-        # What url_to_fs itself calls; a "::" in the name of a folder is no chain of systems here.
+        """The path of the location in its file system."""
+        # The method that url_to_fs calls. url_to_fs itself would read a "::" in the name of a
+        # folder as a chain of file systems.
         return str(self.file_system._strip_protocol(self.name)).rstrip("/")
 
     def object_path(self, name: str) -> str:
@@ -87,26 +89,26 @@ class Location:
         return bool(self.file_system.exists(self.path))
 
     def is_same(self, other: Location) -> bool:
-        """Whether both are one location, however it is written: "memory://r.zarr" is
+        """Whether both are one location, even if it is written differently: "memory://r.zarr" is
         "memory:///r.zarr"."""
         return type(self.file_system) is type(other.file_system) and self.path == other.path
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None if there is none."""
+        """The content of an object; None if there is no such object."""
         try:
             return bytes(self.file_system.cat_file(self.object_path(name)))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write an object; whoever writes a folder flushes and renames it at the end."""
+        """Write an object. It is not flushed: ``write_whole`` flushes a complete folder."""
         self.file_system.pipe_file(self.object_path(name), content)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each object in bytes; what a file manager left behind is no object.
+        """The size of each file in bytes, without those that file managers leave.
 
         Raises:
-            OutputError: There is a link, a pipe or a device; reading one may have effects.
+            OutputError: There is a link, a pipe or a device, which may not be read safely.
         """
         folder = self.object_path("")
         self.file_system.invalidate_cache()
@@ -123,24 +125,29 @@ class Location:
         return sizes
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the root; empty if there is none that can be read."""
+        """The attributes of the root; empty if there is no root, or it cannot be read."""
         try:
-            # Without a root b"", which is no JSON.
+            # A missing root is read as b"", which is not JSON.
             return dict(json.loads(self.read(ROOT) or b"")["attributes"])
         except (ValueError, LookupError, TypeError, RecursionError):
             return {}
 
     def begin(self) -> str:
-        """Mark an address as being written, delete everything else there, and return the mark."""
+        """Mark an address as being written, delete the old objects there, and return the mark."""
         mark = os.urandom(8).hex()
         self.write(ROOT, root_content({"mechattn_schema": SCHEMA, "writing": mark}))
         for name in self.sizes().keys() - {ROOT}:
-            with suppress(FileNotFoundError):  # another run has begun at the same time
+            with suppress(FileNotFoundError):  # another run may delete it at the same time
                 self.file_system.rm_file(self.object_path(name))
         return mark
 
     def check_begun(self, mark: str) -> None:
-        """Refuse an address where another process has begun to write since; there are no locks."""
+        """Check that no other process has begun to write here since ``begin``: there are no locks
+        at an address.
+
+        Raises:
+            OutputError: Another process has begun.
+        """
         if self.attributes().get("writing") != mark:
             raise OutputError(
                 f"another run has begun to write to {self} after this one: wait for it, give this "
@@ -148,7 +155,11 @@ class Location:
             )
 
     def check_ours(self) -> None:
-        """Refuse to replace or delete anything but a result that has nothing of others in it."""
+        """Check that a stored result is here and no other files, so that it can be replaced.
+
+        Raises:
+            OutputError: There is something else, or something else as well.
+        """
         attributes = self.attributes()
         objects = attributes.get("objects", {})  # an unfinished result has no listing yet
         if "mechattn_schema" not in attributes or not isinstance(objects, dict):
@@ -161,7 +172,7 @@ class Location:
         if strangers:
             raise OutputError(
                 f"{self} is a stored result that holds {min(strangers)} too, which mechattn did not"
-                " write, so it is not replaced; move that out of it, or choose another name"
+                " write, so it is not replaced; move that file elsewhere, or choose another name"
             )
 
 
@@ -169,7 +180,7 @@ def location_of(path: str | Path) -> Location:
     """The folder or address of a result; links are followed.
 
     Raises:
-        OutputError: The path names neither.
+        OutputError: The path is neither.
     """
     if not isinstance(path, (str, Path)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
@@ -189,14 +200,14 @@ def location_of(path: str | Path) -> Location:
 
 
 class Listing(MemoryStore):
-    """The listed objects of a result as a store of Zarr's.
+    """The listed objects of a result, as a Zarr store.
 
-    A MemoryStore has a dictionary of contents, from which Zarr learns what there is. Here it has
-    checksums in place of contents, and the root, which is not in the listing.
+    A MemoryStore has a dictionary of contents, whose keys tell Zarr which objects exist. Here it
+    has the checksums in place of the contents, and the root, which is not in the listing.
 
     Args:
         location: Where the objects are.
-        checksums: Those of the objects that are there; what is written is added to them.
+        checksums: The checksums of existing objects; each object that is written adds its own.
         read_only: Refuse to write.
     """
 
@@ -220,11 +231,11 @@ class Listing(MemoryStore):
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: Any = None
     ) -> Buffer | None:
         """As :meth:`get`, which newer versions of Zarr may call instead."""
-        if byte_range is not None:  # as Zarr reads objects in shards, which are not written here
+        if byte_range is not None:  # Zarr reads ranges only of sharded arrays, which we never write
             raise NotImplementedError("an object of a result is read whole")
         if key not in self.names:
             return None
-        if key == ROOT:  # it is written last, and has no attributes for Zarr
+        if key == ROOT:  # Zarr asks for it before it is written, and needs none of its attributes
             content = root_content({})
         else:
             content = self.read(key)
@@ -232,7 +243,7 @@ class Listing(MemoryStore):
         return buffers.buffer.from_bytes(content)
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
-        """Write an object for Zarr, which writes none in ranges."""
+        """Write an object for Zarr, which never writes part of one."""
         await asyncio.to_thread(self.set_sync, key, value)
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
@@ -241,7 +252,7 @@ class Listing(MemoryStore):
             await self.set(key, value)
 
     def set_sync(self, key: str, value: Buffer) -> None:
-        """As :meth:`set`; the root is not Zarr's to write."""
+        """Write an object and list it. The root is left to ``write_root``."""
         self._check_writable()
         if key == ROOT:
             return
@@ -250,7 +261,7 @@ class Listing(MemoryStore):
         self.checksums[key] = checksum(content)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        """Refuse to delete single objects, or to write to what was opened to be read."""
+        """Refuse to delete single objects, or to reopen the store for writing."""
         raise NotImplementedError("a stored result is replaced as a whole")
 
     delete = _refuse
@@ -259,7 +270,12 @@ class Listing(MemoryStore):
     with_read_only = _refuse
 
     def read(self, name: str) -> bytes:
-        """The content of a listed object, compared with its checksum."""
+        """Read a listed object, and compare it with its checksum.
+
+        Raises:
+            OutputError: It cannot be read.
+            DamagedResult: It is missing, or has another checksum.
+        """
         try:
             content = self.location.read(name)
         except Exception as error:  # files and the network have their own errors
@@ -274,17 +290,23 @@ class Listing(MemoryStore):
     def check(self) -> None:
         """Read every object once, and compare it with its checksum."""
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-            # As bool, so that the contents are not kept.
+            # Each content becomes a bool, so that the list does not keep it in memory.
             list(pool.map(lambda name: bool(self.read(name)), self.checksums))
 
 
 @contextmanager
 def errors_of_files(what: str, advice: str) -> Iterator[None]:
-    """Say any error of files, codecs or the network within a ``with`` block as one of ours: each
-    kind of address has its own.
+    """Raise any error of files, codecs or the network within a ``with`` block as an OutputError.
+
+    Every kind of address has its own classes of errors, so all are caught; ours are left as they
+    are.
+
+    Args:
+        what: What the error prevents.
+        advice: What the user can do.
 
     Raises:
-        OutputError: There was an error: what it prevents, the error, and what to do.
+        OutputError: There was an error.
     """
     try:
         yield
@@ -302,7 +324,7 @@ def checksum(content: bytes) -> str:
 
 
 def damage(location: Location, name: str, reason: str) -> DamagedResult:
-    """The error for an object, or an array, that is not as it should be."""
+    """The error for an object or an array that is not as it was written."""
     return DamagedResult(
         f"the result at {location} is damaged: {name}: {reason}. Load it again if it was replaced "
         "meanwhile; otherwise run it again, or restore a copy"
@@ -310,7 +332,7 @@ def damage(location: Location, name: str, reason: str) -> DamagedResult:
 
 
 def digest_of(provenance: str, checksums: Mapping[str, str]) -> str:
-    """A hash of the provenance and of the listing, and so of everything in a stored result."""
+    """A hash of the provenance and the checksums, and so of everything in a stored result."""
     content = json.dumps([provenance, sorted(checksums.items())])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 

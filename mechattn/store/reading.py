@@ -1,8 +1,8 @@
-"""Reads results, which may be someone else's: what is declared is checked first, and only numbers
+"""Reads results, which may come from someone else: the metadata is checked first, and only numbers
 and texts are read.
 
-Nothing is compressed and every object is there, so a result takes no more memory than its files
-(texts up to 16 times as much), and needs none of Zarr's codecs but the two that copy bytes.
+Nothing may be compressed and no object may be missing, so a result takes no more memory than its
+files (texts up to 16 times as much). Of Zarr's codecs, only "bytes" and "vlen-utf8" are allowed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ from mechattn.store.objects import (
     location_of,
 )
 
-PARTS_OF_MEMORY = 8  # a result that takes at most one of them is read at once
-SMALL_ARRAY = 2**16  # bytes of an array that is read when a result is opened
-TEXT_LENGTH = 4  # bytes of the number of texts, and of the length of each
+# A result is read at once if it takes at most an eighth of the memory, which leaves the rest to the
+# tables and figures that are made of it.
+PARTS_OF_MEMORY = 8
+# Bytes. An array up to this size is read when a result is opened, because a later access to a disk
+# or a bucket would cost more than its content.
+SMALL_ARRAY = 2**16
+TEXT_LENGTH = 4  # bytes that "vlen-utf8" takes for the number of texts, and for each length
 Number = Annotated[str, Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
 
 
 class _Metadata(Entry):
-    """What Zarr 3 says of a group or an array, with nothing between its objects and the store."""
+    """The metadata of a group or an array in Zarr 3, without storage transformers."""
 
     zarr_format: Literal[3]
     storage_transformers: tuple[()] = ()
@@ -95,17 +99,19 @@ METADATA: TypeAdapter[_Group | _Numbers | _Texts] = TypeAdapter(_Group | _Number
 def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     """Load a result written by ``Result.save``; no code in it is run.
 
-    A result that takes at most an eighth of ``memory`` is read at once. Of a larger one, values of
-    single prompts are read on demand, one block at a time. Each object is compared with its
-    checksum when it is read.
+    A result that takes at most an eighth of ``memory`` is read at once. From a larger one, the
+    values of single prompts are read on demand, one block at a time. Each object is compared with
+    its checksum when it is read.
 
     Args:
         path: A local path or an address.
-        memory: What each table or figure of it may take; of a larger one, some layers or prompts
-            are read at a time.
+        memory: How much memory each table or figure of the result may take, such as "2GiB". If that
+            is too little for the whole, some layers or prompts are read at a time.
 
     Raises:
-        OutputError: There is no stored result here, one of an unknown schema, or a damaged one.
+        OptionError: ``memory`` is not an amount of memory.
+        OutputError: There is no stored result here, or it has an unknown schema, is damaged, or
+            contains files that mechattn did not write.
     """
     part_of_memory = memory_bytes(memory) // PARTS_OF_MEMORY
     result = open_result(path)
@@ -119,8 +125,8 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
 
 
 def open_checked_result(path: str | Path) -> Result:
-    """Open a result as :func:`open_result` does, after every object has been read once and compared
-    with its checksum."""
+    """Read every object once and compare it with its checksum, then open the result as
+    :func:`open_result` does."""
     with _reading(path):
         listing, provenance = open_listing(path)
         listing.check()
@@ -128,53 +134,20 @@ def open_checked_result(path: str | Path) -> Result:
 
 
 def open_result(path: str | Path) -> Result:
-    """Open a result, of which all but small arrays are read on demand."""
+    """Open a result. Arrays that are small or have one dimension are read now, others on demand."""
     with _reading(path):
         listing, provenance = open_listing(path)
         return _result_of(listing, provenance)
 
 
-def _reading(path: str | Path) -> AbstractContextManager[None]:
-    return errors_of_files(
-        f"the result at {path} cannot be read", "run it again, or restore a copy"
-    )
-
-
-def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
-    """The result that Zarr reads from a listing.
-
-    Raises:
-        DamagedResult: Something is missing without which a result cannot be used.
-    """
-    tree = xr.open_datatree(
-        listing,  # type: ignore[arg-type]
-        engine="zarr",
-        zarr_format=3,
-        consolidated=False,
-        chunks=None,
-        cache=False,
-        mask_and_scale=False,
-        decode_times=False,  # "seconds" is a unit here, not a time
-        decode_timedelta=False,
-    )
-
-    # Groups were written in the order of the run, each group's arrays at the same time.
-    group_names = dict.fromkeys(name.partition("/")[0] for name in listing.checksums)
-    datasets = {name: _dataset(tree[name].to_dataset(), listing.location) for name in group_names}
-    problem = problem_of(datasets, provenance)
-    if problem is not None:
-        raise DamagedResult(f"the result at {listing.location} is damaged: {problem}")
-    return Result(datasets, provenance)
-
-
 def open_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
-    """The objects of a result, all of which are there in their sizes, and its provenance.
+    """The listing of a result, and its provenance. All listed objects exist in their sizes.
 
-    A folder is put back first, if a process was killed while it replaced it.
+    If a process was killed while it replaced the folder, the folder is restored first.
 
     Raises:
-        OutputError: There is no stored result here, or it is of an unknown schema, incomplete,
-            damaged, or not ours alone.
+        OutputError: There is no stored result here, or it has an unknown schema, is incomplete or
+            damaged, or contains other files.
     """
     location = location_of(path)
     if location.folder:
@@ -205,7 +178,7 @@ def open_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
     if strangers:
         raise OutputError(
             f"the result at {location} holds {min(strangers)} too, which mechattn did not write; "
-            "move that out of it"
+            "move that file elsewhere"
         )
 
     listing = Listing(location, checksums, read_only=True)
@@ -213,24 +186,57 @@ def open_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
     return listing, json.loads(provenance)
 
 
+def _reading(path: str | Path) -> AbstractContextManager[None]:
+    return errors_of_files(
+        f"the result at {path} cannot be read", "run it again, or restore a copy"
+    )
+
+
+def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
+    """The result whose objects a listing has.
+
+    Raises:
+        DamagedResult: It lacks something that every result needs.
+    """
+    tree = xr.open_datatree(
+        listing,  # type: ignore[arg-type]
+        engine="zarr",
+        zarr_format=3,
+        consolidated=False,
+        chunks=None,
+        cache=False,
+        mask_and_scale=False,
+        decode_times=False,  # "seconds" is a unit here, not a time
+        decode_timedelta=False,
+    )
+
+    # Analyses were written one after the other, so their names are in the order of the run.
+    group_names = dict.fromkeys(name.partition("/")[0] for name in listing.checksums)
+    datasets = {name: _dataset(tree[name].to_dataset(), listing.location) for name in group_names}
+    problem = problem_of(datasets, provenance)
+    if problem is not None:
+        raise DamagedResult(f"the result at {listing.location} is damaged: {problem}")
+    return Result(datasets, provenance)
+
+
 def _check_has_root(folder: Path) -> None:
-    """Refuse a folder that is no result; those in it may be what is meant."""
+    """Check that a folder is a stored result; if not, the error names those in it."""
     if (folder / ROOT).is_file():
         return
     results = ", ".join(sorted(path.name for path in folder.glob("*.zarr"))[:4])
     hint = ""
     if results:
-        hint = f"; there is {results} in it"
+        hint = f"; this folder contains {results}"
     raise OutputError(f"there is no stored result at {folder}{hint}")
 
 
 def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
-    """Refuse arrays of a kind that mechattn does not write, and objects missing, too many or of
-    another size."""
+    """Check that the listed arrays are of a kind that mechattn writes, and that their objects, and
+    no others, exist in their sizes."""
     unclaimed = set(listing.checksums)
     for name in listing.checksums:
-        if plain(name) != name:  # libraries print names in their own warnings
-            raise damage(listing.location, name, "its name has control characters")
+        if plain(name) != name:  # libraries print names in their warnings
+            raise damage(listing.location, name, "its name contains control characters")
         if name.endswith(f"/{ROOT}"):
             unclaimed -= {name, *_objects_of(listing, name, sizes)}
 
@@ -239,27 +245,27 @@ def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
 
 
 def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) -> list[str]:
-    """The objects of an array, by its metadata, each with as many numbers or texts as they declare;
-    none of a group."""
+    """The names of the objects of an array, after checking that each has as many numbers or texts
+    as the metadata declare; [] for a group."""
     try:
         metadata = METADATA.validate_json(listing.read(metadata_name))
         if isinstance(metadata, _Group):
             return []
         object_shape = metadata.chunk_grid.configuration["chunk_shape"]
-        # Rounded up, exactly even for the largest number that somebody declares.
+        # Rounded up in integers, which are exact for any number that the metadata declare.
         grid = [-(-size // step) for size, step in zip(metadata.shape, object_shape, strict=True)]
-    except ValueError:  # pydantic's are such errors too
+    except ValueError:  # such as pydantic's ValidationError
         raise DamagedResult(
             f"{metadata_name} in the result at {listing.location} is not in the format that "
             "mechattn writes"
         ) from None
 
     array_name = metadata_name.removesuffix(f"/{ROOT}")
-    if prod(grid) > len(sizes):  # as many as somebody declares may not be named in any time
-        raise damage(listing.location, array_name, f"not all of {prod(grid):,} objects are there")
+    if prod(grid) > len(sizes):  # hostile metadata may declare more objects than can be listed
+        raise damage(listing.location, array_name, f"not all of its {prod(grid):,} objects exist")
     names = ["/".join([array_name, "c", *map(str, index)]) for index in np.ndindex(*grid)]
 
-    count = prod(object_shape)
+    count = prod(object_shape)  # Zarr pads the last object to this shape
     for name in names:
         if name not in listing.checksums or name not in sizes:
             raise damage(listing.location, name, "it is missing")
@@ -270,15 +276,15 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
         else:
             fits = size == count * np.dtype(metadata.data_type).itemsize
         if not fits:
-            reason = f"{size:,} bytes are not those of {count:,} values"
+            reason = f"its {size:,} bytes do not hold {count:,} values"
             raise damage(listing.location, name, reason)
 
     return names
 
 
 def _dataset(stored: xr.Dataset, location: Location) -> xr.Dataset:
-    """A dataset as a run makes it, its quantities in the order of their names; small arrays are
-    read."""
+    """A dataset as a run makes it, with its quantities sorted by name. Arrays that are small or
+    have one dimension are read."""
     dataset = stored.drop_encoding()
     for variable in dataset.variables.values():
         if variable.nbytes <= SMALL_ARRAY or variable.ndim < 2:

@@ -1,9 +1,10 @@
-"""Stores results on disk or at an address, as a Zarr folder that xarray writes, a chunk of prompts
-at a time.
+"""Stores results on disk or at an address: xarray writes a Zarr folder, one chunk of prompts at a
+time.
 
-An object holds a chunk of prompts of one array. Where that takes more than 1 MiB, it is cut into
-conditions, then segments, layers, heads and positions, as far as is needed. Nothing is compressed,
-so that an object has the size that its array declares.
+An object holds one chunk of prompts of one array. If that takes more than 1 MiB, it is cut along
+its conditions, then segments, layers, heads and positions, until it is small enough. An array
+without prompts is one object of any size. Nothing is compressed, so that an object has the size
+that its array declares.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from mechattn.store.objects import (
 )
 from mechattn.store.reading import load_result, open_checked_result, open_result
 
-LARGEST_OBJECT = 2**20  # bytes
+# Bytes. A figure of one layer of a large result then reads little else.
+LARGEST_OBJECT = 2**20
 CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
 
 
 def check_result_location(path: str | Path) -> Location:
-    """Check in advance that a result can be stored here; where that is.
+    """Check in advance that a result can be stored at this path, and return its location.
 
     Raises:
-        OutputError: The name does not end with ".zarr", there is something else, or nothing can be
-            written there.
+        OutputError: The name does not end with ".zarr", something else is stored there, or nothing
+            can be written there.
     """
     location = _checked_location(path)
     if location.folder:
@@ -59,17 +61,109 @@ def check_result_location(path: str | Path) -> Location:
 
 
 def check_result_or_location(path: str | Path) -> None:
-    """Check in advance that a result of ours is here, or that one can be stored here.
+    """Check in advance that a result is stored at this path, or that one can be stored there.
 
     Raises:
-        OutputError: Neither is so.
+        OutputError: The name does not end with ".zarr", something else is stored there, or nothing
+            is stored and nothing can be written there.
     """
     if not _checked_location(path).exists():
         check_result_location(path)
 
 
+def save_result(result: Result, path: str | Path) -> None:
+    """Store a result at a path, and replace one that is stored there.
+
+    A folder is written under a temporary name, and replaces the old one when it is complete. At an
+    address the old result is deleted first, and the root is written last: until then, the result
+    there is incomplete and cannot be loaded.
+
+    Raises:
+        OutputError: The result lacks something that every stored result has, it cannot be stored
+            here, or it is itself read from the address where it would be stored.
+    """
+    location = check_result_location(path)
+    problem = problem_of(result.datasets, plain_provenance(result))
+    if problem is not None:
+        raise OutputError(
+            f"this result cannot be stored: {problem}. Store it with all its conditions, layers and"
+            " segments, and select from the result that you load"
+        )
+
+    if location.folder is None:
+        _save_at_address(result, location)
+        return
+
+    def write(new_path: Path) -> None:
+        write_root(result, write_objects(result, Location(str(new_path))))
+        if location.exists():  # another process may have written something there meanwhile
+            location.check_ours()
+
+    write_whole(location.folder, write)
+
+
+def merge_stored(target: str, paths: Sequence[str]) -> Result:
+    """Merge stored results, one chunk of prompts at a time, and store the merged result.
+
+    Raises:
+        OptionError: The results don't belong together, or the target is one of them or a stored
+            result that they do not contain.
+        OutputError: A result cannot be read, or nothing can be stored at the target.
+    """
+    location = check_result_location(target)
+    results = [open_result(path) for path in paths]
+    if any(location.is_same(location_of(path)) for path in paths):
+        raise OptionError(
+            f"{target} is both a result to merge and the target; name a new target first"
+        )
+
+    merged = merge_results(results)
+    attributes = location.attributes()
+    is_finished = attributes and "writing" not in attributes
+    if is_finished and not is_part(open_result(target), merged):
+        raise OptionError(
+            f"{target} exists and is not a merge of {', '.join(paths)}: its content would be lost."
+            " The first name is the target (mechattn merge TARGET RESULT…): name a new target, or"
+            " delete this one first"
+        )
+
+    save_result(merged, target)
+    return load_result(target)
+
+
+def write_objects(result: Result, location: Location) -> Listing:
+    """Write the objects of a result, and return their listing. Without a root they cannot be
+    loaded."""
+    listing = Listing(location, {}, read_only=False)
+    chunk = result.provenance.get("chunk", CHUNK)
+    for name, dataset in result.datasets.items():
+        _write_dataset(name, dataset, chunk, listing)
+    return listing
+
+
+def write_root(result: Result, listing: Listing) -> None:
+    """Write the root of a result, which lists its objects, and read the whole result back.
+
+    Raises:
+        OutputError: It cannot be read back, or is not what was written.
+    """
+    provenance = json.dumps(result.provenance)
+    attributes = {
+        "mechattn_schema": SCHEMA,
+        "provenance": provenance,
+        "objects": listing.checksums,
+        "digest": digest_of(provenance, listing.checksums),
+    }
+    listing.location.write(ROOT, root_content(attributes))
+
+    try:  # a file system may accept content that it later does not return
+        open_checked_result(str(listing.location))
+    except OutputError as error:
+        raise OutputError(f"what was just written cannot be read back: {error}") from error
+
+
 def _checked_location(path: str | Path) -> Location:
-    """The location of a result, where there is nothing or a result of ours."""
+    """The location of a result, after checking that nothing else is stored there."""
     location = location_of(path)
     if Path(str(path)).suffix != ".zarr":
         raise OutputError(
@@ -89,46 +183,18 @@ def _writing_to(location: Location) -> AbstractContextManager[None]:
     return errors_of_files(f"nothing can be written to {location}", "choose another place")
 
 
-def save_result(result: Result, path: str | Path) -> None:
-    """Save completely or not at all: under a temporary name first; at an address, the root is
-    written last.
-
-    Raises:
-        OutputError: It lacks what every stored result has, cannot be stored here, or what is stored
-            here is still needed.
-    """
-    location = check_result_location(path)
-    problem = problem_of(result.datasets, plain_provenance(result))
-    if problem is not None:
-        raise OutputError(
-            f"this result cannot be stored: {problem}. Store one with all its conditions, layers and"
-            " segments, and select from what you load"
-        )
-
-    if location.folder is None:
-        _save_at_address(result, location)
-        return
-
-    def write(new: Path) -> None:
-        write_root(result, write_objects(result, Location(str(new))))
-        if location.exists():  # somebody may have put a file there meanwhile
-            location.check_ours()
-
-    write_whole(location.folder, write)
-
-
 def _save_at_address(result: Result, location: Location) -> None:
-    """Replace what is at an address, which is incomplete until the root is written."""
+    """Delete the result that is stored at an address, if any, and write this one there."""
     if any(location.is_same(location_of(source)) for source in lazy_sources(result)):
         raise OutputError(
-            f"this result is still read from {location}, and saving there would delete what it has "
-            "not read yet: save it to another address, or load it with more memory=…, so that it "
-            "is read at once"
+            f"this result is still read from {location}, and saving there would delete the values "
+            "that are not read yet: save it to another address, or load it with more memory=…, so "
+            "that it is read at once"
         )
 
     with errors_of_files(
         f"{location} could not be written",
-        "what is there is incomplete, and load_result will refuse it",
+        "the result there is incomplete, and load_result will refuse it",
     ):
         mark = location.begin()
         listing = write_objects(result, location)
@@ -136,69 +202,9 @@ def _save_at_address(result: Result, location: Location) -> None:
         write_root(result, listing)
 
 
-def merge_stored(target: str, paths: Sequence[str]) -> Result:
-    """Merge stored results, a chunk of prompts at a time, and store the merged result.
-
-    Raises:
-        OptionError: The results don't belong together, or the target has something that would be
-            lost.
-        OutputError: One of them cannot be read, or nothing can be stored at the target.
-    """
-    location = check_result_location(target)
-    results = [open_result(path) for path in paths]
-    if any(location.is_same(location_of(path)) for path in paths):
-        raise OptionError(
-            f"{target} is both a result to merge and the target; name a new target first"
-        )
-
-    merged = merge_results(results)
-    attributes = location.attributes()
-    is_finished = attributes and "writing" not in attributes
-    if is_finished and not is_part(open_result(target), merged):
-        raise OptionError(
-            f"{target} exists and is not a merge of {', '.join(paths)}: its content would be lost."
-            " The first name is the target (mechattn merge TARGET RESULT…); name a new one, or"
-            " delete this one first"
-        )
-
-    save_result(merged, target)
-    return load_result(target)
-
-
-def write_objects(result: Result, location: Location) -> Listing:
-    """Write the objects of a result, and list them; it is none before its root is written."""
-    listing = Listing(location, {}, read_only=False)
-    chunk = result.provenance.get("chunk", CHUNK)
-    for name, dataset in result.datasets.items():
-        _write_dataset(name, dataset, chunk, listing)
-    return listing
-
-
-def write_root(result: Result, listing: Listing) -> None:
-    """Write the root of a result, which lists its objects, and read everything back.
-
-    Raises:
-        OutputError: It is not what was written.
-    """
-    provenance = json.dumps(result.provenance)
-    attributes = {
-        "mechattn_schema": SCHEMA,
-        "provenance": provenance,
-        "objects": listing.checksums,
-        "digest": digest_of(provenance, listing.checksums),
-    }
-    listing.location.write(ROOT, root_content(attributes))
-
-    try:  # a file system may accept what it cannot return
-        open_checked_result(str(listing.location))
-    except OutputError as error:
-        raise OutputError(f"what was just written cannot be read back: {error}") from error
-
-
 def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing) -> None:
-    """Write a group; of a result that is larger than memory, a chunk of prompts is read at a
-    time."""
-    # Texts of variable length, as Zarr has no specified type for others.
+    """Write a dataset as a group. One chunk of prompts is in memory at a time."""
+    # Texts have variable length, as Zarr 3 specifies no type for texts of fixed length.
     dataset = with_texts_as(np.dtypes.StringDType(), dataset.drop_encoding())
     encoding = {}
     for label, variable in dataset.variables.items():
@@ -215,12 +221,12 @@ def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing)
     )
     for start in range(chunk, dataset.sizes.get("prompt", 0), chunk):
         block = dataset.isel(prompt=slice(start, start + chunk))
-        # "a-" writes nothing of arrays without prompts.
+        # "a-" appends to the arrays with prompts, and does not write the others again.
         block.to_zarr(listing, group=name, mode="a-", append_dim="prompt", consolidated=False)
 
 
 def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:
-    """The shape of an object: a chunk of prompts, cut further until it is small enough."""
+    """The shape of an array's objects: a chunk of prompts, cut further until it is small enough."""
     shape = {str(dim): max(1, size) for dim, size in variable.sizes.items()}
     if "prompt" not in shape:
         return tuple(shape.values())
@@ -228,6 +234,6 @@ def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:
     for dim in CUT_DIMENSIONS:
         size = variable.dtype.itemsize * prod(shape.values())
         if dim in shape and size > LARGEST_OBJECT:
-            pieces = ceil(size / LARGEST_OBJECT)  # of equal length, as the last is padded
+            pieces = ceil(size / LARGEST_OBJECT)  # of equal length, as Zarr pads the last one
             shape[dim] = ceil(shape[dim] / pieces)
     return tuple(shape.values())

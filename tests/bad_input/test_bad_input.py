@@ -403,7 +403,7 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
     with pytest.raises(OptionError, match=r"load it first: ma\.load_result\('r\.zarr'\)"):
         ma.merge_results([result, "r.zarr"])
     result.save(tmp_path / "r.zarr")
-    with pytest.raises(OutputError, match=r"there is r\.zarr in it"):
+    with pytest.raises(OutputError, match=r"this folder contains r\.zarr"):
         ma.load_result(tmp_path)
 
 

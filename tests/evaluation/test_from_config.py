@@ -82,7 +82,7 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     (tmp_path / "config.toml").write_text(
         text.replace('"toy:llama"', '["toy:llama", "toy:qwen2"]').replace("r.z", "{model}.z")
     )
-    with pytest.raises(OptionError, match="a server has only one model"):
+    with pytest.raises(OptionError, match="only one model is evaluated on a server"):
         evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
 
 

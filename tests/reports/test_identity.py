@@ -44,7 +44,7 @@ def test_a_template_with_another_date_is_refused_with_the_difference(folder, tmp
     place = chunks_folder(path) / "00000.zarr"
     place.parent.mkdir()
     _, result = Worker(first).part(0)
-    replace(result, provenance={**result.provenance, "job": first.decides}).save(place)
+    replace(result, provenance={**result.provenance, "job_decides": first.decides}).save(place)
     write_date(folder, "25 November")
     with pytest.raises(OptionError, match=r"token_ids was .*24 November.* is now .*25 November"):
         run_job(job(folder), path)

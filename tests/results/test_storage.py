@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from fsspec.implementations.memory import MemoryFileSystem
 
 import mechattn as ma
 from mechattn.commands.stored_results import summary
@@ -107,7 +106,8 @@ def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch)
 
     monkeypatch.setattr(Location, "write", dying)
     with pytest.raises(
-        OutputError, match=r"could not be written .*connection lost.* what is there is incomplete"
+        OutputError,
+        match=r"could not be written .*connection lost.* the result there is incomplete",
     ):
         slash_result.save(address)
     monkeypatch.undo()
@@ -117,17 +117,11 @@ def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch)
     assert ma.load_result(address).conditions == slash_result.conditions
 
 
-def test_an_address_that_fails_or_is_of_no_kind(slash_result, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("connection lost")
-
+def test_an_address_of_no_kind_or_without_a_result(slash_result):
     with pytest.raises(OutputError, match=r"nosuch://.*Protocol not known"):
         slash_result.save("nosuch://bucket/result.zarr")
     with pytest.raises(OutputError, match="there is no stored result at memory://"):
         ma.load_result("memory://tests/nothing.zarr")
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail)
-    with pytest.raises(OutputError, match="connection lost"):
-        slash_result.save("memory://tests/failing.zarr")
 
 
 def test_no_pickle_and_no_code_from_a_file():
@@ -136,7 +130,6 @@ def test_no_pickle_and_no_code_from_a_file():
         r"allow_pickle|import pickle|cloudpickle|torch\.load|np\.load|joblib|(?<![.\w])(eval|exec)\(",
         sources,
     )
-    assert re.search(r"allow_pickle", "np.load(path, allow_pickle=True)")  # negative control
 
 
 def test_another_schema_is_refused(stored):
@@ -194,3 +187,11 @@ def test_a_selection_that_lacks_a_whole_axis_is_refused_before_it_is_written(
         with pytest.raises(OutputError, match=f"this result cannot be stored: {problem}"):
             slash_result.sel(**labels).save(tmp_path / "part.zarr")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_segment_below_0_is_not_one_from_the_end(slash_result, tmp_path):
+    sequences = slash_result["sequences"]
+    changed = sequences.assign(segment_index=sequences.segment_index - 1)
+    result = ma.Result(slash_result.datasets | {"sequences": changed}, slash_result.provenance)
+    with pytest.raises(OutputError, match="have the segment -1, but there are only 7"):
+        result.save(tmp_path / "r.zarr")
