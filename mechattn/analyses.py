@@ -1,4 +1,4 @@
-"""What can be measured: the analyses that `ma.run` takes, and the kinds of sinks in their
+"""What can be measured: the analyses that `ma.run` takes, and `sink_kinds`, which reads their
 results."""
 
 from mechattn.analysis.affine_shift import AffineShift as AffineShift
