@@ -54,7 +54,8 @@ class Collector:
 
         # Each prompt's values [prompt, condition, layer, …] by variable; NaN until its batch comes.
         self._values: dict[str, np.ndarray] = {}
-        # The moments of quantities by position, by variable, index of the condition, and of the layer.
+        # Moments of quantities by position; keys are the variable and the indices of condition and
+        # layer.
         self._moments: dict[tuple[str, int, int], Moments] = {}
 
     def add(self, batch: Batch, values: LayerValues) -> None:
@@ -212,7 +213,7 @@ class Collector:
         return variables
 
     def _over_prompts(self, name: str, statistic: str) -> np.ndarray:
-        """A variable's statistic over prompts [condition, layer, …]: an attribute of ``Moments``."""
+        """A statistic of a variable, named as in ``Moments``: [condition, layer, …]."""
         shape = (len(self.coords["condition"]), len(self.coords["layer"]))
         # One condition and layer at a time, so that intermediate arrays fit into a CPU's cache.
         arrays = [
@@ -232,5 +233,5 @@ class Collector:
             "options": ", ".join(options),
         }
         if quantity.title:
-            attributes["long_name"] = quantity.title  # xarray's own figures take their titles from it
+            attributes["long_name"] = quantity.title  # the title of xarray's own figures
         return attributes

@@ -120,11 +120,12 @@ class Nulls:
 
     def _values(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
         """The values of every analysis under one kind of null, cached by what determines them."""
-        layer_of_sinks = None  # the layer, if its own sinks determine the values
-        if kind == BLIND and layer in self.blind.sinks:
+        has_sinks = layer in self.blind.sinks
+        layer_of_sinks = None  # the layer, if the scores of its sinks determine the values
+        if kind == BLIND and has_sinks:
             layer_of_sinks = layer
 
-        key = (kind, window, self.batch.masked_in(layer), layer_of_sinks)
+        key = (kind, window, self.batch.masked_in(layer), has_sinks, layer_of_sinks)
         if key not in self._cache:
             self._cache[key] = self._measured(kind, layer, window)
         return self._cache[key]

@@ -133,8 +133,8 @@ class PendingSums:
         for name, value in sums.items():
             if tuple(value.shape[:1]) != (rows,):
                 raise OptionError(
-                    f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its first"
-                    f" axis must be that of the {rows} sequences of the batch"
+                    f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its"
+                    f" first axis must be that of the {rows} sequences of the batch"
                 )
             if value.is_floating_point():
                 # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.

@@ -1,5 +1,5 @@
-"""A batch on the devices of the measured layers, the targets of its interventions, and its sequences
-paired with their baselines."""
+"""A batch on the devices of the measured layers, the targets of its interventions, and its
+sequences paired with their baselines."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ class PairedLayer:
         # The number of original tokens up to the last query, in the sequence with the most.
         count = pairs.reach[rows.queries.stop - 1]
 
-        # The columns in the order of the baseline's tokens; 0 for tokens that are not in this block.
+        # The columns in the order of the baseline's tokens; 0 for tokens outside this block.
         place = pairs.place[:, :count]
         is_in_block = pairs.original[:, :count] & (place >= keys.start) & (place < keys.stop)
         column = (place - keys.start).clamp(0, pattern.shape[-1] - 1)[:, None, None]
         aligned = pattern.gather(-1, column.expand(*pattern.shape[:3], -1))
 
-        # An inserted query has no row in the baseline. It gets the first token's, which is not used.
+        # An inserted query has no row in the baseline. It gets that of the first token, unused.
         queries = pairs.batch.origin[:, rows.queries].clamp(min=0)
         return PairedRows(
             layer=self.number,

@@ -90,8 +90,8 @@ def measure(
 ) -> dict[str, Tensor]:
     """Compute statistics of causal attention from queries and keys.
 
-    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, computed in blocks of query
-    rows and at least in float32, with the streaming code of ``run``.
+    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, computed in blocks of
+    query rows and at least in float32, with the streaming code of ``run``.
 
     Queries of 0 give the null, uniform attention: ``measure(torch.zeros_like(q), k)``. Slopes and
     sinks in ``scores`` would make it non-uniform.
@@ -211,8 +211,8 @@ def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
         shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
         raise OptionError(
             f"q, k (and v) have the shapes {shapes}: give float tensors [batch, head, pos, d_head]"
-            " of the same sizes, except that the number of heads of k and v may be a divisor of q's,"
-            " and v may have another last axis"
+            " of the same sizes, except that the number of heads of k and v may be a divisor of"
+            " that of q, and v may have another last axis"
         )
 
 

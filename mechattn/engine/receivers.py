@@ -1,4 +1,4 @@
-"""Passes on to analyses what a forward pass shows: attention rows, tensors at hooks, activations."""
+"""Passes on to analyses what a forward pass shows: attention, tensors at hooks, activations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RowReceiver:
             self.pending.complete(number, layer, "pairs")
 
     def see_whole(self, layer: int, fused: Fused) -> None:
-        """Add a whole layer from a fused kernel, which is chosen only if all analyses can take it."""
+        """Add a whole layer from a fused kernel, chosen only if all analyses can take it."""
         attention = WholeAttention(
             layer, fused, self.batch.batches[layer], self.batch.windows[layer]
         )
@@ -123,7 +123,7 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
     with ExitStack() as stack:
         for number, analysis in capturing:
             for layer in batch.windows:
-                # The tensors of a layer are passed on together, so that an analysis can relate them.
+                # A layer's tensors are passed on together, so that an analysis can relate them.
                 capture = _Capture(pending, number, analysis, layer)
                 for name in analysis.captures:
                     hook = hook_dict[f"blocks.{layer}.{name}"]

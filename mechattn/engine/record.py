@@ -182,7 +182,8 @@ def record_keys_values(
 ) -> KeysValues:
     """Record keys and values of one segment's tokens under a condition, for :class:`KVPatch`.
 
-    They are recorded as projected, before any RoPE. Keeps ``2 × tokens × kv_heads × d_head`` numbers per prompt and layer, in the model's precision.
+    They are recorded as projected, before any RoPE, in the model's precision: ``2 × tokens ×
+    kv_heads × d_head`` numbers per prompt and layer.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
@@ -258,8 +259,8 @@ def head_means(
         layers: The layers, from 0; by default all that have attention.
 
     Raises:
-        MechattnError: A layer is out of range, the model cannot read a prompt, or the outputs of its
-            heads cannot be read.
+        MechattnError: A layer is out of range, the model cannot read a prompt, or the outputs of
+            its heads cannot be read.
     """
     model = load_model(model)
     prompts = as_prompts(prompts)

@@ -1,5 +1,5 @@
-"""Checks before the first forward pass: of analyses, of conditions, and of the sequences that a model
-is to read."""
+"""Checks before the first forward pass: of analyses, of conditions, and of the sequences that a
+model is to read."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def checked_sequences(
 def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> None:
     """Refuse cut edges or kept positions in a model that does not support them."""
     hiding = set()  # the names of conditions that hide tokens from others
-    lowest_ids = []  # the lowest position id of each sequence that keeps positions, with its condition
+    lowest_ids = []  # of each sequence that keeps positions: its lowest position id, and condition
 
     for sequences in prompt_sequences:
         for name, sequence in sequences.items():
@@ -367,8 +367,10 @@ def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None
 def check_interventions(
     model: HookedModel, ids: Sequence[str], prompt_sequences: Sequence[ByCondition]
 ) -> None:
-    """Refuse interventions that cannot act on this model or on their prompts, and edges that are cut
-    in a layer that the model does not have."""
+    """Refuse interventions that cannot act on this model or on their prompts.
+
+    Edges that are cut in a layer that the model does not have are refused too.
+    """
     # Keyed by identity: each intervention is checked once, with all sequences that it acts on.
     uses: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
     for prompt, sequences in zip(ids, prompt_sequences, strict=True):

@@ -1,4 +1,4 @@
-"""Runs a model on prompts under conditions: checks, calibrates the analyses, and measures batches."""
+"""Runs a model on prompts under conditions: checks, calibrates analyses, and measures batches."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ class Run:
     plan: Plan
     engine: ChosenEngine
     blind: BlindScores
-    # Empty, or one entry that says that the prompts of the whole run repeat each other: their number
-    # ("prompts") and a sentence ("words"). A merge of several runs has the entries of all.
+    # Has an entry if the prompts of the whole run repeat each other: their number ("prompts") and a
+    # sentence ("words"). A merge of several runs has the entries of all.
     alike: Sequence[Mapping[str, Any]]
 
     def result(

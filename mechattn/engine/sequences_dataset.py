@@ -50,9 +50,7 @@ def sequences_dataset(
     import xarray as xr
 
     conditions = list(sequences[0])
-    longest = max(
-        len(sequence) for by_condition in sequences for sequence in by_condition.values()
-    )
+    longest = max(len(sequence) for by_condition in sequences for sequence in by_condition.values())
     shape = (len(prompts), len(conditions), longest)
 
     variables: dict[str, Any] = {}
