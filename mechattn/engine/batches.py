@@ -71,7 +71,7 @@ def batch_plan(
 ) -> list[list[int]]:
     """Group prompts of similar length so that one layer of a batch fits the budget.
 
-    All conditions of a prompt are in one batch, even if they exceed the budget alone.
+    A prompt is in one batch with all its conditions, even if these exceed the budget by themselves.
 
     Args:
         lengths: The length of each prompt's longest sequence.

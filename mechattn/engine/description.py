@@ -94,7 +94,9 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
     if isinstance(inner, Baseline):
         interventions = (*inner.interventions, *interventions)
     elif sequence is not None:
-        marking = [act for act in interventions if isinstance(act, Marks)]
+        marking = [
+            intervention for intervention in interventions if isinstance(intervention, Marks)
+        ]
         masked = masked or (sequence.cut_edges is not None and not marking)
         unshifted = sequence.keeps_positions
 

@@ -106,74 +106,6 @@ def chosen_engine(
     return _fused_or_in_blocks(model, facts, engine, analyses)
 
 
-def _captured_hooks(
-    model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
-) -> list[str]:
-    """The names of the hooks that analyses capture, after checking that each layer has them."""
-    capturing = [analysis for analysis in analyses if isinstance(analysis, CaptureAnalysis)]
-    if not capturing:
-        return []
-
-    hook_dict = model.hook_dict  # listing the hooks takes a while
-    captures: list[str] = []
-    for analysis in capturing:
-        captures += analysis.captures
-        for name, layer in product(analysis.captures, layers):
-            if f"blocks.{layer}.{name}" not in hook_dict:
-                raise OptionError(
-                    f"{analysis.name} captures {name!r}, which layer {layer} of"
-                    f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
-                )
-    return captures
-
-
-def _fused_or_in_blocks(
-    model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
-) -> ChosenEngine:
-    """A fused kernel or blocks of rows.
-
-    "auto" chooses the kernel on a GPU, where it is faster, if no analysis needs rows and the kernel
-    passes its check.
-    """
-    of_rows = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
-    needing_rows = [
-        analysis.name
-        for analysis in of_rows
-        if isinstance(analysis, PairAnalysis) or not isinstance(analysis, WholeAnalysis)
-    ]
-    if engine == "fused" and needing_rows:
-        raise OptionError(
-            f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
-            ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
-        )
-    if engine == "fused" and not of_rows:
-        return ChosenEngine(
-            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
-        )
-
-    can_be_fused = bool(of_rows) and not needing_rows
-    # Without a GPU the two calls of the kernel take longer than the rows.
-    auto_without_gpu = engine == "auto" and device_of(model).type != "cuda"
-    if engine == "streaming" or not can_be_fused or auto_without_gpu:
-        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
-
-    if facts.fused is None:
-        facts.fused = check_fused(model)
-    check = facts.fused
-    if check.outcome == "passed":
-        reason = (
-            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
-        )
-        return ChosenEngine("fused", forward_fused, reason)
-    if engine == "fused":
-        raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
-    return ChosenEngine(
-        "streaming",
-        forward_in_blocks,
-        f"its numbers are those of the hooks; not fused: {check.detail}",
-    )
-
-
 def forward_in_blocks(
     model: HookedModel,
     batch: Batch,
@@ -260,6 +192,74 @@ def forward_through_hooks(
     layers = sorted({*windows, *edge_masks})
     patterns_at_hooks.forward_with_patterns(
         model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
+    )
+
+
+def _captured_hooks(
+    model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
+) -> list[str]:
+    """The names of the hooks that analyses capture, after checking that each layer has them."""
+    capturing = [analysis for analysis in analyses if isinstance(analysis, CaptureAnalysis)]
+    if not capturing:
+        return []
+
+    hook_dict = model.hook_dict  # listing the hooks takes a while
+    captures: list[str] = []
+    for analysis in capturing:
+        captures += analysis.captures
+        for name, layer in product(analysis.captures, layers):
+            if f"blocks.{layer}.{name}" not in hook_dict:
+                raise OptionError(
+                    f"{analysis.name} captures {name!r}, which layer {layer} of"
+                    f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
+                )
+    return captures
+
+
+def _fused_or_in_blocks(
+    model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
+) -> ChosenEngine:
+    """A fused kernel or blocks of rows.
+
+    "auto" chooses the kernel on a GPU, where it is faster, if no analysis needs rows and the kernel
+    passes its check.
+    """
+    of_rows = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
+    needing_rows = [
+        analysis.name
+        for analysis in of_rows
+        if isinstance(analysis, PairAnalysis) or not isinstance(analysis, WholeAnalysis)
+    ]
+    if engine == "fused" and needing_rows:
+        raise OptionError(
+            f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
+            ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
+        )
+    if engine == "fused" and not of_rows:
+        return ChosenEngine(
+            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
+        )
+
+    can_be_fused = bool(of_rows) and not needing_rows
+    # Without a GPU the two calls of the kernel take longer than the rows.
+    auto_without_gpu = engine == "auto" and device_of(model).type != "cuda"
+    if engine == "streaming" or not can_be_fused or auto_without_gpu:
+        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
+
+    if facts.fused is None:
+        facts.fused = check_fused(model)
+    check = facts.fused
+    if check.outcome == "passed":
+        reason = (
+            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
+        )
+        return ChosenEngine("fused", forward_fused, reason)
+    if engine == "fused":
+        raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
+    return ChosenEngine(
+        "streaming",
+        forward_in_blocks,
+        f"its numbers are those of the hooks; not fused: {check.detail}",
     )
 
 

@@ -86,6 +86,41 @@ class Collector:
                     if self.keep == "prompts":
                         self._keep(variable, by_position.astype(np.float32, copy=False), cells)
 
+    def dataset(self) -> xr.Dataset:
+        """The collected values with names, units and descriptions.
+
+        A quantity without any value is left out, such as a null that the model does not have.
+        """
+        # Imported here, because it takes a while.
+        import xarray as xr
+
+        variables: Variables = {}
+        by_position = {variable for variable, _, _ in self._moments}
+        for name, quantity in self.quantities.items():
+            if name in by_position:
+                variables |= self._position_variables(name, quantity, "key")
+                variables |= self._position_variables(name + BY_ORIGIN, quantity, "original_key")
+            elif name in self._values:
+                dims = (*_OUTER, *quantity.dims)
+                variables[name] = (dims, self._values[name], self._attributes(quantity))
+
+        coords = {**self.coords, "segment": list(SEGMENTS)}
+        dataset = xr.Dataset(variables, coords=coords)
+
+        # Labels of the other dimensions that variables may have.
+        labels: dict[str, Any] = {
+            "to_segment": list(SEGMENTS),
+            "other_condition": self.coords["condition"],
+            **getattr(self.analysis, "coords", {}),
+        }
+        for dim in ("head", "key", "original_key"):
+            labels[dim] = np.arange(dataset.sizes.get(dim, 0))
+
+        used_labels = {dim: label for dim, label in labels.items() if dim in dataset.dims}
+        notes = getattr(self.analysis, "notes", {})
+        attributes = {"analysis": self.analysis.name, **notes}
+        return dataset.assign_coords(used_labels).assign_attrs(attributes)
+
     def _keep(self, variable: str, array: np.ndarray, cells: tuple[Any, ...]) -> None:
         """Store each prompt's values.
 
@@ -145,41 +180,6 @@ class Collector:
             if key in self._moments:
                 moments = self._moments[key].merge(moments)
             self._moments[key] = moments
-
-    def dataset(self) -> xr.Dataset:
-        """The collected values with names, units and descriptions.
-
-        A quantity without any value is left out, such as a null that the model does not have.
-        """
-        # Imported here, because it takes a while.
-        import xarray as xr
-
-        variables: Variables = {}
-        by_position = {variable for variable, _, _ in self._moments}
-        for name, quantity in self.quantities.items():
-            if name in by_position:
-                variables |= self._position_variables(name, quantity, "key")
-                variables |= self._position_variables(name + BY_ORIGIN, quantity, "original_key")
-            elif name in self._values:
-                dims = (*_OUTER, *quantity.dims)
-                variables[name] = (dims, self._values[name], self._attributes(quantity))
-
-        coords = {**self.coords, "segment": list(SEGMENTS)}
-        dataset = xr.Dataset(variables, coords=coords)
-
-        # Labels of the other dimensions that variables may have.
-        labels: dict[str, Any] = {
-            "to_segment": list(SEGMENTS),
-            "other_condition": self.coords["condition"],
-            **getattr(self.analysis, "coords", {}),
-        }
-        for dim in ("head", "key", "original_key"):
-            labels[dim] = np.arange(dataset.sizes.get(dim, 0))
-
-        used_labels = {dim: label for dim, label in labels.items() if dim in dataset.dims}
-        notes = getattr(self.analysis, "notes", {})
-        attributes = {"analysis": self.analysis.name, **notes}
-        return dataset.assign_coords(used_labels).assign_attrs(attributes)
 
     def _position_variables(self, name: str, quantity: Quantity, position: str) -> Variables:
         """The mean, variance and n over prompts at each position, and each prompt's values if kept.

@@ -55,11 +55,11 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
         if not has_null(name, quantity):
             continue
 
-        for kind, condition in NULL_DESCRIPTIONS.items():
+        for kind, null_description in NULL_DESCRIPTIONS.items():
             dims = quantity.dims
             if kind == UNIFORM:  # the same in every head
                 dims = tuple(dim for dim in dims if dim != "head")
-            description = f"{quantity.description}, {condition}"
+            description = f"{quantity.description}, {null_description}"
             null = replace(quantity, dims=dims, description=description, title="")
             # An analysis may measure a null itself.
             quantities[name + kind] = analysis.quantities.get(name + kind, null)

@@ -124,37 +124,6 @@ class PendingSums:
             del self.states[number, layer]
             self._finish(number, layer, state.sums)
 
-    def _finish(self, number: int, layer: int, sums: Sums) -> None:
-        """Turn the sums of an analysis in a layer into values, and copy these to the CPU."""
-        analysis = self.analyses[number]
-        window = self.batch.windows[layer]
-
-        rows = len(self.batch.placed.rows)
-        for name, value in sums.items():
-            if tuple(value.shape[:1]) != (rows,):
-                raise OptionError(
-                    f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its"
-                    f" first axis must be that of the {rows} sequences of the batch"
-                )
-            if value.is_floating_point():
-                # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
-                largest = value.reshape(rows, -1).abs().amax(1)
-                self.finite_rows.append((analysis, layer, largest.isfinite()))
-
-        values = analysis.values(sums, self.batch.batches[layer], window)
-
-        # An analysis has one way of computing values, so only those of its first layer are checked.
-        if not self.values[number]:
-            _check_values(analysis, values, self.batch.placed, self.batch.heads)
-
-        # Values on a GPU are copied without waiting for it; checked_values waits for all of them.
-        measured = values | self.nulls.of(number, layer, window)
-        self.values[number][layer] = {
-            name: value.to("cpu", non_blocking=value.is_cuda) for name, value in measured.items()
-        }
-        if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
-            raise AllArrived
-
     def checked_values(self) -> list[LayerValues]:
         """The values of each analysis at the end of the pass.
 
@@ -204,6 +173,37 @@ class PendingSums:
             f"layer {layer} of {self.batch.model.cfg.model_name} gives NaN or infinity for"
             f" {self.batch.name_of_row(row)}; {hint}"
         )
+
+    def _finish(self, number: int, layer: int, sums: Sums) -> None:
+        """Turn the sums of an analysis in a layer into values, and copy these to the CPU."""
+        analysis = self.analyses[number]
+        window = self.batch.windows[layer]
+
+        rows = len(self.batch.placed.rows)
+        for name, value in sums.items():
+            if tuple(value.shape[:1]) != (rows,):
+                raise OptionError(
+                    f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its"
+                    f" first axis must be that of the {rows} sequences of the batch"
+                )
+            if value.is_floating_point():
+                # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
+                largest = value.reshape(rows, -1).abs().amax(1)
+                self.finite_rows.append((analysis, layer, largest.isfinite()))
+
+        values = analysis.values(sums, self.batch.batches[layer], window)
+
+        # An analysis has one way of computing values, so only those of its first layer are checked.
+        if not self.values[number]:
+            _check_values(analysis, values, self.batch.placed, self.batch.heads)
+
+        # Values on a GPU are copied without waiting for it; checked_values waits for all of them.
+        measured = values | self.nulls.of(number, layer, window)
+        self.values[number][layer] = {
+            name: value.to("cpu", non_blocking=value.is_cuda) for name, value in measured.items()
+        }
+        if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
+            raise AllArrived
 
 
 def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) -> None:

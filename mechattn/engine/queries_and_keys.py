@@ -172,31 +172,6 @@ def measure(
     return statistics
 
 
-def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, Tensor]:
-    """The statistics of each query of a block, [batch head query …]."""
-    largest, index = rows.pattern.max(-1)
-    statistics = {
-        "entropy": entropy(rows.pattern),
-        "largest": largest,
-        "target": (index + rows.keys.start).to(largest.dtype),
-    }
-    if segments:
-        members = torch.stack([*segments.values()], -1)
-        key_members = members[:, None, rows.keys].to(largest.dtype)
-        statistics["mass"] = rows.pattern @ key_members
-    return statistics
-
-
-def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
-    """Which positions hold a token rather than padding, for positions of the given shape."""
-    batch, longest = positions.shape
-    counts = torch.as_tensor(lengths, device=positions.device)
-    is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
-    if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
-        raise OptionError(f"lengths={lengths!r}: give {batch} whole numbers from 1 to {longest}")
-    return torch.arange(longest, device=positions.device) < counts[:, None]
-
-
 def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
     """Refuse queries, keys and values that are not float tensors with shapes that fit together."""
     vectors = [tensor for tensor in (q, k, v) if tensor is not None]
@@ -243,3 +218,28 @@ def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
             f"{name} has the shape {shape}: give a tensor [{', '.join(sizes)}] ="
             f" {list(sizes.values())}"
         )
+
+
+def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
+    """Which positions hold a token rather than padding, for positions of the given shape."""
+    batch, longest = positions.shape
+    counts = torch.as_tensor(lengths, device=positions.device)
+    is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
+    if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
+        raise OptionError(f"lengths={lengths!r}: give {batch} whole numbers from 1 to {longest}")
+    return torch.arange(longest, device=positions.device) < counts[:, None]
+
+
+def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, Tensor]:
+    """The statistics of each query of a block, [batch head query …]."""
+    largest, index = rows.pattern.max(-1)
+    statistics = {
+        "entropy": entropy(rows.pattern),
+        "largest": largest,
+        "target": (index + rows.keys.start).to(largest.dtype),
+    }
+    if segments:
+        members = torch.stack([*segments.values()], -1)
+        key_members = members[:, None, rows.keys].to(largest.dtype)
+        statistics["mass"] = rows.pattern @ key_members
+    return statistics

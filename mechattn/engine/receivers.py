@@ -138,44 +138,6 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         yield
 
 
-@dataclass(eq=False)
-class _Capture:
-    """The tensors of a layer that an analysis captures, until all of its hooks have fired."""
-
-    pending: PendingSums
-    number: int  # of the analysis
-    analysis: Any
-    layer: int
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
-        """Keep the tensor of a hook, and pass all on after the last."""
-        batch = self.pending.batch.batches[self.layer]
-
-        # hook_resid_pre shows the output of the layer before, which may be on another device.
-        out = out.detach().to(batch.tokens.device)
-        # OPT flattens batch and positions into one axis before its MLP.
-        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
-            out = out.unflatten(0, batch.tokens.shape)
-
-        self.tensors[name] = out
-        if len(self.tensors) < len(self.analysis.captures):
-            return
-
-        window = self.pending.batch.windows[self.layer]
-        captures = Captures(self.layer, self.tensors, batch, window)
-
-        # Only the captures hold the tensors now, so they are freed once passed on.
-        self.tensors = {}
-        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
-
-    def _pass_on(self, captures: Captures) -> None:
-        """Give the tensors to the analysis, once it has its rows."""
-        sums = self.pending.state_of(self.number, self.layer).sums
-        self.analysis.add_captures(sums, captures)
-        self.pending.complete(self.number, self.layer, "hooks")
-
-
 def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
     """Pass on the activations of each measured MLP inside a ``with`` block.
 
@@ -225,3 +187,41 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             pending.complete(number, layer, "mlps")
 
     return at_nonlinearity(batch.model, dict.fromkeys(batch.windows, see))
+
+
+@dataclass(eq=False)
+class _Capture:
+    """The tensors of a layer that an analysis captures, until all of its hooks have fired."""
+
+    pending: PendingSums
+    number: int  # of the analysis
+    analysis: Any
+    layer: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
+        """Keep the tensor of a hook, and pass all on after the last."""
+        batch = self.pending.batch.batches[self.layer]
+
+        # hook_resid_pre shows the output of the layer before, which may be on another device.
+        out = out.detach().to(batch.tokens.device)
+        # OPT flattens batch and positions into one axis before its MLP.
+        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
+            out = out.unflatten(0, batch.tokens.shape)
+
+        self.tensors[name] = out
+        if len(self.tensors) < len(self.analysis.captures):
+            return
+
+        window = self.pending.batch.windows[self.layer]
+        captures = Captures(self.layer, self.tensors, batch, window)
+
+        # Only the captures hold the tensors now, so they are freed once passed on.
+        self.tensors = {}
+        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
+
+    def _pass_on(self, captures: Captures) -> None:
+        """Give the tensors to the analysis, once it has its rows."""
+        sums = self.pending.state_of(self.number, self.layer).sums
+        self.analysis.add_captures(sums, captures)
+        self.pending.complete(self.number, self.layer, "hooks")

@@ -64,31 +64,6 @@ def checked_analyses(analyses: Analyses) -> list[Analysis]:
     return list(analyses)
 
 
-def _check_protocol(analysis: Any) -> None:
-    """Refuse an analysis that does not follow the protocol."""
-    lacking = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
-    problem = f"it lacks {', '.join(lacking)}"
-    if isinstance(analysis, type):
-        problem = "it is a class, not an instance"
-    elif not lacking:
-        problem = ""
-    if problem:
-        raise OptionError(
-            f"analyses holds {analysis!r}, which is not an analysis ({problem}); give one such as"
-            " ma.ReceivedAttention()"
-        )
-
-    if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
-        raise OptionError(
-            f"the analysis {analysis.name} receives no data: define add(sums, rows), or one of"
-            " add_pairs, add_activations, add_captures, add_final"
-        )
-
-    # The name of an analysis becomes the name of a dataset and of a folder.
-    if not str(analysis.name).isidentifier():
-        raise OptionError(f"an analysis is named {analysis.name!r}: use letters, digits and _")
-
-
 def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
     """The conditions by name, with the baseline first.
 
@@ -113,30 +88,86 @@ def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
     return {BASELINE: named.pop(BASELINE, Baseline()), **named}
 
 
-def _check_sequences(
-    prompt: Prompt, sequences: ByCondition, analyses: Sequence[Analysis], model: HookedModel
-) -> None:
-    """Refuse sequences that the model cannot read, or that an analysis cannot measure."""
-    baseline = sequences[BASELINE]
-    check_side(prompt, sequences, model)
-    check_is_unchanged(baseline)
+def condition_sequences(
+    named: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
+) -> list[dict[str, TokenSequence]]:
+    """The sequence of each prompt under each condition.
 
-    for name, sequence in sequences.items():
-        # The number of the baseline's tokens that this sequence does not have.
-        lacking = len(baseline) - int((~sequence.inserted).sum())
-        if lacking:
-            raise PromptError(
-                f"{prompt.where} has {lacking} tokens without a partner under {name!r}, so they"
-                " cannot be compared; give versions with the same number of tokens, or patch:"
-                " ma.patch and ma.edges leave such tokens out"
-            )
+    Only a counterpart may change original tokens.
 
-        check_size(prompt, name, sequence, model)
+    Args:
+        named: The conditions by name, the baseline first.
+        prompts: The prompts.
+        model: The model whose tokenizer is used.
+        seed: The seed of the conditions' draws.
 
-        for analysis in analyses:
-            problem = analysis.problem(sequence)
-            if problem:
-                raise PromptError(f"{prompt.where} {problem}")
+    Returns:
+        For each prompt its sequence under each condition.
+
+    Raises:
+        ConditionError: A condition that a user wrote does not return a sequence, returns different
+            tokens each time, or does more than insert tokens.
+    """
+    prompt_sequences: list[dict[str, TokenSequence]] = []
+    for prompt in prompts:
+        sequences = {}
+        for name, condition in named.items():
+            sequence = condition.apply(prompt, model, seed)
+            if not isinstance(sequence, TokenSequence):
+                raise ConditionError(
+                    f"the condition {name!r} gives a {type(sequence).__name__} for prompt"
+                    f" {prompt.id}: apply must return a TokenSequence, such as"
+                    " insert(tokenize(prompt, model), ids, at)"
+                )
+            sequences[name] = sequence
+            if name == BASELINE or sequence.counterpart:
+                continue
+
+            # The first prompt is enough to find a condition that draws without the seed.
+            if not prompt_sequences:
+                again = condition.apply(prompt, model, seed)
+                if not again.tokens.equal(sequence.tokens):
+                    raise ConditionError(
+                        f"the condition {name!r} inserts different tokens into prompt {prompt.id}"
+                        " each time, so no run can be repeated: draw them from apply's seed"
+                    )
+            _check_insertion(prompt, name, sequence, sequences[BASELINE])
+
+        # Mark the tokens that a counterpart changes.
+        prompt_sequences.append(with_changes(sequences))
+    return prompt_sequences
+
+
+def checked_sequences(
+    named: Conditions,
+    prompts: Sequence[Prompt],
+    model: HookedModel,
+    seed: int,
+    analyses: Sequence[Analysis] = (),
+) -> list[dict[str, TokenSequence]]:
+    """The sequence of each prompt under each condition, after all checks.
+
+    Args:
+        named: The conditions by name, with the baseline.
+        prompts: The prompts.
+        model: The model that will read the sequences.
+        seed: The seed of the conditions' draws.
+        analyses: The analyses that will measure them.
+
+    Returns:
+        For each prompt its sequence under each condition.
+
+    Raises:
+        MechattnError: The model cannot read a sequence, an analysis cannot measure it, or a
+            condition or an intervention cannot be used. No check runs the model.
+    """
+    prompt_sequences = condition_sequences(named, prompts, model, seed)
+    for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
+        _check_sequences(prompt, sequences, analyses, model)
+
+    check_interventions(model, [prompt.id for prompt in prompts], prompt_sequences)
+    check_variants(model, prompt_sequences)
+    return prompt_sequences
 
 
 def check_is_unchanged(baseline: TokenSequence) -> None:
@@ -206,164 +237,6 @@ def check_insertions_are_read(prompt: Prompt, sequences: ByCondition) -> None:
             )
 
 
-def condition_sequences(
-    named: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
-) -> list[dict[str, TokenSequence]]:
-    """The sequence of each prompt under each condition.
-
-    Only a counterpart may change original tokens.
-
-    Args:
-        named: The conditions by name, the baseline first.
-        prompts: The prompts.
-        model: The model whose tokenizer is used.
-        seed: The seed of the conditions' draws.
-
-    Returns:
-        For each prompt its sequence under each condition.
-
-    Raises:
-        ConditionError: A condition that a user wrote does not return a sequence, returns different
-            tokens each time, or does more than insert tokens.
-    """
-    prompt_sequences: list[dict[str, TokenSequence]] = []
-    for prompt in prompts:
-        sequences = {}
-        for name, condition in named.items():
-            sequence = condition.apply(prompt, model, seed)
-            if not isinstance(sequence, TokenSequence):
-                raise ConditionError(
-                    f"the condition {name!r} gives a {type(sequence).__name__} for prompt"
-                    f" {prompt.id}: apply must return a TokenSequence, such as"
-                    " insert(tokenize(prompt, model), ids, at)"
-                )
-            sequences[name] = sequence
-            if name == BASELINE or sequence.counterpart:
-                continue
-
-            # The first prompt is enough to find a condition that draws without the seed.
-            if not prompt_sequences:
-                again = condition.apply(prompt, model, seed)
-                if not again.tokens.equal(sequence.tokens):
-                    raise ConditionError(
-                        f"the condition {name!r} inserts different tokens into prompt {prompt.id}"
-                        " each time, so no run can be repeated: draw them from apply's seed"
-                    )
-            _check_insertion(prompt, name, sequence, sequences[BASELINE])
-
-        # Mark the tokens that a counterpart changes.
-        prompt_sequences.append(with_changes(sequences))
-    return prompt_sequences
-
-
-def _check_insertion(
-    prompt: Prompt, name: str, sequence: TokenSequence, baseline: TokenSequence
-) -> None:
-    """Refuse a sequence that is more than the baseline with tokens inserted."""
-    if not sequence.of_segment("inserted")[sequence.inserted].all():
-        raise ConditionError(
-            f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
-            f' {prompt.id}: their segment must be "inserted"'
-        )
-
-    for attribute in ("tokens", "origin", "segment"):
-        original_values = getattr(sequence, attribute)[~sequence.inserted]
-        if not original_values.equal(getattr(baseline, attribute)):
-            raise ConditionError(
-                f"the condition {name!r} changes the {attribute} of original tokens of prompt"
-                f" {prompt.id}: a condition may only insert tokens, as insert(tokenize(prompt,"
-                " model), ids, at) does"
-            )
-
-
-def checked_sequences(
-    named: Conditions,
-    prompts: Sequence[Prompt],
-    model: HookedModel,
-    seed: int,
-    analyses: Sequence[Analysis] = (),
-) -> list[dict[str, TokenSequence]]:
-    """The sequence of each prompt under each condition, after all checks.
-
-    Args:
-        named: The conditions by name, with the baseline.
-        prompts: The prompts.
-        model: The model that will read the sequences.
-        seed: The seed of the conditions' draws.
-        analyses: The analyses that will measure them.
-
-    Returns:
-        For each prompt its sequence under each condition.
-
-    Raises:
-        MechattnError: The model cannot read a sequence, an analysis cannot measure it, or a
-            condition or an intervention cannot be used. No check runs the model.
-    """
-    prompt_sequences = condition_sequences(named, prompts, model, seed)
-    for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
-        _check_sequences(prompt, sequences, analyses, model)
-
-    check_interventions(model, [prompt.id for prompt in prompts], prompt_sequences)
-    check_variants(model, prompt_sequences)
-    return prompt_sequences
-
-
-def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> None:
-    """Refuse cut edges or kept positions in a model that does not support them."""
-    hiding = set()  # the names of conditions that hide tokens from others
-    lowest_ids = []  # of each sequence that keeps positions: its lowest position id, and condition
-
-    for sequences in prompt_sequences:
-        for name, sequence in sequences.items():
-            if sequence.cut_edges:
-                hiding.add(name)
-            if sequence.keeps_positions:
-                lowest_ids.append((int(sequence.position_ids.min()), name))
-
-    layers = hooks.attention_layers(model)
-    if hiding and len(layers) < model.cfg.n_layers:
-        raise OptionError(
-            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers;"
-            " the other layers would pass on tokens that attention cannot see: omit"
-            f" {', '.join(map(repr, sorted(hiding)))}"
-        )
-
-    if lowest_ids:
-        # A model that takes the lowest position id takes all others.
-        lowest_id, name = min(lowest_ids)
-        _check_kept_positions(model, lowest_id, name)
-
-
-def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None:
-    """Refuse kept positions in a model that takes no position ids, or not the lowest of them.
-
-    Args:
-        model: The model.
-        lowest_id: The lowest position id of all sequences.
-        name: The condition that needs it.
-    """
-    if not takes_position_ids(model):
-        raise OptionError(
-            f"{model.cfg.model_name} takes no position ids (its attention computes positions"
-            " itself, like ALiBi, or has none), so the original tokens cannot keep theirs: omit"
-            f" {name!r}"
-        )
-    if lowest_id >= 0:
-        return
-
-    # Rotary positions may be negative if the model computes them and does not look them up.
-    reason = "a table of positions, in which a negative one is an error or another row"
-    if hasattr(model, "pos_embed"):
-        reason = "learned positions"
-    elif takes_negative_ids(model):
-        return
-    raise OptionError(
-        f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_id} positions"
-        " before the first: insert no more tokens than come before them (a smaller count, or a"
-        " longer system prompt)"
-    )
-
-
 def check_interventions(
     model: HookedModel, ids: Sequence[str], prompt_sequences: Sequence[ByCondition]
 ) -> None:
@@ -390,29 +263,30 @@ def check_interventions(
                 intervention.check_sequence(prompt, sequence)
 
 
-def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str]:
-    """The side of the model's boundary on which each prompt lies, "short" or "long".
+def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> None:
+    """Refuse cut edges or kept positions in a model that does not support them."""
+    hiding = set()  # the names of conditions that hide tokens from others
+    lowest_ids = []  # of each sequence that keeps positions: its lowest position id, and condition
 
-    Empty for a model whose RoPE does not depend on the length.
-    """
-    boundary = boundary_of(model)
-    if boundary is None:
-        return []
-
-    sides: list[str] = []
     for sequences in prompt_sequences:
-        # All sequences of a prompt are on the same side, see check_side.
-        longest = max(_position_counts(sequences).values())
-        sides.append(boundary.side(longest))
-    return sides
+        for name, sequence in sequences.items():
+            if sequence.cut_edges:
+                hiding.add(name)
+            if sequence.keeps_positions:
+                lowest_ids.append((int(sequence.position_ids.min()), name))
 
+    layers = hooks.attention_layers(model)
+    if hiding and len(layers) < model.cfg.n_layers:
+        raise OptionError(
+            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers;"
+            " the other layers would pass on tokens that attention cannot see: omit"
+            f" {', '.join(map(repr, sorted(hiding)))}"
+        )
 
-def _position_counts(sequences: ByCondition) -> dict[str, int]:
-    """The highest position of each sequence, plus 1.
-
-    It is less than the number of tokens if the original ones keep their positions.
-    """
-    return {name: int(sequence.position_ids.max()) + 1 for name, sequence in sequences.items()}
+    if lowest_ids:
+        # A model that takes the lowest position id takes all others.
+        lowest_id, name = min(lowest_ids)
+        _check_kept_positions(model, lowest_id, name)
 
 
 def check_side(
@@ -467,3 +341,129 @@ def check_side(
             " other factors (LongRoPE), which would change in the middle of an answer. Omit the"
             f" prompt, or give new_tokens={boundary.at - counts[longest]} at most"
         )
+
+
+def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str]:
+    """The side of the model's boundary on which each prompt lies, "short" or "long".
+
+    Empty for a model whose RoPE does not depend on the length.
+    """
+    boundary = boundary_of(model)
+    if boundary is None:
+        return []
+
+    sides: list[str] = []
+    for sequences in prompt_sequences:
+        # All sequences of a prompt are on the same side, see check_side.
+        longest = max(_position_counts(sequences).values())
+        sides.append(boundary.side(longest))
+    return sides
+
+
+def _check_protocol(analysis: Any) -> None:
+    """Refuse an analysis that does not follow the protocol."""
+    lacking = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
+    problem = f"it lacks {', '.join(lacking)}"
+    if isinstance(analysis, type):
+        problem = "it is a class, not an instance"
+    elif not lacking:
+        problem = ""
+    if problem:
+        raise OptionError(
+            f"analyses holds {analysis!r}, which is not an analysis ({problem}); give one such as"
+            " ma.ReceivedAttention()"
+        )
+
+    if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
+        raise OptionError(
+            f"the analysis {analysis.name} receives no data: define add(sums, rows), or one of"
+            " add_pairs, add_activations, add_captures, add_final"
+        )
+
+    # The name of an analysis becomes the name of a dataset and of a folder.
+    if not str(analysis.name).isidentifier():
+        raise OptionError(f"an analysis is named {analysis.name!r}: use letters, digits and _")
+
+
+def _check_insertion(
+    prompt: Prompt, name: str, sequence: TokenSequence, baseline: TokenSequence
+) -> None:
+    """Refuse a sequence that is more than the baseline with tokens inserted."""
+    if not sequence.of_segment("inserted")[sequence.inserted].all():
+        raise ConditionError(
+            f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
+            f' {prompt.id}: their segment must be "inserted"'
+        )
+
+    for attribute in ("tokens", "origin", "segment"):
+        original_values = getattr(sequence, attribute)[~sequence.inserted]
+        if not original_values.equal(getattr(baseline, attribute)):
+            raise ConditionError(
+                f"the condition {name!r} changes the {attribute} of original tokens of prompt"
+                f" {prompt.id}: a condition may only insert tokens, as insert(tokenize(prompt,"
+                " model), ids, at) does"
+            )
+
+
+def _check_sequences(
+    prompt: Prompt, sequences: ByCondition, analyses: Sequence[Analysis], model: HookedModel
+) -> None:
+    """Refuse sequences that the model cannot read, or that an analysis cannot measure."""
+    baseline = sequences[BASELINE]
+    check_side(prompt, sequences, model)
+    check_is_unchanged(baseline)
+
+    for name, sequence in sequences.items():
+        # The number of the baseline's tokens that this sequence does not have.
+        lacking = len(baseline) - int((~sequence.inserted).sum())
+        if lacking:
+            raise PromptError(
+                f"{prompt.where} has {lacking} tokens without a partner under {name!r}, so they"
+                " cannot be compared; give versions with the same number of tokens, or patch:"
+                " ma.patch and ma.edges leave such tokens out"
+            )
+
+        check_size(prompt, name, sequence, model)
+
+        for analysis in analyses:
+            problem = analysis.problem(sequence)
+            if problem:
+                raise PromptError(f"{prompt.where} {problem}")
+
+
+def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None:
+    """Refuse kept positions in a model that takes no position ids, or not the lowest of them.
+
+    Args:
+        model: The model.
+        lowest_id: The lowest position id of all sequences.
+        name: The condition that needs it.
+    """
+    if not takes_position_ids(model):
+        raise OptionError(
+            f"{model.cfg.model_name} takes no position ids (its attention computes positions"
+            " itself, like ALiBi, or has none), so the original tokens cannot keep theirs: omit"
+            f" {name!r}"
+        )
+    if lowest_id >= 0:
+        return
+
+    # Rotary positions may be negative if the model computes them and does not look them up.
+    reason = "a table of positions, in which a negative one is an error or another row"
+    if hasattr(model, "pos_embed"):
+        reason = "learned positions"
+    elif takes_negative_ids(model):
+        return
+    raise OptionError(
+        f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_id} positions"
+        " before the first: insert no more tokens than come before them (a smaller count, or a"
+        " longer system prompt)"
+    )
+
+
+def _position_counts(sequences: ByCondition) -> dict[str, int]:
+    """The highest position of each sequence, plus 1.
+
+    It is less than the number of tokens if the original ones keep their positions.
+    """
+    return {name: int(sequence.position_ids.max()) + 1 for name, sequence in sequences.items()}

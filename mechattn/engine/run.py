@@ -277,11 +277,6 @@ class Run:
         }
 
 
-def _longest(sequences: ByCondition) -> int:
-    """The length of a prompt's longest sequence."""
-    return max(map(len, sequences.values()))
-
-
 def make_plan(
     model: Any,
     conditions: Conditions | None = None,
@@ -360,3 +355,8 @@ def run_random(
         del random_model
         gc.collect()
     return results
+
+
+def _longest(sequences: ByCondition) -> int:
+    """The length of a prompt's longest sequence."""
+    return max(map(len, sequences.values()))

@@ -246,36 +246,6 @@ def mad_threshold(ordered: Entries, c: float) -> Float[Tensor, "row 1"]:
     return _KAPPA * c * mad.clamp(min=_LEAST_MAD)
 
 
-def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
-    """The number of entries to move in each row, from the sorted absolute values."""
-    n = ordered.shape[-1]
-    threshold = mad_threshold(ordered, c)
-
-    # In float64: a whole tensor may have more entries than float32 can count.
-    share = (ordered <= threshold).sum(-1).double() / n
-    count = share.clamp(*shares) * n
-    return count.round().long()
-
-
-def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
-    """The percentile of each row.
-
-    ``torch.quantile`` takes at most 2²⁴ entries (pytorch/pytorch#64947).
-    """
-    n = x.shape[-1]
-    position = percent / 100 * (n - 1)
-    rank = int(position)
-    if rank > _HIGH * n:
-        from_rank = x.topk(n - rank, -1).values.flip(-1)
-    else:
-        from_rank = x.sort(-1).values[:, rank:]
-
-    # Interpolate between this rank and the next, which the last rank does not have.
-    following = min(1, n - 1 - rank)
-    above = from_rank[:, following : following + 1]
-    return torch.lerp(from_rank[:, :1], above, position - rank)
-
-
 # The constants of SplitMix64 as signed integers, since torch cannot add or multiply unsigned ones.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
@@ -331,6 +301,36 @@ def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "
     # The upper 24 bits, which float32 represents exactly.
     top_bits = (mixed >> 40) & 0xFFFFFF
     return top_bits.float() / 2**24
+
+
+def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
+    """The number of entries to move in each row, from the sorted absolute values."""
+    n = ordered.shape[-1]
+    threshold = mad_threshold(ordered, c)
+
+    # In float64: a whole tensor may have more entries than float32 can count.
+    share = (ordered <= threshold).sum(-1).double() / n
+    count = share.clamp(*shares) * n
+    return count.round().long()
+
+
+def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
+    """The percentile of each row.
+
+    ``torch.quantile`` takes at most 2²⁴ entries (pytorch/pytorch#64947).
+    """
+    n = x.shape[-1]
+    position = percent / 100 * (n - 1)
+    rank = int(position)
+    if rank > _HIGH * n:
+        from_rank = x.topk(n - rank, -1).values.flip(-1)
+    else:
+        from_rank = x.sort(-1).values[:, rank:]
+
+    # Interpolate between this rank and the next, which the last rank does not have.
+    following = min(1, n - 1 - rank)
+    above = from_rank[:, following : following + 1]
+    return torch.lerp(from_rank[:, :1], above, position - rank)
 
 
 def _mix(z: Integers) -> Integers:

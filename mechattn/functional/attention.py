@@ -285,6 +285,39 @@ def attention_by_rows(
     return out.transpose(1, 2)
 
 
+def rows_of_block(scores_of_row: int, device: torch.device) -> int:
+    """The number of query rows that are computed together.
+
+    Args:
+        scores_of_row: The number of scores of one query position, in all heads and sequences.
+        device: Where they are computed.
+
+    Returns:
+        :data:`BLOCK` on a CPU. On an accelerator more, if 128 MiB hold their scores, up to 1,024.
+    """
+    if device.type == "cpu":
+        return BLOCK
+    rows_in_memory = _SCORES_OF_BLOCK // scores_of_row
+    return min(max(BLOCK, rows_in_memory), _LARGEST_BLOCK)
+
+
+def for_each_head(
+    x: Float[Tensor, "batch kv_head pos *d_head"], heads: int
+) -> Float[Tensor, "batch {heads} pos *d_head"]:
+    """Repeat the entries of each key-value head for its query heads.
+
+    Query head h gets those of key-value head ``h // (head / kv_head)``.
+
+    Args:
+        x: Keys, values, or numbers that describe them, by key-value head.
+        heads: The number of query heads, a multiple of the key-value heads.
+
+    Returns:
+        A copy in the order of the query heads.
+    """
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
 class _BlockKernel:
     """Computes the pattern of a block of queries, the inner loop of every run.
 
@@ -404,22 +437,6 @@ class _BlockKernel:
         return mixed.view(batch, heads, rows, -1).transpose(1, 2)
 
 
-def rows_of_block(scores_of_row: int, device: torch.device) -> int:
-    """The number of query rows that are computed together.
-
-    Args:
-        scores_of_row: The number of scores of one query position, in all heads and sequences.
-        device: Where they are computed.
-
-    Returns:
-        :data:`BLOCK` on a CPU. On an accelerator more, if 128 MiB hold their scores, up to 1,024.
-    """
-    if device.type == "cpu":
-        return BLOCK
-    rows_in_memory = _SCORES_OF_BLOCK // scores_of_row
-    return min(max(BLOCK, rows_in_memory), _LARGEST_BLOCK)
-
-
 @lru_cache(maxsize=8)  # every layer of every pass needs the same one
 def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
     """The mask added to the scores of a block's own keys, so that no row sees the keys after it."""
@@ -439,20 +456,3 @@ def _left_by_sinks(scores: Scores, sinks: PerHead) -> Float[Tensor, "batch head 
     """The share of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
     score_of_keys = scores.logsumexp(-1, keepdim=True)
     return torch.sigmoid(score_of_keys - sinks[:, None, None])
-
-
-def for_each_head(
-    x: Float[Tensor, "batch kv_head pos *d_head"], heads: int
-) -> Float[Tensor, "batch {heads} pos *d_head"]:
-    """Repeat the entries of each key-value head for its query heads.
-
-    Query head h gets those of key-value head ``h // (head / kv_head)``.
-
-    Args:
-        x: Keys, values, or numbers that describe them, by key-value head.
-        heads: The number of query heads, a multiple of the key-value heads.
-
-    Returns:
-        A copy in the order of the query heads.
-    """
-    return x.repeat_interleave(heads // x.shape[1], 1)

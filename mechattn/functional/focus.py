@@ -45,38 +45,6 @@ def top_two(pattern: Squares) -> tuple[QueryValues, QueryValues, KeyOfQuery]:
     return largest, second, argmax
 
 
-def _largest(pattern: Squares) -> tuple[QueryValues, KeyOfQuery]:
-    """The largest probability of each query, and the first key that has it.
-
-    A maximum without its index is vectorised and takes a tenth of the time of one with its index.
-    The chunk of keys with the maximum is therefore found first.
-    """
-    chunks = pattern.shape[-1] // _CHUNK
-    if chunks < 2:
-        return pattern.max(-1)
-
-    # The first chunk that has the maximum of each query.
-    in_chunks = chunks * _CHUNK
-    chunked = pattern[..., :in_chunks].unflatten(-1, (chunks, _CHUNK))
-    largest_of_chunk = chunked.amax(-1)
-    largest, best_chunk = largest_of_chunk.max(-1)
-
-    # The first key of that chunk with this maximum.
-    first_key = best_chunk * _CHUNK
-    keys_of_chunk = torch.arange(_CHUNK, device=pattern.device)
-    keys = first_key.unsqueeze(-1) + keys_of_chunk
-    argmax_in_chunk = pattern.gather(-1, keys).argmax(-1)
-    argmax = first_key + argmax_in_chunk
-    if in_chunks == pattern.shape[-1]:
-        return largest, argmax
-
-    # The first of equal keys is returned, so a key after the last whole chunk must have more.
-    largest_of_rest, argmax_of_rest = pattern[..., in_chunks:].max(-1)
-    is_in_rest = largest_of_rest > largest
-    argmax = torch.where(is_in_rest, argmax_of_rest + in_chunks, argmax)
-    return torch.maximum(largest, largest_of_rest), argmax
-
-
 def entropy(pattern: Squares) -> QueryValues:
     """The entropy of each query's attention, ``−Σ_k A[q, k] log A[q, k]``.
 
@@ -246,3 +214,35 @@ def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     # Back to the order of positions.
     first = torch.empty_like(order).scatter_(-1, order, first_of_ordered)
     return first + after < positions
+
+
+def _largest(pattern: Squares) -> tuple[QueryValues, KeyOfQuery]:
+    """The largest probability of each query, and the first key that has it.
+
+    A maximum without its index is vectorised and takes a tenth of the time of one with its index.
+    The chunk of keys with the maximum is therefore found first.
+    """
+    chunks = pattern.shape[-1] // _CHUNK
+    if chunks < 2:
+        return pattern.max(-1)
+
+    # The first chunk that has the maximum of each query.
+    in_chunks = chunks * _CHUNK
+    chunked = pattern[..., :in_chunks].unflatten(-1, (chunks, _CHUNK))
+    largest_of_chunk = chunked.amax(-1)
+    largest, best_chunk = largest_of_chunk.max(-1)
+
+    # The first key of that chunk with this maximum.
+    first_key = best_chunk * _CHUNK
+    keys_of_chunk = torch.arange(_CHUNK, device=pattern.device)
+    keys = first_key.unsqueeze(-1) + keys_of_chunk
+    argmax_in_chunk = pattern.gather(-1, keys).argmax(-1)
+    argmax = first_key + argmax_in_chunk
+    if in_chunks == pattern.shape[-1]:
+        return largest, argmax
+
+    # The first of equal keys is returned, so a key after the last whole chunk must have more.
+    largest_of_rest, argmax_of_rest = pattern[..., in_chunks:].max(-1)
+    is_in_rest = largest_of_rest > largest
+    argmax = torch.where(is_in_rest, argmax_of_rest + in_chunks, argmax)
+    return torch.maximum(largest, largest_of_rest), argmax

@@ -115,11 +115,6 @@ def counts_in_pairs_of_bins(
     return rearrange(counts, "batch (bin bin2) -> batch bin bin2", bin2=second_bins)
 
 
-def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Int[Tensor, "batch part pos"]:
-    """The bin of each value; NaN gets the bin of 0, and callers do not count it."""
-    return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
-
-
 @dataclass(frozen=True, eq=False)
 class Split:
     """The exact decomposition of each head's output under inserted tokens.
@@ -233,3 +228,8 @@ def effective_rank(energies: Energies) -> PerMatrix:
     singular_values = energies.sqrt()
     shares = singular_values / singular_values.sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()
+
+
+def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Int[Tensor, "batch part pos"]:
+    """The bin of each value; NaN gets the bin of 0, and callers do not count it."""
+    return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)

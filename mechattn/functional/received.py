@@ -105,29 +105,6 @@ def seeing_queries(
     return count.float()
 
 
-def _seeing_without_cuts(counted: Counted, window: int | None, include_self: bool) -> CountOfKey:
-    """The number of counted queries that see each key if no edges are cut, as float64.
-
-    The arguments are those of :func:`seeing_queries`.
-    """
-    length = counted.shape[-1]
-
-    # The number of counted queries from each position on, which is 0 beyond the end.
-    from_last = counted.double().flip(-1)
-    counts_from = from_last.cumsum(-1).flip(-1)
-    counts_from = torch.nn.functional.pad(counts_from, (0, length + 1))
-
-    # Key k is seen by the queries from k + first to k + end − 1.
-    first = 0 if include_self else 1
-    end = length
-    if window is not None:
-        end = min(max(window, first), length)
-
-    from_first = counts_from[:, first : first + length]
-    from_end = counts_from[:, end : end + length]
-    return from_first - from_end
-
-
 def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
     """The mean attention that each key receives from the counted queries after it.
 
@@ -276,6 +253,29 @@ def massive(stream: Stream, real: Marked, least: float, ratio: float) -> dict[st
         "massive_ratio": largest.amax(-1) / median,
         "massive_position": largest.argmax(-1).float(),
     }
+
+
+def _seeing_without_cuts(counted: Counted, window: int | None, include_self: bool) -> CountOfKey:
+    """The number of counted queries that see each key if no edges are cut, as float64.
+
+    The arguments are those of :func:`seeing_queries`.
+    """
+    length = counted.shape[-1]
+
+    # The number of counted queries from each position on, which is 0 beyond the end.
+    from_last = counted.double().flip(-1)
+    counts_from = from_last.cumsum(-1).flip(-1)
+    counts_from = torch.nn.functional.pad(counts_from, (0, length + 1))
+
+    # Key k is seen by the queries from k + first to k + end − 1.
+    first = 0 if include_self else 1
+    end = length
+    if window is not None:
+        end = min(max(window, first), length)
+
+    from_first = counts_from[:, first : first + length]
+    from_end = counts_from[:, end : end + length]
+    return from_first - from_end
 
 
 def _medians(size: Stream, real: Marked) -> OfSequence:
