@@ -219,7 +219,7 @@ def _captured_hooks(
 def _fused_or_in_blocks(
     model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
 ) -> ChosenEngine:
-    """A fused kernel or blocks of rows.
+    """Choose between a fused kernel and blocks of rows.
 
     "auto" chooses the kernel on a GPU, where it is faster, if no analysis needs rows and the kernel
     passes its check.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mechattn.functional.attention import Marked, Pattern, PerQuery, Tokens, in_working_dtype
 
-Squares = Float[Tensor, "*batch query key"]
+Patterns = Float[Tensor, "*batch query key"]  # attention probabilities of one or more heads
 QueryValues = Float[Tensor, "*batch query"]  # a number for each query
 KeyOfQuery = Int[Tensor, "*batch query"]  # the index of a key for each query
 KeyCounts = Int[Tensor, "*batch query"]  # a number of keys for each query
@@ -20,7 +20,7 @@ _CHUNK = 32  # keys; few enough to search one chunk, many enough for a vectorise
 _PIECE = 2**18
 
 
-def top_two(pattern: Squares) -> tuple[QueryValues, QueryValues, KeyOfQuery]:
+def top_two(pattern: Patterns) -> tuple[QueryValues, QueryValues, KeyOfQuery]:
     """The largest and the second largest probability of each query, and the key with the largest.
 
     The pattern is modified and then restored, because two maxima take half as long as a sort.
@@ -45,7 +45,7 @@ def top_two(pattern: Squares) -> tuple[QueryValues, QueryValues, KeyOfQuery]:
     return largest, second, argmax
 
 
-def entropy(pattern: Squares) -> QueryValues:
+def entropy(pattern: Patterns) -> QueryValues:
     """The entropy of each query's attention, ``−Σ_k A[q, k] log A[q, k]``.
 
     Args:
@@ -55,21 +55,21 @@ def entropy(pattern: Squares) -> QueryValues:
         Entropies in nats; 0 for a query that attends to a single key.
     """
     tiny = torch.finfo(pattern.dtype).tiny
-    squares = rearrange(pattern, "... query key -> (...) query key")
+    patterns = rearrange(pattern, "... query key -> (...) query key")
 
     # The number of heads that fit in the cache together.
-    elements = max(1, squares[0].numel())
+    elements = max(1, patterns[0].numel())
     at_once = max(1, _PIECE // elements)
 
     entropies = []
-    for piece in squares.split(at_once):
+    for piece in patterns.split(at_once):
         # 0 · log(tiny) is 0, but 0 · log(0) would be NaN. No name holds the logarithms, so that the
         # next piece reuses their memory, which is still in the cache.
         entropies.append(-torch.linalg.vecdot(piece, piece.clamp(min=tiny).log_()))
     return torch.cat(entropies).view(pattern.shape[:-1])
 
 
-def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) -> QueryValues:
+def mean_distance(pattern: Patterns, first_query: int = 0, first_key: int = 0) -> QueryValues:
     """How far back each query attends on average, ``Σ_k A[q, k] (q − k)``.
 
     Attention to a learned sink counts as a distance of 0.
@@ -116,7 +116,7 @@ def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: i
     return torch.nn.functional.pad(diagonal, (before, after))
 
 
-def half_mass_keys(pattern: Squares) -> KeyCounts:
+def half_mass_keys(pattern: Patterns) -> KeyCounts:
     """The smallest number of keys that together have half of a query's attention to keys.
 
     ``min n: p(1) + … + p(n) ≥ Σ p / 2 − 1e-6``, with probabilities in descending order; the 1e-6
@@ -216,7 +216,7 @@ def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     return first + after < positions
 
 
-def _largest(pattern: Squares) -> tuple[QueryValues, KeyOfQuery]:
+def _largest(pattern: Patterns) -> tuple[QueryValues, KeyOfQuery]:
     """The largest probability of each query, and the first key that has it.
 
     A maximum without its index is vectorised and takes a tenth of the time of one with its index.

@@ -59,11 +59,11 @@ def update_product(z: Z, w_o: Weights, direction: Stream) -> PerToken:
 
 def orientation(
     product: Float[Tensor, "*batch pos"],
-    update_norm: Float[Tensor, "*batch pos"],
+    norm: Float[Tensor, "*batch pos"],
     stream_norm: Float[Tensor, "*#batch pos"],
 ) -> Float[Tensor, "*batch pos"]:
     """The cosine of an update and the stream, ``⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``; NaN if one is 0."""
-    return (product / (update_norm * stream_norm)).clamp(-1, 1)
+    return (product / (norm * stream_norm)).clamp(-1, 1)
 
 
 def counts_in_bins(
