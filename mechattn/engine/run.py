@@ -180,7 +180,8 @@ class Run:
         batches = self._batches(sequences)
 
         halved = []
-        # With leave=None, the bar of one of several chunks disappears at its end.
+        # A run of less than 2 s has no bar. With leave=None, the bar of one of several chunks
+        # disappears at its end.
         for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
             measured, too_large = in_halves(indices, measure)
             for group in too_large:

@@ -61,7 +61,7 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
     Returns:
         The input, to within 0.0001.
     """
-    grid = torch.linspace(-20, 0, 200_001, dtype=torch.float64)
+    grid = torch.linspace(-20, 0, 200_001, dtype=torch.float64)  # in steps of 0.0001
     values = nonlinearity(grid)
     at_minimum = grid[values == values.min()]
     return float(at_minimum.max())

@@ -168,8 +168,8 @@ def split(
     """
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
-    # 1 − sum loses its digits for a sum near 1. The sum over the original keys does not, but it lacks
-    # the share of a learned sink.
+    # Below 1e-3, the difference from 1 has fewer than four digits in float32. The sum over the
+    # original keys has all, but it lacks the share of a learned sink.
     scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)
     return Split(
         output=mix(pattern, v),
