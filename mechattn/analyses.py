@@ -1,5 +1,5 @@
-"""What can be measured: the analyses that `ma.run` takes, and the kinds of sinks in their
-results."""
+"""What can be measured: the analyses that `ma.run` takes, and `sink_kinds`, which
+classifies sinks in their results."""
 
 from mechattn.analysis.affine_shift import AffineShift as AffineShift
 from mechattn.analysis.attention_budget import AttentionBudget as AttentionBudget

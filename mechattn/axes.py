@@ -1,15 +1,15 @@
-"""The names of dimensions and of a sequence's segments, and what an origin below 0 says; dimension
-names follow TransformerLens.
+"""The names of segments, and the origins that are not positions of the baseline.
 
-``batch`` sequences in a forward pass, ``pos`` positions, ``query`` and ``key`` positions in their
-two roles, ``head``, ``segment`` one of SEGMENTS. All positions, layers and heads count from 0.
+Dimensions have TransformerLens's names: ``batch`` for the sequences of a forward pass, ``pos`` for
+positions, ``query`` and ``key`` for positions in these two roles, ``head``, and ``segment`` for
+SEGMENTS. Positions, layers and heads count from 0.
 """
 
 from __future__ import annotations
 
-BASELINE = "baseline"  # the condition that every other is compared with
-# "first" is the first token of the baseline by itself, whatever text it belongs to: in most models
-# it is the sink, and holds a third of all attention.
+BASELINE = "baseline"  # the condition with which all others are compared
+# "first" is the first token of the baseline alone, whatever text it belongs to. In most models it
+# is the attention sink, and would hide what else its segment receives.
 SEGMENTS = ("first", "template", "system", "inserted", "question", "answer", "changed")
 INSERTED = -1  # the origin of an inserted token
 PADDING = -2  # the origin and segment beyond the end of a sequence

@@ -1,5 +1,5 @@
-"""Batches: planned to fit into memory, measured in one forward pass each, and halved where they
-don't fit."""
+"""Plans batches that fit into memory, measures each in one forward pass, and halves those that do
+not fit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import BlindScores
 from mechattn.prompts.token_sequences import Batch
 
-# Scores, masked scores, pattern and the working copies of a reduction are in memory at the same
-# time, in float32: so many [query, key] matrices of a layer, or of each of its blocks of rows.
+# The number of [query, key] matrices that are in memory at the same time with hooks: scores, masked
+# scores, pattern, and the working copies of a reduction.
 _SQUARES = 6
-_BLOCKS = 2
+_BLOCKS = 2  # the same for a streamed block of rows, which is masked and normalised in place
 _FLOAT32 = 4  # bytes
-_LARGEST_BATCH = 64  # rows
-_LEAST_FILL = 0.75  # the shortest prompt of a batch, as a share of its longest
-# What torch's allocators, cuBLAS and the kernel say in a RuntimeError; only that of CUDA's allocator
-# has a type of its own.
+# Rows. Without it, a large budget would put all short prompts into a single batch.
+_LARGEST_BATCH = 64
+_LEAST_FILL = 0.75  # the shortest prompt of a batch, as a fraction of its longest; less padding
+# What torch's allocators, cuBLAS and the operating system say in a RuntimeError. Only the error of
+# CUDA's allocator has a type of its own.
 _MEMORY_WORDS = (
     "not enough memory",
     "cublas_status_alloc_failed",
@@ -43,16 +44,17 @@ Measured = TypeVar("Measured")
 
 
 def row_bytes(cfg: Any, length: int, holds_pattern: bool) -> int:
-    """The memory of a row of a batch, in bytes; it depends only on the row's length, so a plan is
-    reproducible.
+    """Estimate the memory that a row of a batch needs, in bytes.
+
+    The estimate ignores the machine, so the same prompts always form the same batches.
 
     Args:
         cfg: The configuration of a hooked model.
         length: The number of positions.
-        holds_pattern: Whether a layer's whole pattern is in memory (hooks), or blocks of rows
-            (streaming).
+        holds_pattern: Whether a layer's whole pattern is in memory (hooks) or only blocks of its
+            rows (streaming).
     """
-    # Numbers in memory at the same time for each position: residual stream, projections and MLP.
+    # The numbers in memory at each position: residual stream, projections and MLP.
     width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
     query_rows = _BLOCKS * BLOCK
     if holds_pattern:
@@ -69,13 +71,15 @@ def batch_plan(
 ) -> list[list[int]]:
     """Group prompts of similar length so that one layer of a batch fits the budget.
 
+    A prompt is in one batch with all its conditions, even if these exceed the budget by themselves.
+
     Args:
-        lengths: The most tokens of each prompt under any condition.
-        conditions: How many conditions there are, and so rows of each prompt.
+        lengths: The length of each prompt's longest sequence.
+        conditions: The number of conditions, and therefore of rows per prompt.
         bytes_of_row: The memory of a row by its length, see :func:`row_bytes`.
         memory: The budget, such as "2GiB".
-        sides: The side of the model's boundary on which each prompt lies, which a batch cannot mix;
-            empty for a model without a boundary.
+        sides: The side of the model's boundary on which each prompt lies; a batch has prompts of
+            one side only. Empty for a model without a boundary.
 
     Returns:
         The indices of the prompts of each batch.
@@ -107,10 +111,17 @@ def batch_plan(
 def in_halves(
     indices: Sequence[int], measure: Callable[[Sequence[int]], Measured]
 ) -> tuple[list[Measured], list[list[int]]]:
-    """Measure some prompts together; if they don't fit in memory, each half of them, and so on.
+    """Measure some prompts together, or in halves, quarters … if they do not fit in memory.
+
+    Args:
+        indices: The indices of the prompts.
+        measure: Measures the prompts at some indices together.
 
     Returns:
-        What was measured, in the order of the prompts, and the prompts that did not fit together.
+        What was measured, in the order of the prompts, and the groups that did not fit.
+
+    Raises:
+        ModelError: A single prompt does not fit.
     """
     measured = []
     too_large = []
@@ -125,13 +136,13 @@ def in_halves(
                 raise
             cause = reason(error)
 
-        # Outside the except block, where the error no longer keeps the tensors of the pass alive.
+        # Only after the except block: inside it, the error keeps the tensors of the pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
         if len(batch) == 1:
             raise ModelError(
-                f"a batch of prompt number {batch[0]} alone with all its conditions does not fit in"
+                f"the prompt at index {batch[0]} alone with all its conditions does not fit in"
                 f" memory ({cause}); use fewer conditions per run, a shorter prompt, or a machine"
                 " with more memory"
             )
@@ -143,7 +154,7 @@ def in_halves(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device or the machine had no memory left."""
+    """Whether an error says that a device or the machine has no memory left."""
     if isinstance(error, MemoryError):
         return True
     message = str(error).lower()
@@ -165,16 +176,19 @@ def measure_batch(
         model: The model.
         batch: Sequences, padded on the right.
         forward: The engine, see :func:`mechattn.engine.engines.chosen_engine`.
-        windows: The layers to measure, each with the number of keys that its queries see.
+        windows: The layers to measure, each with the number of keys that its queries see; None for
+            all.
         analyses: The analyses, which share the pass.
         prompt_ids: The id of each prompt of the run, for interventions and messages.
         blind: What the model adds to its scores regardless of content; only nulls need it.
 
     Returns:
-        For each analysis its values by layer and quantity, each [row of the batch, …].
+        The values of each analysis by layer and quantity, each [row of the batch, …].
 
     Raises:
-        ModelError: The attention is invalid, gives NaN, or lacks what an analysis needs.
+        ModelError: The attention is invalid, a sum is NaN or infinite, or an analysis does not
+            receive what it needs.
+        OptionError: An analysis gives sums or values that it does not declare.
     """
     placed_batch = PlacedBatch.of(model, batch, windows, prompt_ids)
     placed = placed_batch.placed
@@ -184,15 +198,15 @@ def measure_batch(
 
     try:
         with ExitStack() as stack:
-            # Made before interventions on the nonlinearities, but entered after them: it sees their
-            # results.
+            # Made before the interventions, so it reads the minimum of the model's own
+            # nonlinearities; entered after them, so it sees the activations that they change.
             watching_mlps = receiving_activations(pending)
             interventions = placed_batch.interventions()
             for intervention, target in interventions:
                 stack.enter_context(intervention.acting(model, partial(_same_target, target)))
 
             if any_reads_first(intervention for intervention, _ in interventions):
-                # Without windows no layer is measured: interventions read this pass.
+                # These interventions learn from a first pass, in which no layer is measured.
                 forward(model, placed, {}, receiver, pending.last_layer)
 
             stack.enter_context(watching_mlps)
@@ -205,11 +219,11 @@ def measure_batch(
     except RowError as error:
         raise ModelError(f"{placed_batch.name_of_row(error.row)}: {error}") from error
     except Exception:
-        pending.refuse_nan()  # the cause, if there is one
+        pending.refuse_nan()  # if there is NaN, it is the cause of the error
         raise
     return pending.checked_values()
 
 
 def _same_target(target: Target) -> Target:
-    """The target of every forward pass of this batch; an intervention asks for it in each."""
+    """Return the target, which is the same in every forward pass of this batch."""
     return target

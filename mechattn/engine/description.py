@@ -15,17 +15,17 @@ from mechattn.model.hooked import (
 )
 from mechattn.model.positions import boundary_of
 from mechattn.model.weights import weights_hash
-from mechattn.prompts.conditions import Baseline, Condition, Variant
+from mechattn.prompts.conditions import Baseline, Condition, Marks, Variant
 from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results import provenance
 
 
 def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
-    """A model as data: its shapes, precision, weights and verification; with ``paths`` also where
-    it is.
+    """A model as data: its shapes, precision, weights and verification.
 
     Args:
-        model: A hooked model; of one that mechattn did not load, less is known.
+        model: A hooked model. If mechattn did not load it, its revision and verification are
+            unknown.
         paths: Whether the full path of a checkpoint is recorded too.
 
     Returns:
@@ -35,10 +35,10 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
     facts = facts_of(model) or ModelFacts()
     native = model if facts.native is None else facts.native
 
-    described: dict[str, Any] = {"name": provenance.name_of(str(cfg.model_name))}
+    data: dict[str, Any] = {"name": provenance.name_of(str(cfg.model_name))}
     if paths:
-        described["path"] = str(cfg.model_name)
-    described |= {
+        data["path"] = str(cfg.model_name)
+    data |= {
         "architecture": architecture_of(model),
         "parameters": sum(parameter.numel() for parameter in innermost(native).parameters()),
         "heads": int(cfg.n_heads),
@@ -57,29 +57,30 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
     }
 
     if facts.report is not None:
-        described["not_verified"] = facts.report.not_checked
+        data["not_verified"] = facts.report.not_checked
     if facts.gguf is not None:
-        described["gguf"] = dict(facts.gguf)
+        data["gguf"] = dict(facts.gguf)
     boundary = boundary_of(model)
     if boundary is not None:
-        described["rope"] = f"{boundary}; of each prompt: sequences.rope_factors"
-    return described
+        data["rope"] = f"{boundary}; of each prompt: sequences.rope_factors"
+    return data
 
 
 def condition_data(condition: Condition, sequence: TokenSequence | None = None) -> dict[str, Any]:
-    """A condition as data: kind, options, marks and interventions; and as text.
+    """A condition as data: its kind and options, whether tokens are masked or unshifted, its
+    interventions, and the condition as text ("written").
 
-    Of a condition that a user wrote, the marks and interventions are those of a ``sequence`` that
-    it made.
+    A condition that a user wrote may mask, keep positions and intervene by itself. Only a
+    ``sequence`` shows this.
 
     Args:
         condition: A condition, perhaps inside variants such as ``unshifted()``.
-        sequence: A sequence that it made.
+        sequence: A sequence that ``condition`` returned for a prompt.
 
     Returns:
         Plain values, for JSON.
     """
-    # Variants from the outermost to the innermost; an inner one's interventions act first.
+    # From the outermost variant to the innermost, whose interventions act first.
     inner: Any = condition
     masked = False
     unshifted = False
@@ -92,10 +93,16 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
 
     if isinstance(inner, Baseline):
         interventions = (*inner.interventions, *interventions)
-    elif sequence is not None and not interventions:
-        masked = sequence.cut_edges is not None
+    elif sequence is not None:
+        marking = [
+            intervention for intervention in interventions if isinstance(intervention, Marks)
+        ]
+        masked = masked or (sequence.cut_edges is not None and not marking)
         unshifted = sequence.keeps_positions
-        interventions = sequence.interventions
+
+        # The sequence holds its condition's own interventions first, and no marking ones.
+        own_count = len(sequence.interventions) - len(interventions) + len(marking)
+        interventions = (*sequence.interventions[:own_count], *interventions)
 
     return {
         **_kind_and_options(inner),
@@ -107,18 +114,20 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
 
 
 def _kind_and_options(instance: Any) -> dict[str, Any]:
-    """The kind of a condition or an intervention and its options: the fields of a dataclass, as
-    text if they are not plain values."""
+    """The kind of a condition or an intervention, and its options.
+
+    The options are the fields of a dataclass, as text if they are not plain values.
+    """
     options = {}
     if is_dataclass(instance):
         for field in fields(instance):
-            if field.name != "intervention":  # which is recorded by itself
+            if field.name != "intervention":  # recorded separately, under "interventions"
                 options[field.name] = _stored(getattr(instance, field.name))
     return {"kind": provenance.kind_of(instance), "options": options}
 
 
 def _stored(value: Any) -> Any:
-    """A value that JSON can hold; the identity of any other object."""
+    """The value if JSON can hold it, and otherwise its identity as text."""
     if isinstance(value, (tuple, list)):
         return [_stored(part) for part in value]
     if value is None or isinstance(value, (int, float, str)):

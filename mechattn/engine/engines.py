@@ -1,4 +1,4 @@
-"""Where attention comes from: blocks of query rows, a fused kernel, or the hooks."""
+"""The engines, which compute attention: in blocks of query rows, by a fused kernel, or at hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Literal, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import OF_ROWS, Analysis, CaptureAnalysis, WholeAnalysis
+from mechattn.analysis.analysis import (
+    OF_ROWS,
+    Analysis,
+    CaptureAnalysis,
+    PairAnalysis,
+    WholeAnalysis,
+)
 from mechattn.engine.placed_batch import Windows
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import EdgeMask, Pattern, PatternRows, Rows
@@ -35,8 +41,8 @@ class LayerReceiver(Protocol):
         """Receive a whole layer from a fused kernel."""
 
 
-# Runs a model on a batch, and shows the attention of the measured layers to a receiver; the number
-# is that of the last layer to compute.
+# Runs a model on a batch and passes the attention of the measured layers to a receiver. The number
+# is the last layer that is computed.
 Forward = Callable[[HookedModel, Batch, Windows, LayerReceiver, int], None]
 
 
@@ -52,25 +58,27 @@ class ChosenEngine:
 def chosen_engine(
     model: HookedModel, engine: Engine, analyses: Sequence[Analysis], layers: Sequence[int]
 ) -> ChosenEngine:
-    """The engine for this model; streaming is compared with the hooks before use, once per model
-    that came from ``load_model``.
+    """Choose the engine for a model and its analyses.
+
+    Streaming is compared with the hooks before it is used: once for a model that came from
+    ``load_model``, and in every run for any other.
 
     Args:
         model: The model.
-        engine: The engine that the user asked for, or "auto".
+        engine: The engine that the user requested, or "auto".
         analyses: The analyses of the run, which may need rows or hooks.
         layers: The layers that they measure.
 
     Raises:
-        OptionError: An analysis needs what the chosen engine does not give, or captures a hook that
-            a layer does not have.
-        ModelError: The chosen engine does not give the model's own numbers.
+        OptionError: An analysis needs what the requested engine does not give, or captures a hook
+            that a layer does not have.
+        ModelError: The requested engine does not give the model's own numbers.
     """
     captures = _captured_hooks(model, analyses, layers)
     if engine == "hooks":
         return ChosenEngine("hooks", forward_through_hooks, "asked for")
 
-    # Some hooks, such as hook_pattern, never fire while attention is streamed.
+    # Some hooks, such as hook_pattern, do not fire while attention is streamed.
     hidden = [name for name in captures if not fires_while_streamed(name)]
     if hidden:
         if engine == "auto":
@@ -82,7 +90,7 @@ def chosen_engine(
             ' choose engine="hooks" or "auto"'
         )
 
-    # A model that mechattn did not load has no facts: it is checked in every run.
+    # A model that mechattn did not load has no place for facts, so it is checked in every run.
     facts = facts_of(model) or ModelFacts()
     if facts.streaming is None:
         facts.streaming = check_streaming(model)
@@ -98,68 +106,6 @@ def chosen_engine(
     return _fused_or_in_blocks(model, facts, engine, analyses)
 
 
-def _captured_hooks(
-    model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
-) -> list[str]:
-    """The hooks within a block that analyses read; each layer must have them."""
-    capturing = [analysis for analysis in analyses if isinstance(analysis, CaptureAnalysis)]
-    if not capturing:
-        return []
-
-    hook_dict = model.hook_dict  # listing the hooks takes a while
-    captures: list[str] = []
-    for analysis in capturing:
-        captures += analysis.captures
-        for name, layer in product(analysis.captures, layers):
-            if f"blocks.{layer}.{name}" not in hook_dict:
-                raise OptionError(
-                    f"{analysis.name} captures {name!r}, which layer {layer} of"
-                    f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
-                )
-    return captures
-
-
-def _fused_or_in_blocks(
-    model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
-) -> ChosenEngine:
-    """A fused kernel where it is asked for, or where a GPU makes it faster and no analysis needs
-    rows; otherwise blocks of rows."""
-    of_rows = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
-    needing_rows = [
-        analysis.name for analysis in of_rows if not isinstance(analysis, WholeAnalysis)
-    ]
-    if engine == "fused" and needing_rows:
-        raise OptionError(
-            f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
-            ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
-        )
-    if engine == "fused" and not of_rows:
-        return ChosenEngine(
-            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
-        )
-
-    can_be_fused = bool(of_rows) and not needing_rows
-    is_slower_here = engine == "auto" and device_of(model).type != "cuda"
-    if engine == "streaming" or not can_be_fused or is_slower_here:
-        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
-
-    if facts.fused is None:
-        facts.fused = check_fused(model)
-    check = facts.fused
-    if check.outcome == "passed":
-        reason = (
-            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
-        )
-        return ChosenEngine("fused", forward_fused, reason)
-    if engine == "fused":
-        raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
-    return ChosenEngine(
-        "streaming",
-        forward_in_blocks,
-        f"its numbers are those of the hooks; not fused: {check.detail}",
-    )
-
-
 def forward_in_blocks(
     model: HookedModel,
     batch: Batch,
@@ -167,8 +113,9 @@ def forward_in_blocks(
     receiver: LayerReceiver,
     last: int,
 ) -> None:
-    """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the
-    right.
+    """Run the model, computing attention in blocks of query rows, and pass on each block.
+
+    Padding needs no mask, because it is on the right.
 
     Args:
         model: The model.
@@ -190,8 +137,11 @@ def forward_fused(
     receiver: LayerReceiver,
     last: int,
 ) -> None:
-    """Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot
-    compute; see :func:`forward_in_blocks`."""
+    """Run the model, computing attention with a fused kernel, and pass on whole layers.
+
+    A layer that the kernel cannot compute comes in blocks of rows. The arguments are those of
+    :func:`forward_in_blocks`.
+    """
     edge_masks = _edge_masks(model, batch, last)
     with streaming(model, windows, receiver.see_rows, receiver.see_whole, edge_masks=edge_masks):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
@@ -204,7 +154,7 @@ def forward_through_hooks(
     receiver: LayerReceiver,
     last: int,
 ) -> None:
-    """Each layer's whole pattern as one block, after checking that it is a pattern.
+    """Run the model, and pass on each layer's whole pattern from its hook as one block.
 
     Args:
         model: The model.
@@ -215,8 +165,8 @@ def forward_through_hooks(
         last: The last layer that is computed.
 
     Raises:
-        ModelError: What a hook shows is not a pattern: NaN, rows that do not sum to 1, a wrong
-            mask.
+        ModelError: What a hook shows is not a pattern: it has NaN, rows that do not sum to 1, or a
+            wrong mask.
     """
     edge_masks = _edge_masks(model, batch, last)
     all_positions = slice(0, batch.tokens.shape[1])
@@ -237,15 +187,84 @@ def forward_through_hooks(
             attention = PatternRows(pattern, v)
         receiver.see_rows(layer, Rows(pattern, all_positions, all_positions, attention))
 
-    # Layers with cut edges are checked too, because some models ignore changes to their scores.
+    # The patterns of all layers with cut edges are checked, because some models ignore changes to
+    # the scores at their hooks.
     layers = sorted({*windows, *edge_masks})
     patterns_at_hooks.forward_with_patterns(
         model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
     )
 
 
+def _captured_hooks(
+    model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
+) -> list[str]:
+    """The names of the hooks that analyses capture, after checking that each layer has them."""
+    capturing = [analysis for analysis in analyses if isinstance(analysis, CaptureAnalysis)]
+    if not capturing:
+        return []
+
+    hook_dict = model.hook_dict  # listing the hooks takes a while
+    captures: list[str] = []
+    for analysis in capturing:
+        captures += analysis.captures
+        for name, layer in product(analysis.captures, layers):
+            if f"blocks.{layer}.{name}" not in hook_dict:
+                raise OptionError(
+                    f"{analysis.name} captures {name!r}, which layer {layer} of"
+                    f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
+                )
+    return captures
+
+
+def _fused_or_in_blocks(
+    model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
+) -> ChosenEngine:
+    """Choose between a fused kernel and blocks of rows.
+
+    "auto" chooses the kernel on a GPU, where it is faster, if no analysis needs rows and the kernel
+    passes its check.
+    """
+    of_rows = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
+    needing_rows = [
+        analysis.name
+        for analysis in of_rows
+        if isinstance(analysis, PairAnalysis) or not isinstance(analysis, WholeAnalysis)
+    ]
+    if engine == "fused" and needing_rows:
+        raise OptionError(
+            f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
+            ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
+        )
+    if engine == "fused" and not of_rows:
+        return ChosenEngine(
+            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
+        )
+
+    can_be_fused = bool(of_rows) and not needing_rows
+    # Without a GPU the two calls of the kernel take longer than the rows.
+    auto_without_gpu = engine == "auto" and device_of(model).type != "cuda"
+    if engine == "streaming" or not can_be_fused or auto_without_gpu:
+        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
+
+    if facts.fused is None:
+        facts.fused = check_fused(model)
+    check = facts.fused
+    if check.outcome == "passed":
+        reason = (
+            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
+        )
+        return ChosenEngine("fused", forward_fused, reason)
+    if engine == "fused":
+        raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
+    return ChosenEngine(
+        "streaming",
+        forward_in_blocks,
+        f"its numbers are those of the hooks; not fused: {check.detail}",
+    )
+
+
 def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:
-    """The edges that are cut in each computed layer."""
+    """The edges that are cut in each computed layer, on the layer's device."""
     if batch.edge_mask is None:
         return {}
     edge_masks = {}

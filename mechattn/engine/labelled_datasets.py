@@ -1,4 +1,4 @@
-"""Collects values per batch into a labelled dataset: of each prompt, and moments over prompts."""
+"""Collects the values of batches into a labelled dataset: each prompt's values, and moments."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 Keep = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
-_OUTER = ("prompt", "condition", "layer")  # the dimensions of every quantity, before its own
-# By name: dimensions, values and attributes.
+_OUTER = ("prompt", "condition", "layer")  # the first dimensions of each prompt's values
+# The dimensions, the values and the attributes of each variable, by its name.
 Variables = dict[str, tuple[tuple[str, ...], np.ndarray, dict[str, str]]]
 
 
 class Collector:
-    """Collects the values of one analysis by batch and layer, and makes a dataset of them."""
+    """Collects the values of one analysis, batch by batch, and makes a dataset of them."""
 
     def __init__(
         self,
@@ -38,10 +38,13 @@ class Collector:
         """Start without values.
 
         Args:
-            analysis: Whose values are collected.
-            coords: The names of the prompts, conditions and layers, in the order of the arrays.
-            widths: The most positions of a sequence ("key"), and of a baseline ("original_key").
-            keep: Of quantities by position, moments over prompts alone, or each prompt's values too.
+            analysis: The analysis.
+            coords: The ids of the prompts, the names of the conditions, and the layers, in the
+                order of the arrays.
+            widths: The length of the longest sequence ("key") and of the longest baseline
+                ("original_key").
+            keep: What is kept of quantities by position: only moments over prompts, or each
+                prompt's values too.
         """
         self.analysis = analysis
         self.quantities = with_nulls(analysis)
@@ -49,16 +52,17 @@ class Collector:
         self.widths = widths
         self.keep = keep
 
-        # Of each prompt [prompt, condition, layer, …], NaN until its batch has come.
+        # Each prompt's values [prompt, condition, layer, …] by variable; NaN until its batch comes.
         self._values: dict[str, np.ndarray] = {}
-        # Of quantities by position, by variable, condition and layer.
+        # Moments of quantities by position; keys are the variable and the indices of condition and
+        # layer.
         self._moments: dict[tuple[str, int, int], Moments] = {}
 
     def add(self, batch: Batch, values: LayerValues) -> None:
         """Add the values of one batch.
 
         Args:
-            batch: Its rows say which prompt and condition each value belongs to.
+            batch: The batch, whose rows name the prompt and the condition of each value.
             values: By layer and quantity, each [row of the batch, …] and on the CPU.
         """
         names = self.coords["condition"]
@@ -66,8 +70,8 @@ class Collector:
         conditions = np.array([names.index(condition) for _, condition in batch.rows])
 
         for layer, layer_values in values.items():
-            layer_number = self.coords["layer"].index(layer)
-            cells = (prompts, conditions, layer_number)
+            layer_index = self.coords["layer"].index(layer)
+            cells = (prompts, conditions, layer_index)
 
             for name, value in layer_values.items():
                 if value.dtype == torch.bfloat16:  # which numpy lacks
@@ -78,62 +82,16 @@ class Collector:
                     continue
 
                 for variable, by_position in self._by_position(name, array, batch).items():
-                    self._merge(variable, by_position, conditions, layer_number)
+                    self._merge(variable, by_position, conditions, layer_index)
                     if self.keep == "prompts":
                         self._keep(variable, by_position.astype(np.float32, copy=False), cells)
-
-    def _keep(self, variable: str, array: np.ndarray, cells: tuple[Any, ...]) -> None:
-        """Store each prompt's values.
-
-        Args:
-            variable: The variable's name.
-            array: Values [row of the batch, …].
-            cells: The prompt and the condition of each row, and the layer.
-        """
-        if variable not in self._values:
-            outer = [len(self.coords[dim]) for dim in _OUTER]
-            shape = (*outer, *array.shape[1:])
-            # Only a float can be NaN, where a prompt has no value.
-            dtype = np.promote_types(array.dtype, np.float32)
-            self._values[variable] = np.full(shape, np.nan, dtype=dtype)
-
-        self._values[variable][cells] = array
-
-    def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
-        """Values of each position, and in the order of the baseline's tokens; NaN where a sequence
-        has none."""
-        dtype = np.promote_types(array.dtype, np.float32)
-        outer = array.shape[:-1]
-        by_key = np.full((*outer, self.widths["key"]), np.nan, dtype)
-        by_origin = np.full((*outer, self.widths["original_key"]), np.nan, dtype)
-
-        for row, origin in enumerate(batch.origin.numpy()):
-            # Padding is on the right.
-            length = np.count_nonzero(origin > PADDING)
-            by_key[row, ..., :length] = array[row, ..., :length]
-
-            # The row first, and then its positions: in one step numpy would move that axis to the
-            # front.
-            original = np.flatnonzero(origin >= 0)
-            by_origin[row][..., origin[original]] = array[row][..., original]
-
-        return {name: by_key, name + BY_ORIGIN: by_origin}
-
-    def _merge(self, variable: str, array: np.ndarray, conditions: np.ndarray, layer: int) -> None:
-        """Reduce this batch's rows to moments, condition by condition."""
-        for condition in np.unique(conditions).tolist():
-            moments = Moments.of(array[conditions == condition])
-            key = (variable, condition, layer)
-            if key in self._moments:
-                moments = self._moments[key].merge(moments)
-            self._moments[key] = moments
 
     def dataset(self) -> xr.Dataset:
         """The collected values with names, units and descriptions.
 
-        A quantity of which no value has come, as a null that no layer has, is left out.
+        A quantity without any value is left out, such as a null that the model does not have.
         """
-        # Here, because its import takes a while.
+        # Imported here, because it takes a while.
         import xarray as xr
 
         variables: Variables = {}
@@ -149,7 +107,7 @@ class Collector:
         coords = {**self.coords, "segment": list(SEGMENTS)}
         dataset = xr.Dataset(variables, coords=coords)
 
-        # Labels of the other dimensions that these variables may have.
+        # Labels of the other dimensions that variables may have.
         labels: dict[str, Any] = {
             "to_segment": list(SEGMENTS),
             "other_condition": self.coords["condition"],
@@ -158,18 +116,79 @@ class Collector:
         for dim in ("head", "key", "original_key"):
             labels[dim] = np.arange(dataset.sizes.get(dim, 0))
 
-        of_dims = {dim: label for dim, label in labels.items() if dim in dataset.dims}
+        used_labels = {dim: label for dim, label in labels.items() if dim in dataset.dims}
         notes = getattr(self.analysis, "notes", {})
         attributes = {"analysis": self.analysis.name, **notes}
-        return dataset.assign_coords(of_dims).assign_attrs(attributes)
+        return dataset.assign_coords(used_labels).assign_attrs(attributes)
 
-    def _position_variables(self, name: str, quantity: Quantity, position: str) -> Variables:
-        """Mean, variance and n over prompts by position; also each prompt's values if kept.
+    def _keep(self, variable: str, array: np.ndarray, cells: tuple[Any, ...]) -> None:
+        """Store each prompt's values.
 
         Args:
-            name: The variable's name.
-            quantity: What it holds.
-            position: The dimension of its positions: those of the sequence, or of the baseline.
+            variable: The variable's name.
+            array: Values [row of the batch, …].
+            cells: The indices of each row's prompt, of its condition, and of the layer.
+        """
+        if variable not in self._values:
+            outer = [len(self.coords[dim]) for dim in _OUTER]
+            shape = (*outer, *array.shape[1:])
+            # Only a float can be NaN, which stands for a missing value.
+            dtype = np.promote_types(array.dtype, np.float32)
+            self._values[variable] = np.full(shape, np.nan, dtype=dtype)
+
+        self._values[variable][cells] = array
+
+    def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
+        """The values by position in the sequence, and by position in the baseline.
+
+        They are NaN at positions that a sequence does not have.
+
+        Args:
+            name: The name of the quantity; the variable by position in the baseline adds a suffix.
+            array: Values [row of the batch, …, pos].
+            batch: The batch.
+        """
+        dtype = np.promote_types(array.dtype, np.float32)
+        outer = array.shape[:-1]
+        by_key = np.full((*outer, self.widths["key"]), np.nan, dtype)
+        by_origin = np.full((*outer, self.widths["original_key"]), np.nan, dtype)
+
+        for row, origin in enumerate(batch.origin.numpy()):
+            # Padding is on the right.
+            length = np.count_nonzero(origin > PADDING)
+            by_key[row, ..., :length] = array[row, ..., :length]
+
+            # Two steps: indexed with an integer and an array at once, numpy would move the axis of
+            # positions to the front.
+            original = np.flatnonzero(origin >= 0)
+            by_origin[row][..., origin[original]] = array[row][..., original]
+
+        return {name: by_key, name + BY_ORIGIN: by_origin}
+
+    def _merge(self, variable: str, array: np.ndarray, conditions: np.ndarray, layer: int) -> None:
+        """Add the moments over this batch's rows to those of each condition.
+
+        Args:
+            variable: The variable's name.
+            array: Values [row of the batch, …].
+            conditions: The index of each row's condition.
+            layer: The index of the layer.
+        """
+        for condition in np.unique(conditions).tolist():
+            moments = Moments.of(array[conditions == condition])
+            key = (variable, condition, layer)
+            if key in self._moments:
+                moments = self._moments[key].merge(moments)
+            self._moments[key] = moments
+
+    def _position_variables(self, name: str, quantity: Quantity, position: str) -> Variables:
+        """The mean, variance and n over prompts at each position, and each prompt's values if kept.
+
+        Args:
+            name: The name of the variable that holds the mean; the others add a suffix.
+            quantity: The quantity.
+            position: The dimension of positions: "key" in the sequence, "original_key" in the
+                baseline.
         """
         dims = tuple(position if dim == "key" else dim for dim in quantity.dims)
         attributes = self._attributes(quantity)
@@ -184,19 +203,19 @@ class Collector:
             "n": "prompts",
         }
         for statistic, unit in units.items():
-            of_statistic = attributes | {"over": "prompts", "units": unit}
+            statistic_attributes = attributes | {"over": "prompts", "units": unit}
             label = name
             if statistic != "known_mean":
                 label = f"{name}_{statistic}"
-                of_statistic["description"] = f"{statistic} over prompts of {name}"
+                statistic_attributes["description"] = f"{statistic} over prompts of {name}"
             values = self._over_prompts(name, statistic)
-            variables[label] = (("condition", "layer", *dims), values, of_statistic)
+            variables[label] = (("condition", "layer", *dims), values, statistic_attributes)
         return variables
 
     def _over_prompts(self, name: str, statistic: str) -> np.ndarray:
-        """One of the statistics of ``Moments`` of a variable, [condition, layer, …]."""
+        """A statistic of a variable, named as in ``Moments``: [condition, layer, …]."""
         shape = (len(self.coords["condition"]), len(self.coords["layer"]))
-        # Cell by cell: what lies in between is then small enough for a processor's cache.
+        # One condition and layer at a time, so that intermediate arrays fit into a CPU's cache.
         arrays = [
             getattr(self._moments[name, condition, layer], statistic)
             for condition, layer in np.ndindex(shape)
@@ -204,7 +223,7 @@ class Collector:
         return np.reshape(arrays, (*shape, *arrays[0].shape))
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
-        """What a variable says of itself."""
+        """The attributes of a quantity's variables."""
         options = [f"{key}={value!r}" for key, value in self.analysis.options.items()]
         attributes = {
             "units": quantity.units,
@@ -214,5 +233,5 @@ class Collector:
             "options": ", ".join(options),
         }
         if quantity.title:
-            attributes["long_name"] = quantity.title  # which is the title in xarray's own figures
+            attributes["long_name"] = quantity.title  # the title of xarray's own figures
         return attributes

@@ -1,4 +1,4 @@
-"""The nulls of each quantity: its value under attention that does not look at content."""
+"""The nulls of each quantity: its values under attention that ignores content."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ NULL_DESCRIPTIONS = {
 
 
 def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
-    """The quantities of an analysis, each followed by its nulls; a quantity without one says
-    why."""
+    """The quantities of an analysis, each followed by its nulls.
+
+    A quantity that has no null, and is not itself one, says why in ``no_null``.
+    """
     is_of_rows = isinstance(analysis, OF_ROWS)
     quantities: dict[str, Quantity] = {}
 
@@ -53,11 +55,11 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
         if not has_null(name, quantity):
             continue
 
-        for kind, condition in NULL_DESCRIPTIONS.items():
+        for kind, null_description in NULL_DESCRIPTIONS.items():
             dims = quantity.dims
             if kind == UNIFORM:  # the same in every head
                 dims = tuple(dim for dim in dims if dim != "head")
-            description = f"{quantity.description}, {condition}"
+            description = f"{quantity.description}, {null_description}"
             null = replace(quantity, dims=dims, description=description, title="")
             # An analysis may measure a null itself.
             quantities[name + kind] = analysis.quantities.get(name + kind, null)
@@ -66,8 +68,7 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
 
 
 def has_null(name: str, quantity: Quantity) -> bool:
-    """Whether the engine computes a null of this quantity; it does not if the quantity is itself a
-    null."""
+    """Whether this quantity has a null: not if it declares none, or is itself a null."""
     return not quantity.no_null and not name.endswith((UNIFORM, BLIND))
 
 
@@ -75,9 +76,9 @@ def has_null(name: str, quantity: Quantity) -> bool:
 class Nulls:
     """The nulls of one batch, computed once for all layers whose queries see the same keys.
 
-    Uniform attention comes from queries that are zero: every key that a query sees, and a learned
-    sink, has a score of 0. If the model adds something to its scores regardless of content, a
-    second null (``_blind``) includes it.
+    The uniform null comes from queries of 0, which give a score of 0 to every visible key, and to
+    the learned sink of a layer that has one. If the model adds something to its scores regardless
+    of content, there is a second null (``_blind``), which includes it.
     """
 
     analyses: Sequence[Analysis]
@@ -87,7 +88,7 @@ class Nulls:
 
     @cached_property
     def _of_rows(self) -> dict[int, Analysis]:
-        """The analyses of rows with a quantity that has nulls, by their numbers."""
+        """The analyses of rows that have a quantity with nulls, by their numbers."""
         return {
             number: analysis
             for number, analysis in enumerate(self.analyses)
@@ -103,27 +104,28 @@ class Nulls:
             window: The number of keys that its queries see; None for all.
 
         Returns:
-            Values by the names of :func:`with_nulls`.
+            Values by the names of :func:`with_nulls`; empty for an analysis without nulls.
         """
         if number not in self._of_rows:
             return {}
 
         values = self._values(UNIFORM, layer, window)[number]
 
-        # Without anything added to the scores, the second null would be the first again.
-        blind_differs = self.blind.alibi is not None or layer in self.blind.sinks
-        if blind_differs:
+        # If the model adds nothing to its scores, the second null would repeat the first. If only
+        # some layers have sinks, all have the second null, as a dataset needs it of every layer.
+        if self.blind.alibi is not None or self.blind.sinks:
             values = values | self._values(BLIND, layer, window)[number]
 
         return values
 
     def _values(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
-        """The values of every analysis, cached by what determines them."""
-        layer_of_sinks = None  # which differ by layer
-        if kind == BLIND and layer in self.blind.sinks:
+        """The values of every analysis under one kind of null, cached by what determines them."""
+        has_sinks = layer in self.blind.sinks
+        layer_of_sinks = None  # the layer, if the scores of its sinks determine the values
+        if kind == BLIND and has_sinks:
             layer_of_sinks = layer
 
-        key = (kind, window, self.batch.masked_in(layer), layer_of_sinks)
+        key = (kind, window, self.batch.masked_in(layer), has_sinks, layer_of_sinks)
         if key not in self._cache:
             self._cache[key] = self._measured(kind, layer, window)
         return self._cache[key]
@@ -144,7 +146,7 @@ class Nulls:
         }
 
         def see(rows: Rows) -> None:
-            """Add a block of such rows to the sums of every analysis."""
+            """Add a block of the null's rows to the sums of every analysis."""
             block = AttentionRows(
                 layer=layer,
                 pattern=rows.pattern,
@@ -167,13 +169,13 @@ class Nulls:
 
         nulls = {}
         for number, analysis in self._of_rows.items():
-            # Also where a value is missing: its quantity then has no null, which it must declare.
+            # Inside the context too: a quantity that values() lacks must declare no_null.
             with _saying_no_null(analysis):
                 nulls[number] = _null_values(analysis, sums[number], kind, batch, window)
         return nulls
 
     def _blind_attention(self, kind: str, layer: int, window: Window, batch: Batch) -> Attention:
-        """The attention of queries that are 0, in one head for all where these are equal."""
+        """The attention of queries of 0; uniform attention has a single head, for all."""
         rows, length = batch.tokens.shape
         if kind == BLIND:
             heads = self.blind.heads
@@ -184,7 +186,7 @@ class Nulls:
             bias = None
             sinks = self.blind.uniform_sink(layer)
 
-        # One dimension is enough for queries and keys of 0, whatever the model's.
+        # Queries and keys of 0 need a single dimension, whatever d_head is.
         q = torch.zeros(rows, heads, length, 1, device=batch.tokens.device)
         k = q[:, :1]
         v = torch.ones_like(k)
@@ -195,7 +197,7 @@ class Nulls:
 
 
 def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: Window) -> Values:
-    """The nulls, named after their quantities; without a head dimension if all heads are equal."""
+    """The values of one kind of null, by name; without a head dimension if it is uniform."""
     values = analysis.values(sums, batch, window)
     nulls = {}
     for name, quantity in analysis.quantities.items():
@@ -213,8 +215,7 @@ def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window
 
 @contextmanager
 def _saying_no_null(analysis: Analysis) -> Iterator[None]:
-    """Say of an analysis that raises an error on such rows how to declare a quantity without a
-    null."""
+    """Turn an analysis's error on the null's rows into one that says how to declare ``no_null``."""
     try:
         yield
     except Exception as error:

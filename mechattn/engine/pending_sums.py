@@ -23,8 +23,10 @@ _OF_ATTENTION = {"rows", "pairs"}  # the parts that come with the rows of attent
 
 
 class AllArrived(BaseException):
-    """Raised inside a pass with the last value, to skip the rest of it; no error handler of a model
-    may catch it."""
+    """Ends a forward pass once the last value has arrived.
+
+    A ``BaseException``, so that no ``except Exception`` in a model's code catches it.
+    """
 
 
 @dataclass(eq=False)
@@ -32,16 +34,16 @@ class LayerState:
     """What one analysis has received of one layer."""
 
     sums: Sums
-    missing: set[str]  # the parts that have not arrived
-    waiting: Callable[[], None] | None = None  # a reduction that needs the rows first
+    missing: set[str]  # the parts that are not complete
+    waiting: Callable[[], None] | None = None  # a reduction that runs once the rows are complete
 
 
 class PendingSums:
     """The sums of each analysis for each layer, until nothing is missing.
 
-    The model decides in which order the parts of a layer arrive: rows mostly before the layer's
-    output, in some bridges after it, MLP activations last. So a reduction that needs the rows is
-    stored as a call until they arrive.
+    The parts of a layer arrive in the order in which the model computes them: usually the rows
+    before the layer's output, but in some bridges after it. A reduction that needs the rows is
+    therefore stored until they have arrived.
     """
 
     def __init__(self, batch: PlacedBatch, analyses: Sequence[Analysis], nulls: Nulls) -> None:
@@ -49,24 +51,24 @@ class PendingSums:
 
         Args:
             batch: The batch of this pass.
-            analyses: The analyses; an analysis is known by its number in this order.
-            nulls: The nulls of the batch, which become values too.
+            analyses: The analyses; the number of an analysis is its index here.
+            nulls: The nulls of the batch, which are added to the values.
         """
         self.batch = batch
         self.analyses = analyses
         self.nulls = nulls
 
-        # Asked once, as isinstance is slow for a protocol.
+        # Determined once, because isinstance is slow for a protocol.
         self.parts = [
             {part for part, protocol in PROTOCOLS.items() if isinstance(analysis, protocol)}
             for analysis in analyses
         ]
 
-        # By the number of the analysis and the layer, from the first part to the last.
+        # By the number of the analysis and the layer; removed once the last part is complete.
         self.states: dict[tuple[int, int], LayerState] = {}
         self.values: list[LayerValues] = [{} for _ in analyses]
 
-        # Of each sum, which rows of the batch are finite; read once, at the end.
+        # For each sum, which rows of the batch are finite; read once, at the end of the pass.
         self.finite_rows: list[tuple[Analysis, int, Tensor]] = []
 
     @property
@@ -77,7 +79,7 @@ class PendingSums:
         return max(self.batch.windows)
 
     def receivers(self, part: str) -> list[tuple[int, Any]]:
-        """The analyses that need a part, and so have its protocol, with their numbers."""
+        """The analyses that follow the protocol of a part, each with its number."""
         return [
             (number, analysis)
             for number, analysis in enumerate(self.analyses)
@@ -85,7 +87,7 @@ class PendingSums:
         ]
 
     def state_of(self, number: int, layer: int) -> LayerState:
-        """The state of an analysis in a layer, started with the first part that arrives."""
+        """The state of an analysis in a layer; the first call starts its sums."""
         key = (number, layer)
         if key not in self.states:
             sums = self.analyses[number].start(self.batch.batches[layer], self.batch.heads)
@@ -93,8 +95,10 @@ class PendingSums:
         return self.states[key]
 
     def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
-        """Call this when all rows have arrived: usually at once, but some bridges fire hook_pattern
-        after hook_z."""
+        """Call ``reduce`` once all rows have arrived.
+
+        This is usually at once, but some bridges fire hook_pattern after hook_z.
+        """
         state = self.state_of(number, layer)
         if state.missing & _OF_ATTENTION:
             state.waiting = reduce
@@ -112,47 +116,21 @@ class PendingSums:
 
         reduce = state.waiting
         if reduce is not None and not state.missing & _OF_ATTENTION:
-            # What waited for the rows completes its own part; the state no longer keeps its
-            # tensors alive.
+            # The reduction completes its own part. Removed from the state before it runs, so that
+            # its tensors can be freed.
             state.waiting = None
             reduce()
         elif not state.missing:
             del self.states[number, layer]
             self._finish(number, layer, state.sums)
 
-    def _finish(self, number: int, layer: int, sums: Sums) -> None:
-        """Turn sums into values, and copy these to the CPU."""
-        analysis = self.analyses[number]
-        window = self.batch.windows[layer]
-
-        rows = len(self.batch.placed.rows)
-        for name, value in sums.items():
-            if tuple(value.shape[:1]) != (rows,):
-                raise OptionError(
-                    f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its first"
-                    f" axis must be that of the {rows} sequences of the batch"
-                )
-            if value.is_floating_point():
-                # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
-                largest = value.reshape(rows, -1).abs().amax(1)
-                self.finite_rows.append((analysis, layer, largest.isfinite()))
-
-        values = analysis.values(sums, self.batch.batches[layer], window)
-
-        # What an analysis gives, it gives of every layer: the first is enough to check.
-        if not self.values[number]:
-            _check_values(analysis, values, self.batch.placed, self.batch.heads)
-
-        # To pinned memory of a GPU's values, without waiting; valid once its work is done.
-        measured = values | self.nulls.of(number, layer, window)
-        self.values[number][layer] = {
-            name: value.to("cpu", non_blocking=value.is_cuda) for name, value in measured.items()
-        }
-        if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
-            raise AllArrived
-
     def checked_values(self) -> list[LayerValues]:
-        """The values of each analysis, once everything has arrived."""
+        """The values of each analysis at the end of the pass.
+
+        Raises:
+            ModelError: An analysis did not receive all parts of a layer, or a sum is NaN or
+                infinite.
+        """
         for number, analysis in enumerate(self.analyses):
             for layer in self.batch.windows:
                 if layer in self.values[number]:
@@ -163,7 +141,7 @@ class PendingSums:
                     f" needs ({', '.join(sorted(missing))}), so there is nothing to report"
                 )
 
-        # The only place in a batch that waits for the GPUs: the values are copied by then.
+        # The only place in a pass that waits for the GPUs; then all values have been copied.
         for device in {self.batch.placed.tokens.device, *self.batch.devices.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -172,11 +150,11 @@ class PendingSums:
         return self.values
 
     def refuse_nan(self) -> None:
-        """Refuse sums with NaN or infinity."""
+        """Raise a ModelError if a sum has NaN or infinity."""
         if not self.finite_rows:
             return
 
-        # To the model's first device, and then all in one copy.
+        # Gathered on the model's first device, so that a single copy to the CPU is enough.
         device = self.batch.placed.tokens.device
         is_finite = torch.stack([rows.to(device) for _, _, rows in self.finite_rows]).cpu()
         if is_finite.all():
@@ -196,9 +174,40 @@ class PendingSums:
             f" {self.batch.name_of_row(row)}; {hint}"
         )
 
+    def _finish(self, number: int, layer: int, sums: Sums) -> None:
+        """Turn the sums of an analysis in a layer into values, and copy these to the CPU."""
+        analysis = self.analyses[number]
+        window = self.batch.windows[layer]
+
+        rows = len(self.batch.placed.rows)
+        for name, value in sums.items():
+            if tuple(value.shape[:1]) != (rows,):
+                raise OptionError(
+                    f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its"
+                    f" first axis must be that of the {rows} sequences of the batch"
+                )
+            if value.is_floating_point():
+                # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
+                largest = value.reshape(rows, -1).abs().amax(1)
+                self.finite_rows.append((analysis, layer, largest.isfinite()))
+
+        values = analysis.values(sums, self.batch.batches[layer], window)
+
+        # An analysis has one way of computing values, so only those of its first layer are checked.
+        if not self.values[number]:
+            _check_values(analysis, values, self.batch.placed, self.batch.heads)
+
+        # Values on a GPU are copied without waiting for it; checked_values waits for all of them.
+        measured = values | self.nulls.of(number, layer, window)
+        self.values[number][layer] = {
+            name: value.to("cpu", non_blocking=value.is_cuda) for name, value in measured.items()
+        }
+        if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
+            raise AllArrived
+
 
 def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) -> None:
-    """Refuse values that are not those that the quantities of an analysis declare."""
+    """Refuse values whose names or shapes differ from the quantities of an analysis."""
     quantities = analysis.quantities
     if not isinstance(values, Mapping):
         raise OptionError(
@@ -221,7 +230,7 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
 
     for name, quantity in quantities.items():
         value = values[name]
-        # A dimension of the analysis's own that has no labels may have any size.
+        # A dimension that only this analysis has may have any size, unless ``coords`` labels it.
         expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
         shape = list(getattr(value, "shape", ()))
         fits = isinstance(value, Tensor) and len(shape) == len(expected)

@@ -1,5 +1,5 @@
-"""A batch on the devices of the measured layers: which rows an intervention acts on, and which rows
-of attention belong beside each other."""
+"""A batch on the devices of the measured layers, the targets of its interventions, and its
+sequences paired with their baselines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Windows = Mapping[int, Window]  # of the measured layers
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch that is copied to each device that holds a measured layer."""
+    """A batch, copied to each device that holds a measured layer."""
 
     model: HookedModel
     placed: Batch  # on the device where the model takes its input
@@ -42,13 +42,13 @@ class PlacedBatch:
         windows: Windows,
         prompt_ids: Sequence[str],
     ) -> PlacedBatch:
-        """Copy a batch to where it is needed: once for each device, as a copy waits for a GPU.
+        """Copy a batch once to each device, because each copy waits for a GPU.
 
         Args:
             model: The model, which may lie on several devices.
             batch: A batch on the CPU.
-            windows: The window of each measured layer; None where it sees all keys.
-            prompt_ids: The id of each prompt of the run, which the rows of a batch index.
+            windows: The number of keys that a query of each measured layer sees; None for all.
+            prompt_ids: The id of each prompt of the run; the rows of a batch hold indices of it.
         """
         home = device_of(model)
         devices = {layer: device_of(model.blocks[layer]) for layer in windows}
@@ -76,27 +76,25 @@ class PlacedBatch:
         return replace(pairs, batch=self.batches[layer])
 
     def name_of_row(self, row: int) -> str:
-        """A row of the batch, for messages."""
+        """The prompt and the condition of a row, for messages."""
         prompt, condition = self.placed.rows[row]
         return f'prompt {self.prompt_ids[prompt]} with the condition "{condition}"'
 
     def interventions(self) -> list[tuple[Intervention, Target]]:
-        """Each intervention of each condition, in order, with the tokens that it acts on.
+        """The interventions of the batch, in order, each with the tokens that it acts on.
 
-        Returns:
-            An intervention once for all rows of a condition that have the same interventions, with
-            these rows as its target.
+        Rows of a condition that have the same interventions share one target.
         """
         batch = self.placed
-        # By identity: a condition may make other interventions for each prompt.
+        # Keyed by identity, because a condition may give each prompt an intervention of its own.
         rows_of: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, (_, condition) in enumerate(batch.rows):
             interventions = batch.interventions[row]
             if interventions:
                 rows_of[(condition, *map(id, interventions))].append(row)
 
-        # An original token by its place in the baseline, an inserted one by −1 − its place in the
-        # sequence. Random draws are keyed by it, so a token has the same ones in every batch.
+        # An original token has its position in the baseline, any other −1 − its position in the
+        # sequence. Random draws depend on this number, so they are the same in every batch.
         positions = torch.where(batch.original, batch.origin, -1 - batch.positions)
 
         with_targets = []
@@ -111,39 +109,41 @@ class PlacedBatch:
 
 @dataclass(frozen=True, eq=False)
 class PairedLayer:
-    """What the blocks of one layer have in common: the baselines' attention, and values."""
+    """What the blocks of a layer share: the attention of the baselines, and the values."""
 
     number: int  # of the layer
     pairs: Pairs  # which sequence is paired with which baseline
     window: Window  # the number of keys that a query sees; None for all
     baseline: AnyRows  # the attention of the baselines
     v: Float[Tensor, "batch kv_head pos d_head"]  # values of the sequences
-    # The same for their original tokens alone, in the order of the baseline
+    # Values of the original tokens, in the order of the baseline
     v_aligned: Float[Tensor, "batch kv_head original d_head"]
 
     def rows(self, rows: Rows) -> PairedRows:
-        """The block together with the baseline's rows of the same queries, computed (or looked up)
-        on demand.
+        """Pair a block with the baseline's rows of the same queries.
+
+        The baseline's rows are computed again, or looked up in a whole pattern.
 
         Args:
             rows: A block of the batch's attention.
 
         Returns:
-            The block of the paired sequences, their columns in the baseline's order, and the
-            baseline's rows of the same original tokens.
+            The block, its columns of original tokens in the baseline's order, and the baseline's
+            rows of the same queries.
         """
         pairs = self.pairs
         keys = rows.keys
         pattern = rows.pattern
-        count = pairs.reach[rows.queries.stop - 1]  # of original tokens up to the last query
+        # The number of original tokens up to the last query, in the sequence with the most.
+        count = pairs.reach[rows.queries.stop - 1]
 
-        # The pattern's columns in the order of the baseline's tokens, 0 for those of other blocks.
+        # The columns in the order of the baseline's tokens; 0 for tokens outside this block.
         place = pairs.place[:, :count]
         is_in_block = pairs.original[:, :count] & (place >= keys.start) & (place < keys.stop)
         column = (place - keys.start).clamp(0, pattern.shape[-1] - 1)[:, None, None]
         aligned = pattern.gather(-1, column.expand(*pattern.shape[:3], -1))
 
-        # An inserted query has none in the baseline: what its row holds is not used.
+        # An inserted query has no row in the baseline. It gets that of the first token, unused.
         queries = pairs.batch.origin[:, rows.queries].clamp(min=0)
         return PairedRows(
             layer=self.number,
@@ -164,16 +164,16 @@ class PairedLayer:
 def paired_layer(
     number: int, attention: AnyRows | None, pairs: Pairs, window: Window
 ) -> PairedLayer:
-    """What a layer's blocks share, made at its first block.
+    """Gather what the blocks of a layer share.
 
     Args:
         number: The number of the layer.
-        attention: The attention of the whole batch, or None if it cannot be asked for.
+        attention: The attention of the whole batch; None if the model shows no values by head.
         pairs: Which sequence is paired with which baseline, on the layer's device.
         window: The number of keys that a query sees; None for all.
 
     Raises:
-        ModelError: Single rows and values cannot be asked for.
+        ModelError: ``attention`` is None.
     """
     if attention is None:
         raise ModelError(

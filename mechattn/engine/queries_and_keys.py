@@ -30,18 +30,18 @@ Values = Float[Tensor, "batch kv_head pos d_value"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionScores:
-    """How a model makes the scores of its attention, ``cap(scale · q·k) + alibi · k``, and which of
-    them it sees.
+    """How a model computes attention scores: ``cap(scale · q·k) + alibi · k`` for visible keys.
 
     Args:
         scale: The factor of the scores; ``1 / √d_head`` by default.
         window: The number of keys that a query sees, including its own; all by default.
-        softcap: The bound of soft-capped scores.
-        alibi: The slope of each head.
-        sinks: The score of each head's learned sink.
+        softcap: The bound of soft-capped scores; scores are not capped by default.
+        alibi: The slope of each head; none by default.
+        sinks: The score of each head's learned sink; none by default.
 
     Raises:
-        OptionError: A window without keys, or a bound that is not a finite number above 0.
+        OptionError: The window is not a whole number above 0, or the soft cap is not a finite
+            number above 0.
     """
 
     scale: float | None = None
@@ -57,19 +57,19 @@ class AttentionScores:
             raise OptionError(f"softcap={self.softcap!r}: give a finite bound above 0, or None")
 
     def attention(self, q: Vectors, k: Keys, v: Values) -> Attention:
-        """The attention of these queries, keys and values, as the row kernel takes it.
+        """Return the inputs of the row kernel for these queries, keys and values.
 
         Args:
             q: Queries.
             k: Keys; head h reads key-value head ``h // (head / kv_head)``.
-            v: Values; without dimensions where no output is asked for.
+            v: Values; their last axis may be empty if no output is needed.
         """
         dtype = working_dtype(q)
         scale = self.scale
         if scale is None:
             scale = q.shape[-1] ** -0.5
 
-        # ALiBi by the key's position: the query's would add the same to all scores of a row.
+        # Slope times the key's position. The query's position would add a constant to its row.
         bias = None
         if self.alibi is not None:
             positions = torch.arange(q.shape[2], device=q.device, dtype=dtype)
@@ -88,20 +88,22 @@ def measure(
     counted: Marked | None = None,
     segments: Mapping[str, Marked] | None = None,
 ) -> dict[str, Tensor]:
-    """Compute statistics of causal attention from queries and keys as they enter the softmax (after
-    RoPE and norms).
+    """Compute statistics of causal attention from queries and keys.
 
-    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, in blocks of query rows,
-    in float32 at least, with the streaming code of ``run``.
+    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, computed in blocks of
+    query rows and at least in float32, with the streaming code of ``run``.
+
+    Queries of 0 give the null, uniform attention: ``measure(torch.zeros_like(q), k)``. Slopes and
+    sinks in ``scores`` would make it non-uniform.
 
     Args:
-        q: Queries.
+        q: Queries as they enter the scores, after RoPE and norms; so are the keys.
         k: Keys; head h reads key-value head ``h // (head / kv_head)``.
         v: Values; with them, "output" is computed too.
         scores: The scale, window, soft cap, ALiBi slopes and sinks of the scores; plain ``q·k /
             √d_head`` by default.
         lengths: The number of positions of each sequence without the padding on its right; all by
-            default. What the tensors hold at padding is not read.
+            default. The tensors may hold anything at padding, even NaN.
         counted: The queries that count in "received"; all by default.
         segments: The keys of each segment, by name; with them, "mass" is computed too.
 
@@ -110,17 +112,16 @@ def measure(
 
         - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see k;
             NaN at a key that no counted query sees.
-        - "entropy" [batch head query], in nats; "largest", the largest probability of each query,
-            and "target", the position of its key.
+        - "entropy" [batch head query]: the entropy of each query's attention, in nats.
+        - "largest" [batch head query]: the largest probability of each query.
+        - "target" [batch head query]: the position of the key with this probability.
         - "mass" [batch head query segment]: attention to all keys of each of the ``segments``, in
             their order.
-        - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the kernel that
-            ran.
-
-        For the null, uniform attention, call ``measure(torch.zeros_like(q), k, …)``.
+        - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the output of the
+            model's own kernel.
 
     Raises:
-        OptionError: The shapes do not fit together, or a tensor holds no floats, or no truth values.
+        OptionError: The shapes or lengths do not fit together, or a tensor has the wrong dtype.
     """
     _check_vectors(q, k, v)
     _check_options(q, scores, counted, segments)
@@ -128,7 +129,7 @@ def measure(
     is_real = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
     if lengths is not None:
         is_real = _real_positions(lengths, is_real)
-        # A weight of 0 would not keep out NaN, which some kernels leave at padding.
+        # Some kernels leave NaN at padding, and 0 · NaN is NaN.
         is_padding = ~is_real[:, None, :, None]
         q = q.masked_fill(is_padding, 0)
         k = k.masked_fill(is_padding, 0)
@@ -138,7 +139,7 @@ def measure(
     if counted is not None:
         is_counted = is_real & counted
 
-    # Sums over queries, which grow with each block; and statistics of each query, block by block.
+    # Sums over queries grow with each block; statistics of each query are joined at the end.
     column_sums = torch.zeros(q.shape[:3], device=q.device, dtype=working_dtype(q))
     self_attention = torch.zeros_like(column_sums)
     blocks: list[dict[str, Tensor]] = []
@@ -150,14 +151,14 @@ def measure(
         self_attention[..., rows.queries] = own * counted_rows[:, None]
         blocks.append(_of_queries(rows, segments))
 
-    # Values without dimensions: then there is no output to compute.
+    # With an empty last axis of the values, no output is computed.
     values = v
     if values is None:
         values = k[..., :0]
     with torch.no_grad():
         output = attention_by_rows(scores.attention(q, k, values), see)
 
-    # A key's own query does not count.
+    # A query's attention to its own key does not count.
     received = column_sums - self_attention
     seeing = fn.seeing_queries(is_counted, scores.window)
     statistics = {"received": fn.received_attention(received, seeing)}
@@ -167,8 +168,66 @@ def measure(
         statistics["output"] = output
 
     for statistic in statistics.values():
-        statistic.transpose(1, 2)[~is_real] = torch.nan  # [batch pos head], or with one more axis
+        statistic.transpose(1, 2)[~is_real] = torch.nan  # [batch pos head] or [batch pos head …]
     return statistics
+
+
+def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
+    """Refuse queries, keys and values that are not float tensors with shapes that fit together."""
+    vectors = [tensor for tensor in (q, k, v) if tensor is not None]
+    fits = all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in vectors)
+    fits = fits and q.ndim == k.ndim == 4 and q.numel() > 0 and k.numel() > 0
+    if fits:
+        # Keys and values may have fewer heads, and values another width.
+        fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
+    if fits and v is not None:
+        fits = v.ndim == 4 and v.shape[:3] == k.shape[:3]
+    if not fits:
+        shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
+        raise OptionError(
+            f"q, k (and v) have the shapes {shapes}: give float tensors [batch, head, pos, d_head]"
+            " of the same sizes, except that the number of heads of k and v may be a divisor of"
+            " that of q, and v may have another last axis"
+        )
+
+
+def _check_options(
+    q: Vectors,
+    scores: AttentionScores,
+    counted: Marked | None,
+    segments: Mapping[str, Marked] | None,
+) -> None:
+    """Refuse slopes and sinks of another number of heads, and marks that are not boolean tensors of
+    these positions."""
+    _, heads, length, _ = q.shape
+    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
+        _check_shape(name, numbers, head=heads)
+    for name, marked in (("counted", counted), *(segments or {}).items()):
+        _check_shape(name, marked, batch=len(q), pos=length)
+        if marked is not None and marked.dtype != torch.bool:
+            raise OptionError(f"{name} has the dtype {marked.dtype}: give a boolean tensor")
+
+
+def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
+    """Refuse anything but None and a tensor of these sizes."""
+    if tensor is None:
+        return
+    shape = list(getattr(tensor, "shape", ()))
+    if not isinstance(tensor, Tensor) or shape != list(sizes.values()):
+        raise OptionError(
+            f"{name} has the shape {shape}: give a tensor [{', '.join(sizes)}] ="
+            f" {list(sizes.values())}"
+        )
+
+
+def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
+    """Which positions hold a token rather than padding, for positions of the given shape."""
+    batch, longest = positions.shape
+    counts = torch.as_tensor(lengths, device=positions.device)
+    is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
+    if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
+        raise OptionError(f"lengths={lengths!r}: give {batch} whole numbers from 1 to {longest}")
+    return torch.arange(longest, device=positions.device) < counts[:, None]
 
 
 def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, Tensor]:
@@ -184,59 +243,3 @@ def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, 
         key_members = members[:, None, rows.keys].to(largest.dtype)
         statistics["mass"] = rows.pattern @ key_members
     return statistics
-
-
-def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
-    """Which of the positions are tokens of their sequence."""
-    batch, longest = positions.shape
-    counts = torch.as_tensor(lengths, device=positions.device)
-    is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
-    if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
-        raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {longest}")
-    return torch.arange(longest, device=positions.device) < counts[:, None]
-
-
-def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
-    """Refuse tensors that are not queries, keys and values of the same positions."""
-    vectors = [tensor for tensor in (q, k, v) if tensor is not None]
-    fits = all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in vectors)
-    fits = fits and q.ndim == k.ndim == 4 and q.numel() > 0 and k.numel() > 0
-    if fits:
-        # Keys and values may have fewer heads, and values another width.
-        fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
-    if fits and v is not None:
-        fits = v.ndim == 4 and v.shape[:3] == k.shape[:3]
-    if not fits:
-        shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
-        raise OptionError(
-            f"q, k (and v) have the shapes {shapes}: give tensors of floats [batch, head, pos,"
-            " d_head], alike but for the number of heads, where that of k and v divides that of q"
-        )
-
-
-def _check_options(
-    q: Vectors,
-    scores: AttentionScores,
-    counted: Marked | None,
-    segments: Mapping[str, Marked] | None,
-) -> None:
-    """Refuse tensors that are not of these heads, or not truth values of these positions."""
-    _, heads, length, _ = q.shape
-    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
-        _check_shape(name, numbers, head=heads)
-    for name, marked in (("counted", counted), *(segments or {}).items()):
-        _check_shape(name, marked, batch=len(q), pos=length)
-        if marked is not None and marked.dtype != torch.bool:
-            raise OptionError(f"{name} holds {marked.dtype}: give truth values")
-
-
-def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
-    """Refuse anything but a tensor with these dimensions, or None."""
-    if tensor is None:
-        return
-    shape = list(getattr(tensor, "shape", ()))
-    if not isinstance(tensor, Tensor) or shape != list(sizes.values()):
-        raise OptionError(
-            f"{name} has the shape {shape}: give a tensor [{', '.join(sizes)}] ="
-            f" {list(sizes.values())}"
-        )

@@ -1,4 +1,4 @@
-"""What a pass gives to the analyses: rows of attention, tensors at hooks, activations of MLPs."""
+"""Passes on to analyses what a forward pass shows: attention, tensors at hooks, activations."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Neurons = Float[Tensor, "*token d_mlp"]  # activations of an MLP
 
 
 class RowReceiver:
-    """Receives blocks of attention rows, layer by layer."""
+    """Adds the attention of each layer to the sums of the analyses."""
 
     def __init__(self, pending: PendingSums) -> None:
-        """Receive for these sums.
+        """Find the analyses that read attention.
 
         Args:
-            pending: The sums of the analyses, to which blocks are added.
+            pending: The analyses and their sums.
         """
         self.batch = pending.batch
         self.pending = pending
 
-        # Numbers and analyses, see PendingSums.receivers.
+        # The analyses that need rows or pairs, each with its number.
         self.row_receivers = pending.receivers("rows")
         self.pair_receivers = pending.receivers("pairs")
 
-        # Of the layers whose blocks are arriving.
+        # What blocks share, by layer, while the blocks of a layer are arriving.
         self.paired_layers: dict[int, PairedLayer] = {}
 
     @property
@@ -48,7 +48,7 @@ class RowReceiver:
         return bool(self.row_receivers or self.pair_receivers)
 
     def see_rows(self, layer: int, rows: Rows) -> None:
-        """Receive a block of query rows, whose memory the next block reuses."""
+        """Add a block of query rows to the sums; the next block reuses its memory."""
         if self.row_receivers:
             block = AttentionRows(
                 layer=layer,
@@ -65,7 +65,7 @@ class RowReceiver:
 
         if self.pair_receivers:
             if layer not in self.paired_layers:
-                # The layer's first block: what its blocks have in common is made once.
+                # At the layer's first block.
                 pairs = self.batch.layer_pairs(layer)
                 window = self.batch.windows[layer]
                 self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
@@ -85,7 +85,7 @@ class RowReceiver:
             self.pending.complete(number, layer, "pairs")
 
     def see_whole(self, layer: int, fused: Fused) -> None:
-        """Receive a whole layer from a fused kernel: the analyses that take one need no rows."""
+        """Add a whole layer from a fused kernel, chosen only if all analyses can take it."""
         attention = WholeAttention(
             layer, fused, self.batch.batches[layer], self.batch.windows[layer]
         )
@@ -96,14 +96,13 @@ class RowReceiver:
 
 @contextmanager
 def receiving_captures(pending: PendingSums) -> Iterator[None]:
-    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has
-    fired, and the final residual stream.
+    """Pass on the captured tensors of each layer, and the final residual stream.
+
+    A layer's tensors are kept until the last hook that an analysis captures has fired. The hooks
+    are removed at the end of the ``with`` block, also after an error.
 
     Args:
-        pending: The sums of the analyses; those with ``captures`` or ``add_final`` are served.
-
-    Yields:
-        With the hooks set; they are removed at the end of the ``with`` block, also after an error.
+        pending: The analyses and their sums; those with ``captures`` or ``add_final`` are served.
     """
     batch = pending.batch
     capturing = pending.receivers("hooks")
@@ -124,7 +123,7 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
     with ExitStack() as stack:
         for number, analysis in capturing:
             for layer in batch.windows:
-                # Its tensors are passed on together, so that an analysis can relate them.
+                # A layer's tensors are passed on together, so that an analysis can relate them.
                 capture = _Capture(pending, number, analysis, layer)
                 for name in analysis.captures:
                     hook = hook_dict[f"blocks.{layer}.{name}"]
@@ -139,69 +138,33 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         yield
 
 
-@dataclass(eq=False)
-class _Capture:
-    """The tensors at the hooks of a layer that an analysis asked for, until all have fired."""
-
-    pending: PendingSums
-    number: int  # of the analysis
-    analysis: Any
-    layer: int
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
-        """Keep the tensor of a hook; with the last one, pass all on."""
-        batch = self.pending.batch.batches[self.layer]
-
-        # A layer's first input comes from the layer before, which may lie on another device.
-        out = out.detach().to(batch.tokens.device)
-        # OPT runs its MLP on one row of all tokens.
-        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
-            out = out.unflatten(0, batch.tokens.shape)
-
-        self.tensors[name] = out
-        if len(self.tensors) < len(self.analysis.captures):
-            return
-
-        window = self.pending.batch.windows[self.layer]
-        captures = Captures(self.layer, self.tensors, batch, window)
-
-        # The captures hold the tensors now, and free them once they are passed on.
-        self.tensors = {}
-        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
-
-    def _pass_on(self, captures: Captures) -> None:
-        """Give the tensors to the analysis, once it has its rows."""
-        sums = self.pending.state_of(self.number, self.layer).sums
-        self.analysis.add_captures(sums, captures)
-        self.pending.complete(self.number, self.layer, "hooks")
-
-
 def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
-    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this
-    call.
+    """Pass on the activations of each measured MLP inside a ``with`` block.
+
+    The minimum of each nonlinearity is determined at this call, before interventions replace it.
 
     Args:
-        pending: The sums of the analyses; those with ``add_activations`` are served.
+        pending: The analyses and their sums; those with ``add_activations`` are served.
 
     Returns:
-        A context in which each MLP passes its activations on.
+        A context in which each MLP passes on its activations.
 
     Raises:
-        ModelError: An MLP reads some tokens only, found when it runs.
+        ModelError: A layer has no MLP whose activations can be read; or, raised while it runs, an
+            MLP does not read every token.
     """
     batch = pending.batch
     watching = pending.receivers("mlps")
     if not watching:
         return nullcontext()
 
-    # Once for the pass: a minimum is looked for on a fine grid.
+    # Once per pass, because the minimum is searched on a fine grid.
     minimums = {
         layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in batch.windows
     }
 
     def see(layer: int, pre: Neurons, post: Neurons) -> None:
-        """Give the activations of a layer to the analyses, by sequence and token."""
+        """Give the analyses a layer's activations [batch pos d_mlp]."""
         tokens = batch.placed.tokens
         d_mlp = pre.shape[-1]
         if pre.numel() != d_mlp * tokens.numel():
@@ -224,3 +187,41 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             pending.complete(number, layer, "mlps")
 
     return at_nonlinearity(batch.model, dict.fromkeys(batch.windows, see))
+
+
+@dataclass(eq=False)
+class _Capture:
+    """The tensors of a layer that an analysis captures, until all of its hooks have fired."""
+
+    pending: PendingSums
+    number: int  # of the analysis
+    analysis: Any
+    layer: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
+        """Keep the tensor of a hook, and pass all on after the last."""
+        batch = self.pending.batch.batches[self.layer]
+
+        # hook_resid_pre shows the output of the layer before, which may be on another device.
+        out = out.detach().to(batch.tokens.device)
+        # OPT flattens batch and positions into one axis before its MLP.
+        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
+            out = out.unflatten(0, batch.tokens.shape)
+
+        self.tensors[name] = out
+        if len(self.tensors) < len(self.analysis.captures):
+            return
+
+        window = self.pending.batch.windows[self.layer]
+        captures = Captures(self.layer, self.tensors, batch, window)
+
+        # Only the captures hold the tensors now, so they are freed once passed on.
+        self.tensors = {}
+        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
+
+    def _pass_on(self, captures: Captures) -> None:
+        """Give the tensors to the analysis, once it has its rows."""
+        sums = self.pending.state_of(self.number, self.layer).sums
+        self.analysis.add_captures(sums, captures)
+        self.pending.complete(self.number, self.layer, "hooks")

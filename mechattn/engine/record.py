@@ -1,4 +1,4 @@
-"""Records what interventions apply: affine maps, mean head outputs, keys and values."""
+"""Records what some interventions apply: affine maps, mean head outputs, keys and values."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Batch, pad_right
 
-_RECORDED = "recorded"  # the name of the condition that is recorded, beside the baseline
-_NO_NULL = "it is applied, and not compared"
+_RECORDED = "recorded"  # the name of the recorded condition; the other one is the baseline
+_NO_NULL = "it is recorded for an intervention and not compared"
 
 
 @alone
@@ -68,10 +68,10 @@ def record_affine(
         prompts: As for ``run``; the intervention acts only on these.
         condition: The condition that inserts tokens.
         layers: The layers, from 0.
-        seed: The seed of the condition's draws: that of the run.
+        seed: The seed of the condition's draws; use that of the run.
 
     Raises:
-        OptionError: The condition inserts nothing, or a layer is out of range.
+        OptionError: The condition inserts nothing into a prompt, or a layer is out of range.
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(model)
@@ -100,6 +100,98 @@ def record_affine(
     return RecordedAffine(recorded, tuple(chosen), source)
 
 
+@alone
+def record_keys_values(
+    model: Any,
+    prompts: AnyPrompts,
+    condition: Condition,
+    *,
+    segment: str = "inserted",
+    layers: ChosenLayers = None,
+    seed: int = 0,
+) -> KeysValues:
+    """Record keys and values of one segment's tokens under a condition, for :class:`KVPatch`.
+
+    They are recorded as projected, before any RoPE, in the model's precision: ``2 × tokens ×
+    kv_heads × d_head`` numbers per prompt and layer.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: As for ``run``.
+        condition: The condition that inserts tokens.
+        segment: The segment whose keys and values are recorded.
+        layers: The layers, from 0; all with attention by default.
+        seed: The seed of the condition's draws; use that of the run.
+
+    Raises:
+        OptionError: A prompt has no such token under the condition, or a layer is out of range.
+        ModelError: The model has no keys and values before RoPE (latent attention).
+    """
+    check_choice(SEGMENTS, segment=segment)
+    model = load_model(model)
+    prompts = as_prompts(prompts)
+    chosen = hooks.chosen_layers(model, layers)
+    for layer in chosen:
+        if is_latent(model, layer):
+            raise ModelError(
+                f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer"
+                f" {layer})"
+            )
+
+    recorded: dict[str, dict[int, dict[Part, Tensor]]] = {}
+    analysis = _KeysValuesAnalysis()
+    passes = _passes(model, prompts, condition, analysis, chosen, seed, (_RECORDED,), segment)
+    for prompt, batch, values in passes:
+        in_segment = batch.of_segment(segment)[0]
+        recorded[prompt.id] = {
+            layer: {"k": layer_values["k"][0, in_segment], "v": layer_values["v"][0, in_segment]}
+            for layer, layer_values in values.items()
+        }
+
+    source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
+    return KeysValues(recorded, segment, source)
+
+
+@alone
+def head_means(
+    model: Any,
+    prompts: AnyPrompts,
+    *,
+    layers: ChosenLayers = None,
+) -> HeadMeans:
+    """Record each head's mean output over all tokens of some prompts, for mean ablation.
+
+    The output is z, before W_O. Every token has the same weight, the first included.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: As for ``run``; use other prompts than those that are measured.
+        layers: The layers, from 0; by default all that have attention.
+
+    Raises:
+        MechattnError: A layer is out of range, the model cannot read a prompt, or the outputs of
+            its heads cannot be read.
+    """
+    model = load_model(model)
+    prompts = as_prompts(prompts)
+    chosen = hooks.chosen_layers(model, layers)
+    sequences = checked_sequences(with_baseline(None), prompts, model, seed=0)
+    tokens_of_prompts = [by_condition[BASELINE].tokens for by_condition in sequences]
+    sums: dict[int, Tensor] = {}
+
+    def add_up(layer: int, z: Z) -> Z:
+        sums[layer] = sums.get(layer, 0) + z.detach().double().sum((0, 1))
+        return z
+
+    with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
+        for tokens in tokens_of_prompts:
+            hooks.forward_to(model, tokens[None].to(device_of(model)), max(chosen), [])
+
+    count = sum(map(len, tokens_of_prompts))
+    means = {layer: (total / count).float() for layer, total in sums.items()}
+    return HeadMeans(means, len(prompts))
+
+
 def _passes(
     model: HookedModel,
     prompts: Sequence[Prompt],
@@ -119,12 +211,12 @@ def _passes(
         analysis: What is measured.
         layers: The layers.
         seed: The seed of the condition's draws.
-        measured: The conditions in the batch: "recorded" as the last, and before it the baseline if
-            the analysis pairs.
+        measured: The conditions in the batch: "recorded" last, and the baseline before it if the
+            analysis compares the two.
         segment: The segment that is recorded.
 
     Yields:
-        Each prompt, its batch with a row for each of ``measured``, and the values by layer.
+        A prompt, its batch with a row for each of ``measured``, and the values by layer.
     """
     engine = chosen_engine(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
@@ -166,59 +258,8 @@ class _AffineParts(AnalysisBase):
             sums[name] = block
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """All queries."""
+        """The sums, which hold all queries."""
         return sums
-
-
-@alone
-def record_keys_values(
-    model: Any,
-    prompts: AnyPrompts,
-    condition: Condition,
-    *,
-    segment: str = "inserted",
-    layers: ChosenLayers = None,
-    seed: int = 0,
-) -> KeysValues:
-    """Record keys and values of one segment's tokens under a condition, for :class:`KVPatch`.
-
-    Keeps ``2 × tokens × kv_heads × d_head`` numbers per prompt and layer, in the model's precision.
-
-    Args:
-        model: A hooked model, or anything that ``load_model`` takes.
-        prompts: As for ``run``.
-        condition: The condition that inserts tokens.
-        segment: The segment whose keys and values are recorded.
-        layers: The layers, from 0; all with attention by default.
-        seed: The seed of the condition's draws: that of the run.
-
-    Raises:
-        OptionError: A prompt has no such token under the condition, or a layer is out of range.
-        ModelError: The model has no keys and values before RoPE (latent attention).
-    """
-    check_choice(SEGMENTS, segment=segment)
-    model = load_model(model)
-    prompts = as_prompts(prompts)
-    chosen = hooks.chosen_layers(model, layers)
-    for layer in chosen:
-        if is_latent(model, layer):
-            raise ModelError(
-                f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer"
-                f" {layer})"
-            )
-
-    recorded: dict[str, dict[int, dict[Part, Tensor]]] = {}
-    analysis = _KeysValuesAnalysis()
-    passes = _passes(model, prompts, condition, analysis, chosen, seed, (_RECORDED,), segment)
-    for prompt, batch, values in passes:
-        in_segment = batch.of_segment(segment)[0]
-        recorded[prompt.id] = {
-            layer: {"k": layer_values["k"][0, in_segment], "v": layer_values["v"][0, in_segment]}
-            for layer, layer_values in values.items()
-        }
-
-    source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
-    return KeysValues(recorded, segment, source)
 
 
 class _KeysValuesAnalysis(AnalysisBase):
@@ -232,49 +273,10 @@ class _KeysValuesAnalysis(AnalysisBase):
     }
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Join what some bridges give by head."""
+        """Keep keys and values; some bridges show them by head, whose axes are joined."""
         for part, name in zip(("k", "v"), self.captures, strict=True):
             sums[part] = captures.tensors[name].flatten(2)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Copies, as these are the model's own tensors."""
+        """Copies, because the sums are the model's own tensors."""
         return {part: value.clone() for part, value in sums.items()}
-
-
-@alone
-def head_means(
-    model: Any,
-    prompts: AnyPrompts,
-    *,
-    layers: ChosenLayers = None,
-) -> HeadMeans:
-    """Record each head's mean output (before W_O) over all tokens of some prompts, for mean
-    ablation.
-
-    Args:
-        model: A hooked model, or anything that ``load_model`` takes.
-        prompts: As for ``run``; use other prompts than the measured ones.
-        layers: The layers, from 0; by default all that have attention.
-
-    Raises:
-        MechattnError: There is no such layer, the model cannot read a prompt, or the outputs of its
-            heads cannot be read.
-    """
-    model = load_model(model)
-    prompts = as_prompts(prompts)
-    chosen = hooks.chosen_layers(model, layers)
-    sequences = checked_sequences(with_baseline(None), prompts, model, seed=0)
-    token_ids = [by_condition[BASELINE].tokens for by_condition in sequences]
-    sums: dict[int, Tensor] = {}
-
-    def add_up(layer: int, z: Z) -> Z:
-        sums[layer] = sums.get(layer, 0) + z.detach().double().sum((0, 1))
-        return z
-
-    with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
-        for prompt_ids in token_ids:
-            hooks.forward_to(model, prompt_ids[None].to(device_of(model)), max(chosen), [])
-
-    count = sum(map(len, token_ids))
-    means = {layer: (total / count).float() for layer, total in sums.items()}
-    return HeadMeans(means, len(prompts))

@@ -1,5 +1,5 @@
-"""Checks before the first forward pass: refuses what is no analysis or condition, and sequences
-that a model cannot take."""
+"""Checks before the first forward pass: of analyses, of conditions, and of the sequences that a
+model is to read."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ ChosenLayers = Iterable[int] | int | None
 Analyses = Sequence[Analysis] | Analysis | None
 
 ByCondition = Mapping[str, TokenSequence]  # the sequences of one prompt
-# What every analysis has.
+# The attributes that every analysis must have.
 _DECLARED = ("name", "options", "quantities", "problem", "start", "values")
 
 
 def checked_analyses(analyses: Analyses) -> list[Analysis]:
-    """The analyses as a list, each with a name and quantities of its own; received attention if none
-    is given.
+    """The analyses as a list; received attention if ``analyses`` is None.
 
     Raises:
-        OptionError: One is no analysis, the list is empty, or two share a name or a quantity.
+        OptionError: Something is not an analysis, the list is empty, or two analyses share a name
+            or the name of a quantity.
     """
     if analyses is None:
         return [ReceivedAttention()]
@@ -50,7 +50,7 @@ def checked_analyses(analyses: Analyses) -> list[Analysis]:
     if not names or len(set(names)) < len(names):
         raise OptionError(f"analyses={names}: give at least one, and each name once")
 
-    # ``compare`` and figures find a quantity by its name alone, with or without the suffix.
+    # ``compare`` and figures look for a quantity by its name alone, with or without the suffix.
     owners: dict[str, str] = {}
     for analysis in analyses:
         for name in analysis.quantities:
@@ -64,34 +64,12 @@ def checked_analyses(analyses: Analyses) -> list[Analysis]:
     return list(analyses)
 
 
-def _check_protocol(analysis: Any) -> None:
-    """Refuse an analysis that does not follow the protocol."""
-    lacking = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
-    if isinstance(analysis, type):
-        lacking = ["an instance"]
-    if lacking:
-        raise OptionError(
-            f"analyses holds {analysis!r}, which is not an analysis (it lacks"
-            f" {', '.join(lacking)}); give one such as ma.ReceivedAttention()"
-        )
-
-    if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
-        raise OptionError(
-            f"the analysis {analysis.name} receives no data: define add(sums, rows), or one of"
-            " add_pairs, add_activations, add_captures, add_final"
-        )
-
-    # It is the name of a dataset, and of its folder.
-    if not str(analysis.name).isidentifier():
-        raise OptionError(f"an analysis is named {analysis.name!r}: use letters, digits and _")
-
-
 def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
-    """The conditions by name, the baseline first.
+    """The conditions by name, with the baseline first.
 
     Raises:
         OptionError: The conditions are not a mapping, a name cannot be used, or something is not a
-            condition: a class, or an intervention alone.
+            condition, such as a class or an intervention alone.
     """
     if conditions is not None and not isinstance(conditions, Mapping):
         raise OptionError(
@@ -110,34 +88,90 @@ def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
     return {BASELINE: named.pop(BASELINE, Baseline()), **named}
 
 
-def _check_sequences(
-    prompt: Prompt, sequences: ByCondition, analyses: Sequence[Analysis], model: HookedModel
-) -> None:
-    """Refuse sequences that don't fit the model or that an analysis cannot measure."""
-    baseline = sequences[BASELINE]
-    check_side(prompt, sequences, model)
-    check_is_unchanged(baseline)
+def condition_sequences(
+    named: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
+) -> list[dict[str, TokenSequence]]:
+    """The sequence of each prompt under each condition.
 
-    for name, sequence in sequences.items():
-        # Original tokens of the baseline that this sequence does not have.
-        lacking = len(baseline) - int((~sequence.inserted).sum())
-        if lacking:
-            raise PromptError(
-                f"{prompt.where} has {lacking} tokens without a partner under {name!r}, so they"
-                " cannot be compared; give versions of as many tokens, or patch: ma.patch and"
-                " ma.edges leave such tokens out"
-            )
+    Only a counterpart may change original tokens.
 
-        check_size(prompt, name, sequence, model)
+    Args:
+        named: The conditions by name, the baseline first.
+        prompts: The prompts.
+        model: The model whose tokenizer is used.
+        seed: The seed of the conditions' draws.
 
-        for analysis in analyses:
-            problem = analysis.problem(sequence)
-            if problem:
-                raise PromptError(f"{prompt.where} {problem}")
+    Returns:
+        For each prompt its sequence under each condition.
+
+    Raises:
+        ConditionError: A condition that a user wrote does not return a sequence, returns different
+            tokens each time, or does more than insert tokens.
+    """
+    prompt_sequences: list[dict[str, TokenSequence]] = []
+    for prompt in prompts:
+        sequences = {}
+        for name, condition in named.items():
+            sequence = condition.apply(prompt, model, seed)
+            if not isinstance(sequence, TokenSequence):
+                raise ConditionError(
+                    f"the condition {name!r} gives a {type(sequence).__name__} for prompt"
+                    f" {prompt.id}: apply must return a TokenSequence, such as"
+                    " insert(tokenize(prompt, model), ids, at)"
+                )
+            sequences[name] = sequence
+            if name == BASELINE or sequence.counterpart:
+                continue
+
+            # The first prompt is enough to find a condition that draws without the seed.
+            if not prompt_sequences:
+                again = condition.apply(prompt, model, seed)
+                if not again.tokens.equal(sequence.tokens):
+                    raise ConditionError(
+                        f"the condition {name!r} inserts different tokens into prompt {prompt.id}"
+                        " each time, so no run can be repeated: draw them from apply's seed"
+                    )
+            _check_insertion(prompt, name, sequence, sequences[BASELINE])
+
+        # Mark the tokens that a counterpart changes.
+        prompt_sequences.append(with_changes(sequences))
+    return prompt_sequences
+
+
+def checked_sequences(
+    named: Conditions,
+    prompts: Sequence[Prompt],
+    model: HookedModel,
+    seed: int,
+    analyses: Sequence[Analysis] = (),
+) -> list[dict[str, TokenSequence]]:
+    """The sequence of each prompt under each condition, after all checks.
+
+    Args:
+        named: The conditions by name, with the baseline.
+        prompts: The prompts.
+        model: The model that will read the sequences.
+        seed: The seed of the conditions' draws.
+        analyses: The analyses that will measure them.
+
+    Returns:
+        For each prompt its sequence under each condition.
+
+    Raises:
+        MechattnError: The model cannot read a sequence, an analysis cannot measure it, or a
+            condition or an intervention cannot be used. No check runs the model.
+    """
+    prompt_sequences = condition_sequences(named, prompts, model, seed)
+    for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
+        _check_sequences(prompt, sequences, analyses, model)
+
+    check_interventions(model, [prompt.id for prompt in prompts], prompt_sequences)
+    check_variants(model, prompt_sequences)
+    return prompt_sequences
 
 
 def check_is_unchanged(baseline: TokenSequence) -> None:
-    """Refuse a condition named "baseline" that changes the prompt."""
+    """Refuse a baseline that has inserted tokens, cut edges or interventions."""
     if baseline.inserted.any() or baseline.cut_edges or baseline.interventions:
         raise OptionError(
             'the condition "baseline" inserts tokens or intervenes; the baseline is the unchanged'
@@ -146,7 +180,7 @@ def check_is_unchanged(baseline: TokenSequence) -> None:
 
 
 def check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: HookedModel) -> None:
-    """Refuse a sequence that is too long or too short, or has ids that the model doesn't know."""
+    """Refuse a sequence that is too long or too short, or has ids outside the vocabulary."""
     limit = model.cfg.n_ctx
     if len(sequence) > limit:
         inserted = int(sequence.inserted.sum())
@@ -170,8 +204,9 @@ def check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: Hooked
 
 
 def check_insertions_are_read(prompt: Prompt, sequences: ByCondition) -> None:
-    """Refuse tokens inserted after all others: no original token reads them, so nothing could
-    change; warn of one.
+    """Refuse inserted tokens that no original token can read, since nothing could change.
+
+    If a single original token can read them, there is a warning.
 
     Args:
         prompt: The prompt, for the message.
@@ -202,112 +237,36 @@ def check_insertions_are_read(prompt: Prompt, sequences: ByCondition) -> None:
             )
 
 
-def condition_sequences(
-    named: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
-) -> list[dict[str, TokenSequence]]:
-    """The sequence of each prompt under each condition; only a counterpart may change original
-    tokens.
-
-    Args:
-        named: The conditions by name, the baseline first.
-        prompts: The prompts.
-        model: The model whose tokenizer is used.
-        seed: The seed of the conditions' draws.
-
-    Returns:
-        For each prompt its sequence under each condition.
-
-    Raises:
-        ConditionError: A condition of the user's own does not give a sequence, gives another one
-            each time, or does more than insert tokens.
-    """
-    prompt_sequences: list[dict[str, TokenSequence]] = []
-    for prompt in prompts:
-        sequences = {}
-        for name, condition in named.items():
-            sequence = condition.apply(prompt, model, seed)
-            if not isinstance(sequence, TokenSequence):
-                raise ConditionError(
-                    f"the condition {name!r} gives a {type(sequence).__name__} for prompt"
-                    f" {prompt.id}: apply must return a TokenSequence, such as"
-                    " insert(tokenize(prompt, model), ids, at)"
-                )
-            sequences[name] = sequence
-            if name == BASELINE or sequence.counterpart:
-                continue
-
-            # One prompt is enough to find a condition that draws without the seed.
-            if not prompt_sequences:
-                again = condition.apply(prompt, model, seed)
-                if not again.tokens.equal(sequence.tokens):
-                    raise ConditionError(
-                        f"the condition {name!r} inserts other tokens into prompt {prompt.id} each"
-                        " time, so no run can be repeated: draw them from apply's seed"
-                    )
-            _check_insertion(prompt, name, sequence, sequences[BASELINE])
-
-        # A counterpart may change tokens: which ones is marked here.
-        prompt_sequences.append(with_changes(sequences))
-    return prompt_sequences
-
-
-def _check_insertion(
-    prompt: Prompt, name: str, sequence: TokenSequence, baseline: TokenSequence
+def check_interventions(
+    model: HookedModel, ids: Sequence[str], prompt_sequences: Sequence[ByCondition]
 ) -> None:
-    """Refuse a sequence that is more than the baseline with tokens inserted."""
-    if not sequence.of_segment("inserted")[sequence.inserted].all():
-        raise ConditionError(
-            f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
-            f' {prompt.id}: their segment must be "inserted"'
-        )
+    """Refuse interventions that cannot act on this model or on their prompts.
 
-    for attribute in ("tokens", "origin", "segment"):
-        original_values = getattr(sequence, attribute)[~sequence.inserted]
-        if not original_values.equal(getattr(baseline, attribute)):
-            raise ConditionError(
-                f"the condition {name!r} changes the {attribute} of original tokens of prompt"
-                f" {prompt.id}: a condition may only insert tokens, as insert(tokenize(prompt,"
-                " model), ids, at) does"
-            )
-
-
-def checked_sequences(
-    named: Conditions,
-    prompts: Sequence[Prompt],
-    model: HookedModel,
-    seed: int,
-    analyses: Sequence[Analysis] = (),
-) -> list[dict[str, TokenSequence]]:
-    """The sequence of each prompt under each condition, which the model can read and the analyses
-    can measure.
-
-    Args:
-        named: The conditions by name, with the baseline.
-        prompts: The prompts.
-        model: The model that will read the sequences.
-        seed: The seed of the conditions' draws.
-        analyses: The analyses that will measure them.
-
-    Returns:
-        For each prompt its sequence under each condition.
-
-    Raises:
-        MechattnError: A condition, a prompt or an intervention cannot be used, as the checks below
-            say; none of them runs the model.
+    Edges that are cut in a layer that the model does not have are refused too.
     """
-    prompt_sequences = condition_sequences(named, prompts, model, seed)
-    for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
-        _check_sequences(prompt, sequences, analyses, model)
+    # Keyed by identity: each intervention is checked once, with all sequences that it acts on.
+    uses: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
+    for prompt, sequences in zip(ids, prompt_sequences, strict=True):
+        for sequence in sequences.values():
+            for intervention in sequence.interventions:
+                _, used = uses.setdefault(id(intervention), (intervention, []))
+                used.append((prompt, sequence))
 
-    check_interventions(model, [prompt.id for prompt in prompts], prompt_sequences)
-    check_variants(model, prompt_sequences)
-    return prompt_sequences
+            if sequence.cut_edges and sequence.cut_edges.layers is not None:
+                hooks.chosen_layers(model, sequence.cut_edges.layers)
+
+    for intervention, used in uses.values():
+        intervention.check(model, [prompt for prompt, _ in used])
+
+        if isinstance(intervention, ChecksSequences):
+            for prompt, sequence in used:
+                intervention.check_sequence(prompt, sequence)
 
 
 def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> None:
-    """Refuse hidden tokens or kept positions in a model that supports neither."""
-    hiding = set()
-    lowest_ids = []  # of sequences that keep positions, with their conditions
+    """Refuse cut edges or kept positions in a model that does not support them."""
+    hiding = set()  # the names of conditions that hide tokens from others
+    lowest_ids = []  # of each sequence that keeps positions: its lowest position id, and condition
 
     for sequences in prompt_sequences:
         for name, sequence in sequences.items():
@@ -325,78 +284,9 @@ def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) 
         )
 
     if lowest_ids:
-        # Only the sequence that goes furthest below the first position matters.
+        # A model that takes the lowest position id takes all others.
         lowest_id, name = min(lowest_ids)
         _check_kept_positions(model, lowest_id, name)
-
-
-def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None:
-    """Refuse positions that a model doesn't take, by the lowest of all, which a condition needs."""
-    if not takes_position_ids(model):
-        raise OptionError(
-            f"{model.cfg.model_name} takes no position ids (its attention computes positions"
-            " itself, like ALiBi, or has none), so the original tokens cannot keep theirs: omit"
-            f" {name!r}"
-        )
-    if lowest_id >= 0:
-        return
-
-    # Rotary positions may be negative, where the model computes them and has no table.
-    reason = "a table of positions, where a negative one is an error or another row"
-    if hasattr(model, "pos_embed"):
-        reason = "learned positions"
-    elif takes_negative_ids(model):
-        return
-    raise OptionError(
-        f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_id} before the"
-        " first: insert after at least as many tokens as are inserted (a longer system prompt, or a"
-        " smaller count)"
-    )
-
-
-def check_interventions(
-    model: HookedModel, ids: Sequence[str], prompt_sequences: Sequence[ByCondition]
-) -> None:
-    """Refuse interventions that cannot act on this model or on their prompts."""
-    # By identity: prompts share interventions, and each is checked once, with all that it acts on.
-    uses: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
-    for prompt, sequences in zip(ids, prompt_sequences, strict=True):
-        for sequence in sequences.values():
-            for intervention in sequence.interventions:
-                _, used = uses.setdefault(id(intervention), (intervention, []))
-                used.append((prompt, sequence))
-
-            # Refuses a layer that the model doesn't have.
-            if sequence.cut_edges and sequence.cut_edges.layers is not None:
-                hooks.chosen_layers(model, sequence.cut_edges.layers)
-
-    for intervention, used in uses.values():
-        intervention.check(model, [prompt for prompt, _ in used])
-
-        if isinstance(intervention, ChecksSequences):
-            for prompt, sequence in used:
-                intervention.check_sequence(prompt, sequence)
-
-
-def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str]:
-    """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a
-    model without one."""
-    boundary = boundary_of(model)
-    if boundary is None:
-        return []
-
-    sides: list[str] = []
-    for sequences in prompt_sequences:
-        # All sequences of a prompt lie on the same side, see check_side.
-        longest = max(_position_counts(sequences).values())
-        sides.append(boundary.side(longest))
-    return sides
-
-
-def _position_counts(sequences: ByCondition) -> dict[str, int]:
-    """The number of positions in each sequence: fewer than its tokens if the original ones keep
-    their positions."""
-    return {name: int(sequence.position_ids.max()) + 1 for name, sequence in sequences.items()}
 
 
 def check_side(
@@ -413,7 +303,7 @@ def check_side(
 
     Raises:
         PromptTooLong: A sequence goes beyond the boundary of a model with dynamic frequencies.
-        PromptError: The sequences, or a sequence and its answer, lie on both sides of it.
+        PromptError: The sequences, or a sequence and its answer, are on both sides of the boundary.
     """
     boundary = boundary_of(model)
     if boundary is None:
@@ -427,7 +317,7 @@ def check_side(
     if new_tokens:
         length = f"{length} and {new_tokens} new tokens are allowed"
 
-    # There is no other side whose numbers would be the same each time.
+    # Beyond this boundary the numbers depend on the texts that the model read before.
     if boundary.kind == "dynamic":
         if is_beyond:
             raise PromptTooLong(
@@ -451,3 +341,129 @@ def check_side(
             " other factors (LongRoPE), which would change in the middle of an answer. Omit the"
             f" prompt, or give new_tokens={boundary.at - counts[longest]} at most"
         )
+
+
+def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str]:
+    """The side of the model's boundary on which each prompt lies, "short" or "long".
+
+    Empty for a model whose RoPE does not depend on the length.
+    """
+    boundary = boundary_of(model)
+    if boundary is None:
+        return []
+
+    sides: list[str] = []
+    for sequences in prompt_sequences:
+        # All sequences of a prompt are on the same side, see check_side.
+        longest = max(_position_counts(sequences).values())
+        sides.append(boundary.side(longest))
+    return sides
+
+
+def _check_protocol(analysis: Any) -> None:
+    """Refuse an analysis that does not follow the protocol."""
+    lacking = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
+    problem = f"it lacks {', '.join(lacking)}"
+    if isinstance(analysis, type):
+        problem = "it is a class, not an instance"
+    elif not lacking:
+        problem = ""
+    if problem:
+        raise OptionError(
+            f"analyses holds {analysis!r}, which is not an analysis ({problem}); give one such as"
+            " ma.ReceivedAttention()"
+        )
+
+    if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
+        raise OptionError(
+            f"the analysis {analysis.name} receives no data: define add(sums, rows), or one of"
+            " add_pairs, add_activations, add_captures, add_final"
+        )
+
+    # The name of an analysis becomes the name of a dataset and of a folder.
+    if not str(analysis.name).isidentifier():
+        raise OptionError(f"an analysis is named {analysis.name!r}: use letters, digits and _")
+
+
+def _check_insertion(
+    prompt: Prompt, name: str, sequence: TokenSequence, baseline: TokenSequence
+) -> None:
+    """Refuse a sequence that is more than the baseline with tokens inserted."""
+    if not sequence.of_segment("inserted")[sequence.inserted].all():
+        raise ConditionError(
+            f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
+            f' {prompt.id}: their segment must be "inserted"'
+        )
+
+    for attribute in ("tokens", "origin", "segment"):
+        original_values = getattr(sequence, attribute)[~sequence.inserted]
+        if not original_values.equal(getattr(baseline, attribute)):
+            raise ConditionError(
+                f"the condition {name!r} changes the {attribute} of original tokens of prompt"
+                f" {prompt.id}: a condition may only insert tokens, as insert(tokenize(prompt,"
+                " model), ids, at) does"
+            )
+
+
+def _check_sequences(
+    prompt: Prompt, sequences: ByCondition, analyses: Sequence[Analysis], model: HookedModel
+) -> None:
+    """Refuse sequences that the model cannot read, or that an analysis cannot measure."""
+    baseline = sequences[BASELINE]
+    check_side(prompt, sequences, model)
+    check_is_unchanged(baseline)
+
+    for name, sequence in sequences.items():
+        # The number of the baseline's tokens that this sequence does not have.
+        lacking = len(baseline) - int((~sequence.inserted).sum())
+        if lacking:
+            raise PromptError(
+                f"{prompt.where} has {lacking} tokens without a partner under {name!r}, so they"
+                " cannot be compared; give versions with the same number of tokens, or patch:"
+                " ma.patch and ma.edges leave such tokens out"
+            )
+
+        check_size(prompt, name, sequence, model)
+
+        for analysis in analyses:
+            problem = analysis.problem(sequence)
+            if problem:
+                raise PromptError(f"{prompt.where} {problem}")
+
+
+def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None:
+    """Refuse kept positions in a model that takes no position ids, or not the lowest of them.
+
+    Args:
+        model: The model.
+        lowest_id: The lowest position id of all sequences.
+        name: The condition that needs it.
+    """
+    if not takes_position_ids(model):
+        raise OptionError(
+            f"{model.cfg.model_name} takes no position ids (its attention computes positions"
+            " itself, like ALiBi, or has none), so the original tokens cannot keep theirs: omit"
+            f" {name!r}"
+        )
+    if lowest_id >= 0:
+        return
+
+    # Rotary positions may be negative if the model computes them and does not look them up.
+    reason = "a table of positions, in which a negative one is an error or another row"
+    if hasattr(model, "pos_embed"):
+        reason = "learned positions"
+    elif takes_negative_ids(model):
+        return
+    raise OptionError(
+        f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_id} positions"
+        " before the first: insert no more tokens than come before them (a smaller count, or a"
+        " longer system prompt)"
+    )
+
+
+def _position_counts(sequences: ByCondition) -> dict[str, int]:
+    """The highest position of each sequence, plus 1.
+
+    It is less than the number of tokens if the original ones keep their positions.
+    """
+    return {name: int(sequence.position_ids.max()) + 1 for name, sequence in sequences.items()}

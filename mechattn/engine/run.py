@@ -1,7 +1,8 @@
-"""Runs a model on prompts under conditions: checks and calibrates once, and measures each batch."""
+"""Runs a model on prompts under conditions: checks, calibrates analyses, and measures batches."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,8 +45,7 @@ Sequences = Sequence[ByCondition]  # of each prompt
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of :func:`mechattn.run`, which explains them; a :class:`mechattn.Job` takes them
-    as one object.
+    """The options of :func:`mechattn.run` as one object, for a :class:`mechattn.Job`.
 
     Raises:
         OptionError: An option cannot be used with any model.
@@ -88,19 +88,19 @@ def run(
         seed: The seed of all random draws, used together with the prompt's id.
         keep: "moments" keeps mean, variance and n over prompts for each position; "prompts"
             also keeps each prompt's values.
-        memory: The memory budget for one layer of one batch; it and the lengths determine the
-            batches.
+        memory: The memory budget for one layer of one batch, such as "2GiB".
         engine: "streaming" computes attention in blocks of query rows and stores no [query, key]
-            matrix; "fused" takes sums over queries from two calls of a fused kernel, for analyses
-            that need no rows; "hooks" reduces each layer's pattern from TransformerLens's hooks;
-            "auto" streams if that gives the model's own numbers.
+            matrix. "fused" takes sums over queries from two calls of a fused kernel, for analyses
+            that need no rows. "hooks" reduces each layer's pattern from TransformerLens's hooks.
+            "auto" streams, or on a GPU uses the fused kernel for analyses that need no rows; if
+            that does not give the model's own numbers, it uses the hooks.
 
     Returns:
         A result with one dataset per analysis, and "sequences", the tokens that the model read.
 
     Raises:
-        MechattnError: An argument cannot be used. Raised before the first forward pass, except for
-            invalid attention (NaN, a wrong mask), which is found at the first batch with it.
+        MechattnError: An argument cannot be used, which is found before the first batch; or a batch
+            has invalid attention (NaN, a wrong mask) or does not fit in memory.
     """
     plan = make_plan(model, conditions, analyses, RunOptions(layers, seed, keep, memory, engine))
     prompts = as_prompts(prompts)
@@ -129,7 +129,11 @@ class Plan:
         return sequences
 
     def calibrated(self, prompts: Sequence[Prompt]) -> Run:
-        """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
+        """Calibrate the analyses on the model and choose the engine.
+
+        Args:
+            prompts: All prompts of the whole run.
+        """
         likeness = likeness_of(prompts)
         alike = []
         if likeness:
@@ -156,8 +160,8 @@ class Run:
     plan: Plan
     engine: ChosenEngine
     blind: BlindScores
-    # How much the prompts of the whole run repeat each other, in words, and how many these are;
-    # empty if they don't. A merge of several runs has an entry of each.
+    # Has an entry if the prompts of the whole run repeat each other: their number ("prompts") and a
+    # sentence ("words"). A merge of several runs has the entries of all.
     alike: Sequence[Mapping[str, Any]]
 
     def result(
@@ -167,7 +171,7 @@ class Run:
 
         Args:
             prompts: The prompts.
-            sequences: Those of ``Plan.sequences`` for these prompts.
+            sequences: What ``Plan.sequences`` returns for these prompts.
             places: The index of each prompt in the whole run.
         """
         start = time.monotonic()
@@ -176,11 +180,12 @@ class Run:
         batches = self._batches(sequences)
 
         halved = []
-        # The bar of one of several chunks disappears when it is done.
+        # A run of less than 2 s has no bar. With leave=None, the bar of one of several chunks
+        # disappears at its end.
         for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
             measured, too_large = in_halves(indices, measure)
-            for whole in too_large:
-                halved.append({"prompts": len(whole), "first": prompts[whole[0]].id})
+            for group in too_large:
+                halved.append({"prompts": len(group), "first": prompts[group[0]].id})
             for batch, values in measured:
                 for collector, layer_values in zip(collectors, values, strict=True):
                     collector.add(batch, layer_values)
@@ -192,7 +197,7 @@ class Run:
         return Result(datasets, {**description, "halved": halved, "seconds": seconds})
 
     def _collectors(self, prompts: Sequence[Prompt], sequences: Sequences) -> list[Collector]:
-        """What collects the values of each analysis, still empty."""
+        """An empty collector for each analysis."""
         plan = self.plan
         coords: dict[str, list] = {
             "prompt": [prompt.id for prompt in prompts],
@@ -208,7 +213,7 @@ class Run:
         ]
 
     def _batches(self, sequences: Sequences) -> list[list[int]]:
-        """The indices of the prompts that are measured together."""
+        """The indices of the prompts of each batch."""
         plan = self.plan
         holds_pattern = self.engine.name == "hooks"
         return batch_plan(
@@ -224,7 +229,7 @@ class Run:
     ) -> tuple[Batch, list[LayerValues]]:
         """The batch of the prompts at these indices under all conditions, and its values."""
         plan = self.plan
-        # Without one, any token will do: no token sees what comes after it.
+        # Any token can be the padding, since no token sees what comes after it.
         pad = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
         rows = [(index, name) for index in indices for name in sequences[index]]
         batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
@@ -242,8 +247,7 @@ class Run:
     def _description(
         self, prompts: Sequence[Prompt], first_sequences: ByCondition
     ) -> dict[str, Any]:
-        """The model, the prompts and the options, which determine the numbers; and when and where
-        they were computed."""
+        """The provenance: model, prompts, options, engine, versions and time."""
         plan = self.plan
         about_prompts: dict[str, Any] = {
             "count": len(prompts),
@@ -274,11 +278,6 @@ class Run:
         }
 
 
-def _longest(sequences: ByCondition) -> int:
-    """The most tokens of a prompt under any condition."""
-    return max(map(len, sequences.values()))
-
-
 def make_plan(
     model: Any,
     conditions: Conditions | None = None,
@@ -287,8 +286,15 @@ def make_plan(
     *,
     paths: bool = False,
 ) -> Plan:
-    """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full
-    path."""
+    """Check the arguments of ``run`` except the prompts.
+
+    Args:
+        model: As for ``run``.
+        conditions: As for ``run``.
+        analyses: As for ``run``.
+        options: The other options of ``run``.
+        paths: Whether the full path of a checkpoint is recorded.
+    """
     model = load_model(model)
     return Plan(
         model,
@@ -313,12 +319,12 @@ def run_random(
 ) -> list[Result]:
     """Repeat ``run`` on several models with random weights, for ``result.compare(…, random=…)``.
 
-    One random model is held at a time, in addition to the given one; each run costs as much as the
-    original run.
+    One random model is held at a time, in addition to the given model. Each run costs as much as
+    the original run.
 
     Args:
-        model: As for ``run``; "shuffled" uses its weights, and both kinds use its configuration and
-            tokenizer.
+        model: As for ``run``. Both kinds use its configuration and tokenizer; "shuffled" also uses
+            its weights.
         prompts: As in the original run.
         conditions: As in the original run.
         analyses: As in the original run.
@@ -326,7 +332,8 @@ def run_random(
             0.05; with 3, only several heads together can (7 of 32), as
             ``table.attrs["resolution_random"]`` says.
         kind: "initialised" or "shuffled"; see ``random_weights``.
-        seed: As in the original run, for the conditions' draws; draw i has the weights of seed + i.
+        seed: The seed of the original run. The weights of draw i, from 0, have the seed
+            ``seed + i``.
         **options: Other options of ``run``, such as ``layers``.
 
     Raises:
@@ -336,7 +343,7 @@ def run_random(
     Source:
         arXiv:2512.18792.
     """
-    check_counts(FEWEST_DRAWS, draws=draws)  # heads are compared with their spread
+    check_counts(FEWEST_DRAWS, draws=draws)  # fewer have no spread to compare heads with
     check_draw(kind, seed)
     model = load_model(model)
     results = []
@@ -344,4 +351,13 @@ def run_random(
         random_model = random_weights(model, kind, seed + draw)
         result = run(random_model, prompts, conditions, analyses, seed=seed, **options)
         results.append(result)
+
+        # A hooked model refers to itself: without a collection, two would be in memory.
+        del random_model
+        gc.collect()
     return results
+
+
+def _longest(sequences: ByCondition) -> int:
+    """The length of a prompt's longest sequence."""
+    return max(map(len, sequences.values()))

@@ -1,4 +1,4 @@
-"""The tokens that a model read, as a dataset."""
+"""The dataset of the tokens that a model read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mechattn.prompts.token_sequences import TokenSequence, token_texts
 if TYPE_CHECKING:
     import xarray as xr
 
-# Each variable: the attribute of a sequence, and its unit.
+# For each variable, the attribute of a sequence that it holds, and its unit.
 _OF_TOKENS = {
     "tokens": ("tokens", "token id"),
     "origin": ("origin", "position in the baseline"),
@@ -31,8 +31,10 @@ def sequences_dataset(
     sequences: Sequence[Mapping[str, TokenSequence]],
     places: Sequence[int],
 ) -> xr.Dataset:
-    """The tokens that the model read, their segments and origins, the prompts' groups, and the
-    first prompt's texts.
+    """The tokens that the model read, with their origins and segments.
+
+    The dataset also has the texts of the first prompt's tokens, the groups of the prompts if all
+    have one, and the RoPE factors of each prompt if they depend on its length.
 
     Args:
         model: The model, whose tokenizer gives the texts.
@@ -41,24 +43,25 @@ def sequences_dataset(
         places: The index of each prompt in the whole run.
 
     Returns:
-        Variables [prompt condition pos], padded on the right, and some of each prompt alone.
+        Variables [prompt condition pos], padded on the right; "first_prompt_text" [condition pos];
+        and variables [prompt].
     """
-    # Here, because its import takes a while.
+    # Imported here, because it takes a while.
     import xarray as xr
 
     conditions = list(sequences[0])
-    longest = max(len(sequence) for own in sequences for sequence in own.values())
+    longest = max(len(sequence) for by_condition in sequences for sequence in by_condition.values())
     shape = (len(prompts), len(conditions), longest)
 
     variables: dict[str, Any] = {}
     for name, (attribute, unit) in _OF_TOKENS.items():
         array = np.full(shape, PADDING, dtype=np.int32)
-        for row, own in enumerate(sequences):
-            for column, sequence in enumerate(own.values()):
+        for row, by_condition in enumerate(sequences):
+            for column, sequence in enumerate(by_condition.values()):
                 array[row, column, : len(sequence)] = getattr(sequence, attribute)
         variables[name] = (("prompt", "condition", "pos"), array, {"units": unit})
 
-    # Of one prompt only, for a glance at what the conditions do: texts take much room.
+    # The first prompt shows what the conditions do; the texts of all would take much space.
     first_texts = []
     for sequence in sequences[0].values():
         token_ids = sequence.tokens.tolist()
@@ -70,12 +73,12 @@ def sequences_dataset(
         first_texts.append(texts + padding)
     variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
 
-    # Only of a model whose RoPE depends on the length.
+    # Empty unless the model's RoPE depends on the length.
     sides = sides_of(model, sequences)
     if sides:
         variables["rope_factors"] = _text_variable(("prompt",), sides)
 
-    # Groups are for clusters in the statistics, which need one of every prompt.
+    # Groups become clusters in the statistics, which need the group of every prompt.
     groups = [prompt.group for prompt in prompts]
     if None not in groups:
         variables["group"] = _text_variable(("prompt",), groups)
@@ -89,6 +92,6 @@ def sequences_dataset(
 
 
 def _text_variable(dims: tuple[str, ...], texts: Any) -> tuple[Any, ...]:
-    """Texts of any length, as Zarr stores them."""
+    """A variable of texts of any length, in numpy's type of strings, which Zarr can store."""
     array = np.array(texts, dtype=object).astype(np.dtypes.StringDType())
     return dims, array, {"units": "text"}

@@ -1,4 +1,4 @@
-"""MLP activations: statistics over channels, and ARM with its keyed random numbers."""
+"""Statistics of MLP activations over channels, ARM, and the random numbers that ARM uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 Channels = Float[Tensor, "*token channel"]
 TokenValues = Float[Tensor, "*token"]
-Entries = Float[Tensor, "row entry"]  # of a token, or of the whole tensor
-OfTokens = Int[Tensor, "row pos"]  # positions, or keys
+Entries = Float[Tensor, "row entry"]  # a row is a token, or the whole tensor
+OfTokens = Int[Tensor, "row pos"]  # the positions of tokens, or their keys for random numbers
 Integers = Int[Tensor, "*any"]
 
 
@@ -22,7 +22,7 @@ def near_zero_share(x: Channels, threshold: float) -> TokenValues:
 
     Args:
         x: Activations after the nonlinearity.
-        threshold: In their unit.
+        threshold: The largest size that counts as near zero.
 
     Returns:
         Shares from 0 to 1, one for each token.
@@ -31,17 +31,16 @@ def near_zero_share(x: Channels, threshold: float) -> TokenValues:
 
 
 def saturated_share(x: Channels, pre: Channels, threshold: float, minimum: float) -> TokenValues:
-    """The share of channels with ``|x| ≤ threshold`` and an input left of the nonlinearity's
-    minimum.
+    """The share of channels with ``|x| ≤ threshold`` and ``pre`` below the nonlinearity's minimum.
 
-    SiLU and GELU are near zero around ``pre = 0`` and far below it, where a channel is switched
-    off. These two populations lie on different sides of the minimum.
+    SiLU and GELU are near zero around ``pre = 0``, and also far below it, where a channel is
+    switched off. The minimum lies between the two.
 
     Args:
         x: Activations after the nonlinearity.
         pre: The inputs of the nonlinearity.
-        threshold: In the unit of the activations.
-        minimum: Where the nonlinearity has its minimum, see :func:`minimum_of`.
+        threshold: The largest size that counts as near zero.
+        minimum: The input at which the nonlinearity has its minimum, see :func:`minimum_of`.
 
     Returns:
         Shares from 0 to 1, one for each token.
@@ -51,18 +50,18 @@ def saturated_share(x: Channels, pre: Channels, threshold: float, minimum: float
 
 
 def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
-    """The largest input in [−20, 0] at a nonlinearity's minimum: −1.28 for SiLU, −0.75 for GELU, 0
-    for ReLU.
+    """The largest input in [−20, 0] at which a nonlinearity has its minimum over this range.
 
-    Below −15 for a monotonic nonlinearity, for which nothing counts as saturated.
+    It is −1.28 for SiLU, −0.75 for GELU and 0 for ReLU. For a nonlinearity that rises everywhere,
+    such as tanh, it is below −15, so that hardly any input counts as saturated.
 
     Args:
-        nonlinearity: A function of each entry alone, which takes float64.
+        nonlinearity: An elementwise function that takes float64.
 
     Returns:
-        An input, exact to 0.0001.
+        The input, to within 0.0001.
     """
-    grid = torch.linspace(-20, 0, 200_001, dtype=torch.float64)
+    grid = torch.linspace(-20, 0, 200_001, dtype=torch.float64)  # in steps of 0.0001
     values = nonlinearity(grid)
     at_minimum = grid[values == values.min()]
     return float(at_minimum.max())
@@ -70,16 +69,15 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
 
 def gini(x: Channels) -> TokenValues:
     """The Gini coefficient of ``|x|``: 0 if all channels are equally active, ``1 − 1/n`` if only
-    one is.
+    one of n is.
 
-    ``G = 2 Σ i·|x|₍ᵢ₎ / (n Σ |x|) − (n + 1) / n`` with ``|x|₍₁₎ ≤ |x|₍₂₎ ≤ …``; NaN where all are
-    0.
+    ``G = 2 Σ i·|x|₍ᵢ₎ / (n Σ |x|) − (n + 1) / n`` with ``|x|₍₁₎ ≤ |x|₍₂₎ ≤ …``
 
     Args:
-        x: Activations, or any numbers of each channel.
+        x: Activations, or any numbers of each channel; at least in float32, to hold the ranks.
 
     Returns:
-        Coefficients from 0 to 1, one for each token.
+        Coefficients from 0 to 1, one for each token; NaN if all its channels are 0.
     """
     size = x.abs().sort(-1).values
     n = size.shape[-1]
@@ -91,33 +89,32 @@ def gini(x: Channels) -> TokenValues:
 
 
 def kurtosis(x: Channels) -> TokenValues:
-    """``mean of (x − mean)⁴ / variance²``: 3 for a normal distribution, more for heavy tails; NaN
-    for a constant.
+    """``mean of (x − mean)⁴ / variance²``: 3 for a normal distribution, more for heavy tails.
 
     Args:
         x: Activations, or any numbers of each channel.
 
     Returns:
-        Kurtosis over the channels (not excess kurtosis), one for each token.
+        The kurtosis (not the excess kurtosis) of each token's channels; NaN if all are equal.
     """
     centred = x - x.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
 
-    # Divided before the fourth power, which could overflow.
+    # Divided first, because the fourth power of large numbers could overflow.
     standardised = centred / variance.sqrt()
     return standardised.pow(4).mean(-1)
 
 
 def counts_between(x: Float[Tensor, "*any"], edges: Float[Tensor, " edge"]) -> Int[Tensor, " bin"]:
-    """Counts of entries below the first edge, in each ``[edge, next edge)``, and at or above the
-    last edge.
+    """The number of entries below the first edge, in each ``[edge, next edge)``, and from the last
+    edge on.
 
     Args:
         x: Numbers of any shape, none of them NaN.
         edges: Edges in ascending order.
 
     Returns:
-        Counts, one more than there are edges.
+        One count more than there are edges.
     """
     bins = torch.bucketize(x.flatten(), edges, right=True)
     return torch.bincount(bins, minlength=len(edges) + 1)
@@ -127,10 +124,10 @@ Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
 Scope = Literal["token", "tensor"]
 Control = Literal["random_direction", "random_channels", "shuffled_signs"]
 _KAPPA = 1.4826  # makes the MAD of normal data equal to their standard deviation
-# The least and the largest share of the entries that are moved.
+# The smallest and the largest share of entries that each form moves.
 _SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
-_LEAST_MAD = 1e-12  # keeps the threshold above 0 where most entries are equal
-_HIGH = 0.75  # above this percentile, finding the largest entries is faster than sorting all
+_LEAST_MAD = 1e-12  # keeps the threshold above 0 if most entries are equal
+_HIGH = 0.75  # beyond this share of the entries, finding the largest is faster than sorting all
 
 
 def redistribute(
@@ -144,20 +141,20 @@ def redistribute(
 ) -> Channels:
     """Apply ARM to activations: ``x + strength · (arm(x) − x)``.
 
-    With ``ε = 1.4826 · c · MAD(|x|)`` and p the share of ``|x| ≤ ε``, the ``round(clip(p) · n)``
-    smallest ``|x|`` are moved, with ties by index; 0 is not moved. The bound of positive entries is
-    the ``p1``-th percentile of x, at least 0; that of negative entries is ``min(x)``, at most 0. An
-    entry whose bound is 0 is not moved.
+    Let ``ε = 1.4826 · c · MAD(|x|)``, and p the share of entries with ``|x| ≤ ε``. ARM moves the
+    ``round(clip(p) · n)`` smallest ``|x|``; of equal ones, those with lower indices come first. The
+    bound of a positive entry is the ``p1``-th percentile of x, at least 0. The bound of a negative
+    entry is ``min(x)``. Entries that are 0, or whose bound is 0, are not moved.
 
     - "paper": p is clipped to [0.02, 0.25], and ``uniform · bound`` is added.
-    - "released_llama" (the published code, its file for Llama): p is clipped to [0.2, 0.25], and
-      the entry becomes ``uniform · bound``. Some entries move inward.
-    - "released_qwen2" (its file for Qwen2): the same, with p clipped to [0.02, 0.25].
-    - "gemma" (its file for Gemma 3): all ``|x| ≤ quantile(|x|, c)`` become ``uniform · bound``,
-      with the percentile of ``|x|`` as the bound above.
+    - "released_llama" (the published code's file for Llama): p is clipped to [0.2, 0.25], and the
+      entry becomes ``uniform · bound``. Some entries move towards 0.
+    - "released_qwen2" (its file for Qwen2): as for Llama, with p clipped to [0.02, 0.25].
+    - "gemma" (its file for Gemma 3): all entries with ``|x| ≤ quantile(|x|, c)`` become
+      ``uniform · bound``, where the bound of positive entries is the percentile of ``|x|``.
 
-    Medians are lower medians, percentiles interpolate linearly, halves round to even; statistics
-    are in float32.
+    Medians are lower medians, percentiles are interpolated linearly, and halves are rounded to
+    even. Statistics are at least in float32.
 
     Args:
         x: Activations after the nonlinearity.
@@ -166,11 +163,11 @@ def redistribute(
         c: The factor of the threshold; for "gemma" the share itself.
         p1: A percentile, 0 to 100.
         form: The published form.
-        scope: Whether statistics and selection are over the channels of each token, or (as
-            published) over the whole tensor, so that the result depends on batch and padding.
+        scope: "token" takes statistics and selects over the channels of each token. "tensor" does
+            so over the whole tensor, as published; the result then depends on batch and padding.
         strength: The fraction of the change to apply.
     """
-    # Each row has its own statistics: the channels of a token, or the whole tensor.
+    # Each row, a token's channels or the whole tensor, has statistics of its own.
     entries = x.shape[-1]
     if scope == "tensor":
         entries = x.numel()
@@ -184,15 +181,14 @@ def redistribute(
         selected = sizes <= _percentile(sizes, 100 * c)
         upper = _percentile(sizes, p1)
     else:
-        # The first among equals comes first.
+        # Stable, so that lower indices come first among equal entries.
         ordered, order = sizes.sort(dim=-1, stable=True)
         ranks = torch.arange(sizes.shape[-1], device=sizes.device)
         is_moved = ranks < _moved_count(ordered, c, _SHARES[form])[:, None]
         selected = torch.empty_like(is_moved).scatter_(-1, order, is_moved)
         upper = _percentile(rows, p1).clamp(min=0)
 
-    # An entry moves on its own side of 0: up to the percentile, or down to the row's smallest
-    # entry.
+    # A positive entry is bounded by the percentile, a negative one by the row's smallest entry.
     lower = rows.amin(-1, keepdim=True).clamp(max=0)
     bound = torch.where(rows > 0, upper, lower)
     target = uniform * bound
@@ -200,14 +196,13 @@ def redistribute(
         target = rows + target
     moved = rows + strength * (target - rows)
 
-    # If there is no such bound, or the entry is exactly 0, it stays the same to the bit: not
-    # rounded through float32.
+    # An entry that is not moved comes from the input, so that it keeps every bit.
     moves = selected & (rows != 0) & (bound != 0)
     return torch.where(moves, moved.to(x.dtype), flat).reshape(x.shape)
 
 
 def as_control(change: Channels, uniform: Channels, control: Control) -> Channels:
-    """A change of the same size as the given one at each token, but otherwise arbitrary.
+    """A random change with the same norm as the given one at each token.
 
     - "random_direction": a random direction, of the same norm.
     - "random_channels": the same numbers, in channels drawn at random.
@@ -235,17 +230,77 @@ def as_control(change: Channels, uniform: Channels, control: Control) -> Channel
 
 
 def mad_threshold(ordered: Entries, c: float) -> Float[Tensor, "row 1"]:
-    """ARM's ε of each row, ``1.4826 · c · MAD(|x|)``, with lower medians; above 0.
+    """ARM's threshold ε of each row, ``1.4826 · c · MAD(|x|)``, with lower medians.
 
     Args:
         ordered: The absolute values of each row, in ascending order.
         c: The factor of the threshold.
+
+    Returns:
+        Thresholds, above 0 for ``c`` above 0.
     """
     middle = (ordered.shape[-1] - 1) // 2
     median = ordered[:, middle : middle + 1]
     deviations = (ordered - median).abs()
     mad = deviations.kthvalue(middle + 1, dim=-1, keepdim=True).values
     return _KAPPA * c * mad.clamp(min=_LEAST_MAD)
+
+
+# The constants of SplitMix64 as signed integers, since torch cannot add or multiply unsigned ones.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND_FACTOR = 0x94D049BB133111EB - 2**64
+
+
+def token_keys(
+    seed: int,
+    prompts: Sequence[str],
+    positions: OfTokens,
+    layer: int,
+    purpose: str = "",
+) -> OfTokens:
+    """A key for each token, from the seed, its prompt, position and layer, and a purpose.
+
+    Args:
+        seed: The seed of a run.
+        prompts: The id of each row's prompt.
+        positions: The position of each token in its prompt.
+        layer: The layer whose activations are changed.
+        purpose: A text; different texts give a token independent random numbers.
+
+    Returns:
+        64-bit integers, which do not depend on the batch that a token is in.
+    """
+    hashes = []
+    for prompt in prompts:
+        text = f"{seed} {layer} {purpose} {prompt}".encode()
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little", signed=True))
+
+    rows = torch.tensor(hashes, dtype=torch.long, device=positions.device)
+    states = rows[:, None] + positions.long() * _GOLDEN
+    return _mix(states)
+
+
+def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "*token {channels}"]:
+    """Uniform random numbers in [0, 1) for each channel of each token, from SplitMix64.
+
+    Args:
+        keys: A key for each token, see :func:`token_keys`.
+        channels: The number of channels.
+
+    Returns:
+        Multiples of 2⁻²⁴ in float32, the same on every device.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    channel = torch.arange(1, channels + 1, device=keys.device)
+    states = keys.unsqueeze(-1) + channel * _GOLDEN
+    mixed = _mix(states)
+
+    # The upper 24 bits, which float32 represents exactly.
+    top_bits = (mixed >> 40) & 0xFFFFFF
+    return top_bits.float() / 2**24
 
 
 def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
@@ -260,7 +315,10 @@ def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> Int
 
 
 def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
-    """The percentile of each row; ``torch.quantile`` takes at most 2²⁴ entries and no bfloat16."""
+    """The percentile of each row.
+
+    ``torch.quantile`` takes at most 2²⁴ entries (pytorch/pytorch#64947).
+    """
     n = x.shape[-1]
     position = percent / 100 * (n - 1)
     rank = int(position)
@@ -269,69 +327,10 @@ def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
     else:
         from_rank = x.sort(-1).values[:, rank:]
 
-    # Between this rank and the next; the last rank has no next.
+    # Interpolate between this rank and the next, which the last rank does not have.
     following = min(1, n - 1 - rank)
     above = from_rank[:, following : following + 1]
     return torch.lerp(from_rank[:, :1], above, position - rank)
-
-
-# The constants of SplitMix64, as signed integers: torch has no unsigned ones of 64 bits.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND_FACTOR = 0x94D049BB133111EB - 2**64
-
-
-def token_keys(
-    seed: int,
-    prompts: Sequence[str],
-    positions: OfTokens,
-    layer: int,
-    purpose: str = "",
-) -> OfTokens:
-    """A key for each token of some rows, from the seed, the row's prompt, the position, the layer
-    and a purpose.
-
-    Args:
-        seed: The seed of a run.
-        prompts: The id of each row's prompt.
-        positions: The position of each token; its place in the batch plays no part.
-        layer: The layer whose activations are changed.
-        purpose: Keeps several random numbers of one token independent.
-
-    Returns:
-        64-bit integers: the same for the same token, whatever batch it is in.
-    """
-    hashes = []
-    for prompt in prompts:
-        text = f"{seed} {layer} {purpose} {prompt}".encode()
-        digest = hashlib.blake2b(text, digest_size=8).digest()
-        hashes.append(int.from_bytes(digest, "little", signed=True))
-
-    rows = torch.tensor(hashes, dtype=torch.long, device=positions.device)
-    states = rows[:, None] + positions.long() * _GOLDEN
-    return _mix(states)
-
-
-def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "*token {channels}"]:
-    """Numbers in [0, 1), multiples of 2⁻²⁴, one for each channel of each token: the bits of
-    SplitMix64.
-
-    Args:
-        keys: A key for each token, see :func:`token_keys`.
-        channels: How many numbers each token gets.
-
-    Returns:
-        Numbers in float32, the same on every device.
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
-    channel = torch.arange(1, channels + 1, device=keys.device)
-    states = keys.unsqueeze(-1) + channel * _GOLDEN
-    mixed = _mix(states)
-
-    # As many bits as a float32 holds exactly.
-    top_bits = (mixed >> 40) & 0xFFFFFF
-    return top_bits.float() / 2**24
 
 
 def _mix(z: Integers) -> Integers:
@@ -342,6 +341,6 @@ def _mix(z: Integers) -> Integers:
 
 
 def _unsigned_shift(z: Integers, by: int) -> Integers:
-    """A shift to the right that fills with zeros, as of an unsigned number."""
+    """Shift to the right and fill with zeros, as for an unsigned integer."""
     low_bits = 2 ** (64 - by) - 1
     return (z >> by) & low_bits

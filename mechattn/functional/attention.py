@@ -1,4 +1,4 @@
-"""Causal attention in blocks of query rows, or single rows of it."""
+"""Causal attention, computed in blocks of query rows or in single rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or scores
+Pattern = Float[Tensor, "batch head query key"]  # attention probabilities
+Scores = Float[Tensor, "batch head query key"]  # before the softmax
 Tokens = Int[Tensor, "batch pos"]
 Stream = Float[Tensor, "batch pos d_model"]  # the residual stream, or a direction in it
 Marked = Bool[Tensor, "batch pos"]  # some tokens of each sequence
@@ -22,74 +23,74 @@ PerToken = Float[Tensor, "batch head pos"]
 QueryPositions = Int[Tensor, "batch query"]  # of some queries of each sequence
 SequenceIndices = Int[Tensor, " chosen"]  # of some sequences of a batch
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
-# An accelerator waits for its orders where a block is small: at most 128 MiB of scores, and so many
-# rows.
+# Small blocks leave an accelerator idle between kernels, so its blocks may have up to 128 MiB of
+# scores in float32 and this number of rows.
 _SCORES_OF_BLOCK = 2**25
 _LARGEST_BLOCK = 1024
-# Heads that share keys, as rows of one product, and apart again.
+# Stacks the heads of a group, which share keys, as rows of one product, and separates them again.
 _TOGETHER = "batch (kv_head group) query last -> batch kv_head (group query) last"
 _APART = "batch kv_head (group query) last -> batch (kv_head group) query last"
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which statistics and outputs are computed: float32 at least."""
+    """The dtype in which statistics and outputs are computed: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def in_working_dtype(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Convert to float32 at least."""
+    """Convert half precision to float32."""
     return tensor.to(working_dtype(tensor))
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeMask:
-    """Edges of attention that are cut before the softmax: some queries don't see some keys. A token
-    sees itself."""
+    """Edges of attention that are cut before the softmax: some queries do not see some keys.
 
-    queries: Marked  # the queries that are blind to the keys
-    keys: Marked
+    A token always sees itself.
+    """
+
+    queries: Marked  # the queries that do not see the keys
+    keys: Marked  # the keys that these queries do not see
 
     def unseen(self, queries: QueryPositions, keys: slice) -> Bool[Tensor, "batch query key"]:
-        """The keys at these positions that each of the queries doesn't see.
+        """Which edges from some queries to some keys are cut.
 
         Args:
             queries: Positions of queries, the same number in each sequence.
-            keys: The positions of the keys asked for.
+            keys: The positions of the keys.
 
         Returns:
-            True where the edge from a query to a key is cut; never for a query's own key.
+            True if the edge is cut; never for a query's own key.
         """
         positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
         blind_queries = self.queries.gather(1, queries)
         hidden_keys = self.keys[:, keys]
         cut = blind_queries.unsqueeze(2) & hidden_keys.unsqueeze(1)
 
-        # A token always sees itself.
         return cut & (queries.unsqueeze(2) != positions)
 
     def to(self, device: torch.device | str) -> EdgeMask:
-        """The same on a device."""
+        """Return the mask on a device."""
         return EdgeMask(self.queries.to(device), self.keys.to(device))
 
     def of(self, sequences: SequenceIndices) -> EdgeMask:
-        """The same for some sequences of the batch."""
+        """Return the mask of some sequences of the batch."""
         return EdgeMask(self.queries[sequences], self.keys[sequences])
 
 
 def visible_keys(
     queries: Int[Tensor, "*batch query"], keys: int, window: int | None = None
 ) -> Bool[Tensor, "*batch query {keys}"]:
-    """Which keys each query can see: those not after it, in a windowed layer the last ``window`` of
-    these.
+    """Which keys each query sees: its own and those before it, within the window.
 
     Args:
         queries: The positions of some queries.
-        keys: The number of keys, from the first on.
+        keys: The number of keys, counted from the first.
         window: How many keys a query sees, including its own; None for all.
 
     Returns:
-        True where a query sees a key.
+        True if the query sees the key.
     """
     distance = queries.unsqueeze(-1) - torch.arange(keys, device=queries.device)
     visible = distance >= 0
@@ -100,11 +101,11 @@ def visible_keys(
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The inputs of causal attention. ``A[q, k] = softmax over visible k of cap(scale · q·k) +
-    bias[k]``.
+    """The inputs of causal attention.
 
-    ``cap(s) = softcap · tanh(s / softcap)``. Sequences that are padded on the right need no mask:
-    no token sees what comes after it.
+    ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``, with
+    ``cap(s) = softcap · tanh(s / softcap)``. Padding on the right needs no mask, since no token
+    sees what comes after it.
     """
 
     q: Vectors  # queries, after RoPE
@@ -112,24 +113,25 @@ class Attention:
     k: Float[Tensor, "batch kv_head pos d_head"]
     v: Float[Tensor, "batch kv_head pos d_value"]
     scale: float  # the factor of the scores, usually 1 / √d_head
-    # Added to the scores of each key (ALiBi), already scaled.
+    # Added to the scores of each key (ALiBi); not multiplied by ``scale``
     bias: Float[Tensor, "#batch head pos"] | None = None
     window: int | None = None  # how many keys a query sees, including its own; None for all
     softcap: float | None = None  # the bound of soft-capped scores
     edge_mask: EdgeMask | None = None  # edges that are cut
-    # The score of each head's learned sink, which keeps its share of every row to itself
+    # The score of each head's learned sink, which takes a share of every row and has no value
     sinks: PerHead | None = None
 
     @property
     def fusable(self) -> bool:
-        """Whether a fused kernel can compute it: not with capped scores, cut edges or a window that
-        leaves keys out.
+        """Whether a fused kernel can compute this attention.
+
+        It cannot with capped scores, cut edges, or a window that leaves out keys.
         """
         windowed = self.window is not None and self.window < self.q.shape[2]
         return self.softcap is None and self.edge_mask is None and not windowed
 
     def of(self, sequences: SequenceIndices) -> Attention:
-        """The same for some sequences of the batch."""
+        """Return the inputs of some sequences of the batch."""
         bias = self.bias
         if bias is not None and len(bias) > 1:
             bias = bias[sequences]
@@ -147,15 +149,14 @@ class Attention:
         )
 
     def rows(self, queries: QueryPositions, keys: int) -> Float[Tensor, "batch head query {keys}"]:
-        """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they
-        can see.
+        """Compute the rows of some queries of each sequence.
 
         Args:
             queries: Positions of queries, the same number in each sequence.
-            keys: The number of keys; none of the queries lies beyond them.
+            keys: The number of keys, counted from the first; more than the last of these positions.
 
         Returns:
-            Probabilities in float32 at least. A row sums to 1, or with a learned sink to less.
+            Probabilities, at least in float32. A row sums to 1, or to less with a learned sink.
         """
         dtype = working_dtype(self.q)
         _, heads, _, d_head = self.q.shape
@@ -182,21 +183,21 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class PatternRows:
-    """A whole pattern from a hook, and its values; rows are looked up."""
+    """A layer's whole pattern from a hook, and its values. Rows are looked up in the pattern."""
 
     pattern: Float[Tensor, "batch head pos pos"]
     v: Float[Tensor, "batch kv_head pos d_value"]
 
     def of(self, sequences: SequenceIndices) -> PatternRows:
-        """The same for some sequences of the batch."""
+        """Return the pattern and values of some sequences of the batch."""
         return PatternRows(self.pattern[sequences], self.v[sequences])
 
     def rows(self, queries: QueryPositions, keys: int) -> Float[Tensor, "batch head query {keys}"]:
-        """Probabilities of any queries of each sequence over the first ``keys`` keys.
+        """Look up the rows of some queries of each sequence.
 
         Args:
             queries: Positions of queries, the same number in each sequence.
-            keys: The number of keys; none of the queries lies beyond them.
+            keys: The number of keys, counted from the first.
 
         Returns:
             Rows of the pattern, in its dtype.
@@ -212,20 +213,19 @@ AnyRows = Attention | PatternRows  # one layer's attention, from which single ro
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A block of query rows of one layer's attention. The pattern's memory is reused for the next
-    block.
-    """
+    """A block of query rows of a layer's attention; the next block reuses the pattern's memory."""
 
     pattern: Pattern  # attention probabilities, float32 or better; 0 for unseen keys
     queries: slice  # the positions of these rows
-    keys: slice  # the positions of the keys; none of these rows sees the others
-    attention: AnyRows | None = None  # has other rows and the values; None if not requested
+    keys: slice  # the positions of the columns; these rows see no other keys
+    # Gives other rows, and the values; None if the model shows no values by head
+    attention: AnyRows | None = None
 
 
 def mix(
     pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]
 ) -> Float[Tensor, "batch head query d_head"]:
-    """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``.
+    """``Σ_k A[q, k] v[k]`` of each head; head h reads key-value head ``h // (head / kv_head)``.
 
     Args:
         pattern: Attention probabilities, or any weights of the keys.
@@ -245,18 +245,17 @@ def attention_by_rows(
     block: int | None = None,
     queries: slice | None = None,
 ) -> Float[Tensor, "batch head pos d_value"]:
-    """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key]
-    matrix is stored.
+    """Compute attention, ``out[q] = Σ_k A[q, k] v[k]``, in blocks of query rows.
 
-    Values may have no dimensions, for rows alone. A block has :func:`rows_of_block` rows if no
-    other number is given.
+    No [query, key] matrix is stored. The last axis of the values may be empty, if only the rows are
+    needed.
 
     Args:
         attention: The inputs of a layer's attention.
         see: Receives each block in turn, before the next one overwrites its memory.
-        block: The number of query rows of a block.
-        queries: The positions of the queries to compute; the output of others is undefined. All by
-            default.
+        block: The number of query rows in a block; that of :func:`rows_of_block` by default.
+        queries: The positions of the queries to compute, all by default. The output of other
+            queries is undefined.
 
     Returns:
         The output of each head before W_O, in the dtype of the queries.
@@ -270,7 +269,7 @@ def attention_by_rows(
         queries = slice(0, length)
 
     kernel = _BlockKernel(attention, block)
-    # In the layout that the model needs, to avoid a copy.
+    # Positions before heads, as the model's next operation needs them, to avoid a copy.
     out = q.new_empty(batch, length, heads, d_value)
 
     for start in range(queries.start, queries.stop, block):
@@ -286,15 +285,54 @@ def attention_by_rows(
     return out.transpose(1, 2)
 
 
-class _BlockKernel:
-    """The inner loop of every run: the pattern of a block of queries, in a buffer for all blocks.
+def rows_of_block(scores_of_row: int, device: torch.device) -> int:
+    """The number of query rows that are computed together.
 
-    Plain torch, because one buffer has several shapes and must not be copied. The heads of a group
-    are stacked as rows of one product, so the keys that they share are read once and not repeated.
+    Args:
+        scores_of_row: The number of scores of one query position, in all heads and sequences.
+        device: Where they are computed.
+
+    Returns:
+        :data:`BLOCK` on a CPU. On an accelerator more, if 128 MiB hold their scores, up to 1,024.
+    """
+    if device.type == "cpu":
+        return BLOCK
+    rows_in_memory = _SCORES_OF_BLOCK // scores_of_row
+    return min(max(BLOCK, rows_in_memory), _LARGEST_BLOCK)
+
+
+def for_each_head(
+    x: Float[Tensor, "batch kv_head pos *d_head"], heads: int
+) -> Float[Tensor, "batch {heads} pos *d_head"]:
+    """Repeat the entries of each key-value head for its query heads.
+
+    Query head h gets those of key-value head ``h // (head / kv_head)``.
+
+    Args:
+        x: Keys, values, or numbers that describe them, by key-value head.
+        heads: The number of query heads, a multiple of the key-value heads.
+
+    Returns:
+        A copy in the order of the query heads.
+    """
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+class _BlockKernel:
+    """Computes the pattern of a block of queries, the inner loop of every run.
+
+    All blocks share a buffer. It is viewed in several shapes and must not be copied, so the views
+    are plain torch rather than einops. The heads of a group, which share keys, are stacked as rows
+    of one product, so their keys are read once and not repeated.
     """
 
     def __init__(self, attention: Attention, block: int) -> None:
-        """Stack queries, keys and values by key-value head, and allocate the buffer."""
+        """Stack queries, keys and values by key-value head, and allocate the buffer.
+
+        Args:
+            attention: The inputs of a layer's attention.
+            block: The largest number of query rows in a block.
+        """
         q = attention.q
         batch, heads, length, d_head = q.shape
         kv_heads = attention.k.shape[1]
@@ -302,17 +340,17 @@ class _BlockKernel:
         dtype = working_dtype(q)
 
         self.attention = attention
-        self.groups = heads // kv_heads  # how many heads share the keys of one
+        self.group_size = heads // kv_heads  # the number of heads that share keys
         stacks = batch * kv_heads
-        self.queries = q.reshape(stacks, self.groups, length, d_head)
+        self.queries = q.reshape(stacks, self.group_size, length, d_head)
 
-        # Keys as columns of the product, contiguous because every block reads them.
+        # The keys are columns of the product, contiguous because every block reads them.
         keys = attention.k.reshape(stacks, length, d_head).transpose(1, 2)
         self.keys = keys.to(dtype).contiguous()
         values = attention.v.reshape(stacks, length, d_value)
         self.values = values.to(dtype)
 
-        # The most scores that a block has; a window leaves out the keys before it.
+        # The largest number of scores in a block; with a window, a block has fewer keys.
         most_keys = length
         if attention.window is not None:
             most_keys = min(length, attention.window + block)
@@ -322,7 +360,7 @@ class _BlockKernel:
         self.future = _future(block, dtype, q.device)
 
     def keys_before(self, queries: slice) -> slice:
-        """The keys up to the last query, without those that no query of the block sees."""
+        """The keys from the first to the last that any query of the block sees."""
         window = self.attention.window
         if window is None:
             return slice(0, queries.stop)
@@ -332,7 +370,7 @@ class _BlockKernel:
         return slice(first_key, queries.stop)
 
     def pattern(self, queries: slice, keys: slice) -> Pattern:
-        """Attention probabilities, in the buffer, which the next block overwrites.
+        """Compute a block's attention probabilities in the buffer, which the next one overwrites.
 
         Args:
             queries: The positions of the block's rows.
@@ -343,10 +381,10 @@ class _BlockKernel:
         """
         attention = self.attention
         stacks, _, _, d_head = self.queries.shape
-        rows = self.groups * (queries.stop - queries.start)
+        rows = self.group_size * (queries.stop - queries.start)
         count = keys.stop - keys.start
 
-        # Two views of the same memory: by stack for the products, by head for all else.
+        # Two views of the same memory: by stack for the product, by head for everything else.
         size = stacks * rows * count
         stacked = self.buffer[:size].view(stacks, rows, count)
         by_head = stacked.view(*attention.q.shape[:2], -1, count)
@@ -357,7 +395,7 @@ class _BlockKernel:
         _cap_and_bias(attention, by_head, keys)
         self._mask(by_head, queries, keys)
 
-        # A sink takes its share of a row but has no value. The softmax overwrites the scores.
+        # A sink takes its share of a row. Computed first, since the softmax overwrites the scores.
         left_by_sinks = None
         if attention.sinks is not None:
             left_by_sinks = _left_by_sinks(by_head, attention.sinks)
@@ -366,13 +404,13 @@ class _BlockKernel:
             by_head.mul_(left_by_sinks)
         return by_head
 
-    def _mask(self, scores: Pattern, queries: slice, keys: slice) -> None:
-        """Hide the keys that a query doesn't see, in place."""
+    def _mask(self, scores: Scores, queries: slice, keys: slice) -> None:
+        """Mask the scores of keys that a query does not see, in place."""
         window = self.attention.window
         edge_mask = self.attention.edge_mask
         rows = queries.stop - queries.start
 
-        # Only the block's own keys, the last ones here, can come after one of its queries.
+        # Only the last keys, at the block's own positions, can be after one of its queries.
         own_keys = slice(queries.start - keys.start, None)
         scores[..., own_keys] += self.future[:rows, :rows]
         positions = torch.arange(queries.start, queries.stop, device=scores.device)
@@ -392,63 +430,29 @@ class _BlockKernel:
             scores.masked_fill_(unseen[:, None], _MASKED)
 
     def output(self, pattern: Pattern, keys: slice) -> Float[Tensor, "batch query head d_value"]:
-        """What the block's queries read from the values of these keys."""
+        """The output of the block's queries."""
         batch, heads, rows, count = pattern.shape
         stacked = pattern.view(len(self.values), -1, count)
         mixed = torch.bmm(stacked, self.values[:, keys])
         return mixed.view(batch, heads, rows, -1).transpose(1, 2)
 
 
-def rows_of_block(scores_of_row: int, device: torch.device) -> int:
-    """How many query rows of a layer are computed together, all heads and sequences of a batch
-    taken together.
-
-    Args:
-        scores_of_row: The number of scores that one query row of each head and sequence has.
-        device: Where they are computed.
-
-    Returns:
-        Always :data:`BLOCK` on a CPU; on an accelerator as many as its memory allows.
-    """
-    if device.type == "cpu":
-        return BLOCK
-    rows_in_memory = _SCORES_OF_BLOCK // scores_of_row
-    return min(max(BLOCK, rows_in_memory), _LARGEST_BLOCK)
-
-
-@lru_cache(maxsize=8)  # every layer of every pass asks for the same one
+@lru_cache(maxsize=8)  # every layer of every pass needs the same one
 def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
     """The mask added to the scores of a block's own keys, so that no row sees the keys after it."""
     masked = torch.full((block, block), _MASKED, dtype=dtype, device=device)
     return masked.triu(1)
 
 
-def _cap_and_bias(attention: Attention, scores: Pattern, keys: slice) -> None:
-    """Cap the scores and add the bias, in place."""
+def _cap_and_bias(attention: Attention, scores: Scores, keys: slice) -> None:
+    """Cap the scores of these keys and add the bias, in place."""
     if attention.softcap is not None:
         scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
     if attention.bias is not None:
         scores += attention.bias[:, :, None, keys]
 
 
-def _left_by_sinks(scores: Pattern, sinks: PerHead) -> Float[Tensor, "batch head query 1"]:
-    """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) +
-    exp(sink))``."""
+def _left_by_sinks(scores: Scores, sinks: PerHead) -> Float[Tensor, "batch head query 1"]:
+    """The share of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
     score_of_keys = scores.logsumexp(-1, keepdim=True)
     return torch.sigmoid(score_of_keys - sinks[:, None, None])
-
-
-def for_each_head(
-    x: Float[Tensor, "batch kv_head pos *d_head"], heads: int
-) -> Float[Tensor, "batch {heads} pos *d_head"]:
-    """Repeat the tensor of each key-value head for its query heads: head h reads
-    ``h // (head / kv_head)``.
-
-    Args:
-        x: Keys, values, or a number of each, by key-value head.
-        heads: The number of query heads, a multiple of the key-value heads.
-
-    Returns:
-        A copy in the order of the query heads.
-    """
-    return x.repeat_interleave(heads // x.shape[1], 1)

@@ -1,5 +1,5 @@
-"""The attention budget: attention of queries to segments, and what it would be at the positions of
-a longer sequence."""
+"""The attention budget: the attention of queries to segments, and what it would be at the positions
+of a longer sequence."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ Turns = tuple[Float[Tensor, "batch 1 pos pair"], Float[Tensor, "batch 1 pos pair
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """How a layer rotates its queries and keys by position (RoPE): pair i of the dimensions by
-    ``position · f[i]``.
+    """How a layer rotates its queries and keys (RoPE): pair i of dimensions by ``position · f[i]``.
 
     Source: Su et al., arXiv:2104.09864.
     """
@@ -39,11 +38,11 @@ class Rotation:
     def turns(
         self, old: Int[Tensor, "batch pos"], new: Int[Tensor, "batch pos"], dtype: torch.dtype
     ) -> Turns:
-        """Cosine and sine of the angles between the old and the new positions.
+        """The cosine and sine of the angles between the old and the new positions.
 
         Args:
             old: The positions at which queries or keys were rotated.
-            new: Those to which they are moved.
+            new: The positions to which they are moved.
             dtype: The dtype of the result.
 
         Returns:
@@ -51,20 +50,19 @@ class Rotation:
         """
         frequencies = self.frequencies.float().to(old.device)
 
-        # The model rounds each angle to float32. Rounding likewise gives its own angles, and not
-        # only nearly them.
+        # The model computes its angles in float32, so these have the same rounding.
         old_angles = old[:, None, :, None].float() * frequencies
         new_angles = new[:, None, :, None].float() * frequencies
 
-        # Their difference is small, and would lose digits in float32.
+        # In float64, because a small difference of large angles would lose digits.
         difference = new_angles.double() - old_angles.double()
         return difference.cos().to(dtype), difference.sin().to(dtype)
 
     def moved(self, x: Vectors, turns: Turns) -> Vectors:
-        """Rotated queries or keys at other positions: ``R(new) x = R(new − old) R(old) x``.
+        """Move rotated queries or keys to other positions, by ``R(new) = R(new − old) R(old)``.
 
         Args:
-            x: Queries or keys, rotated at their old positions; not changed.
+            x: Queries or keys, rotated at their old positions.
             turns: Cosine and sine, see :meth:`turns`.
 
         Returns:
@@ -81,8 +79,8 @@ class Rotation:
         else:
             real, imaginary = rotated.unflatten(-1, (2, pairs)).unbind(-2)
 
-        # Both are parts of the copy, which is changed in place: other tensors would cost as much as
-        # the rotation.
+        # Both are views of the copy, which is changed in place: allocating more tensors would take
+        # as long as the rotation.
         turned = real * cos - imaginary * sin
         imaginary.mul_(cos)
         imaginary.addcmul_(real, sin)
@@ -90,8 +88,8 @@ class Rotation:
         return moved
 
 
-NO_ROTATION = Rotation(torch.zeros(0))  # of a layer without positions in its queries and keys
-_ROUNDINGS = 8  # of the largest entry: two rotations instead of one differ by less
+NO_ROTATION = Rotation(torch.zeros(0))  # for a layer without positions in its queries and keys
+_ROUNDINGS = 8  # rotating twice instead of once changes entries by fewer roundings of the largest
 
 
 def before_hidden_states(
@@ -103,33 +101,36 @@ def before_hidden_states(
     turns: Turns,
     queries: slice,
 ) -> Attention:
-    """The attention of some queries of longer sequences, had their hidden states not changed.
+    """The attention of longer sequences if inserted tokens left the hidden states unchanged.
 
-    The original tokens have the queries and keys of the baseline, at their positions in the longer
-    sequence; the inserted tokens have their own keys. Window, bias, cap, sinks and cut edges are
+    The original tokens have the queries and keys of the baseline, moved to their positions in the
+    longer sequence. The inserted tokens have their own. Window, bias, cap, sinks and cut edges are
     those of the longer sequence.
 
     Args:
-        attention: A layer's attention for a batch with both.
+        attention: A layer's attention for a batch with the longer sequences and their baselines.
         longer: The rows of the longer sequences.
-        baseline: The row of the baseline of each.
-        origin: For each position of a longer sequence its position in the baseline; negative where
-            there is none.
+        baseline: The row of each longer sequence's baseline.
+        origin: For each position of a longer sequence, its position in the baseline; negative for
+            an inserted token and padding.
         rotation: How the layer rotates queries and keys.
-        turns: By how much, for each position of the longer sequences.
-        queries: The positions in the longer sequences whose queries are asked for; others keep
-            their own.
+        turns: The rotation from the position in the baseline to that in the longer sequence.
+        queries: The positions in the longer sequences whose queries are needed; others keep their
+            own.
+
+    Returns:
+        Attention without values, for rows alone.
     """
     dtype = working_dtype(attention.q)
     cos, sin = turns
 
-    # Without values: rows alone are asked for.
+    # Values are not needed for rows alone.
     without_values = replace(attention, v=attention.k[..., :0])
     own = without_values.of(longer)
 
     def baseline_vectors(x: Vectors, positions: slice) -> Float[Tensor, "row head query d_head"]:
         """Vectors of the baseline's tokens at their positions in the longer sequence."""
-        # An inserted token has no place there; what it gets here is not used.
+        # An inserted token has no position there; it gets the first token's vector, unused.
         index = origin[:, None, positions, None].clamp(min=0)
         index = index.expand(-1, x.shape[1], -1, x.shape[3])
         original = x[baseline].gather(2, index)
@@ -139,7 +140,7 @@ def before_hidden_states(
 
     is_original = (origin >= 0)[:, None, :, None]
 
-    # Other queries are not asked for, and moving them would cost as much.
+    # Only the needed queries are moved; moving the others would take as long.
     q = own.q.to(dtype, copy=True)
     q[:, :, queries] = torch.where(
         is_original[:, :, queries],
@@ -147,63 +148,63 @@ def before_hidden_states(
         q[:, :, queries],
     )
 
-    # All keys, since any of these queries may see them.
+    # All keys are moved, since these queries may see any of them.
     k_of_baseline = baseline_vectors(attention.k, slice(None))
     k = torch.where(is_original, k_of_baseline, own.k.to(dtype))
     return replace(own, q=q, k=k)
 
 
 def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, " row"]:
-    """Whether two rotations instead of one are all that tells the queries and keys of a row apart.
+    """Whether the queries and keys of each row differ by no more than the rounding of a rotation.
 
-    So it is in layer 0, whose hidden states are embeddings. What large biases, as Qwen's, make of
-    this rounding must not appear as a change.
+    This is so in layer 0, whose hidden states are embeddings. With large biases, such as Qwen's,
+    the rounding has visible effects, which must not be reported as a change of hidden states.
 
     Args:
-        before: Attention had the hidden states not changed, see :func:`before_hidden_states`.
-        after: Attention with the changed hidden states, at the same positions.
+        before: Attention with the baseline's hidden states, see :func:`before_hidden_states`.
+        after: Attention with the sequences' own hidden states, at the same positions.
 
     Returns:
-        A truth value for each row, on the device of the queries.
+        True for a row that is unchanged, on the device of the queries.
     """
 
     def is_rounding(x_before: Vectors, x_after: Vectors) -> Bool[Tensor, " row"]:
-        """Whether the largest difference is one of rounding."""
+        """Whether the largest difference of each row can be due to rounding."""
         eps = torch.finfo(x_after.dtype).eps
         largest = x_after.abs().amax((1, 2, 3))
         difference = (x_before - x_after).abs().amax((1, 2, 3))
         return difference <= _ROUNDINGS * eps * largest
 
-    # As tensors: reading them here would wait for the GPU.
+    # Tensors, because reading their values would wait for the GPU.
     return is_rounding(before.q, after.q) & is_rounding(before.k, after.k)
 
 
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:
-    """``mass[s, q] = Σ_{k in s} A[q, k]`` of a block of rows.
+    """The attention of each query of a block to each segment, ``mass[s, q] = Σ_{k in s} A[q, k]``.
 
     Args:
         pattern: Attention probabilities.
         members: The segments of the block's keys.
 
     Returns:
-        Probability mass of each query on each segment.
+        Probability masses.
     """
-    # Heads and queries in one product, and the few segments as its rows: other ways are several
-    # times as slow.
+    # One product with the few segments as rows, and heads and queries as columns: other layouts
+    # take several times as long.
     masses = torch.bmm(members.to(pattern.dtype), pattern.flatten(1, 2).mT)
     return masses.unflatten(-1, pattern.shape[1:3])
 
 
 def segment_masses(attention: Attention, members: Members, queries: slice) -> Masses:
-    """The masses of these queries, from attention without values.
+    """The attention of some queries to each segment.
 
     Args:
-        attention: A layer's attention, the values of which are not read.
+        attention: A layer's attention; give it empty values, since the output is discarded.
         members: The segments of all keys.
-        queries: The positions of these queries.
+        queries: The positions of the queries.
 
     Returns:
-        Probability mass of each of the queries on each segment.
+        Probability masses.
     """
     blocks: list[Tensor] = []
 
@@ -215,14 +216,15 @@ def segment_masses(attention: Attention, members: Members, queries: slice) -> Ma
 
 
 def mean_over_queries(masses: Masses, weights: Float[Tensor, " batch #head query"]) -> Means:
-    """The mean of each query's masses, weighted; the weights of a sequence add up to 1.
+    """The weighted mean over queries of their attention to each segment.
 
     Args:
-        masses: Masses of some queries.
-        weights: The weight of each of these queries, for all heads or for each.
+        masses: The attention of some queries to each segment.
+        weights: The weight of each of these queries, for all heads or for each; weights that add up
+            to 1 give a mean.
 
     Returns:
-        Probability mass of each segment.
+        Probability masses of each segment.
     """
     weights = weights.to(masses.dtype).expand(-1, masses.shape[2], -1)
     return torch.einsum("bshq,bhq->bhs", masses, weights)
@@ -231,24 +233,29 @@ def mean_over_queries(masses: Masses, weights: Float[Tensor, " batch #head query
 def mean_among_original(
     masses: Masses, weights: Float[Tensor, "batch 1 query"], inserted: int, sinks: bool
 ) -> Means:
-    """The mean of what a softmax over the original keys alone would give: ``A_s / (1 −
-    A_inserted)``, 0 for inserted.
+    """The mean over queries of their attention to each segment, if they saw no inserted keys.
+
+    A softmax over the original keys alone gives ``A_s / (1 − A_inserted)``.
 
     Args:
-        masses: Masses of a softmax over all keys.
-        weights: As in :func:`mean_over_queries`.
+        masses: The attention of some queries to each segment, from a softmax over all keys.
+        weights: The weight of each of these queries, as in :func:`mean_over_queries`.
         inserted: The index of the segment of inserted tokens.
-        sinks: Whether learned sinks take part of each row, so that its masses do not add up to 1.
+        sinks: Whether learned sinks take part of each row, so that its masses do not add up to
+            1.
+
+    Returns:
+        Probability masses of each segment; 0 for inserted tokens.
     """
     if sinks:
         left = 1 - masses[:, inserted]
     else:
-        # This sum is exact however little is left; 1 − A_inserted would lose digits.
+        # 1 − A_inserted would lose digits if little is left; this sum does not.
         before = masses[:, :inserted].sum(1)
         after = masses[:, inserted + 1 :].sum(1)
         left = before + after
 
-    # The weights are divided, and not the masses, which have an entry for each segment too.
+    # Dividing the weights is cheaper than dividing the masses, which have an entry per segment.
     tiny = torch.finfo(masses.dtype).tiny
     mean = mean_over_queries(masses, weights / left.clamp(min=tiny))
     mean[..., inserted] = 0

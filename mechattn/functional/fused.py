@@ -1,4 +1,4 @@
-"""Attention from a fused kernel, which shows no rows: its output, and sums over queries or keys."""
+"""Attention from a fused kernel, which gives no rows: its output, and sums over queries or keys."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from torch.nn.functional import pad
 
 from mechattn.functional.attention import Attention, PerToken, Vectors, for_each_head, working_dtype
 
-PerGroup = Float[Tensor, "batch head pos group"]  # of each key or query, by groups of the others
+PerGroup = Float[Tensor, "batch head pos group"]  # for each key by groups of queries, or reversed
 GroupWeights = Float[Tensor, "batch pos group"]
 
 _MULTIPLE = 8  # kernels need a last axis that is a multiple of this
 _HALF = (torch.float16, torch.bfloat16)
-_LOG_OF_ZERO = -200.0  # small enough, also for float16 after division by the scale
+# The logarithm of a weight of 0: its exponential is 0 in float32, and divided by the scale,
+# 1 / √d_head, it is within the range of float16.
+_LOG_OF_ZERO = -200.0
 
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """A layer's attention from a fused kernel, and the sums over queries that can be computed from
-    it.
-    """
+    """A layer's attention from a fused kernel, and sums of it over queries or keys."""
 
     out: Float[Tensor, "batch head pos d_value"]  # ``Σ_k A[q, k] v[k]``
-    lse: PerToken  # ``log Σ_k exp(score[q, k])`` with a learned sink; float32 at least
+    lse: PerToken  # ``log Σ_k exp(score[q, k])``, including a learned sink; at least float32
     own: PerToken  # ``A[q, q]``
-    q: Vectors  # queries, with one more coordinate if there is ALiBi
-    k: Vectors  # keys for each query head, likewise
+    q: Vectors  # queries, with further coordinates if there is a bias (ALiBi)
+    k: Vectors  # keys for each query head, with the same coordinates
     scale: float  # the factor of the scores
 
     def column_sums(self, weights: GroupWeights) -> PerGroup:
-        """``Σ_q A[q, k] w[q, group]`` over the queries q ≥ k, for groups of queries.
+        """The attention that each key gets from groups of queries, ``Σ_q A[q, k] w[q, group]``.
 
-        ``A[q, k] = exp(scale · q·k − lse[q])``, so in a causal call with time reversed, keys
-        ``[k, 1]`` as queries and queries ``[q, −lse / scale]`` as keys, the log-sum-exp of key k is
-        ``log Σ_{q ≥ k} A[q, k]``. With values w, the output is the mean of w under these weights,
-        for many groups in one call. In half precision that mean would keep only 8 or 11 bits, so
-        each group gets its own call, with ``log w`` added to its queries.
+        ``A[q, k] = exp(scale · q·k − lse[q])``. Make a causal call in which time is reversed, the
+        keys ``[k, 1]`` are the queries, and the queries ``[q, −lse / scale]`` are the keys. Then
+        the log-sum-exp of key k is ``log Σ_{q ≥ k} A[q, k]``. With w as values, the output is the
+        mean of w with these weights, for many groups at once. In half precision this mean would
+        have only 8 or 11 bits, so each group has its own call, with ``log w`` added to its queries.
 
         Args:
-            weights: The weight of each query in each group, not negative; 1 or 0 for groups that
-                are sets of queries.
+            weights: The weight of each query in each group, at least 0; for a set of queries, 1 for
+                its members and 0 for all others.
 
         Returns:
-            Probability mass of each key from each group, a query's own key included.
+            The probability mass of each key from each group, including the key's own query.
         """
         heads = self.q.shape[1]
         reversed_weights = weights.flip(1)[:, None].expand(-1, heads, -1, -1)
@@ -54,32 +54,32 @@ class Fused:
 
         sums = []
         if self.q.dtype in _HALF:
-            # A call for each group: its log-sum-exp alone is the sum, and the output is not used.
+            # One call per group. Its log-sum-exp is that of the sum; its output is not used.
             for weight in reversed_weights.split(1, -1):
                 log_weight = weight[..., 0].log().clamp(min=_LOG_OF_ZERO)
                 _, lse = self._reversed_call(weight, log_weight + minus_lse)
                 sums.append(lse.exp()[..., None])
         else:
-            # As many groups in a call as there are dimensions.
+            # d_head groups per call, since the kernel pads the values to the width of the queries.
             for values in reversed_weights.split(self.q.shape[-1], -1):
                 mean, lse = self._reversed_call(values, minus_lse)
                 sums.append(mean * lse.exp()[..., None])
 
-        # Back in the order of time.
+        # Back to the order of positions.
         return torch.cat(sums, -1).flip(2)
 
     def query_sums(self, weights: GroupWeights) -> PerGroup:
-        """``Σ_k A[q, k] w[k, group]`` of each query, for groups of keys.
+        """The attention of each query to groups of keys, ``Σ_k A[q, k] w[k, group]``.
 
-        One more causal call, with these weights as values. In half precision its output would keep
-        only 8 or 11 bits, so the call is in float32.
+        This is one more causal call, with the weights as values. In half precision its output would
+        have only 8 or 11 bits, so the call is in float32.
 
         Args:
-            weights: The weight of each key in each group, 1 or 0 for groups that are sets of keys.
+            weights: The weight of each key in each group; for a set of keys, 1 for its members and
+                0 for all others.
 
         Returns:
-            Probability mass of each query on each group; together less than 1 beside a learned
-            sink.
+            The probability mass of each query on each group.
         """
         dtype = working_dtype(self.q)
         heads = self.q.shape[1]
@@ -89,16 +89,23 @@ class Fused:
         k = self.k.to(dtype)
         mean, lse = _kernel(q, k, values, self.scale)
 
-        # The mean is over the keys alone: a learned sink leaves them less than the whole row.
+        # This call has no sinks, so its mean is multiplied by the share that a sink leaves.
         without_sink = (lse - self.lse).exp()
         return mean * without_sink[..., None]
 
     def _reversed_call(self, values: PerGroup, added: PerToken) -> tuple[PerGroup, PerToken]:
-        """The causal call with queries and keys exchanged; values, what is ``added`` to the score
-        of each query, and results are in the reversed order of time."""
+        """Make the causal call in which queries and keys are exchanged and time is reversed.
+
+        Args:
+            values: The value of each query, in reversed order.
+            added: What is added to the scores of each query, in reversed order.
+
+        Returns:
+            The output and the log-sum-exp of each key, in reversed order.
+        """
         dtype = self.q.dtype
 
-        # What is added becomes one more coordinate of the queries, and a 1 of the keys.
+        # What is added becomes further coordinates of the queries; those of the keys are 1.
         extra = _in_parts(added / self.scale, dtype)
         ones = torch.ones_like(extra)
         queries_as_keys = torch.cat([self.q.flip(2), extra], -1)
@@ -107,17 +114,16 @@ class Fused:
 
 
 def fused_attention(attention: Attention) -> Fused:
-    """The output and the log-sum-exp of one causal call of the kernel for this device and dtype.
+    """Compute attention in one causal call of the kernel for this device and dtype.
 
     Statistics that need a row's maximum (the strongest target, the smallest set of keys) or its
-    logarithms cannot be computed this way; they are computed in rows
-    (:func:`mechattn.functional.attention.attention_by_rows`).
+    logarithms need :func:`mechattn.functional.attention.attention_by_rows`.
 
     Args:
         attention: Inputs for which :attr:`Attention.fusable` is true.
 
     Returns:
-        Output, log-sum-exp and own attention of each query, and what further sums need.
+        The output, and what sums over queries or keys need.
 
     Source: Own derivation: the second call's weights are a softmax over queries.
     """
@@ -126,7 +132,7 @@ def fused_attention(attention: Attention) -> Fused:
     v = for_each_head(attention.v, q.shape[1])
     scale = attention.scale
 
-    # The kernel takes no bias: score = scale · [q, 1]·[k, b / scale].
+    # The kernel takes no bias, so it becomes a coordinate: score = scale · [q, 1]·[k, b / scale].
     if attention.bias is not None:
         bias = (attention.bias / scale).expand(len(q), -1, -1)
         extra = _in_parts(bias, q.dtype)
@@ -136,7 +142,7 @@ def fused_attention(attention: Attention) -> Fused:
 
     out, lse = _kernel(q, k, v, scale)
 
-    # Nor does it take sinks, each of which is one more key without a value.
+    # The kernel takes no sinks. A sink is one more key, with a value of 0.
     if attention.sinks is not None:
         lse_of_keys = lse
         sinks = attention.sinks.to(lse.dtype)
@@ -152,13 +158,14 @@ def fused_attention(attention: Attention) -> Fused:
 
 
 def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
-    """Numbers as a sum of parts in ``dtype``: three in half precision, since 8 or 11 bits alone
-    would change A.
+    """Split numbers into summands in ``dtype``.
+
+    There are three in half precision, because the 8 or 11 bits of one would change A.
     """
     if dtype not in _HALF:
         return number.to(dtype)[..., None]
 
-    # Each part is the rounded remainder of those before it.
+    # Each summand is the rounded remainder that those before it leave.
     summands = []
     remainder = number.float()
     for _ in range(3):
@@ -171,13 +178,12 @@ def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor
 def _kernel(
     q: Vectors, k: Vectors, v: Float[Tensor, "batch head pos d_v"], scale: float
 ) -> tuple[Float[Tensor, "batch head pos d_v"], PerToken]:
-    """Causal attention and its log-sum-exp: flash attention, or on a GPU in float32 the
-    memory-efficient kernel.
+    """Call a kernel of torch: flash attention, or on a GPU in float32 the memory-efficient one.
 
     Args:
         q: Queries.
-        k: Keys, one for each query head.
-        v: Values, one for each query head; of any width.
+        k: Keys for each query head.
+        v: Values of any width for each query head.
         scale: The factor of the scores.
 
     Returns:
@@ -186,14 +192,14 @@ def _kernel(
     length = q.shape[2]
     d_v = v.shape[-1]
 
-    # Zeros on the right change no score, and no value that is kept.
+    # Zeros on the right change no score, and what they add to the output is cut off.
     widest = max(q.shape[-1], d_v)
     width = widest + -widest % _MULTIPLE
     q = pad(q, (0, width - q.shape[-1]))
     k = pad(k, (0, width - k.shape[-1]))
     v = pad(v, (0, width - d_v))
 
-    # The kernels' own operators: torch.nn.functional shows no log-sum-exp.
+    # The operators of the kernels, since torch.nn.functional returns no log-sum-exp.
     aten = torch.ops.aten
     if q.device.type != "cuda":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)

@@ -1,4 +1,4 @@
-"""What heads write: updates of the stream, and their affine parts under inserted tokens."""
+"""What heads write: their updates of the residual stream, and how inserted tokens change them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mechattn.functional.attention import (
 Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
 Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
 Weights = Float[Tensor, "head d_head d_model"]  # W_O
-PerPart = Float[Tensor, "batch part pos"]  # of heads, or other parts of a layer
+PerPart = Float[Tensor, "batch part pos"]  # for each head, or other part of a layer
 Z = Float[Tensor, "batch pos head d_head"]
 BinEdges = Float[Tensor, " edge"]
 Energies = Float[Tensor, "*batch d_head"]  # squared singular values, largest first
@@ -32,24 +32,25 @@ Factor = Float[Tensor, "head rank d_head"]  # see output_factor
 
 
 def output_factor(w_o: Weights) -> Factor:
-    """R of the QR decomposition ``W_O[h]ᵀ = Q R``.
+    """R of the QR decomposition ``W_O[h]ᵀ = Q R``, for the norms of updates.
 
-    ``‖z W_O[h]‖ = ‖z Rᵀ‖``, with d_head numbers in place of d_model. The Gram form
-    ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small
-    update. The decomposition costs about as much as ten tokens in a forward pass.
+    ``‖z W_O[h]‖ = ‖z Rᵀ‖``, which has d_head numbers rather than d_model. The Gram form
+    ``z (W_O W_Oᵀ) zᵀ`` would square the condition number, and in float32 change small updates by up
+    to 19 %. The decomposition takes about as long as ten tokens in a forward pass.
     """
     return torch.linalg.qr(w_o.mT.to(working_dtype(w_o)), mode="r").R
 
 
 def update_norm(z: Z, factor: Factor) -> PerToken:
-    """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
+    """The norm ``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
     by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
     return (by_head @ factor.mT).norm(dim=-1)
 
 
 def update_product(z: Z, w_o: Weights, direction: Stream) -> PerToken:
-    """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is
-    built.
+    """The product ``⟨direction, Δ⟩ = z · (W_O[h] direction)`` with each head's update.
+
+    No [pos, head, d_model] is stored.
     """
     read = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
     read_by_head = read.unflatten(-1, (len(w_o), -1))
@@ -58,28 +59,28 @@ def update_product(z: Z, w_o: Weights, direction: Stream) -> PerToken:
 
 def orientation(
     product: Float[Tensor, "*batch pos"],
-    size: Float[Tensor, "*batch pos"],
-    stream: Float[Tensor, "*#batch pos"],
+    norm: Float[Tensor, "*batch pos"],
+    stream_norm: Float[Tensor, "*#batch pos"],
 ) -> Float[Tensor, "*batch pos"]:
-    """``cos = ⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``, within −1 and 1; NaN for an update of 0."""
-    return (product / (size * stream)).clamp(-1, 1)
+    """The cosine of an update and the stream, ``⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``; NaN if one is 0."""
+    return (product / (norm * stream_norm)).clamp(-1, 1)
 
 
 def counts_in_bins(
     value: PerPart, edges: BinEdges, counted: Marked
 ) -> Float[Tensor, "batch part bin"]:
-    """The number of counted tokens below the first edge, between each two edges, and at or above
-    the last.
+    """The number of counted tokens in each bin of a value, for each part.
 
-    Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
+    Bin i holds ``edges[i − 1] ≤ value < edges[i]``; the first bin has no lower edge and the last no
+    upper one.
 
     Args:
-        value: A value of each part and token; NaN is not counted.
+        value: A value for each part and token; NaN is not counted.
         edges: Edges in ascending order.
         counted: The tokens that count.
 
     Returns:
-        Counts, one more than there are edges.
+        One count more than there are edges. Counts of several prompts can be added.
     """
     bins = _bins(value, edges)
     weight = (counted[:, None] & ~value.isnan()).to(value.dtype)
@@ -97,14 +98,14 @@ def counts_in_pairs_of_bins(
     """The number of counted tokens in each pair of bins of two values, over all parts together.
 
     Args:
-        first: A value of each part and token; NaN is not counted.
-        second: Another, likewise.
+        first: A value for each part and token; NaN is not counted.
+        second: Another value for each part and token; NaN is not counted.
         first_edges: The edges of the first value's bins, as in :func:`counts_in_bins`.
-        second_edges: Those of the second value's bins.
+        second_edges: The edges of the second value's bins.
         counted: The tokens that count.
 
     Returns:
-        Counts; those of several prompts can be added.
+        A count for each pair of bins. Counts of several prompts can be added.
     """
     second_bins = len(second_edges) + 1
     pair = _bins(first, first_edges) * second_bins + _bins(second, second_edges)
@@ -114,37 +115,31 @@ def counts_in_pairs_of_bins(
     return rearrange(counts, "batch (bin bin2) -> batch bin bin2", bin2=second_bins)
 
 
-def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Int[Tensor, "batch part pos"]:
-    """The bin of each value, whatever it is where the value is unknown."""
-    return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
-
-
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The exact decomposition of each head's output [batch head query d_head] under inserted
-    tokens.
+    """The exact decomposition of each head's output under inserted tokens.
 
-    ``output = scale · before + shift + rerouting + new_values``
+    ``output = scale · before + shift + rerouting + new_values``. All are before W_O.
     """
 
-    output: Outputs  # the output with the inserted tokens, before W_O
-    before: Outputs  # the output of the same query without them
-    # What is left to the original keys: λ in arXiv:2510.01032, ``1 − Σ_{m inserted} A'[q, m]``
+    output: Outputs  # with the inserted tokens
+    before: Outputs  # of the same query without the inserted tokens
+    # λ in arXiv:2510.01032: what is left to the original keys, ``1 − Σ_{m inserted} A'[q, m]``
     scale: PerQuery
-    shift: Outputs  # Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``
-    # ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: attention among the original keys has changed
+    shift: Outputs  # Σσ in the same paper, ``Σ_{m inserted} A'[q, m] v'[m]``
+    # ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: due to changed attention among original keys
     rerouting: Outputs
-    # ``Σ_{k original} A'[q, k] (v'[k] − v[k])``: the values of the original tokens have changed
+    # ``Σ_{k original} A'[q, k] (v'[k] − v[k])``: due to changed values of original tokens
     new_values: Outputs
 
     @property
     def dilution(self) -> Outputs:
-        """``(λ − 1) · before``: the part of the change due to dilution."""
+        """The part of the change due to dilution, ``(λ − 1) · before``."""
         return (self.scale - 1).unsqueeze(-1) * self.before
 
     @property
     def change(self) -> Outputs:
-        """``output − before``."""
+        """The whole change, ``output − before``."""
         return self.output - self.before
 
 
@@ -157,8 +152,7 @@ def split(
     baseline: Aligned,
     v_baseline: OriginalValues,
 ) -> Split:
-    """Split each query's output into four parts, from the same query with and without inserted
-    tokens.
+    """Split the output of each query with inserted tokens into four parts.
 
     Args:
         pattern: Attention with the inserted tokens.
@@ -170,11 +164,12 @@ def split(
         v_baseline: Values without the inserted tokens.
 
     Returns:
-        Output, its four parts, and the output before.
+        The four parts, and the outputs with and without the inserted tokens.
     """
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
-    # 1 minus a sum near 1 has lost its digits.
+    # Below 1e-3, the difference from 1 has fewer than four digits in float32. The sum over the
+    # original keys has all, but it lacks the share of a learned sink.
     scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)
     return Split(
         output=mix(pattern, v),
@@ -187,13 +182,14 @@ def split(
 
 
 def total_variation(aligned: Aligned, baseline: Aligned, scale: PerQuery) -> PerQuery:
-    """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only
-    diluted.
+    """How much attention among the original keys changes besides dilution.
+
+    ``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys, which is 0 under dilution alone.
 
     Args:
         aligned: Attention to the original keys, with inserted tokens.
         baseline: Attention to the same keys, without them.
-        scale: What is left to the original keys, λ.
+        scale: λ, the attention left to the original keys.
 
     Returns:
         A distance from 0 to 1 for each query.
@@ -204,30 +200,36 @@ def total_variation(aligned: Aligned, baseline: Aligned, scale: PerQuery) -> Per
 def question_ratio(
     aligned: Aligned, baseline: Aligned, question: Bool[Tensor, "batch original"]
 ) -> PerQuery:
-    """``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``; NaN where the baseline
-    has none there.
+    """The ratio of attention to the question with and without inserted tokens.
 
-    In layer 0 with RoPE or ALiBi and full attention every question key has this ratio. It may
-    exceed 1.
+    ``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``, which may exceed 1. It is
+    NaN if both are 0, as for a query before the question. In layer 0 with RoPE or ALiBi and full
+    attention, every single key of the question has this ratio.
     """
     member = question[:, None, None].to(aligned.dtype)
     return (aligned * member).sum(-1) / (baseline * member).sum(-1)
 
 
 def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Energies:
-    """Squared singular values of a matrix from its Gram matrix, largest first."""
+    """The squared singular values of a matrix, largest first, from its Gram matrix."""
     return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
 
 
 def rank_one_share(energies: Energies) -> PerMatrix:
-    """``s₁² / Σ s²``: 1 for a matrix of rank 1; NaN for a zero matrix, which has no rank."""
+    """``s₁² / Σ s²``, which is 1 for a matrix of rank 1, and NaN for a zero matrix."""
     return energies[..., 0] / energies.sum(-1)
 
 
 def effective_rank(energies: Energies) -> PerMatrix:
-    """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix. Source: Roy and Vetterli,
-    EUSIPCO 2007.
+    """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix.
+
+    Source: Roy and Vetterli, EUSIPCO 2007.
     """
     singular_values = energies.sqrt()
     shares = singular_values / singular_values.sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()
+
+
+def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Int[Tensor, "batch part pos"]:
+    """The bin of each value; NaN gets the bin of 0, and callers do not count it."""
+    return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)

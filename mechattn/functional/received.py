@@ -1,4 +1,5 @@
-"""Received attention of keys and segments, from the queries after them; attention sinks."""
+"""The attention that keys and segments receive from later queries; value norms and massive
+activations, for attention sinks."""
 
 from __future__ import annotations
 
@@ -14,35 +15,33 @@ from mechattn.functional.attention import EdgeMask, Marked, Pattern, PerQuery, S
 
 PerKey = Float[Tensor, "batch head key"]
 Counted = Bool[Tensor, "batch query"]  # the queries that count
-CountOfKey = Float[Tensor, "batch key"]  # of queries
+CountOfKey = Float[Tensor, "batch key"]  # a number of queries for each key
 Members = Bool[Tensor, "batch segment key"]  # the keys of each segment
 PerSegment = Float[Tensor, "batch head segment"]
 OfSequence = Float[Tensor, " batch"]
 
 
 def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
-    """Attention that each key gets from the counted queries, summed over those queries, its own
-    included.
+    """The sum of the attention that each key gets from the counted queries, its own included.
 
-    ``sums[k] = Σ_q counted[q] · A[q, k]``, a probability mass. Additive over blocks of query rows.
-    A key that a query cannot see has A = 0, so causality and windows need no mask here.
+    ``sums[k] = Σ_q counted[q] · A[q, k]``. The sums of several blocks of rows can be added. No mask
+    is needed, because A is 0 for a key that a query cannot see.
 
     Args:
         pattern: Attention probabilities of a block of rows.
         counted: Which of these rows count.
 
     Returns:
-        Probability mass per key; it may exceed 1.
+        Probability masses; they may exceed 1.
     """
-    # One row of weights for each head, so the sum is a product.
+    # As a product with one row of weights per sequence.
     weights = counted[:, None, None, :].to(pattern.dtype)
     sums = weights @ pattern
     return sums.squeeze(-2)
 
 
 def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerQuery:
-    """``A[q, q]`` of each query; a view. The pattern's first row and first key are at these
-    positions.
+    """The attention of each query to its own key, ``A[q, q]``.
 
     Args:
         pattern: Attention probabilities of a block of rows.
@@ -50,7 +49,7 @@ def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -
         first_key: The position of its first key.
 
     Returns:
-        Probabilities, one for each row.
+        A probability for each row, as a view of the pattern.
     """
     return pattern.diagonal(first_query - first_key, -2, -1)
 
@@ -58,12 +57,12 @@ def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -
 def visible_counts(
     marked: Marked, window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch query"]:
-    """The number of marked keys that each query sees, including its own position.
+    """The number of marked keys that each query sees, its own included.
 
     Args:
         marked: The keys that are counted.
         window: How many keys a query sees, including its own; None for all.
-        edge_mask: Edges that are cut.
+        edge_mask: The edges that are cut; None for none.
 
     Returns:
         Numbers of keys, as float64.
@@ -74,7 +73,7 @@ def visible_counts(
     if edge_mask is None:
         return count
 
-    # A blind query loses the masked keys that it would see, but not itself.
+    # A blind query loses the masked keys that it would see, except its own.
     lost = marked & edge_mask.keys
     lost_besides_itself = visible_counts(lost, window) - lost.double()
     return count - edge_mask.queries * lost_besides_itself
@@ -86,59 +85,28 @@ def seeing_queries(
     include_self: bool = False,
     edge_mask: EdgeMask | None = None,
 ) -> CountOfKey:
-    """The number of counted queries that can see each key: the denominator of
-    :func:`received_attention`.
+    """The number of counted queries that see each key, the denominator of received attention.
 
     Args:
         counted: The queries that count.
         window: How many keys a query sees, including its own; None for all.
         include_self: Whether a key's own query counts.
-        edge_mask: Edges that are cut.
+        edge_mask: The edges that are cut; None for none.
 
     Returns:
         Numbers of queries, as float32; 0 for a key that no counted query sees.
     """
     count = _seeing_without_cuts(counted, window, include_self)
     if edge_mask is not None:
-        # Blind queries don't see these keys; other queries, and each token itself, still do.
+        # Blind queries do not see these keys, except their own; other queries do.
         others = _seeing_without_cuts(counted & ~edge_mask.queries, window, include_self)
         own = counted & edge_mask.queries & include_self
         count = torch.where(edge_mask.keys, others + own, count)
     return count.float()
 
 
-def _seeing_without_cuts(counted: Counted, window: int | None, include_self: bool) -> CountOfKey:
-    """For each key the number of counted queries that can see it, whatever edges are cut, from one
-    cumulative sum.
-
-    Args:
-        counted: The queries that count.
-        window: How many keys a query sees, including its own; None for all.
-        include_self: Whether a key's own query counts.
-
-    Returns:
-        Numbers of queries, as float64.
-    """
-    length = counted.shape[-1]
-
-    # The number of counted queries from each position on; beyond the end there are none.
-    from_last = counted.double().flip(-1)
-    counts_from = from_last.cumsum(-1).flip(-1)
-    counts_from = torch.nn.functional.pad(counts_from, (0, length + 1))
-
-    # Of key k, the first query that sees it is k + first, and the first that doesn't k + end.
-    first = 0 if include_self else 1
-    end = length
-    if window is not None:
-        end = min(max(window, first), length)
-
-    from_first = counts_from[:, first : first + length]
-    from_end = counts_from[:, end : end + length]
-    return from_first - from_end
-
-
 def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
-    """Mean attention that each key receives from the counted queries after it.
+    """The mean attention that each key receives from the counted queries after it.
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
@@ -147,25 +115,24 @@ def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
         query_counts: The number of these queries, see :func:`seeing_queries`.
 
     Returns:
-        Probabilities; NaN for a key that no counted query sees.
+        Means; NaN for a key that no counted query sees.
 
     Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
-    # Divided by NaN, because a sum over no queries is no measurement, even if rounding left some.
+    # A sum over no queries may differ from 0 by rounding, so it is divided by NaN rather than 0.
     divisor = torch.where(query_counts > 0, query_counts, torch.nan)
     return sums / divisor[:, None]
 
 
 def segment_mean(received: PerKey, member: Members) -> PerSegment:
-    """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an
-    empty segment.
+    """The mean of a quantity over the keys of each segment, without keys where it is NaN.
 
     Args:
-        received: A quantity of each key, NaN where it has none.
+        received: A quantity for each key.
         member: The keys of each segment.
 
     Returns:
-        Means, in the quantity's unit.
+        Means in the quantity's unit; NaN for a segment without such keys.
     """
     segments = member.to(received.dtype).mT
     counted = (~received.isnan()).to(received.dtype)
@@ -176,11 +143,10 @@ def segment_mean(received: PerKey, member: Members) -> PerSegment:
 
 
 def segment_means(quantities: Mapping[str, PerKey], member: Members) -> dict[str, PerSegment]:
-    """:func:`segment_mean` of several quantities in one product, which costs as much as one of
-    them.
+    """:func:`segment_mean` of several quantities, in one product to save time.
 
     Args:
-        quantities: Quantities of each key, by name; all of the same shape.
+        quantities: Quantities for each key, by name; all of the same shape.
         member: The keys of each segment.
 
     Returns:
@@ -196,26 +162,26 @@ def segment_means(quantities: Mapping[str, PerKey], member: Members) -> dict[str
 def add_near_sums(
     near: PerKey, pattern: Pattern, counted: Counted, first_query: int, first_key: int, gap: int
 ) -> None:
-    """Add the attention that each key of a block gets from the counted queries less than ``gap``
-    positions later, its own included.
+    """Add the attention that each key gets from the near queries of a block, its own included.
 
-    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]`` after all blocks of query rows;
-    :func:`column_sums` minus this is the attention from further away.
+    A query is near if it is less than ``gap`` positions later. After all blocks,
+    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``; :func:`column_sums` minus this is the
+    attention from further away.
 
     Args:
-        near: The sums so far, over all keys; changed in place.
+        near: The sums of all keys so far; changed in place.
         pattern: Attention probabilities of a block of rows.
-        counted: The queries that count, of the whole sequence.
+        counted: The queries of the whole sequence that count.
         first_query: The position of the block's first row.
         first_key: The position of its first key.
-        gap: The first distance that is not near, in positions.
+        gap: The smallest distance that is not near, in positions.
     """
     for back in range(gap):
-        offset = first_query - first_key - back  # the key of the first row, so far back
+        offset = first_query - first_key - back  # the first row's key is in this column
         diagonal = pattern.diagonal(offset, -2, -1)
 
-        # The diagonal leaves out the first rows if their keys are before the block, and the first
-        # keys if no row lies so near to them.
+        # The diagonal lacks the first rows if their keys come before the block's, and the first
+        # keys if none of its rows is ``back`` positions after them.
         first_row = max(0, -offset)
         rows = first_row + torch.arange(diagonal.shape[-1], device=pattern.device)
         start = max(0, offset)
@@ -228,21 +194,20 @@ def add_near_sums(
 def value_norms(
     v: Float[Tensor, "batch kv_head key d_head"], factor: Float[Tensor, "head rank d_head"]
 ) -> tuple[PerKey, PerKey]:
-    """``‖v[k]‖`` and ``‖v[k] W_O‖`` for every query head, the latter from
-    ``output_factor(W_O)``.
+    """The norm of each key's value, ``‖v[k]‖``, and of what each head writes of it, ``‖v[k] W_O‖``.
 
     Args:
-        v: Values of each key.
-        factor: The factor of each head's ``W_O``.
+        v: The value of each key.
+        factor: ``output_factor(W_O)`` of each query head.
 
     Returns:
-        The norm of the value, and the norm of what the head would write of it alone.
+        The norms of the values, and of what heads would write if they attended to this key alone.
     """
     heads = len(factor)
     kv_heads = v.shape[1]
     v = v.to(factor.dtype)
 
-    # The factors of the heads that share a value, side by side: one product for all of them.
+    # The factors of heads that share a value are put side by side, for one product.
     factor_of_group = rearrange(
         factor,
         "(kv_head group) rank d_head -> kv_head d_head (group rank)",
@@ -259,18 +224,17 @@ def value_norms(
 
 
 def massive(stream: Stream, real: Marked, least: float, ratio: float) -> dict[str, OfSequence]:
-    """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their
-    sequence.
+    """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|``.
 
     Args:
         stream: The residual stream after a layer.
         real: Which positions are tokens, and not padding.
         least: The absolute bound.
-        ratio: The bound relative to the median.
+        ratio: The bound relative to the median over the sequence.
 
     Returns:
         For each sequence the number of massive entries, the largest entry divided by the median,
-        and the position of the token that has it.
+        and the position of the token that has the largest.
 
     Source: Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.
     """
@@ -278,7 +242,7 @@ def massive(stream: Stream, real: Marked, least: float, ratio: float) -> dict[st
     median = _medians(size, real)
     bound = (ratio * median).clamp(min=least)
 
-    # Padding never is the largest, and never counts.
+    # Padding is neither the largest nor massive.
     is_padding = ~real[:, :, None]
     largest = size.masked_fill(is_padding, -1.0).amax(-1)
     above_bound = (size > bound[:, None, None]).masked_fill(is_padding, False)
@@ -291,13 +255,37 @@ def massive(stream: Stream, real: Marked, least: float, ratio: float) -> dict[st
     }
 
 
+def _seeing_without_cuts(counted: Counted, window: int | None, include_self: bool) -> CountOfKey:
+    """The number of counted queries that see each key if no edges are cut, as float64.
+
+    The arguments are those of :func:`seeing_queries`.
+    """
+    length = counted.shape[-1]
+
+    # The number of counted queries from each position on, which is 0 beyond the end.
+    from_last = counted.double().flip(-1)
+    counts_from = from_last.cumsum(-1).flip(-1)
+    counts_from = torch.nn.functional.pad(counts_from, (0, length + 1))
+
+    # Key k is seen by the queries from k + first to k + end − 1.
+    first = 0 if include_self else 1
+    end = length
+    if window is not None:
+        end = min(max(window, first), length)
+
+    from_first = counts_from[:, first : first + length]
+    from_end = counts_from[:, end : end + length]
+    return from_first - from_end
+
+
 def _medians(size: Stream, real: Marked) -> OfSequence:
     """The median of each sequence's entries, the lower of the two in the middle."""
-    if size.device.type != "cpu":  # without waiting for it
+    if size.device.type != "cpu":
+        # Indexing with ``real`` would wait for the device.
         nan_at_padding = size.masked_fill(~real[:, :, None], torch.nan)
         return nan_at_padding.flatten(1).nanmedian(-1).values
 
-    # As torch.median, which takes six times as long on a CPU.
+    # The same as torch.median, which takes six times as long on a CPU.
     medians = []
     for row, is_real in zip(size, real, strict=True):
         entries = row[is_real].flatten().numpy()

@@ -1,4 +1,4 @@
-"""Scores of attention in parts: content, bias and ALiBi; the keys with the largest scores."""
+"""Parts of attention scores: content, bias and ALiBi; and the keys with the largest scores."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Pattern, PerHead, for_each_head
+from mechattn.functional.attention import PerHead, Scores, for_each_head
 
 VisibleKeys = Bool[Tensor, "#batch 1 query key"]  # which keys each query sees
 
 
 def alibi_slopes(heads: int, largest: float = 8.0) -> PerHead:
-    """The slopes ``2^(−largest r / P)`` for the next power of two P, those of even r = 2, 4 … first
-    unless there are P heads.
+    """ALiBi's slopes: ``2^(−largest · r / P)`` for r = 1, 2 … P.
 
-    For ``largest=8`` they are those of Press et al., arXiv:2108.12409, and of its code: for other
-    numbers of heads than a power of two, the slopes of the power before, and then the odd ones of
-    the next.
+    P is the number of heads, rounded up to a power of two. If the number of heads is not a power of
+    two, the slopes of even r come first, then those of odd r, and the last are left out. With
+    ``largest=8`` these are the slopes of Press et al., arXiv:2108.12409, and of their code.
 
     Args:
         heads: The number of heads of a layer.
         largest: The largest exponent, ``alibi_bias_max`` in the configuration of MPT.
 
     Returns:
-        A slope for each head, positive, in score per position.
+        A positive slope for each head, in score per position.
     """
     power = 2 ** math.ceil(math.log2(heads))
-    # In float64, so that each slope is rounded once.
+    # In float64, so that each slope is rounded only once.
     ranks = torch.arange(1, power + 1, dtype=torch.float64)
     slopes = (-largest * ranks / power).exp2().float()
     if power == heads:
@@ -46,13 +45,12 @@ def score_parts(
     b_q: Float[Tensor, "head d_head"],
     b_k: Float[Tensor, "kv_head d_head"],
     scale: float,
-) -> tuple[Pattern, Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]]:
-    """Content, bias, and the rest, which depends only on the query; they add up to
-    ``scale · q · k``.
+) -> tuple[Scores, Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]]:
+    """Split ``scale · q · k`` into content, bias and a rest that depends only on the query.
 
     ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the
-    scale. The rest drops out of the softmax. The split is that of raw weights: folding a LayerNorm
-    changes it.
+    scale. The softmax ignores the rest. The split depends on the weights as they are: folding a
+    LayerNorm into them changes it.
 
     Args:
         q: Queries, with their bias.
@@ -62,7 +60,7 @@ def score_parts(
         scale: The factor of the scores.
 
     Returns:
-        Content of each query and key, bias of each key, and rest of each query.
+        The content of each query and key, the bias of each key, and the rest of each query.
     """
     heads = q.shape[1]
     keys_of_content = k - b_k[:, None]
@@ -72,14 +70,14 @@ def score_parts(
     content = scale * queries_of_content @ keys
     bias = scale * (b_q[None, :, None] @ keys)
 
-    # Each query meets the same key bias at every key.
+    # Every key has the same bias, so the rest needs no axis of keys.
     key_biases = b_k.repeat_interleave(heads // len(b_k), 0)
     rest = einsum(q, key_biases, "batch head query d_head, head d_head -> batch head query")
     return content, bias, scale * rest[..., None]
 
 
-def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys) -> Pattern:
-    """A part minus its mean over the keys that the query sees, which the softmax ignores.
+def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys) -> Scores:
+    """A part minus its mean over the keys that each query sees; the softmax ignores this mean.
 
     Args:
         part: A part of the scores, see :func:`score_parts`.
@@ -88,7 +86,7 @@ def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys)
     Returns:
         Scores whose mean over each query's visible keys is 0.
     """
-    # A part may be the same for all queries; its mean still is one of each query.
+    # Even a part that is the same for all queries has a mean for each, over the keys that it sees.
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     total = (part * visible).sum(-1, keepdim=True)
     mean = total / count
@@ -96,23 +94,23 @@ def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys)
 
 
 def ranked_target(
-    scores: Pattern, visible: VisibleKeys, rank: int
+    scores: Scores, visible: VisibleKeys, rank: int
 ) -> Int[Tensor, "batch head query"]:
-    """The key of each query with the largest score (rank 0), the second largest (1) …
+    """The visible key of each query with the largest score (rank 0), the second largest (rank 1) …
 
     Args:
         scores: The scores of each query.
         visible: Which keys each query sees.
-        rank: How many visible keys have a larger score.
+        rank: How many visible keys come before it.
 
     Returns:
-        Indices of keys.
+        Indices of keys. For a query that sees at most ``rank`` keys, the index is meaningless.
     """
     seen_scores = scores.masked_fill(~visible, -torch.inf)
     if rank == 0:
         return seen_scores.argmax(-1)
 
-    # With fewer keys than that, the smallest of them.
+    # topk fails if the tensor has fewer keys.
     count = min(rank + 1, scores.shape[-1])
     largest = seen_scores.topk(count, -1)
     return largest.indices[..., -1]

@@ -61,7 +61,7 @@ def shuffled(prompt, model, part):
         ),
         (
             lambda p, m: insert(tokenize(p, m), [next(DRAWN)], 1),
-            "'own' inserts other tokens into prompt 0 each time, so no run can be repeated",
+            "'own' inserts different tokens into prompt 0 each time, so no run can be repeated",
         ),
         (lambda p, m: insert(tokenize(p, m), [5], 999), r"at=999: give a position from 0 to \d+"),
     ],

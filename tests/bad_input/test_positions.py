@@ -73,7 +73,7 @@ def test_head_means_of_a_prompt_that_is_too_long(tokenizer):
 
 def test_ids_before_the_first_row_of_a_table(tokenizer):
     start = ma.MeaninglessTokens("/", 19, place="start").unshifted()
-    said = r"has a table of positions, where a negative one is .*'kept' needs 18 before the first: insert after at least"
+    said = r"has a table of positions, in which a negative one is .*'kept' needs 18 positions before the first: insert no more"
     model = loaded("CodeGen")
     with pytest.raises(OptionError, match=said):
         ma.run(model, prompt_of(40, tokenizer), {"kept": start})

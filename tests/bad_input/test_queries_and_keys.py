@@ -13,11 +13,11 @@ Q = torch.zeros(2, 4, 5, 8)
     ("changed", "message"),
     [
         ({"k": Q[:, :3]}, r"the shapes \[\[2, 4, 5, 8\], \[2, 3, 5, 8\]\]: give .* \[batch, head"),
-        ({"v": Q[:, :2]}, "alike but for the number of heads"),
-        ({"lengths": [5, 6]}, "give 2 numbers of positions, 1 to 5"),
-        ({"lengths": [2.5, 3]}, "give 2 numbers of positions"),
-        ({"q": Q[0], "k": Q[0]}, r"the shapes .*give tensors of floats \[batch, head"),
-        ({"counted": torch.ones(2, 5)}, "counted holds torch.float32: give truth values"),
+        ({"v": Q[:, :2]}, "the number of heads of k and v may be a divisor"),
+        ({"lengths": [5, 6]}, "give 2 whole numbers from 1 to 5"),
+        ({"lengths": [2.5, 3]}, "give 2 whole numbers"),
+        ({"q": Q[0], "k": Q[0]}, r"the shapes .*give float tensors \[batch, head"),
+        ({"counted": torch.ones(2, 5)}, "counted has the dtype torch.float32: give a boolean"),
         (
             {"counted": torch.ones(2, 4, dtype=bool)},
             r"counted has the shape \[2, 4\]: give .* \[2, 5\]",

@@ -1,5 +1,6 @@
 """Random weights as a null: hardly a head of a random model is found, most of a trained one; and what is refused."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,18 @@ def test_a_head_that_random_models_lack_has_no_test_in_any_table(trained, random
 def test_too_few_draws_are_refused_before_a_model_is_loaded():
     with pytest.raises(OptionError, match=r"draws=2.*at least 3"):
         ma.run_random("no/such-model", "Tom has 3 apples.", draws=2)
+
+
+def test_one_random_model_is_held_at_a_time(toy, monkeypatch):
+    models = weakref.WeakSet()
+
+    def drawn(*options):
+        assert not models
+        models.add(model := ma.random_weights(*options))
+        return model
+
+    monkeypatch.setattr("mechattn.engine.run.random_weights", drawn)
+    ma.run_random(toy, "Tom has 3 apples.", draws=3)
 
 
 def test_what_is_no_list_of_random_models_is_refused(trained, random):

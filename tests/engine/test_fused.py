@@ -7,6 +7,7 @@ import torch
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import fused as functional
+from mechattn.model.scores import BlindScores
 from mechattn.model.verify.checks import check_fused
 from tests.tiny_families import tiny_model
 
@@ -71,11 +72,21 @@ def test_a_fault_of_the_kernel_is_noticed(fault, tokenizer, monkeypatch):
 
 
 def test_what_needs_rows_is_refused_and_streamed_by_itself(toy):
-    message = "attention_focus needs rows, which a fused kernel does not give"
-    with pytest.raises(OptionError, match=message):
-        ma.run(toy, PROMPTS, analyses=ma.analyses.AttentionFocus(), engine="fused")
+    message = " needs rows, which a fused kernel does not give"
+    paired = type("Paired", (ma.ReceivedAttention,), {"add_pairs": print})
+    for analysis in (ma.analyses.AttentionFocus(), paired()):
+        with pytest.raises(OptionError, match=analysis.name + message):
+            ma.run(toy, PROMPTS, analyses=analysis, engine="fused")
     result = ma.run(toy, PROMPTS)
     expected = "streaming" if not torch.cuda.is_available() else "fused"
     assert result.provenance["engine"] == expected, (
         "the default on a CPU, where two calls cost more than rows"
     )
+
+
+def test_a_layer_without_sinks_beside_one_with_them(toy, monkeypatch):
+    """Its blind null is the uniform one."""
+    scores = BlindScores(8, sinks={0: torch.zeros(8)})
+    monkeypatch.setattr("mechattn.engine.run.blind_scores", lambda model: scores)
+    data = ma.run(toy, PROMPTS)["received_attention"].sel(layer=1)
+    np.testing.assert_array_equal(data.received_blind[:, 0], data.received_uniform)

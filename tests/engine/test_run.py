@@ -57,7 +57,6 @@ def test_options_are_recorded_and_matter(toy, prompts):
     assert result.provenance["analyses"]["received_attention"] == options
     dataset = result["received_attention"]
     assert dataset.received.sel(key=0).isnull().all()
-    assert dataset.received_by_segment.sel(segment="first").isnull().all()
     assert "queries='question'" in dataset.received.attrs["options"]
 
 

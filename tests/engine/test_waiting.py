@@ -9,10 +9,8 @@ import mechattn as ma
 from mechattn.analysis import ANALYSES
 
 ASKS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero}
-BY_TOKEN = (
-    ma.analyses.MlpActivations,
-)  # goes through tokens of each layer, whose numbers it asks for
-NO_SCORES = (ma.analyses.ScoreDecomposition,)  # undefined under RoPE
+# The first reads numbers of each layer's tokens; the second is undefined under RoPE.
+LEFT_OUT = (ma.analyses.MlpActivations, ma.analyses.ScoreDecomposition)
 
 
 class Asked(TorchDispatchMode):
@@ -36,7 +34,7 @@ def asked(model, prompts, analyses, layers):
 def test_a_pass_waits_as_often_for_one_layer_as_for_four(toy):
     """All analyses in one pass."""
     prompts = ma.load_prompts("word-problems", limit=2)
-    analyses = [make() for make in ANALYSES if make not in BY_TOKEN + NO_SCORES]
+    analyses = [make() for make in ANALYSES if make not in LEFT_OUT]
     for layers in ([3], [0, 1, 2, 3]):
         asked(toy, prompts, analyses, layers)  # what is asked once of these layers of a model
     assert asked(toy, prompts, analyses, [3]) == asked(toy, prompts, analyses, [0, 1, 2, 3])

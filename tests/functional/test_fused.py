@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechattn.functional.attention import Attention, attention_by_rows
+from mechattn.functional.attention import Attention
 from mechattn.functional.fused import fused_attention
 from tests.functional.test_rows import square
 
@@ -30,8 +30,8 @@ def made(kind, length, dtype=torch.float32, seed=0):
 
 def by_squares(attention, weights):
     """From the whole matrix: output, column sums of each group, and each query's attention to itself."""
-    inputs = (attention.q, attention.k, attention.v, attention.scale)
-    pattern, out = square(*inputs, bias=attention.bias, sinks=attention.sinks)
+    q, k, v = (part.double() for part in (attention.q, attention.k, attention.v))
+    pattern, out = square(q, k, v, attention.scale, bias=attention.bias, sinks=attention.sinks)
     return out, pattern.mT @ weights[:, None].double(), pattern.diagonal(0, -2, -1)
 
 
@@ -48,22 +48,11 @@ def test_float64_agrees_with_the_square(kind, length):
     )
 
 
-def columns_by_rows(attention, weights):
-    """The column sums of each group from the row kernel."""
-    columns = torch.zeros(*attention.q.shape[:3], weights.shape[-1], dtype=weights.dtype)
-
-    def see(rows):
-        columns[:, :, rows.keys] += rows.pattern.mT.to(columns) @ weights[:, None, rows.queries]
-
-    attention_by_rows(attention, see)
-    return columns
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-3)])
-def test_long_rows_agree_with_the_row_kernel(kind, dtype, tolerance):
+def test_long_rows_agree_with_the_square(kind, dtype, tolerance):
     attention, weights = made(kind, 300, dtype)
-    columns = columns_by_rows(attention, weights)
+    _, columns, _ = by_squares(attention, weights)
     got = fused_attention(attention).column_sums(weights)
     assert got.dtype == torch.float32
     assert float((got - columns).abs().max()) < tolerance * float(columns.max())

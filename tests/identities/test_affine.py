@@ -226,7 +226,7 @@ def test_models_that_cannot_hide_or_keep(shared):
     with pytest.raises(OptionError, match=r"attention in 1 of 2 layers.*'masked'"):
         shift_of(hybrid, SHORT, masked=SLASH.masked())
     learned = shared("GPT-2")
-    message = r"learned positions, and 'unshifted' needs \d+ before the first"
+    message = r"learned positions, and 'unshifted' needs \d+ positions before the first"
     with pytest.raises(OptionError, match=message):
         shift_of(learned, SHORT, unshifted=SLASH.unshifted())
     few = ma.MeaninglessTokens("/", 3).unshifted()

@@ -48,6 +48,15 @@ def test_a_condition_of_ones_own_is_told_from_ours():
     assert condition_data(MeaninglessTokens())["kind"].startswith("test_a_condition_of_ones_own")
 
 
+def test_interventions_of_ones_own_condition_are_recorded_under_another(toy, prompts):
+    class Own(ma.MeaninglessTokens):
+        apply = CONDITIONS["two"].apply
+
+    condition = Own().under(CONDITIONS["arm"].intervention)
+    data = condition_data(condition, condition.apply(prompts[0], toy))
+    assert [act["kind"] for act in data["interventions"]] == ["ARM", "HeadAblation", "ARM"]
+
+
 def test_words_alone_are_refused_in_a_new_result(slash_result, tmp_path):  # negative control
     from dataclasses import replace
 
