@@ -16,7 +16,7 @@ from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
 from mechattn.engine.batches import batch_plan, in_halves, measure_batch, row_bytes
-from mechattn.engine.description import condition_data, model_data
+from mechattn.engine.description import condition_data, model_data, sequences_dataset
 from mechattn.engine.engines import ChosenEngine, Engine, chosen_engine
 from mechattn.engine.labelled_datasets import Collector, Keep
 from mechattn.engine.pending_sums import LayerValues
@@ -27,7 +27,6 @@ from mechattn.engine.request_checks import (
     ChosenLayers,
     Conditions,
 )
-from mechattn.engine.sequences_dataset import sequences_dataset
 from mechattn.errors import check_choice, check_counts, memory_bytes, warn
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
