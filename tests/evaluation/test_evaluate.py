@@ -472,7 +472,7 @@ def test_missing_answers_and_odd_characters(tmp_path):
     assert len(ma.load_evaluation(path).answers) == 4
     part = Evaluation(tuple(four[:3]), {})
     for call in (part.accuracy, lambda: part.compare("baseline"), lambda: part.pass_at_k(1)):
-        with pytest.raises(OptionError, match="1 answers of 'baseline' are missing"):
+        with pytest.raises(OptionError, match="1 answers under 'baseline' are missing"):
             call()
 
 
