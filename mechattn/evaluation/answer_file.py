@@ -223,14 +223,16 @@ def _continued(path: Path, about: Mapping[str, Any]) -> KeptAnswers:
     about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
     _check_same_run(path, stored, about_as_stored)
 
-    later = {name: about[name] for name in _OF_THE_LATER_RUN if name in about}
-    merged = {name: stored.get(name, {}) | about[name] for name in _OF_BOTH_RUNS if name in about}
+    later_facts = {name: about[name] for name in _OF_THE_LATER_RUN if name in about}
+    merged_facts = {
+        name: stored.get(name, {}) | about[name] for name in _OF_BOTH_RUNS if name in about
+    }
     samples = max(stored.get("samples", 0), about.get("samples", 0))
-    extended = {**stored, **later, **merged, "samples": samples}
+    extended_facts = {**stored, **later_facts, **merged_facts, "samples": samples}
 
     # Written before any answer is added, to remove a last line that was cut off.
-    write_answers(path, extended, answers.values())
-    return KeptAnswers(answers, path, extended)
+    write_answers(path, extended_facts, answers.values())
+    return KeptAnswers(answers, path, extended_facts)
 
 
 def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -241,7 +243,7 @@ def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, A
     """
     # A fact that the file does not have differs too. Only a server's answers have a served model,
     # and only answers of a model here have the hash of its weights.
-    differing = [
+    differences = [
         name
         for name, value in about.items()
         if name not in _MAY_DIFFER and (name not in stored or stored[name] != value)
@@ -250,12 +252,12 @@ def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, A
     conditions = stored.get("conditions", {})
     for name, identity in about.get("conditions", {}).items():
         if conditions.get(name, identity) != identity:
-            differing.append(f"the condition {name!r}")
+            differences.append(f"the condition {name!r}")
 
-    if differing:
+    if differences:
         raise OptionError(
-            f"{path} holds answers of another run ({differing[0]} differs); choose another file, or"
-            " move this one"
+            f"{path} holds answers of another run ({differences[0]} differs); choose another file,"
+            " or move this one"
         )
 
 
@@ -267,8 +269,8 @@ def _line(row: Mapping[str, Any]) -> str:
 def _is_replaceable(path: Path) -> bool:
     """Whether the path is free, empty, or has the first line of an evaluation."""
     try:
-        with open(path, "rb") as stored:
-            first_line = stored.readline()
+        with open(path, "rb") as file:
+            first_line = file.readline()
         return not first_line or set(json.loads(first_line)) == {"provenance"}
     except FileNotFoundError:
         return True

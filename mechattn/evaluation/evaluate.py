@@ -100,7 +100,7 @@ def evaluate(
         server = Server(server)
 
     prompts = as_prompts(prompts)
-    named = request_checks.with_baseline(conditions)
+    named_conditions = request_checks.with_baseline(conditions)
     if temperature is None:
         temperature = 1.0
         if samples == 1:
@@ -116,13 +116,15 @@ def evaluate(
     else:
         reader = unloaded(model)
 
-    sequences = request_checks.condition_sequences(named, prompts, reader, seed)
+    sequences = request_checks.condition_sequences(named_conditions, prompts, reader, seed)
     requests = _requests(prompts, sequences, sampling.samples)
     _check_sequences(reader, server, prompts, sequences, new_tokens)
     check_room(requests, new_tokens, reader.cfg.n_ctx, str(reader.cfg.model_name))
 
     about = _about(reader, server, prompts, sequences) | asdict(sampling)
-    about["conditions"] = {name: identity(condition) for name, condition in named.items()}
+    about["conditions"] = {
+        name: identity(condition) for name, condition in named_conditions.items()
+    }
     about["grader"] = grader
     with kept_answers(out, about) as file, _saying_what_is_kept(file, requests):
         _check_kept(file, requests)
@@ -142,10 +144,12 @@ def evaluate(
 
     # By condition, and within each in the order of the prompts. Some problems may have no answer
     # from a server that takes only text.
-    names = list(named)
+    names = list(named_conditions)
     in_order = sorted(requests, key=lambda request: names.index(request.condition))
-    answered = [file.answers[request.key] for request in in_order if request.key in file.answers]
-    return Evaluation(tuple(answered), about)
+    graded_answers = [
+        file.answers[request.key] for request in in_order if request.key in file.answers
+    ]
+    return Evaluation(tuple(graded_answers), about)
 
 
 @alone
@@ -212,7 +216,7 @@ def baseline_noise(
         verify=False,
     )
 
-    answered = partial(
+    evaluate_baseline = partial(
         evaluate,
         prompts=prompts,
         grader=grader,
@@ -221,11 +225,11 @@ def baseline_noise(
         samples=samples,
         temperature=temperature,
     )
-    first = answered(model, batch=batch)
+    first = evaluate_baseline(model, batch=batch)
     runs = {
         f"{dtype}, batch {batch}": first,
-        f"{dtype}, batch {other_batch}": answered(model, batch=other_batch),
-        f"{other_dtype}, batch {batch}": answered(twin, batch=batch),
+        f"{dtype}, batch {other_batch}": evaluate_baseline(model, batch=other_batch),
+        f"{other_dtype}, batch {batch}": evaluate_baseline(twin, batch=batch),
     }
 
     rows = [_changes(name, repetition, first) for name, repetition in runs.items()]
@@ -411,13 +415,13 @@ def _check_kept(file: KeptAnswers, requests: Sequence[Request]) -> None:
             continue
 
         if answer.read != _read_digest(request):
-            differing = "tokens"
+            difference = "tokens"
         elif answer.solution != request.solution:
-            differing = "solution"
+            difference = "solution"
         else:
             continue
         raise OptionError(
-            f"{file.path} holds answers of another run (the {differing} of prompt {request.prompt}"
+            f"{file.path} holds answers of another run (the {difference} of prompt {request.prompt}"
             f" under {request.condition!r} differ); choose another file, or move this one"
         )
 

@@ -156,7 +156,8 @@ class Evaluation:
             ``table.attrs["cautions"]`` holds :attr:`cautions`.
 
         Raises:
-            OptionError: Some answers are missing, there are too few groups, or the level is not one.
+            OptionError: Some answers are missing, there are too few groups, or the level is not
+                between 0.5 and 1.
         """
         units = self._units(unit)
         rows = []

@@ -1,7 +1,7 @@
 """Generates answers with a key-value cache, on the model without hooks that shares the parameters.
 
-A batch stays full: when an answer ends, the row of the next prompt replaces its row, so no row waits
-for the longest answer (continuous batching).
+A batch stays full: when an answer ends, the next prompt takes its row, so no row waits for the
+longest answer (continuous batching).
 """
 
 from __future__ import annotations
@@ -288,8 +288,8 @@ class Generation:
         if self.rows.rows and not self.rows.are_exchangeable:
             return {}  # all answers in the batch must end first
 
-        free = self.rows_at_once - len(self.rows.rows)
-        count = min(free, len(self.waiting))
+        free_count = self.rows_at_once - len(self.rows.rows)
+        count = min(free_count, len(self.waiting))
         numbers = [self.waiting.popleft() for _ in range(count)]
         if not numbers:
             return {}

@@ -78,7 +78,7 @@ class PaddedPrompts:
         self.position_ids: Int[Tensor, "row pos"] = padded([s.position_ids for s in sequences], 0)
         self.segments: Int[Tensor, "row pos"] = padded([s.segment for s in sequences], PADDING)
 
-        # The index of each token in the baseline sequence; negative for inserted tokens and padding.
+        # The index of each token in the baseline; negative for inserted tokens and padding.
         origins = [_origin(sequence) for sequence in sequences]
         self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
 

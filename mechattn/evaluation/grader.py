@@ -117,7 +117,7 @@ def check_grader(grader: str) -> None:
 
 
 def grader_for(solution: str) -> Literal["number", "math"]:
-    """The grader for a reference: "number" if it is or ends in a plain number, and "math" otherwise."""
+    """The grader for a reference: "number" if it is or ends in a number, and "math" otherwise."""
     if _reference_number(solution) is None:
         return "math"
     return "number"
@@ -173,10 +173,10 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     """
     # Before the first mark a model may repeat the problem that it was asked.
     marks = [mark.search(text) for mark in (_BOX, _HASHES, _PHRASE, _EQUALS)]
-    first = min((mark.start() for mark in marks if mark), default=0)
-    following = _NEXT_PROBLEM.search(text, first)
-    if following:
-        text = text[: following.start()]
+    first_mark = min((mark.start() for mark in marks if mark), default=0)
+    next_problem = _NEXT_PROBLEM.search(text, first_mark)
+    if next_problem:
+        text = text[: next_problem.start()]
     elif not finished:
         return None
 
@@ -189,8 +189,8 @@ def final_answer(text: str, finished: bool = True) -> str | None:
         return hashes[1].strip()
 
     # The last of several statements is read, or the last with a number if any has one.
-    stated = [_stated(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
-    answers = [answer for answer in stated if answer]
+    statements = [_stated(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
+    answers = [answer for answer in statements if answer]
     if answers:
         with_numbers = [answer for answer in answers if re.search(r"\d", answer)]
         return (with_numbers or answers)[-1]
@@ -373,6 +373,6 @@ def _in_latex(expression: str) -> str:
 
 
 def _normalised(expression: str) -> str:
-    """An expression without spaces, fonts, dollar signs and its full stop, to be compared as text."""
+    """An expression to be compared as text: without spaces, fonts, dollar signs and full stop."""
     bare = _MARKDOWN.sub("", _TEXT.sub(r"\1", _SPACES.sub("", expression)))
     return re.sub(r"\s+", "", bare.replace("dfrac", "frac").replace("tfrac", "frac")).rstrip(".")

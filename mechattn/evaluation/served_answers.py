@@ -77,8 +77,10 @@ def served_answers(
             for start in range(0, len(todo), _PROBED_AFTER):
                 stretch = todo[start : start + _PROBED_AFTER]
 
-                asked = {request: _sampled(sent, request, sampling) for request in stretch}
-                for request, completion in connection.completions(asked):
+                completion_requests = {
+                    request: _sampled(sent, request, sampling) for request in stretch
+                }
+                for request, completion in connection.completions(completion_requests):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
                     bar.update()

@@ -34,7 +34,7 @@ _SHORTEST_HIDDEN = 8  # characters; a shorter key may occur in an answer by chan
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections
 _FIRST_REPLY_SECONDS = 10.0  # for the list of models; a wrong address is then soon noticed
 _LONGEST_REASON = 300  # characters
-# The largest reply has so many bytes, and further ones for each token. vLLM writes about 180 a token:
+# The bytes of the largest reply, and further ones for each token. vLLM writes about 180 for a token:
 # text, id, log-probability and alternatives.
 _REPLY_BYTES = 2**16
 _BYTES_A_TOKEN = 2**10

@@ -199,11 +199,11 @@ def start_probe(
     # A run that is resumed keeps the questions of its first probe.
     first_answers = _stored_answers(earlier, sent)
     is_resumed = bool(first_answers)
-    asked = list(first_answers)
+    probe_questions = list(first_answers)
     if not is_resumed:
-        asked = random.Random(sampling.seed).sample([*sent], min(ANSWERS, len(sent)))
+        probe_questions = random.Random(sampling.seed).sample([*sent], min(ANSWERS, len(sent)))
 
-    lengths = {question: len(questions[question].sequence) for question in asked}
+    lengths = {question: len(questions[question].sequence) for question in probe_questions}
     new_tokens = min(TOKENS, connection.longest - max(lengths.values()))
     requests = {
         question: CompletionRequest(sent[question], length, new_tokens, asks_prompt_logprobs=True)
@@ -213,7 +213,7 @@ def start_probe(
     if not is_resumed:
         first_answers = {
             question: Reference(completions[question].text, completions[question].prompt_logprobs)
-            for question in asked
+            for question in probe_questions
         }
 
     native = _native_of_loaded(connection.reader)
@@ -223,8 +223,8 @@ def start_probe(
         source = "its answers when this run began"
         least = LEAST_ALIKE_ITSELF
     else:
-        asked_here = [questions[question] for question in asked]
-        references = _local_answers(native, connection.reader, asked_here, new_tokens)
+        local_requests = [questions[question] for question in probe_questions]
+        references = _local_answers(native, connection.reader, local_requests, new_tokens)
         weights = weights_hash(connection.reader.loaded)
         source = f"the model here ({dtype_name(native)}, weights {weights})"
         least = ALIKE
@@ -250,15 +250,15 @@ def _about(
     first_answers: Mapping[Question, Reference],
 ) -> dict[str, Any]:
     """The record of a server, and of the answers by which it is known if the run is resumed."""
-    sent = "token ids"
+    prompt_form = "token ids"
     if any(isinstance(request.prompt, str) for request in requests.values()):
-        sent = "text"
+        prompt_form = "text"
     texts = []
     for question, answer in first_answers.items():
         texts.append([*question, answer.text, answer.prompt_logprobs])
     return {
         "model": name_of(connection.model),
-        "sent": sent,
+        "sent": prompt_form,
         "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
         "texts": texts,
     }
@@ -333,10 +333,10 @@ def _check_samples(connection: Connection, requests: Requests, greedy: Completio
     hot_requests = {
         question: replace(request, temperature=_HOT) for question, request in requests.items()
     }
-    hot = dict(connection.completions(hot_requests))
-    if all(completion.text == greedy[question].text for question, completion in hot.items()):
+    sampled = dict(connection.completions(hot_requests))
+    if all(completion.text == greedy[question].text for question, completion in sampled.items()):
         raise connection.server.error(
-            f"does not sample: {len(hot)} answers at temperature {_HOT:g} are the greedy ones."
+            f"does not sample: {len(sampled)} answers at temperature {_HOT:g} are the greedy ones."
             " `transformers serve` samples only if generation_config.json of the checkpoint says"
             " do_sample = true"
         )

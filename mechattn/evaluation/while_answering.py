@@ -99,7 +99,7 @@ class WhileAnswering:
             or pairs. ``table.attrs["unit"]`` names the units.
 
         Raises:
-            OptionError: There is no such segment, or the level is not one.
+            OptionError: There is no such segment, or the level is not between 0.5 and 1.
         """
         rows = []
         for name in self.conditions:
@@ -137,7 +137,7 @@ class WhileAnswering:
             if self.units.group_of_prompt is not None:
                 where = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
-                f"there are {matched.pairs[0]} pairs of a right and a wrong answer of about the same"
+                f"there are {matched.pairs[0]} pairs of a right and a wrong answer of similar"
                 f" length under {condition!r}: at least {FEWEST} are needed{where}; evaluate more"
                 " problems"
             )
@@ -231,7 +231,7 @@ def matched_pairs(
 ) -> np.ndarray:
     """Pairs of a right and a wrong answer of about the same length.
 
-    There are as many pairs as possible, and among so many the lengths are as similar as possible.
+    There are as many pairs as possible, and their lengths are as similar as possible.
 
     Args:
         tokens: The length of each answer, in tokens [answer].
@@ -303,9 +303,9 @@ def while_answering(
     """
     model = load_model(model)
     prompts = as_prompts(prompts)
-    named = with_baseline(conditions)
+    named_conditions = with_baseline(conditions)
     ids = [prompt.id for prompt in prompts]
-    for name in named:
+    for name in named_conditions:
         check_choice(evaluation.conditions, condition=name)
         answers = evaluation._answers_by_problem(name)
         for prompt_id in ids:
@@ -319,10 +319,10 @@ def while_answering(
     measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
     datasets = [
         _measured(measure, evaluation, prompts, name, condition)
-        for name, condition in named.items()
+        for name, condition in named_conditions.items()
     ]
     return WhileAnswering(
-        data=xr.concat(datasets, pd.Index(list(named), name="condition")),
+        data=xr.concat(datasets, pd.Index(list(named_conditions), name="condition")),
         units=units,
         about=str(model.cfg.model_name),
         predicting=predicting,

@@ -37,13 +37,13 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     def encode(repetitions: int) -> list[int]:
         return tokens_of(tokenizer, separator.join([text] * repetitions))
 
-    enough = count + 1
-    while len(encode(enough)) < count and enough < _MOST_REPETITIONS * count:
-        enough *= 2  # a token may hold several repetitions
+    limit = count + 1
+    while len(encode(limit)) < count and limit < _MOST_REPETITIONS * count:
+        limit *= 2  # a token may hold several repetitions
 
     # Usually each repetition makes the text longer, but a merge may shorten it by a token or two.
     # The next repetitions are therefore tried too.
-    fewest = bisect_left(range(1, enough), count, key=lambda number: len(encode(number))) + 1
+    fewest = bisect_left(range(1, limit), count, key=lambda number: len(encode(number))) + 1
     for repetitions in range(fewest, fewest + 4):
         tokens = encode(repetitions)
         if len(tokens) == count:

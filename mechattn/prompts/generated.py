@@ -319,8 +319,8 @@ def _number_between(draw: random.Random, numbers: list[str], lowest: int, highes
     candidates = [number for number in numbers if lowest <= int(number) <= highest]
     if not candidates:
         raise PromptError(
-            f"greater-than needs a number from {lowest} to {highest}, and with this tokenizer all of"
-            " these have an unusual number of tokens; use another source"
+            f"greater-than needs a number from {lowest} to {highest}, and all of these have an"
+            " unusual number of tokens with this tokenizer; use another source"
         )
     return draw.choice(candidates)
 

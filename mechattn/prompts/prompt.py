@@ -152,20 +152,25 @@ def as_prompts(prompts: Any) -> list[Prompt]:
             " prompts, or a tensor of token ids (load_prompts reads files and data sets)"
         )
 
-    named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
-    if not named:
+    named_prompts = [_named(index, prompt) for index, prompt in enumerate(prompts)]
+    if not named_prompts:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == Prompt.id for prompt in named):  # all have the default
-        named = [replace(prompt, id=str(index)) for index, prompt in enumerate(named)]
-    commonest_id, count = Counter(prompt.id for prompt in named).most_common(1)[0]
+    if all(prompt.id == Prompt.id for prompt in named_prompts):  # all have the default
+        named_prompts = [
+            replace(prompt, id=str(index)) for index, prompt in enumerate(named_prompts)
+        ]
+    commonest_id, count = Counter(prompt.id for prompt in named_prompts).most_common(1)[0]
     if count > 1:
         raise PromptError(
             f"several prompts have the id {commonest_id!r}; give every prompt its own"
         )
 
-    if not any(prompt.group for prompt in named):
-        return named
-    return [replace(prompt, group=prompt.group or f"prompt {prompt.id} alone") for prompt in named]
+    if not any(prompt.group for prompt in named_prompts):
+        return named_prompts
+    return [
+        replace(prompt, group=prompt.group or f"prompt {prompt.id} alone")
+        for prompt in named_prompts
+    ]
 
 
 def _named(index: int, prompt: object) -> Prompt:

@@ -17,7 +17,7 @@ from mechattn.prompts.conditions import Condition, Variant
 
 
 def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
-    """Make conditions for ``run`` that differ in one or more options, and are named by their values.
+    """Make conditions for ``run`` that differ in one or more options, which name them.
 
     ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …
     A count of 0 is left out, since it is the baseline, which is always run. Several options give
