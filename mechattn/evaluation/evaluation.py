@@ -72,7 +72,8 @@ class Evaluation:
         missing = []
         cut_off = []
         unread = []
-        for name in self.conditions:
+        # A condition may have no answers at all if it was added by a run that was interrupted.
+        for name in dict.fromkeys([*self.conditions, *self.provenance.get("conditions", ())]):
             answers = self._under(name)
             count = len(answers)
             cut_off_count = sum(not answer.finished for answer in answers)

@@ -241,8 +241,6 @@ class Generation:
         temperature: 0 takes the likeliest token.
         seed: The seed of the draws.
         count_tokens: Called with the number of new tokens after each step.
-        rows: The rows of the batch.
-        waiting: The numbers of the requests whose prompts have not been read.
     """
 
     model: Any
@@ -254,7 +252,7 @@ class Generation:
     seed: int = 0
     count_tokens: Callable[[int], None] | None = None
     rows: GeneratingRows = field(init=False)
-    waiting: deque[int] = field(init=False)
+    waiting: deque[int] = field(init=False)  # the requests whose prompts have not been read
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.requests)))

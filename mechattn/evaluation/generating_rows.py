@@ -137,8 +137,6 @@ class GeneratingRow:
         tokens: The tokens so far.
         logprobs: The log-probability of each token, in nats.
         is_ended: Whether the answer has ended, with an end token or at the limit.
-        last_origin: The largest origin in the prompt; those of generated tokens follow it.
-        last_position_id: The last position id of the prompt; those of generated tokens follow it.
     """
 
     number: int
@@ -146,6 +144,7 @@ class GeneratingRow:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_ended: bool = False
+    # Of the prompt: the largest origin and the last position id, which generated tokens follow.
     last_origin: int = field(init=False)
     last_position_id: int = field(init=False)
 

@@ -34,7 +34,7 @@ _SHORTEST_HIDDEN = 8  # characters; a shorter key may occur in an answer by chan
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections
 _FIRST_REPLY_SECONDS = 10.0  # for the list of models; a wrong address is then soon noticed
 _LONGEST_REASON = 300  # characters
-# The bytes of the largest reply, and further ones for each token. vLLM writes about 180 for a token:
+# The bytes of the largest reply, and further ones for each token. vLLM writes about 180 for each:
 # text, id, log-probability and alternatives.
 _REPLY_BYTES = 2**16
 _BYTES_A_TOKEN = 2**10
@@ -169,7 +169,7 @@ class _Token(BaseModel, strict=True):
 class Completion(BaseModel, strict=True):
     """A server's completion. Fields that the server does not report are None.
 
-    Args:
+    Attributes:
         text: The text.
         finish_reason: "stop" if the model ended it, and "length" if it was cut off at the limit.
         prompt_tokens: The number of tokens that the server read.

@@ -87,8 +87,8 @@ def pairs(
 ) -> list[Prompt]:
     """Make pairs of prompts that call for different answers.
 
-    Each prompt has a ``counterpart`` with the same number of tokens, its own answer, and the
-    counterpart's answer as ``other_answer``. The sources are:
+    Each prompt, the clean one, has a ``counterpart`` with the same number of tokens, the corrupted
+    one. It also has its own answer, and the counterpart's as ``other_answer``. The sources are:
 
     - "ioi", indirect objects: "Then Anna and Tom went to the store. Tom gave a ring to" Anna. In
       the counterpart Anna gives it to Tom.
