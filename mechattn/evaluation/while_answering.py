@@ -88,10 +88,10 @@ class WhileAnswering:
             level: The level of the intervals.
 
         Returns:
-            A row for each condition. ``right`` and ``wrong`` are the mean attention of right and of
-            wrong answers, with a t interval (``right_low``, ``right_high``), the same mean for
-            uniform attention (``right_uniform``), the mean length of the answers
-            (``right_tokens``) and their number (``right_n``). ``pairs`` is the number of pairs,
+            A row for each condition. ``right`` is the mean attention of right answers, with a t
+            interval (``right_low``, ``right_high``), the same mean for uniform attention
+            (``right_uniform``), the mean length of the answers (``right_tokens``) and their number
+            (``right_n``). ``wrong`` has the same columns for wrong answers. ``pairs`` is the number of pairs,
             ``difference`` the mean of right minus wrong over them, ``null`` the same for uniform
             attention, and ``beyond`` the difference minus its null, with a t interval
             (``beyond_low``, ``beyond_high``) and the p of a paired test (``p_beyond``: that of sign
