@@ -1,5 +1,7 @@
-"""Graded answers, and their file: JSON lines, the provenance first, then a line as each answer
-ends. Later calls extend it."""
+"""Graded answers and their file of JSON lines: the provenance, then a line for each answer.
+
+Lines are added as answers end, and later calls extend the file.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.store.atomic_writes import check_writable, write_whole
 
 Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
-# Of a later run's provenance: problems, conditions and samples may be added.
+# A later run may add problems, conditions and samples. The file's provenance then has these facts
+# of the later run alone, and those of both runs together.
 _OF_THE_LATER_RUN = ("prompts", "rope_factors")
 _OF_BOTH_RUNS = ("conditions", "groups")
-# A server may come back at another address.
+# The facts that may differ between runs that share a file. A server may have another address.
 _MAY_DIFFER = ("versions", "server", "probe", "samples", *_OF_THE_LATER_RUN, *_OF_BOTH_RUNS)
 
 
@@ -31,15 +34,16 @@ class GradedAnswer:
 
     Args:
         prompt: The prompt's id.
-        condition: The condition.
-        sample: The index of the answer among several to the same question.
+        condition: The name of the condition.
+        sample: The index of the answer among several to the same prompt under this condition.
         text: The generated text.
         tokens: Its token ids.
-        answer: The final answer; None if none was found.
+        answer: The final answer; None if none could be read.
         solution: The reference.
         right: Whether the final answer equals the reference.
         finished: Whether the model ended the answer before the limit.
-        logprob: Mean log-probability of its tokens, in nats, at temperature 1.
+        logprob: The mean log-probability of its tokens and its end token, in nats, at temperature
+            1.
         read: A digest of the token ids that the model read.
     """
 
@@ -57,18 +61,18 @@ class GradedAnswer:
 
     @property
     def key(self) -> Key:
-        """What tells it from the other answers of a run."""
+        """The prompt, condition and sample, which identify the answer in a run."""
         return self.prompt, self.condition, self.sample
 
 
 @dataclass
 class KeptAnswers:
-    """The answers so far, and where they come from; also in a file if one is given.
+    """The answers so far and their provenance, which are also in a file if there is one.
 
     Args:
         answers: The answers by prompt, condition and sample.
         path: The file; None without one.
-        about: Their provenance.
+        about: The provenance.
     """
 
     answers: dict[Key, GradedAnswer]
@@ -76,13 +80,13 @@ class KeptAnswers:
     about: dict[str, Any]
 
     def note(self, name: str, value: Any) -> None:
-        """Record one more fact about where the answers come from, and write the file again."""
+        """Add a fact to the provenance, and write the file again."""
         self.about[name] = value
         if self.path is not None:
             write_answers(self.path, self.about, self.answers.values())
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Leave answers out; the file is without them from the next note on."""
+        """Remove answers; the file has them until the next :meth:`note`."""
         for key in keys:
             self.answers.pop(key, None)
 
@@ -90,7 +94,7 @@ class KeptAnswers:
         """Add an answer, also at the end of the file.
 
         Raises:
-            OutputError: It cannot be written, as on a full disk; earlier answers are kept.
+            OutputError: The answer cannot be written, as on a full disk. Earlier answers are kept.
         """
         self.answers[answer.key] = answer
         if self.path is None:
@@ -105,36 +109,26 @@ class KeptAnswers:
             ) from error
 
 
-class _Provenance(BaseModel):
-    """What has to be of one form in a file's provenance, whatever else it says."""
-
-    conditions: dict[str, Any] = {}
-    groups: dict[str, Any] = {}
-
-
-class _FirstLine(BaseModel):
-    """The first line of a file."""
-
-    provenance: _Provenance
-
-
 @contextmanager
 def kept_answers(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[KeptAnswers]:
-    """The answers already in a run's file, locked for this process; nothing without a file.
+    """The answers already in a run's file, which other processes cannot extend meanwhile.
+
+    Without a file there are none.
 
     Args:
         path: The file, or None.
-        about: The provenance of this run, which must be that of the file.
+        about: The provenance of this run. Except for what a later run may add, it must agree with
+            that of the file.
 
     Raises:
-        OptionError: The file holds answers of another run.
+        OptionError: The file has answers of another run.
         OutputError: Another process has the lock, or the file cannot be read or written.
     """
     if path is None:
         yield KeptAnswers({}, None, dict(about))
         return
 
-    # Through links, so that two names of one file have one lock.
+    # Links are resolved, so that two names of one file have one lock.
     real_path = Path(os.path.realpath(path))
     lock_path = real_path.with_name(f".{real_path.name}.mechattn-lock")
     try:
@@ -152,61 +146,20 @@ def kept_answers(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[
     try:
         yield _continued(real_path, about)
     finally:
-        with suppress(OSError):  # where an open file cannot be deleted
+        with suppress(OSError):  # Windows does not delete an open file
             lock_path.unlink(missing_ok=True)
         lock.release()
-
-
-def _continued(path: Path, about: Mapping[str, Any]) -> KeptAnswers:
-    """The answers already in the file, if this run may extend it; a new file gets its first
-    line."""
-    if not path.exists() or not path.stat().st_size:
-        write_answers(path, about, ())
-        return KeptAnswers({}, path, dict(about))
-
-    stored, answers = read_answers(path)
-    about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
-    _check_same_run(path, stored, about_as_stored)
-
-    later = {name: about[name] for name in _OF_THE_LATER_RUN if name in about}
-    merged = {name: stored.get(name, {}) | about[name] for name in _OF_BOTH_RUNS if name in about}
-    samples = max(stored.get("samples", 0), about.get("samples", 0))
-    extended = {**stored, **later, **merged, "samples": samples}
-
-    # Written at once, also without a last line that was cut off.
-    write_answers(path, extended, answers.values())
-    return KeptAnswers(answers, path, extended)
-
-
-def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Refuse another model, other options, or a known condition with another content."""
-    # A fact of which the file says nothing differs too: only a server's answers have a served
-    # model, and only those of the model here the hash of its weights.
-    differing = [
-        name
-        for name, value in about.items()
-        if name not in _MAY_DIFFER and (name not in stored or stored[name] != value)
-    ]
-
-    conditions = stored.get("conditions", {})
-    for name, identity in about.get("conditions", {}).items():
-        if conditions.get(name, identity) != identity:
-            differing.append(f"the condition {name!r}")
-
-    if differing:
-        raise OptionError(
-            f"{path} holds answers of another run ({differing[0]} differs); choose another file, or"
-            " move this one"
-        )
 
 
 def write_answers(
     path: Path, provenance: Mapping[str, Any], answers: Iterable[GradedAnswer]
 ) -> None:
-    """Write provenance and answers, completely or not at all; only an evaluation is replaced.
+    """Write provenance and answers, completely or not at all.
+
+    An existing file is replaced only if it is an evaluation.
 
     Raises:
-        OutputError: The path cannot be written to, or holds anything but an evaluation.
+        OutputError: The path cannot be written to, or has something else than an evaluation.
     """
     check_writable(path)
     if not _is_replaceable(path):
@@ -218,27 +171,13 @@ def write_answers(
     write_whole(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
-
-
-def _is_replaceable(path: Path) -> bool:
-    """Whether the path is free, or holds an evaluation, judged by its first line."""
-    try:
-        with open(path, "rb") as stored:
-            first_line = stored.readline()
-        return not first_line or set(json.loads(first_line)) == {"provenance"}
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
-
-
 def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     """The provenance and the answers of a file.
 
+    A last line that was cut off is ignored.
+
     Raises:
-        OutputError: It is not an evaluation, or one of its lines is not an answer.
+        OutputError: The file is not an evaluation, or one of its lines is not an answer.
     """
     try:
         content = path.read_bytes()
@@ -271,8 +210,89 @@ def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     return json.loads(lines[0])["provenance"], answers
 
 
+def _continued(path: Path, about: Mapping[str, Any]) -> KeptAnswers:
+    """The answers already in the file, which gets the provenance of both runs.
+
+    A new file gets that of this run.
+    """
+    if not path.exists() or not path.stat().st_size:
+        write_answers(path, about, ())
+        return KeptAnswers({}, path, dict(about))
+
+    stored, answers = read_answers(path)
+    about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
+    _check_same_run(path, stored, about_as_stored)
+
+    later_facts = {name: about[name] for name in _OF_THE_LATER_RUN if name in about}
+    merged_facts = {
+        name: stored.get(name, {}) | about[name] for name in _OF_BOTH_RUNS if name in about
+    }
+    samples = max(stored.get("samples", 0), about.get("samples", 0))
+    extended_facts = {**stored, **later_facts, **merged_facts, "samples": samples}
+
+    # Written before any answer is added, to remove a last line that was cut off.
+    write_answers(path, extended_facts, answers.values())
+    return KeptAnswers(answers, path, extended_facts)
+
+
+def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Refuse a file of another model, other options, or a condition that has changed.
+
+    Raises:
+        OptionError: It is such a file.
+    """
+    # A fact that the file does not have differs too. Only a server's answers have a served model,
+    # and only answers of a model here have the hash of its weights.
+    differences = [
+        name
+        for name, value in about.items()
+        if name not in _MAY_DIFFER and (name not in stored or stored[name] != value)
+    ]
+
+    conditions = stored.get("conditions", {})
+    for name, identity in about.get("conditions", {}).items():
+        if conditions.get(name, identity) != identity:
+            differences.append(f"the condition {name!r}")
+
+    if differences:
+        raise OptionError(
+            f"{path} holds answers of another run ({differences[0]} differs); choose another file,"
+            " or move this one"
+        )
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row as a line of the file."""
+    return json.dumps(row) + "\n"
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether the path is free, empty, or has the first line of an evaluation."""
+    try:
+        with open(path, "rb") as file:
+            first_line = file.readline()
+        return not first_line or set(json.loads(first_line)) == {"provenance"}
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+class _Provenance(BaseModel):
+    """The facts of a file's provenance that must be mappings; others are not checked."""
+
+    conditions: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+
+
+class _FirstLine(BaseModel):
+    """The first line of a file."""
+
+    provenance: _Provenance
+
+
 def _mistake(error: ValidationError) -> str:
-    """The first thing that is wrong with a line, in words."""
+    """The first mistake in a line, in words."""
     mistake = error.errors()[0]
     fields = [name for name in mistake["loc"] if isinstance(name, str)]
     if not fields:

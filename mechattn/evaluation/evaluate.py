@@ -60,36 +60,38 @@ def evaluate(
 ) -> Evaluation:
     """Generate and grade answers to every problem under every condition and the baseline.
 
-    The model without hooks generates, with a key-value cache and with the interventions attached.
-    Where an answer ends, the next problem takes its place in the batch. Batches affect answers only
-    through rounding; the draws of sampled answers are keyed by seed, prompt, sample and position.
+    The model without hooks generates, with a key-value cache and under the interventions of each
+    condition. When an answer ends, the next problem takes its place in the batch. Batches affect
+    answers only through rounding: the draws of sampled answers are keyed by seed, prompt, sample
+    and position.
 
-    With ``server`` another machine generates, after a comparison with the model. Conditions may
-    insert tokens; interventions inside the model are refused. Each sampled answer has its own seed
-    there.
+    With ``server`` another machine generates, after its answers were compared with the model's.
+    Conditions may then insert tokens, but interventions inside the model are refused. Each sampled
+    answer has its own seed on the server.
 
     Args:
-        model: A hooked model, or anything that ``load_model`` takes. With a server, a name or
-            directory (only its tokenizer is loaded) or a tokenizer is enough; a loaded model is
-            compared with the server.
+        model: A hooked model, or anything that ``load_model`` takes. With a server it may be a
+            tokenizer, or a name or directory, of which only the tokenizer is loaded. A loaded model
+            is compared with the server.
         prompts: Prompts with a ``solution``, as from ``load_prompts``.
         conditions: Conditions by name, as for ``run``.
         grader: "number", "math" (math-verify), or "auto" to choose by the references.
-        batch: The number of sequences (or requests to a server) at a time.
+        batch: The number of sequences, or of requests to a server, at a time.
         seed: The seed of all draws.
         out: A .jsonl file to which each answer is added as soon as it ends. Answers that it already
-            holds are not generated again; more problems, conditions or samples extend it.
-        server: An ``ma.Server``, or the address of one that needs nothing else, such as
-            "http://host:8000/v1".
+            holds are not generated again. A later call may add problems, conditions or samples.
+        server: An ``ma.Server``, or its address, such as "http://host:8000/v1", if nothing else
+            about it has to be said.
         new_tokens: The longest answer in tokens; answers that reach it are counted as unfinished.
         samples: The number of answers to each question.
         temperature: 0 takes the likeliest token; by default 0 for one sample and 1 for several.
 
     Returns:
-        All answers with their grades and their provenance, condition by condition.
+        The answers to these prompts with their grades and their provenance, condition by condition.
 
     Raises:
-        MechattnError: An argument cannot be used; raised before the first token is generated.
+        MechattnError: An argument cannot be used. This is raised before the first token is
+            generated.
         ServerError: The server cannot be reached or used, is not the model, or fails; its earlier
             answers are kept.
         Interrupted: Ctrl-C; the message says how many answers are kept.
@@ -98,7 +100,7 @@ def evaluate(
         server = Server(server)
 
     prompts = as_prompts(prompts)
-    named = request_checks.with_baseline(conditions)
+    named_conditions = request_checks.with_baseline(conditions)
     if temperature is None:
         temperature = 1.0
         if samples == 1:
@@ -107,20 +109,22 @@ def evaluate(
     check_counts(batch=batch)
     _check_references(prompts, grader)
 
-    # A server needs only the tokenizer here; weights are used where they are loaded already.
+    # With a server only the tokenizer is needed here; weights are used if they are loaded already.
     reader: Any
     if server is None:
         reader = load_model(model)
     else:
         reader = unloaded(model)
 
-    sequences = request_checks.condition_sequences(named, prompts, reader, seed)
+    sequences = request_checks.condition_sequences(named_conditions, prompts, reader, seed)
     requests = _requests(prompts, sequences, sampling.samples)
     _check_sequences(reader, server, prompts, sequences, new_tokens)
     check_room(requests, new_tokens, reader.cfg.n_ctx, str(reader.cfg.model_name))
 
     about = _about(reader, server, prompts, sequences) | asdict(sampling)
-    about["conditions"] = {name: identity(condition) for name, condition in named.items()}
+    about["conditions"] = {
+        name: identity(condition) for name, condition in named_conditions.items()
+    }
     about["grader"] = grader
     with kept_answers(out, about) as file, _saying_what_is_kept(file, requests):
         _check_kept(file, requests)
@@ -131,19 +135,21 @@ def evaluate(
         else:
             answers = served_answers(server, reader, requests, todo, sampling, batch, file)
 
-        with closing(answers):  # so that after an error nothing more is asked for
+        with closing(answers):  # after an error, no more answers are requested
             for request, answer, text in answers:
                 file.add(_graded(request, answer, text, grader))
 
     if "probe" in file.about:
         about["probe"] = file.about["probe"]
 
-    # By condition, and within each in the order of the prompts. A server that takes only text may
-    # leave problems out.
-    names = list(named)
+    # By condition, and within each in the order of the prompts. Some problems may have no answer
+    # from a server that takes only text.
+    names = list(named_conditions)
     in_order = sorted(requests, key=lambda request: names.index(request.condition))
-    answered = [file.answers[request.key] for request in in_order if request.key in file.answers]
-    return Evaluation(tuple(answered), about)
+    graded_answers = [
+        file.answers[request.key] for request in in_order if request.key in file.answers
+    ]
+    return Evaluation(tuple(graded_answers), about)
 
 
 @alone
@@ -159,29 +165,30 @@ def baseline_noise(
     samples: int = 1,
     temperature: float | None = None,
 ) -> pd.DataFrame:
-    """Measure how much baseline answers change with the batch size and with the dtype.
+    """Measure how many baseline answers change with the batch size and with the dtype.
 
-    The same problems are answered three times, and compared with the first: then in other batches,
-    and in bfloat16 (a model of lower precision in float32). Rounding depends on batch size and
-    dtype, and occasionally changes an answer. This is a rate of changes, not a test: an effect
-    beside which as many answers change as here, in both directions, may come from rounding alone.
+    Rounding depends on both, and occasionally changes an answer. The same problems are therefore
+    answered three times: first with ``batch``, then with ``other_batch``, and then in another dtype
+    (bfloat16 for a model in float32, and float32 for any other). This gives a rate of changes, not
+    a test. If a condition changes no more answers than here, in either direction, rounding alone
+    may explain it.
 
     Args:
-        model: As for ``evaluate``. For the other dtype a copy of its parameters is held
-            temporarily.
+        model: As for ``evaluate``, without a server. A copy of its parameters in the other dtype is
+            held temporarily.
         prompts: Prompts with a ``solution``.
-        grader: As for ``evaluate``, like the other options below.
-        batch: The batch size of the first run.
+        grader: As for ``evaluate``.
+        batch: The batch size of the first and the third run.
         other_batch: The batch size of the second run.
-        seed: The seed of all draws.
-        new_tokens: The longest answer in tokens.
-        samples: The number of answers to each question.
-        temperature: The temperature of the draws.
+        seed: As for ``evaluate``.
+        new_tokens: As for ``evaluate``.
+        samples: As for ``evaluate``.
+        temperature: As for ``evaluate``.
 
     Returns:
-        One row per repetition: accuracy, difference with Newcombe's interval, mid-p McNemar,
-        ``flipped``, the share of answers that became right or wrong, and ``texts``, the share with
-        a different text.
+        A row for each run, compared with the first: repetition (dtype and batch size), accuracy,
+        difference with low, high, p and n as from ``Evaluation.compare``, flipped (the fraction of
+        answers that became right or wrong), and texts (the fraction with a different text).
 
     Raises:
         OptionError: The second run has the batches of the first: the same size, or one batch of all
@@ -193,8 +200,8 @@ def baseline_noise(
     answer_count = len(prompts) * samples
     if min(batch, answer_count) == min(other_batch, answer_count):
         raise OptionError(
-            f"batch={batch} and other_batch={other_batch}: {answer_count} answers in the same"
-            " batches in both runs shows no noise; choose another value"
+            f"batch={batch} and other_batch={other_batch}: both runs have the same batches of"
+            f" {answer_count} answers, which shows no noise; choose another value"
         )
 
     model = load_model(model)
@@ -209,7 +216,7 @@ def baseline_noise(
         verify=False,
     )
 
-    answered = partial(
+    evaluate_baseline = partial(
         evaluate,
         prompts=prompts,
         grader=grader,
@@ -218,110 +225,24 @@ def baseline_noise(
         samples=samples,
         temperature=temperature,
     )
-    first = answered(model, batch=batch)
-    repetitions = {
+    first = evaluate_baseline(model, batch=batch)
+    runs = {
         f"{dtype}, batch {batch}": first,
-        f"{dtype}, batch {other_batch}": answered(model, batch=other_batch),
-        f"{other_dtype}, batch {batch}": answered(twin, batch=batch),
+        f"{dtype}, batch {other_batch}": evaluate_baseline(model, batch=other_batch),
+        f"{other_dtype}, batch {batch}": evaluate_baseline(twin, batch=batch),
     }
 
-    rows = [_beside(name, repetition, first) for name, repetition in repetitions.items()]
+    rows = [_changes(name, repetition, first) for name, repetition in runs.items()]
     return pd.DataFrame(rows)
 
 
-def _beside(name: str, repetition: Evaluation, first: Evaluation) -> dict[str, Any]:
-    """How much the answers of a repetition differ from the first ones."""
-    comparison = repetition.compare(BASELINE, other=first)
-    figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
-
-    right = repetition.right(BASELINE)
-    is_other_text = repetition.to_dataframe().text != first.to_dataframe().text
-    return {
-        "repetition": name,
-        "accuracy": float(right.mean()),
-        **figures,
-        "flipped": float((right != first.right(BASELINE)).mean()),
-        "texts": float(is_other_text.mean()),
-    }
-
-
-def _requests(
-    prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]], samples: int
-) -> list[Request]:
-    """Everything that is asked for, each problem's conditions one after the other."""
-    requests = []
-    for prompt, by_condition in zip(prompts, sequences, strict=True):
-        for name, sequence in by_condition.items():
-            for sample in range(samples):
-                requests.append(Request(prompt.id, sequence, sample, name, str(prompt.solution)))
-
-    return requests
-
-
-def _check_kept(file: KeptAnswers, requests: Sequence[Request]) -> None:
-    """Refuse kept answers to other token ids, or with other references, than those of this
-    call."""
-    for request in requests:
-        answer = file.answers.get(request.key)
-        if answer is None:
-            continue
-
-        if answer.read != _read_digest(request):
-            differing = "tokens"
-        elif answer.solution != request.solution:
-            differing = "solution"
-        else:
-            continue
-        raise OptionError(
-            f"{file.path} holds answers of another run (the {differing} of prompt {request.prompt}"
-            f" under {request.condition!r} differ); choose another file, or move this one"
-        )
-
-
-def _read_digest(request: Request) -> str:
-    """A digest of the token ids that the model reads, stored with each answer."""
-    return provenance.digest([request.sequence.tokens.tolist()])
-
-
-@contextmanager
-def _saying_what_is_kept(file: KeptAnswers, requests: Sequence[Request]) -> Iterator[None]:
-    """On Ctrl-C, say how many answers are kept and how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        message = (
-            "stopped; no answer is kept, since no file was given: with out=… each one is stored"
-            " when it ends"
-        )
-        if file.path is not None:
-            count = sum(request.key in file.answers for request in requests)
-            message = (
-                f"stopped; {count} of {len(requests)} answers are kept in {file.path}. The same"
-                " call goes on with the rest"
-            )
-        raise Interrupted(message) from None
-
-
-def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
-    """An answer with its grade, as it is stored."""
-    grade = graders.grade(text, request.solution, grader, finished=answer.finished)
-    return GradedAnswer(
-        prompt=request.prompt,
-        condition=request.condition,
-        sample=request.sample,
-        text=text,
-        tokens=answer.tokens,
-        answer=grade.answer,
-        solution=request.solution,
-        right=grade.right,
-        finished=answer.finished,
-        logprob=answer.logprob,
-        read=_read_digest(request),
-    )
-
-
 def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
-    """Refuse prompts without a solution that the grader can read, or with an answer already."""
+    """Refuse prompts that already have an answer, or have no solution that the grader can read.
+
+    Raises:
+        OptionError: There is no such grader, or its package is not installed.
+        PromptError: There is such a prompt.
+    """
     graders.check_grader(grader)
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
@@ -346,6 +267,19 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
             graders.check_grader("math")
 
 
+def _requests(
+    prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]], samples: int
+) -> list[Request]:
+    """All requested answers, by problem, then by condition, then by sample."""
+    requests = []
+    for prompt, by_condition in zip(prompts, sequences, strict=True):
+        for name, sequence in by_condition.items():
+            for sample in range(samples):
+                requests.append(Request(prompt.id, sequence, sample, name, str(prompt.solution)))
+
+    return requests
+
+
 def _check_sequences(
     reader: Any,
     server: Server | None,
@@ -353,15 +287,18 @@ def _check_sequences(
     sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
 ) -> None:
-    """Refuse what cannot be answered, here or by a server, before a token is generated.
+    """Refuse conditions and prompts under which the model or the server cannot generate.
 
     Args:
         reader: The hooked model that generates; with a server an ``UnloadedModel``, which may hold
             a hooked model to compare with.
         server: The server that generates; None if the model here does.
         prompts: The prompts.
-        sequences: For each prompt its sequence under each condition.
+        sequences: The sequences of each prompt by condition.
         new_tokens: The longest answer, in tokens.
+
+    Raises:
+        MechattnError: There is such a condition or prompt, or the model cannot generate at all.
     """
     if server is None:
         native_of(reader)  # refuses a model that cannot generate
@@ -387,7 +324,11 @@ def _check_sequences(
 
 
 def _check_cut_edges(model: HookedModel, sequence: TokenSequence, name: str) -> None:
-    """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
+    """Refuse cut edges that generation cannot reproduce.
+
+    Raises:
+        OptionError: The edges are cut in some layers only, or the model has ALiBi or windows.
+    """
     if sequence.cut_edges is None:
         return
 
@@ -417,7 +358,7 @@ def _about(
     prompts: Sequence[Prompt],
     sequences: Sequence[Mapping[str, TokenSequence]],
 ) -> dict[str, Any]:
-    """The provenance of answers, but for the conditions and how answers are sampled and graded."""
+    """The provenance of answers, except for the conditions, the sampling and the grader."""
     about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
     if server is None:
         about["weights_hash"] = weights_hash(model)
@@ -437,3 +378,88 @@ def _about(
     if len(set(groups.values())) < len(groups):
         about["groups"] = groups
     return about
+
+
+@contextmanager
+def _saying_what_is_kept(file: KeptAnswers, requests: Sequence[Request]) -> Iterator[None]:
+    """On Ctrl-C, raise an error that says how many answers are kept and how to continue.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = (
+            "stopped; no answer is kept, since no file was given: with out=… each answer is stored"
+            " when it ends"
+        )
+        if file.path is not None:
+            count = sum(request.key in file.answers for request in requests)
+            message = (
+                f"stopped; {count} of {len(requests)} answers are kept in {file.path}. The same"
+                " call goes on with the rest"
+            )
+        raise Interrupted(message) from None
+
+
+def _check_kept(file: KeptAnswers, requests: Sequence[Request]) -> None:
+    """Refuse a file whose answers are to other token ids or have other references.
+
+    Raises:
+        OptionError: It has such an answer to a problem of this call.
+    """
+    for request in requests:
+        answer = file.answers.get(request.key)
+        if answer is None:
+            continue
+
+        if answer.read != _read_digest(request):
+            difference = "tokens"
+        elif answer.solution != request.solution:
+            difference = "solution"
+        else:
+            continue
+        raise OptionError(
+            f"{file.path} holds answers of another run (the {difference} of prompt {request.prompt}"
+            f" under {request.condition!r} differ); choose another file, or move this one"
+        )
+
+
+def _read_digest(request: Request) -> str:
+    """A digest of the token ids that the model reads, stored with each answer."""
+    return provenance.digest([request.sequence.tokens.tolist()])
+
+
+def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
+    """The answer to a request with its grade, as it is stored."""
+    grade = graders.grade(text, request.solution, grader, finished=answer.finished)
+    return GradedAnswer(
+        prompt=request.prompt,
+        condition=request.condition,
+        sample=request.sample,
+        text=text,
+        tokens=answer.tokens,
+        answer=grade.answer,
+        solution=request.solution,
+        right=grade.right,
+        finished=answer.finished,
+        logprob=answer.logprob,
+        read=_read_digest(request),
+    )
+
+
+def _changes(name: str, repetition: Evaluation, first: Evaluation) -> dict[str, Any]:
+    """A row of :func:`baseline_noise`: how the answers of a run differ from those of the first."""
+    comparison = repetition.compare(BASELINE, other=first)
+    figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
+
+    right = repetition.right(BASELINE)
+    is_other_text = repetition.to_dataframe().text != first.to_dataframe().text
+    return {
+        "repetition": name,
+        "accuracy": float(right.mean()),
+        **figures,
+        "flipped": float((right != first.right(BASELINE)).mean()),
+        "texts": float(is_other_text.mean()),
+    }

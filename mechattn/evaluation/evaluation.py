@@ -1,5 +1,5 @@
-"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and whose answers are given
-after a transplant."""
+"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and the effect of a transplant
+on answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import false_discovery, paired
 from mechattn.stats.units import Unit, Units, detectable_size
 
-_MANY = 0.1  # the share of cut-off or unread answers above which a sentence says so
-_NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
+_MANY = 0.1  # the fraction of answers above which cut-off or unread ones are mentioned
+_NEGLIGIBLE = 1.1  # a factor of a variance: the width of an interval then changes by 5 % at most
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,16 +62,18 @@ class Evaluation:
 
     @property
     def cautions(self) -> list[str]:
-        """Sentences to read before the accuracies; none where nothing is the matter.
+        """Sentences to read before the accuracies; an empty list if there is nothing to say.
 
-        They name the conditions where answers are missing, or more than a tenth of them were cut
-        off or cannot be read, and a baseline that cannot fall or cannot rise.
+        They name the conditions under which answers are missing, or under which more than a tenth
+        of the answers were cut off or have no final answer. They also name a baseline whose
+        answers are all right or all wrong.
         """
         expected = len(self._problems()) * self.samples
         missing = []
         cut_off = []
         unread = []
-        for name in self.conditions:
+        # A condition may have no answers at all if it was added by a run that was interrupted.
+        for name in dict.fromkeys([*self.conditions, *self.provenance.get("conditions", ())]):
             answers = self._under(name)
             count = len(answers)
             cut_off_count = sum(not answer.finished for answer in answers)
@@ -108,7 +110,7 @@ class Evaluation:
 
     @property
     def samples(self) -> int:
-        """The number of answers to each question; 0 if there are none at all."""
+        """The number of answers to each problem under each condition; 0 if there are none."""
         last_sample = max((answer.sample for answer in self.answers), default=-1)
         return last_sample + 1
 
@@ -127,21 +129,21 @@ class Evaluation:
         missing_count = in_order.count(None)
         if missing_count:
             raise OptionError(
-                f"{missing_count} answers of {condition!r} are missing, as after an interrupted"
-                " run, or one of fewer problems: call evaluate with out=… and all its problems and"
+                f"{missing_count} answers under {condition!r} are missing, as after an interrupted"
+                " run or one with fewer problems: call evaluate with out=… and all problems and"
                 " conditions"
             )
 
         return np.array(in_order, dtype=bool).reshape(-1, self.samples)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Accuracy of each condition with Wilson's interval; for several samples, a score interval
-        over problems.
+        """The accuracy of each condition with its interval.
 
-        If prompts share groups (``Prompt.group``; more than about one in twenty), the accuracy is
-        the mean over groups of each group's accuracy, with a score interval over groups;
-        ``unit="prompt"`` uses single problems. The score interval doesn't shrink to a point where
-        all are right. ``table.attrs["unit"]`` names the unit of n.
+        This is Wilson's interval, or with several samples a score interval over problems. If
+        prompts share groups (``Prompt.group``), the accuracy is the mean over groups of each
+        group's accuracy, with a score interval over groups. Groups that could change the width of
+        an interval by no more than 5 % are ignored. The score interval doesn't shrink to a point
+        if all answers are right.
 
         Args:
             level: The level of the intervals.
@@ -149,12 +151,14 @@ class Evaluation:
                 problems.
 
         Returns:
-            A row a condition: condition, accuracy, low, high, n (problems), unread (answers without
-            a final answer), unfinished (answers that hit the limit), tokens (mean length).
-            ``table.attrs["cautions"]`` says what to know before reading it.
+            A row for each condition: condition, accuracy, low, high, n (problems or their groups),
+            unread (answers without a final answer), unfinished (answers that reached the limit),
+            tokens (the mean length). ``table.attrs["unit"]`` names the unit of n, and
+            ``table.attrs["cautions"]`` holds :attr:`cautions`.
 
         Raises:
-            OptionError: Some answers are missing, or there are too few groups.
+            OptionError: Some answers are missing, there are too few groups, or the level is not
+                between 0.5 and 1.
         """
         units = self._units(unit)
         rows = []
@@ -186,16 +190,16 @@ class Evaluation:
         other: Evaluation | None = None,
         unit: Unit = "auto",
     ) -> dict[str, Any]:
-        """Compare the accuracy of two conditions on the same problems, as a difference.
+        """The difference between the accuracies of two conditions on the same problems.
 
-        With one answer per problem: Newcombe's interval, the mid-p McNemar test and the smallest
-        detectable difference. With several: each problem's fraction of right answers, with a t
-        interval (wider where few problems differ, so that it doesn't shrink to a point) and a
-        sign-flip test over problems. With groups of prompts: the same for the groups' means, since
-        McNemar's test assumes independent problems. Then n counts groups.
+        With one answer per problem it has Newcombe's interval and the mid-p McNemar test. With
+        several answers, the fraction of right answers to each problem is compared, with a t
+        interval and a sign-flip test over problems. The interval is widened if few problems differ,
+        so that it doesn't shrink to a point. With groups of prompts the same is done with the means
+        of groups, since McNemar's test assumes independent problems.
 
         Args:
-            condition: A condition.
+            condition: The condition whose accuracy is the first term of the difference.
             to: The condition to compare with.
             other: The evaluation that contains ``to``; this one by default.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single
@@ -203,13 +207,14 @@ class Evaluation:
 
         Returns:
             "difference", from -1 to 1, with "low" and "high" at 95 %; "p", and "test", which is
-            "mid-p McNemar" or "sign flips"; "n"; "detectable", the smallest difference that would
-            be found with 80 % power; and with one answer per problem "only_first" and
-            "only_second", the problems that only one of the two has right.
+            "mid-p McNemar" or "sign flips"; "n", the number of problems or of their groups;
+            "detectable", the smallest difference that would be found with 80 % power; and with one
+            answer per problem "only_first" and "only_second", the numbers of problems that are
+            right under only one of the two.
 
         Raises:
-            OptionError: There is no such condition, the problems differ, or there are too few
-                groups.
+            OptionError: There is no such condition, some answers are missing, the problems differ,
+                or there are too few problems or groups.
         """
         if other is None:
             other = self
@@ -219,7 +224,7 @@ class Evaluation:
             )
 
         first = self.right(condition)
-        # A file may hold the problems in another order.
+        # The other evaluation may have the problems in another order.
         second = other._restricted_to(list(self._problems())).right(to)
 
         units = self._units(unit)
@@ -230,7 +235,7 @@ class Evaluation:
             if units.group_of_prompt is None:
                 return figures | {"test": "mid-p McNemar"}
 
-        # Over units that hold several answers each, in place of what assumes single ones.
+        # These replace the figures for single answers, which assume independent problems.
         differences = units.means(first.mean(1) - second.mean(1))
         interval = share_difference(differences)
         return figures | {
@@ -244,20 +249,24 @@ class Evaluation:
         }
 
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Compare every other condition with one, as one family of tests: the rows of
-        :meth:`compare`, and q over them.
+        """Compare every other condition with one, as one family of tests.
 
-        If the best of several conditions is what you look for, each is a chance to find it.
+        Whoever looks for the best of several conditions has as many chances to find one by luck.
         ``ma.adjust`` takes these tables too, for a family over several evaluations.
 
         Args:
             to: The condition to compare with.
             unit: As for :meth:`compare`.
 
+        Returns:
+            A row for each other condition: condition, to, and what :meth:`compare` gives, with q
+            over all rows after p.
+
         Raises:
             OptionError: As for :meth:`compare`, or there is no other condition.
 
-        Source: Benjamini and Hochberg 1995.
+        Source:
+            Benjamini and Hochberg 1995.
         """
         names = [name for name in self.conditions if name != to]
         if not names:
@@ -278,34 +287,35 @@ class Evaluation:
         return table
 
     def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
-        """Select the best condition on one half of the problems, and compare it with the baseline
+        """Choose the best condition on one half of the problems, and compare it with the baseline
         on the other half.
 
-        The accuracy of the best of many conditions is too high on the problems used for selection,
-        even if none has an effect. The split depends only on the ids of the problems, and never
-        divides a group of prompts.
+        The accuracy of the best of many conditions is too high on the problems by which it was
+        chosen, even if no condition has an effect. The halves depend only on the ids and groups of
+        the problems, and no group is divided.
 
         Args:
             conditions: The candidates; all but the baseline by default.
 
         Returns:
-            What :meth:`compare` gives on the other half, with the "accuracy" of the condition and
-            of the "baseline" there; "condition", and "chosen_on", its accuracy on the first half.
+            What :meth:`compare` gives on the other half; "condition", the name of the best one;
+            "accuracy" and "baseline", its accuracy and the baseline's on the other half, as in
+            :meth:`accuracy`; and "chosen_on", its accuracy on the first half.
 
         Raises:
-            OptionError: There is no condition other than the baseline, or a half has too few
-                problems (or groups of them) for :meth:`compare`.
+            OptionError: There is no condition other than the baseline, a candidate was not
+                evaluated, or a half has too few problems (or groups of them) for :meth:`compare`.
         """
         if conditions is None:
             conditions = self.conditions
         names = [name for name in conditions if name != BASELINE]
         group_of = self._groups()
 
-        def arbitrary(problem: str) -> bytes:
-            """A key that sorts groups in an arbitrary order, the same on every machine."""
+        def arbitrary_key(problem: str) -> bytes:
+            # Sorts groups in an arbitrary order that is the same on every machine.
             return hashlib.sha256(group_of[problem].encode("utf-8", "replace")).digest()
 
-        problems = sorted(group_of, key=arbitrary)
+        problems = sorted(group_of, key=arbitrary_key)
         units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
             raise OptionError(
@@ -317,21 +327,20 @@ class Evaluation:
         choosing = self._restricted_to([problems[place] for place in choosing_places])
         reported = self._restricted_to([problems[place] for place in reported_places])
 
-        # Of equally good ones the first by name, whatever the order of the run.
-        chosen = max(sorted(names), key=lambda name: choosing.right(name).mean())
+        # The first by name of equally good ones, whatever the order of the run.
+        chosen = max(sorted(names), key=choosing._accuracy)
         return {
             "condition": chosen,
-            "chosen_on": float(choosing.right(chosen).mean()),
-            "accuracy": float(reported.right(chosen).mean()),
-            "baseline": float(reported.right(BASELINE).mean()),
+            "chosen_on": choosing._accuracy(chosen),
+            "accuracy": reported._accuracy(chosen),
+            "baseline": reported._accuracy(BASELINE),
             **reported.compare(chosen),
         }
 
     def pass_at_k(
         self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto"
     ) -> pd.DataFrame:
-        """The probability that one of k answers is right, by condition and k, with an interval over
-        problems.
+        """The probability that at least one of k answers is right, with an interval over problems.
 
         Args:
             k: One number of answers, or several.
@@ -339,10 +348,11 @@ class Evaluation:
             unit: As for :meth:`accuracy`.
 
         Returns:
-            A row a condition and k: condition, k, estimate, low, high.
+            A row for each condition and k: condition, k, estimate, low, high.
 
         Raises:
-            OptionError: k is larger than the number of samples, or there is none.
+            OptionError: No k is given, k is below 1 or above the number of samples, or as for
+                :meth:`accuracy`.
         """
         counts = np.atleast_1d(k).tolist()
         if not counts:
@@ -355,8 +365,8 @@ class Evaluation:
         for name in self.conditions:
             right_counts = self.right(name).sum(1)
             for count in counts:
-                of_problems = pass_at_k(right_counts, self.samples, count)
-                interval = share_interval(units.means(of_problems), level)
+                probabilities = pass_at_k(right_counts, self.samples, count)
+                interval = share_interval(units.means(probabilities), level)
                 rows.append({"condition": name, "k": count, **interval._asdict()})
 
         return pd.DataFrame(rows)
@@ -370,11 +380,11 @@ class Evaluation:
         level: float = 0.95,
         unit: Unit = "auto",
     ) -> dict[str, Any]:
-        """The fraction of problems that, with a transplant, get their source's answer instead of
-        their own.
+        """The fraction of problems that get their source's answer instead of their own after a
+        transplant.
 
-        Problems whose own and source's answers are equal or unreadable are left out (counted as
-        ``alike``).
+        A problem is left out, and counted as "alike", if its own answer and its source's are equal
+        or one of them cannot be read.
 
         Args:
             condition: The condition with the :class:`~mechattn.interventions.recorded.KVPatch`.
@@ -384,13 +394,15 @@ class Evaluation:
             unit: As for :meth:`accuracy`.
 
         Returns:
-            "followed" with "low" and "high" (a score interval); "kept", the fraction that kept
-            their own answer; "by_chance", how often the answer is that of an unrelated prompt; "n",
-            the number of problems or of their groups, over which all fractions are means; "alike".
+            "condition"; "followed" with "low" and "high" (a score interval); "kept", the fraction
+            that kept their own answer; "by_chance", how often the answer is that of an unrelated
+            prompt; "n", the number of problems or of their groups, over which all fractions are
+            means; "alike".
 
         Raises:
-            OptionError: There is no such condition, there are several answers per problem, or a
-                source has no answer.
+            OptionError: There is no such condition, some answers are missing, there are several
+                answers per problem, a source has no answer, no answer differs from its source's,
+                or there are too few groups.
         """
         if self.samples > 1:
             raise OptionError(
@@ -400,8 +412,8 @@ class Evaluation:
 
         own_answers = self._final_answers(without)
         answers = self._final_answers(condition)
-        distinct = _with_distinct_sources(own_answers, sources)
-        if not distinct:
+        distinct_problems = _with_distinct_sources(own_answers, sources)
+        if not distinct_problems:
             raise OptionError(
                 f"under {without!r} no prompt's answer differs from its source's, so they cannot be"
                 " distinguished"
@@ -409,15 +421,15 @@ class Evaluation:
 
         readable = pd.Series(own_answers).dropna()
         rows = []
-        for prompt in distinct:
-            answer = answers[prompt]
-            unrelated = readable.drop([prompt, sources[prompt]])
-            is_followed = answer == own_answers[sources[prompt]]
-            is_kept = answer == own_answers[prompt]
+        for problem in distinct_problems:
+            answer = answers[problem]
+            unrelated = readable.drop([problem, sources[problem]])
+            is_followed = answer == own_answers[sources[problem]]
+            is_kept = answer == own_answers[problem]
             share_by_chance = (unrelated == answer).mean()  # NaN if there is no unrelated prompt
             rows.append([is_followed, is_kept, share_by_chance])
 
-        units = self._restricted_to(distinct)._units(unit)
+        units = self._restricted_to(distinct_problems)._units(unit)
         followed, kept, by_chance = units.means(np.array(rows, dtype=float)).T
         interval = share_interval(followed, level)
         return {
@@ -428,26 +440,25 @@ class Evaluation:
             "kept": float(kept.mean()),
             "by_chance": float(by_chance.mean()),
             "n": units.n,
-            "alike": len(own_answers) - len(distinct),
+            "alike": len(own_answers) - len(distinct_problems),
         }
 
     def answered(
         self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0
     ) -> list[Prompt]:
-        """The prompts with their generated answers, as token ids in the segment "answer", for an
-        analysis in one pass.
+        """The prompts with their generated answers, for a run that reads both in one pass.
 
-        All conditions of such a run read the same answer, so differences are due to attention and
-        not to the text.
+        The answers are token ids in the segment "answer". All conditions of such a run read the
+        same answer, so differences between them are not due to its text.
 
         Args:
-            prompts: The prompts.
+            prompts: The evaluated prompts, or some of them.
             condition: The condition under which the answers were generated.
             sample: Which of several answers, from 0.
 
         Raises:
-            OptionError: There is no such condition or sample, a prompt has no answer under it, or
-                another problem has its id.
+            OptionError: There is no such condition or sample, a prompt has no answer or an empty
+                one, or another problem was evaluated under a prompt's id.
         """
         check_choice(self.conditions, condition=condition)
         if not 0 <= sample < self.samples:
@@ -464,38 +475,40 @@ class Evaluation:
             if prompt.solution not in (None, answer.solution):
                 raise OptionError(
                     f"prompt {prompt.id} has another solution than the problem that was evaluated"
-                    " under this id; give all prompts as they were evaluated, or ids of their own"
+                    " under this id; give the prompts as they were evaluated, with their ids"
                 )
             answered.append(replace(prompt, answer=answer.text, answer_tokens=answer.tokens))
 
         return answered
-
-    def _answers_by_problem(self, condition: str, sample: int = 0) -> dict[str, GradedAnswer]:
-        """One of the answers to each problem under a condition, by the problem's id."""
-        answers = [answer for answer in self._under(condition) if answer.sample == sample]
-        return {answer.prompt: answer for answer in answers}
-
-    def _final_answers(self, condition: str) -> dict[str, str | None]:
-        """The final answer to each problem under a condition, which has to have them all."""
-        self.right(condition)  # refuses where one is missing
-        answers = self._answers_by_problem(condition)
-        return {problem: answers[problem].answer for problem in self._problems()}
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
         return pd.DataFrame([asdict(answer) for answer in self.answers])
 
     def save(self, path: str | Path) -> None:
-        """Save as JSON lines, provenance first, then the answers; the file is written completely or
-        not at all.
+        """Save as JSON lines: the provenance, then a line for each answer.
+
+        The file is written completely or not at all.
 
         Raises:
             OutputError: The path cannot be written to, or an existing file is not an evaluation.
         """
         write_answers(Path(path), self.provenance, self.answers)
 
+    def _under(self, condition: str) -> list[GradedAnswer]:
+        """The answers under a condition."""
+        return [answer for answer in self.answers if answer.condition == condition]
+
+    def _problems(self) -> dict[str, str]:
+        """The reference of each problem by its id, in the order of the answers."""
+        return {answer.prompt: answer.solution for answer in self.answers}
+
     def _units(self, unit: Unit) -> Units:
-        """The problems, or their groups, in the order of ``right``."""
+        """The problems, or their groups, in the order of ``right``.
+
+        Raises:
+            OptionError: There are no answers, or too few groups.
+        """
         check_choice(Unit, unit=unit)
         group_of = self._groups()
         if not group_of:
@@ -521,39 +534,25 @@ class Evaluation:
         answers.sort(key=lambda answer: places[answer.prompt])
         return Evaluation(tuple(answers), self.provenance)
 
-    def _under(self, condition: str) -> list[GradedAnswer]:
-        """The answers under a condition."""
-        return [answer for answer in self.answers if answer.condition == condition]
+    def _accuracy(self, condition: str) -> float:
+        """The accuracy of a condition, as in :meth:`accuracy`."""
+        problem_accuracies = self.right(condition).mean(1)
+        return float(self._units("auto").means(problem_accuracies).mean())
 
-    def _problems(self) -> dict[str, str]:
-        """The reference of each problem, by its id."""
-        return {answer.prompt: answer.solution for answer in self.answers}
+    def _final_answers(self, condition: str) -> dict[str, str | None]:
+        """The final answer to each problem under a condition.
 
+        Raises:
+            OptionError: There is no such condition, or some of its answers are missing.
+        """
+        self.right(condition)  # refuses missing answers
+        answers = self._answers_by_problem(condition)
+        return {problem: answers[problem].answer for problem in self._problems()}
 
-def _with_distinct_sources(
-    own_answers: Mapping[str, str | None], sources: Mapping[str, str]
-) -> list[str]:
-    """The prompts whose own answer and whose source's can be read, and differ.
-
-    Args:
-        own_answers: The answer to each prompt without a transplant; None if it cannot be read.
-        sources: The source of each prompt's keys and values.
-
-    Raises:
-        OptionError: A source has no answer.
-    """
-    distinct = []
-    for prompt, own_answer in own_answers.items():
-        source = sources.get(prompt, prompt)
-        if source not in own_answers:
-            raise OptionError(
-                f"the source of prompt {prompt} is not among the answered problems; give"
-                " KeysValues.from_other_prompts().sources of the same prompts"
-            )
-        source_answer = own_answers[source]
-        if None not in (own_answer, source_answer) and own_answer != source_answer:
-            distinct.append(prompt)
-    return distinct
+    def _answers_by_problem(self, condition: str, sample: int = 0) -> dict[str, GradedAnswer]:
+        """One of the answers to each problem under a condition, by the problem's id."""
+        answers = [answer for answer in self._under(condition) if answer.sample == sample]
+        return {answer.prompt: answer for answer in answers}
 
 
 def load_evaluation(path: str | Path) -> Evaluation:
@@ -564,3 +563,29 @@ def load_evaluation(path: str | Path) -> Evaluation:
     """
     provenance, answers = read_answers(Path(path))
     return Evaluation(tuple(answers.values()), provenance)
+
+
+def _with_distinct_sources(
+    own_answers: Mapping[str, str | None], sources: Mapping[str, str]
+) -> list[str]:
+    """The problems whose own answer differs from their source's, if both can be read.
+
+    Args:
+        own_answers: The answer to each problem without a transplant; None if it cannot be read.
+        sources: The source of each problem's keys and values.
+
+    Raises:
+        OptionError: A source has no answer.
+    """
+    distinct_problems = []
+    for problem, own_answer in own_answers.items():
+        source = sources.get(problem, problem)
+        if source not in own_answers:
+            raise OptionError(
+                f"the source of prompt {problem} is not among the answered problems; give"
+                " KeysValues.from_other_prompts().sources of the same prompts"
+            )
+        source_answer = own_answers[source]
+        if None not in (own_answer, source_answer) and own_answer != source_answer:
+            distinct_problems.append(problem)
+    return distinct_problems

@@ -1,7 +1,7 @@
 """Generates answers with a key-value cache, on the model without hooks that shares the parameters.
 
-A batch stays full: where an answer ends, its row is taken out and the next prompt's is put in its
-place, so that no row waits for the longest answer (continuous batching).
+A batch stays full: when an answer ends, the next prompt takes its row, so no row waits for the
+longest answer (continuous batching).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sampling:
         seed: The seed of the draws.
 
     Raises:
-        OptionError: A number is not allowed, or several answers would be the same.
+        OptionError: A number is not allowed, or there are several samples at temperature 0.
     """
 
     new_tokens: int
@@ -80,8 +80,8 @@ class Answer:
     """A generated answer.
 
     Args:
-        tokens: Its tokens, without the end token.
-        finished: Whether the model ended it before the limit.
+        tokens: The answer's tokens, without the end token.
+        finished: Whether the model ended the answer before the limit.
         logprob: The mean log-probability of its tokens and its end token, in nats.
     """
 
@@ -91,7 +91,7 @@ class Answer:
 
 
 def native_of(model: HookedModel) -> Any:
-    """The model without hooks, which shares the parameters.
+    """The model without hooks, which shares its parameters with the hooked model.
 
     Raises:
         ModelError: There is none, or it has no key-value cache.
@@ -107,8 +107,8 @@ def native_of(model: HookedModel) -> Any:
 
     if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
-            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has"
-            " another cache, like Mamba and RWKV, so each token would be read without the earlier"
+            f"{model.cfg.model_name} cannot generate here: it has another cache than"
+            " past_key_values, like Mamba and RWKV, so each token would be read without the earlier"
             " ones"
         )
 
@@ -127,20 +127,26 @@ def local_answers(
     batch: int,
     kept_count: int,
 ) -> Generator[tuple[Request, Answer, str], None, None]:
-    """Each answer with its text, as soon as it ends.
+    """Generate answers with the model here.
 
     Args:
         model: The hooked model, whose twin without hooks generates.
-        requests: What is asked for.
+        requests: The requested answers.
         sampling: How answers are sampled.
-        batch: How many sequences are in a batch.
-        kept_count: How many answers an earlier run has left, for the bar.
+        batch: The number of sequences in a batch.
+        kept_count: The number of answers kept from earlier runs, for the progress bar.
+
+    Yields:
+        A request, its answer and the answer's text, as soon as the answer ends.
+
+    Raises:
+        ModelError: The model cannot generate.
     """
     native = native_of(model)
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
 
-    # LongRoPE has other factors beyond a length, and chooses them for a whole batch; other models
-    # have no sides.
+    # LongRoPE uses other factors beyond a length, and chooses them for a whole batch, so sequences
+    # on each side of that length are generated apart. For other models ``sides`` is empty.
     shortest_first = sorted(requests, key=lambda request: len(request.sequence))
     sides = sides_of(model, [{request.condition: request.sequence} for request in shortest_first])
     requests_by_side: dict[str | None, list[Request]] = {}
@@ -167,15 +173,15 @@ def local_answers(
 
 
 class AnswerBar(tqdm):
-    """Counts answers and tokens; it is drawn from the first token on, not from the first answer.
+    """A progress bar that counts answers and tokens, and is drawn from the first token on.
 
     Args:
-        answer_count: The number of answers to come.
-        kept_count: The number of answers that an earlier run has left.
+        answer_count: The number of answers to be generated.
+        kept_count: The number of answers kept from earlier runs.
     """
 
     def __init__(self, answer_count: int, kept_count: int) -> None:
-        # miniters=0: also drawn where tokens have come and no answer has ended.
+        # With miniters=0 it is also drawn when there are new tokens but no further answer.
         super().__init__(
             desc="answers",
             initial=kept_count,
@@ -187,7 +193,7 @@ class AnswerBar(tqdm):
         self.token_count = 0
 
     def add_tokens(self, count: int) -> None:
-        """Count new tokens."""
+        """Count new tokens, and show their number and rate."""
         self.token_count += count
         seconds = max(self.format_dict["elapsed"], 1e-3)
         text = f"{self.token_count:,} tokens, {self.token_count / seconds:,.0f} tokens/s"
@@ -202,11 +208,11 @@ def answers(
     end: frozenset[int],
     temperature: float = 0.0,
 ) -> list[Answer]:
-    """Generate one answer for each sequence, all at the same time.
+    """Generate one answer to each request, all in one batch.
 
     Args:
         model: The model without hooks.
-        requests: What is asked for.
+        requests: The requested answers.
         new_tokens: The longest answer, in tokens.
         end: The tokens that end an answer.
         temperature: 0 takes the likeliest token.
@@ -224,12 +230,12 @@ def answers(
 
 @dataclass
 class Generation:
-    """Answers that are being generated, some of them at a time.
+    """Answers that are being generated, in a batch that stays full.
 
     Args:
         model: The model without hooks.
-        requests: What is asked for; answers are numbered as these are.
-        rows_at_once: How many sequences are in a batch.
+        requests: The requested answers, which are numbered by their indices.
+        rows_at_once: The number of sequences in a batch.
         new_tokens: The longest answer, in tokens.
         end: The tokens that end an answer.
         temperature: 0 takes the likeliest token.
@@ -246,7 +252,7 @@ class Generation:
     seed: int = 0
     count_tokens: Callable[[int], None] | None = None
     rows: GeneratingRows = field(init=False)
-    waiting: deque[int] = field(init=False)
+    waiting: deque[int] = field(init=False)  # the requests whose prompts have not been read
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.requests)))
@@ -254,14 +260,14 @@ class Generation:
 
     @property
     def is_open(self) -> bool:
-        """Whether answers are still to come."""
+        """Whether any answer has not ended."""
         return bool(self.waiting or self.rows.open_count)
 
     def advance(self) -> dict[int, Answer]:
-        """Generate until at least one answer has ended; the answers that have, by number."""
+        """Generate until at least one answer ends, and return those that end, by number."""
         with holding(self.model), measuring(self.model), torch.no_grad():
             ended = self.read_next_prompts()
-            if ended:  # with its first token
+            if ended:  # with their first token
                 return ended
 
             with acting_on_answers(self.rows):
@@ -271,14 +277,17 @@ class Generation:
             return ended
 
     def read_next_prompts(self) -> dict[int, Answer]:
-        """Put the next prompts in the place of the rows that have ended, and write their first
-        tokens; the answers that end with it, by number."""
+        """Replace the rows that have ended by the next prompts, and write their first tokens.
+
+        Returns:
+            The answers that end with their first token, by number.
+        """
         self.rows.drop_ended()
         if self.rows.rows and not self.rows.are_exchangeable:
-            return {}  # the rest of the batch has to end first
+            return {}  # all answers in the batch must end first
 
-        free = self.rows_at_once - len(self.rows.rows)
-        count = min(free, len(self.waiting))
+        free_count = self.rows_at_once - len(self.rows.rows)
+        count = min(free_count, len(self.waiting))
         numbers = [self.waiting.popleft() for _ in range(count)]
         if not numbers:
             return {}
@@ -301,41 +310,46 @@ class Generation:
     def write(
         self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]
     ) -> dict[int, Answer]:
-        """Write the next token of each row; the answers that end with it, by number."""
+        """Write the next token of each row whose answer has not ended.
+
+        Returns:
+            The answers that end with it, by number.
+        """
         tokens = self.chosen(rows, logits)
         logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
         ended = {}
-        written = 0
+        written_count = 0
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.is_ended:
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            written += 1
+            written_count += 1
             if token in self.end or len(row.tokens) == self.new_tokens:
                 row.is_ended = True
                 ended[row.number] = until_end(row.tokens, row.logprobs, self.end)
 
         if self.count_tokens is not None:
-            self.count_tokens(written)
+            self.count_tokens(written_count)
         return ended
 
     def chosen(
         self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]
     ) -> Int[Tensor, " row"]:
-        """The likeliest tokens, or those at a keyed random point of the distribution."""
+        """The next token of each row: the likeliest, or one drawn at a temperature above 0."""
         if self.temperature == 0:
             return logits.argmax(-1)
 
-        # Keyed by prompt, sample and position, so that batches do not change the draws.
+        # Draws are keyed by prompt, sample and position, so batches do not change them.
         keys = []
         for row in rows:
             request = row.request
             position = torch.tensor([[row.length + 1]], device=logits.device)
             keys.append(token_keys(self.seed, [request.prompt], position, request.sample, "answer"))
 
-        # A uniform point below the last cumulative probability, which rounding may leave below 1.
+        # The point is uniform up to the last cumulative probability, which rounding may leave below
+        # 1.
         cumulative = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
         point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
         last_token = logits.shape[-1] - 1
@@ -343,11 +357,11 @@ class Generation:
 
 
 def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> Answer:
-    """The answer up to the first end token, whose log-probability counts too.
+    """The answer up to the first end token, whose log-probability is part of the mean.
 
     Args:
         tokens: The generated tokens.
-        logprobs: The log-probability of each, in nats.
+        logprobs: The log-probability of each token, in nats.
         end: The tokens that end an answer.
     """
     for place, token in enumerate(tokens):
@@ -357,5 +371,5 @@ def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> 
 
 
 def mean_logprob(logprobs: list[float]) -> float:
-    """The mean log-probability of tokens, in nats; NaN of none."""
+    """The mean of log-probabilities; NaN if there are none."""
     return float(torch.tensor(logprobs, dtype=torch.float64).mean())

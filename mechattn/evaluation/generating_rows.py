@@ -32,8 +32,8 @@ class Request:
 
     Args:
         prompt: The prompt's id.
-        sequence: The sequence to read.
-        sample: Which of several answers.
+        sequence: The sequence that the model reads.
+        sample: The index of the answer among several to the same question.
         condition: The name of the condition.
         solution: The reference.
     """
@@ -46,12 +46,12 @@ class Request:
 
     @property
     def key(self) -> Key:
-        """What tells its answer from the other answers of a run."""
+        """The prompt, condition and sample, which identify the answer in a run."""
         return self.prompt, self.condition, self.sample
 
     @property
     def question(self) -> Question:
-        """What it has in common with its other samples."""
+        """The prompt and condition, which all samples of an answer share."""
         return self.prompt, self.condition
 
 
@@ -60,7 +60,7 @@ class PaddedPrompts:
 
     Args:
         sequences: The sequences.
-        device: Where the model's inputs are.
+        device: The device of the model's inputs.
     """
 
     def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
@@ -70,7 +70,7 @@ class PaddedPrompts:
 
         self.longest = max(len(sequence) for sequence in sequences)
 
-        # Which positions are tokens, and not padding.
+        # Which positions are tokens rather than padding.
         all_real = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         self.real: Bool[Tensor, "row pos"] = padded(all_real, False)
 
@@ -78,29 +78,30 @@ class PaddedPrompts:
         self.position_ids: Int[Tensor, "row pos"] = padded([s.position_ids for s in sequences], 0)
         self.segments: Int[Tensor, "row pos"] = padded([s.segment for s in sequences], PADDING)
 
-        # The index in the baseline sequence; negative for inserted tokens and padding.
+        # The index of each token in the baseline; negative for inserted tokens and padding.
         origins = [_origin(sequence) for sequence in sequences]
         self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
 
-        # Edges that are cut; what the tokens after the prompt do not see either.
-        masks = [edges_to_cut(sequence) for sequence in sequences]
+        # The cut edges, and which tokens of the prompt those of the answer see.
+        cuts = [edges_to_cut(sequence) for sequence in sequences]
         self.edge_mask = EdgeMask(
-            queries=padded([mask.queries for mask in masks], False),
-            keys=padded([mask.keys for mask in masks], False),
+            queries=padded([cut.queries for cut in cuts], False),
+            keys=padded([cut.keys for cut in cuts], False),
         )
         self.has_cut_edges = any(sequence.cut_edges is not None for sequence in sequences)
-        visible = [~(mask.keys & mask.later) for mask in masks]
+        visible = [~(cut.keys & cut.later) for cut in cuts]
         self.visible_to_answers: Bool[Tensor, "row pos"] = padded(visible, False)
 
-        # Position ids with gaps need a mask: without one, transformers takes them for several
-        # sequences that are packed into one row.
+        # Position ids with gaps need a mask. Without one, transformers reads them as several
+        # sequences that are packed into one row (masking_utils.find_packed_sequence_indices).
         keeps_positions = any(sequence.keeps_positions for sequence in sequences)
         self.needs_mask = keeps_positions or not self.visible_to_answers.all()
 
     @property
     def mask(self) -> Tensor | None:
-        """Which keys are tokens [row pos], None if all are; with cut edges, which query sees which
-        key [row 1 query key].
+        """The attention mask: which keys are tokens [row pos], or None if no mask is needed.
+
+        With cut edges it is which query sees which key [row 1 query key].
         """
         if not self.has_cut_edges:
             if self.needs_mask:
@@ -113,7 +114,7 @@ class PaddedPrompts:
         is_cut = self.edge_mask.unseen(positions.expand_as(self.real), slice(None))
         is_visible = is_causal & self.real[:, None] & ~is_cut
 
-        # A query without any key would have NaN as its attention: each sees itself.
+        # The attention of a query without any key would be NaN, so each sees at least itself.
         return (is_visible | is_self)[:, None]
 
     @property
@@ -126,23 +127,16 @@ class PaddedPrompts:
         }
 
 
-def _origin(sequence: TokenSequence) -> Int[Tensor, " pos"]:
-    """The index of each token in the baseline sequence; another negative number for each
-    inserted."""
-    negative = -1 - torch.arange(len(sequence))
-    return torch.where(sequence.inserted, negative, sequence.origin)
-
-
 @dataclass
 class GeneratingRow:
     """An answer that is being generated.
 
     Args:
-        number: The index of its request.
-        request: What is asked for.
+        number: The index of the request.
+        request: The request.
         tokens: The tokens so far.
-        logprobs: The log-probability of each, in nats.
-        is_ended: Whether the last of them ends it.
+        logprobs: The log-probability of each token, in nats.
+        is_ended: Whether the answer has ended, with an end token or at the limit.
     """
 
     number: int
@@ -150,7 +144,8 @@ class GeneratingRow:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_ended: bool = False
-    last_origin: int = field(init=False)  # of the prompt; generated tokens count on from it
+    # Of the prompt: the largest origin and the last position id, which generated tokens follow.
+    last_origin: int = field(init=False)
     last_position_id: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +155,7 @@ class GeneratingRow:
 
     @property
     def length(self) -> int:
-        """How many tokens of it are in the cache: all but the last one."""
+        """The number of its tokens in the cache, which has all but the last one."""
         return len(self.request.sequence) + len(self.tokens) - 1
 
 
@@ -175,9 +170,10 @@ class GeneratingRows:
         self.model = model
         self.device = device_of(model)
         self.rows: list[GeneratingRow] = []
-        # The first rows bring these.
+        # These are set when the first rows are added.
         self.cache: Any
-        self.visible: Bool[Tensor, "row pos"]  # to the next tokens: no padding, no key that is cut
+        # Which positions the next tokens see: neither padding nor keys that are cut for answers.
+        self.visible: Bool[Tensor, "row pos"]
         self.needs_mask: bool
 
     @property
@@ -190,13 +186,13 @@ class GeneratingRows:
         """Whether rows can be exchanged: all layers cache keys and values, and nothing else."""
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-        # The type itself, as a subclass may keep something else as well.
+        # Subclasses are excluded, as they may store something else as well.
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
         return all(type(layer) in kinds for layer in self.cache.layers)
 
     @property
     def origin(self) -> Int[Tensor, "row 1"]:
-        """The index of each row's last token, counted on from those of the baseline sequence."""
+        """The origin of each row's last token, as if the answer followed the baseline sequence."""
         indices = [row.last_origin + len(row.tokens) for row in self.rows]
         return torch.tensor(indices, device=self.device)[:, None]
 
@@ -221,7 +217,7 @@ class GeneratingRows:
             self.needs_mask = prompts.needs_mask
             return
 
-        # The shorter ones get padding in front of them.
+        # The shorter of both gets padding on the left.
         length = max(self.visible.shape[1], prompts.longest)
         _fit_cache(self.cache, length)
         _fit_cache(cache, length)
@@ -236,7 +232,10 @@ class GeneratingRows:
         self.needs_mask = True
 
     def drop_ended(self) -> None:
-        """Take out the rows whose answers have ended, and the padding that no other row needs."""
+        """Remove the rows whose answers have ended, and the padding that no other row needs.
+
+        If rows cannot be exchanged, all stay until every answer has ended.
+        """
         open_places = [place for place, row in enumerate(self.rows) if not row.is_ended]
         if not open_places:
             self.rows = []
@@ -251,14 +250,14 @@ class GeneratingRows:
         self.visible = _fitted(self.visible[open_places], length)
 
     def read_last_tokens(self) -> Float[Tensor, "row token"]:
-        """Read the token that each row has written last; the logits of the next.
+        """Read the last token of each row, and return the logits of the next one.
 
-        A row that has ended and could not be taken out reads its last token again.
+        A row that has ended and could not be removed reads its last token again.
         """
         last_tokens = [row.tokens[-1] for row in self.rows]
         position_ids = [row.last_position_id + len(row.tokens) for row in self.rows]
 
-        # The token itself is seen by all later ones.
+        # All later tokens see the last one.
         self.visible = pad(self.visible, (0, 1), value=True)
         mask = None
         if self.needs_mask:
@@ -275,38 +274,14 @@ class GeneratingRows:
         return output.logits[:, -1].float()
 
 
-def _fit_cache(cache: Any, length: int) -> None:
-    """Let a cache go on after ``length`` tokens in each row, by cutting or padding its front."""
-    for layer in cache.layers:
-        if not layer.is_initialized:
-            continue
-
-        kept_length = length
-        if layer.is_sliding:
-            # A window holds the keys of its width less one, as the next token brings its own.
-            kept_length = min(length, layer.sliding_window - 1)
-            layer.cumulative_length = length  # other layers count their keys
-        layer.keys = _fitted(layer.keys, kept_length)
-        layer.values = _fitted(layer.values, kept_length)
-
-
-def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:
-    """The last positions of masks [row pos], or of keys or values [row head pos d_head]; zeros
-    before them where there are fewer."""
-    # torch's pad takes the last axis first, and cuts off where a number is negative.
-    if values.ndim == 2:
-        added = length - values.shape[1]
-        return pad(values, (added, 0))
-
-    added = length - values.shape[2]
-    return pad(values, (0, 0, added, 0))
-
-
 @contextmanager
 def acting_on_prompts(
     model: Any, requests: Sequence[Request], prompts: PaddedPrompts
 ) -> Iterator[None]:
-    """The interventions of some prompts, each acting on its rows."""
+    """A block in which the interventions of prompts act, each on its rows.
+
+    If one of them reads first, the model reads the prompts once before the block.
+    """
 
     def target(rows: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
         return Target(rows, ids, prompts.origin[rows], prompts.segments[rows])
@@ -320,10 +295,10 @@ def acting_on_prompts(
 
 @contextmanager
 def acting_on_answers(rows: GeneratingRows) -> Iterator[None]:
-    """The interventions of a batch's prompts, each acting on the tokens that are generated after
-    it.
+    """A block in which the interventions of prompts act, each on the tokens generated after it.
 
-    They have no segment. One that reads first has learned from the prompt and acts on it alone.
+    These tokens have no segment. An intervention that reads first has read the prompt, and acts
+    only on it.
     """
 
     def target(places: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
@@ -335,6 +310,43 @@ def acting_on_answers(rows: GeneratingRows) -> Iterator[None]:
         yield
 
 
+def _origin(sequence: TokenSequence) -> Int[Tensor, " pos"]:
+    """The index of each token in the baseline sequence; each inserted token has a negative number
+    of its own."""
+    negative = -1 - torch.arange(len(sequence))
+    return torch.where(sequence.inserted, negative, sequence.origin)
+
+
+def _fit_cache(cache: Any, length: int) -> None:
+    """Cut or pad a cache on the left, so that each row has ``length`` tokens."""
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            continue
+
+        kept_length = length
+        if layer.is_sliding:
+            # The cache of a window has room for one key less than its width, since the next token
+            # adds its own.
+            kept_length = min(length, layer.sliding_window - 1)
+            layer.cumulative_length = length  # the other kind of layer counts its keys instead
+        layer.keys = _fitted(layer.keys, kept_length)
+        layer.values = _fitted(layer.values, kept_length)
+
+
+def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:
+    """The last ``length`` positions of masks [row pos], or of keys or values [row head pos d_head].
+
+    If there are fewer, zeros are added on the left.
+    """
+    # The arguments of torch's pad begin with the last axis; a negative number cuts off.
+    if values.ndim == 2:
+        added = length - values.shape[1]
+        return pad(values, (added, 0))
+
+    added = length - values.shape[2]
+    return pad(values, (0, 0, added, 0))
+
+
 @contextmanager
 def _acting(
     model: Any,
@@ -342,14 +354,17 @@ def _acting(
     device: torch.device,
     target: Callable[[Int[Tensor, " row"], tuple[str, ...]], Target],
 ) -> Iterator[None]:
-    """The interventions of sequences, in the order of each, acting on all rows that have them."""
-    rows_of: dict[tuple[int, ...], list[int]] = {}
+    """A block in which the interventions of sequences act.
+
+    Rows with the same interventions in the same order are treated together.
+    """
+    rows_by_interventions: dict[tuple[int, ...], list[int]] = {}
     for row, request in enumerate(requests):
         identities = tuple(id(intervention) for intervention in request.sequence.interventions)
-        rows_of.setdefault(identities, []).append(row)
+        rows_by_interventions.setdefault(identities, []).append(row)
 
     with ExitStack() as stack:
-        for row_list in rows_of.values():
+        for row_list in rows_by_interventions.values():
             rows = torch.tensor(row_list, device=device)
             ids = tuple(requests[row].prompt for row in row_list)
             for intervention in requests[row_list[0]].sequence.interventions:

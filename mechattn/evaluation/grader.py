@@ -1,8 +1,8 @@
 r"""Reads the final answer of a text, and compares it with a reference.
 
-The answer is what follows the strongest mark of a text (docs/concepts/evaluation has the rule as a
-table): a ``\boxed{…}``, "####", "answer is" or "answer:", and without a mark the last "=". It is
-read to its end: "2 1/2" is 5/2, and "2 + 3" is no number.
+The answer is what follows the strongest mark of a text: ``\boxed{…}``, "####", "answer is" or
+"answer:", and without any of these the last "=". It is read to its end: "2 1/2" is 5/2, and "2 + 3"
+is not a number. docs/concepts/evaluation has the rule as a table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mechattn.errors import OptionError, check_choice
 
 Grader = Literal["auto", "number", "math"]
 
-# Where a model without an end token goes on with a problem of its own.
+# A model without an end token often continues with a problem of its own, which begins like this.
 _NEXT_PROBLEM = re.compile(r"\n\s*(?:\*\*|#+ )?(?:Question|Problem|Q)\b[\w ]{0,4}:", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"(?<!\\)[{}]")
@@ -27,16 +27,17 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _EQUALS = re.compile("(?<![<>!])=")
-# Before a "=" these make it one of several solutions: "3 or x", "3, x_2", "3; f(2)".
+# With one of these before an "=", what follows is one of several solutions: "3 or x", "3, x_2",
+# "3; f(2)".
 _ANOTHER_SOLUTION = re.compile(
     r"\d[\s})]*(?:\\q?quad\s*)?(?:[,;]|or\b|and\b)\s*(?:\\q?quad\s*)?\\?[a-zA-Z][\w(){}]*\s*$"
 )
 _SENTENCE_END = re.compile(r"(?<=[\w)}\]%$*])[.!?](?=\s|$|\*|\$)|\n")
 _MARKDOWN = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__|`|\\[(\[\])]|(?<!\\)\$")
 
-_BARE_ROOT = re.compile(r"(\\sqrt\[\w+\])\s*(\w)")  # which math-verify does not read
+_BARE_ROOT = re.compile(r"(\\sqrt\[\w+\])\s*(\w)")  # math-verify reads it only with braces
 
-# What stands around a number without changing it.
+# These may surround a number without changing it.
 _SPACES = re.compile(r"\\[!,;: ]|~|\\left|\\right|\\displaystyle")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
 _BRACKETED = re.compile(r"^\(\s*([^(),]*?)\s*\)$")  # not "(1,000)", which may be a point
@@ -66,7 +67,7 @@ _SCALES = {
     "trillion": 10**12,
 }
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
-# After a number these make it a part of something else.
+# A number with one of these after it is only a part of something else.
 _GOES_ON = re.compile(
     r"""
     [a-zA-Z](?![a-zA-Z])(?<![mghslL])            # a variable, "2x"; but a unit of one letter, "5m"
@@ -81,11 +82,11 @@ _GOES_ON = re.compile(
     """,
     re.VERBOSE,
 )
-# Before a number these make it a part of something else. A lone letter is a variable, except "a",
-# "A" and "I", which are words.
+# A number with one of these before it is only a part of something else. A single letter is a
+# variable, except "a", "A" and "I", which are words.
 _BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−<>=≤≥≠-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
-_LARGEST_EXPONENT = 400
-_MOST_DIGITS = 4000  # of a power; Python neither reads nor writes integers of more than 4300
+_LARGEST_EXPONENT = 400  # beyond the range of floats; exact arithmetic with more would take long
+_MOST_DIGITS = 4000  # of a power; Python by default converts integers of at most 4300 to text
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Grade:
     """The final answer of a text, and whether it is right.
 
     Args:
-        answer: The final answer; None if none was found.
-        right: Whether it equals the reference; False if no answer was found.
+        answer: The final answer; None if none could be read.
+        right: Whether it equals the reference; False if no answer could be read.
     """
 
     answer: str | None
@@ -102,7 +103,11 @@ class Grade:
 
 
 def check_grader(grader: str) -> None:
-    """Refuse a grader that doesn't exist, or whose package is not installed."""
+    """Refuse a grader that doesn't exist, or whose package is not installed.
+
+    Raises:
+        OptionError: It is such a grader.
+    """
     check_choice(Grader, grader=grader)
     if grader == "math" and find_spec("math_verify") is None:
         raise OptionError(
@@ -112,7 +117,7 @@ def check_grader(grader: str) -> None:
 
 
 def grader_for(solution: str) -> Literal["number", "math"]:
-    """The grader of a reference: "number" if it is a plain number or ends in one, else "math"."""
+    """The grader for a reference: "number" if it is or ends in a number, and "math" otherwise."""
     if _reference_number(solution) is None:
         return "math"
     return "number"
@@ -121,16 +126,23 @@ def grader_for(solution: str) -> Literal["number", "math"]:
 def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool = True) -> Grade:
     r"""Grade the final answer of a text against a reference.
 
-    - "number": the number after the strongest mark, exactly: "1,000" is 1000, "\frac{1}{2}" and
-      "1/2" are 0.5, "2 1/2" is 2.5, "$" and units don't matter.
-    - "math": the package math-verify, which compares expressions.
-    - "auto": "number" if the reference and the answer are numbers, "math" otherwise.
+    - "number" compares numbers exactly: "1,000" is 1000, "\frac{1}{2}" and "1/2" are 0.5, and
+      "2 1/2" is 2.5. "$" and units don't matter.
+    - "math" compares expressions with the package math-verify.
+    - "auto" is "number" if the reference and the answer are numbers, and "math" otherwise. If the
+      reference is a number, an answer without digits is wrong, as is any other that is not a number
+      if math-verify is not installed.
 
     Args:
         text: The model's text.
         solution: The reference: the answer, or a worked solution that ends with it.
         grader: The grader.
-        finished: Whether the model ended the text. One that was cut off has no answer.
+        finished: Whether the model ended the text. A text that was cut off has no answer, unless
+            the model had begun a further problem after it.
+
+    Raises:
+        OptionError: The grader is "number" and the reference does not end in a number, or
+            math-verify is needed and not installed.
 
     Source:
         Marks: lm-evaluation-harness, tasks gsm8k and minerva_math; expressions: Math-Verify.
@@ -154,14 +166,17 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
 
 
 def final_answer(text: str, finished: bool = True) -> str | None:
-    """What follows the strongest mark of a text, whole; None without a mark, or if it was cut
-    off."""
-    # Before the first mark a model restates its problem.
+    """What follows the strongest mark of a text, read to its end.
+
+    It is None if there is no mark, if nothing can be read after it, or if the text was cut off
+    before a further problem began.
+    """
+    # Before the first mark a model may repeat the problem that it was asked.
     marks = [mark.search(text) for mark in (_BOX, _HASHES, _PHRASE, _EQUALS)]
-    first = min((mark.start() for mark in marks if mark), default=0)
-    following = _NEXT_PROBLEM.search(text, first)
-    if following:
-        text = text[: following.start()]
+    first_mark = min((mark.start() for mark in marks if mark), default=0)
+    next_problem = _NEXT_PROBLEM.search(text, first_mark)
+    if next_problem:
+        text = text[: next_problem.start()]
     elif not finished:
         return None
 
@@ -173,9 +188,9 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     if hashes:
         return hashes[1].strip()
 
-    # Of several statements the last one with a number, if any has one.
-    stated = [_stated(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
-    answers = [answer for answer in stated if answer]
+    # The last of several statements is read, or the last with a number if any has one.
+    statements = [_stated(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
+    answers = [answer for answer in statements if answer]
     if answers:
         with_numbers = [answer for answer in answers if re.search(r"\d", answer)]
         return (with_numbers or answers)[-1]
@@ -187,8 +202,10 @@ def final_answer(text: str, finished: bool = True) -> str | None:
 
 
 def number_in(answer: str) -> Fraction | None:
-    """The number that an answer is, units aside; None if it is something else, or several
-    numbers."""
+    """The value of an answer that is a number, with or without a unit.
+
+    It is None if the answer is anything else, such as several numbers.
+    """
     answer = _without_dressing(_last_side(answer))
     start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
     if start is None:
@@ -202,12 +219,15 @@ def number_in(answer: str) -> Fraction | None:
     if value is None or _GOES_ON.match(rest):
         return None
     if before and re.search(r"\d", rest):
-        return None  # one of several in a sentence
+        return None  # it is one of several numbers in a sentence
     return value
 
 
 def _reference_number(solution: str) -> Fraction | None:
-    """The number that a reference ends in, or is; None if it is anything more."""
+    """The value of a reference that is a number, or of the number that ends a worked solution.
+
+    It is None if the reference, or the end of the solution, is anything but a number.
+    """
     answer = _reference_answer(solution)
     if not answer:
         return None
@@ -221,19 +241,19 @@ def _reference_number(solution: str) -> Fraction | None:
 
 
 def _reference_answer(solution: str) -> str | None:
-    """The answer at the end of a worked solution, or the solution itself where it is no more."""
+    """The answer at the end of a worked solution, or the whole reference if it has no mark."""
     if _marked(solution):
         return final_answer(solution)
     return solution
 
 
 def _marked(text: str) -> bool:
-    """Whether a text says with a mark where its answer is."""
+    """Whether a text has a mark before its answer; a "=" is not enough."""
     return any(mark.search(text) for mark in (_BOX, _HASHES, _PHRASE))
 
 
 def _braced(text: str) -> str | None:
-    """The text up to the brace that closes what was opened before it; None if there is none."""
+    """The text up to the brace that closes one opened just before the text; None without one."""
     depth = 1
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
@@ -246,13 +266,13 @@ def _braced(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """The rest of a sentence, or the next line with something in it."""
+    """The rest of the sentence, or the next line that is not empty; None if nothing follows."""
     text = _MARKDOWN.sub("", text).strip(" \t\n:*_#")
     return _SENTENCE_END.split(text, maxsplit=1)[0].strip() or None
 
 
 def _last_side(answer: str) -> str:
-    """What follows the last "="; nothing if it is the last of several solutions."""
+    """What follows the last "="; empty if it is only the last of several solutions."""
     sides = _EQUALS.split(answer)
     if len(sides) > 1 and _ANOTHER_SOLUTION.search(_without_dressing(sides[-2])):
         return ""
@@ -260,7 +280,7 @@ def _last_side(answer: str) -> str:
 
 
 def _without_dressing(answer: str) -> str:
-    """Without LaTeX's spaces, fonts and dollar signs, and without brackets around it."""
+    """An answer without LaTeX's spaces, fonts and dollar signs, and without brackets around it."""
     answer = re.sub(r"\s*\{,\s*\}|,\s*\\!\s*", ",", answer)
     answer = _TEXT.sub(r" \1 ", _SPACES.sub(" ", answer))
     answer = re.sub(r"(?<!\\)\$(?!\s*[\d.])", "", answer)
@@ -269,7 +289,10 @@ def _without_dressing(answer: str) -> str:
 
 
 def _number_at(text: str) -> tuple[Fraction | None, str]:
-    """The number with which a text starts, and the rest of the text."""
+    """The value of the number at the start of a text, and the rest of the text.
+
+    Without such a number they are None and the whole text.
+    """
     is_negative = text.startswith(("-", "−"))
     unsigned = re.sub("^[-+−]", "", text)
     rest = _CURRENCY.sub("", unsigned.lstrip())
@@ -299,7 +322,7 @@ def _number_at(text: str) -> tuple[Fraction | None, str]:
 
 
 def _plain_value(match: re.Match[str]) -> Fraction | None:
-    """The value of digits, decimals and a fraction after them; None for a division by zero."""
+    """The value of a match of ``_PLAIN``; None for a division by zero."""
     whole = (match["whole"] or "0").replace(",", "")
     value = Fraction(whole + (match["decimals"] or ""))
     top = match["mixed_top"] or match["top"] or match["top_digit"]
@@ -314,7 +337,7 @@ def _plain_value(match: re.Match[str]) -> Fraction | None:
 
 
 def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
-    """A number with "e3", "· 10^3" or "^3" after it."""
+    """The value of a number with "e3", "· 10^3" or "^3" after it; None if it is too large."""
     exponent = int(power["plain"] or power["ten"] or power["own"])
     if abs(exponent) > _LARGEST_EXPONENT:
         return None
@@ -327,7 +350,8 @@ def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
 
 
 def _compared_as_expressions(answer: str, reference: str) -> Grade:
-    """The grade of an answer that is an expression: equal as a text, or for math-verify."""
+    """The grade of an expression, which is right if it equals the reference as a text or for
+    math-verify."""
     check_grader("math")
     from math_verify import parse, verify
 
@@ -343,12 +367,12 @@ def _compared_as_expressions(answer: str, reference: str) -> Grade:
 
 
 def _in_latex(expression: str) -> str:
-    """An expression as math-verify reads it."""
+    """An expression in the form that math-verify reads: between dollar signs, without Markdown."""
     bare = _BARE_ROOT.sub(r"\1{\2}", _MARKDOWN.sub("", expression))
     return f"${bare}$"
 
 
 def _normalised(expression: str) -> str:
-    """An expression without spaces, fonts and dollar signs, to compare texts such as names."""
+    """An expression to be compared as text: without spaces, fonts, dollar signs and full stop."""
     bare = _MARKDOWN.sub("", _TEXT.sub(r"\1", _SPACES.sub("", expression)))
     return re.sub(r"\s+", "", bare.replace("dfrac", "frac").replace("tfrac", "frac")).rstrip(".")

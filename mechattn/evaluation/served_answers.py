@@ -17,8 +17,8 @@ from mechattn.evaluation.server_probe import Sent
 from mechattn.model.unloaded import UnloadedModel
 from mechattn.prompts.token_sequences import TokenSequence
 
-_MOST_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
-_PROBED_AFTER = 256  # answers, after which a server is probed again
+_MOST_LEFT_OUT = 0.1  # the largest fraction of texts that may be read as other tokens
+_PROBED_AFTER = 256  # answers; all of these are lost if the server then no longer serves the model
 _EVERY_CHARACTER = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 
@@ -31,26 +31,32 @@ def served_answers(
     at_once: int,
     file: KeptAnswers,
 ) -> Generator[tuple[Request, Answer, str], None, None]:
-    """Each answer with its text, in the order of arrival; meanwhile the server is probed again.
+    """Get answers from a server that is probed before, during and after this.
 
-    What is found out about the server is noted in the file of the run.
+    The record of the probe becomes part of the provenance in ``file``.
 
     Args:
         server: The server.
         model: The model here, of which only the tokenizer is needed.
-        requests: Everything that is asked for in the run.
-        todo: What of it is not answered yet.
+        requests: All requests of the run.
+        todo: Those that have no answer yet.
         sampling: How answers are sampled.
         at_once: The number of requests at a time.
         file: The answers so far.
 
+    Yields:
+        A request, its answer and the answer's text, in the order of arrival.
+
     Raises:
-        ServerError: It is not, or no longer, the model.
+        ServerError: The server fails, does not serve the model, or no longer serves it. In the last
+            case its answers since the last probe are dropped.
+        PromptTooLong: A prompt and its answer may be longer than the server takes.
+        PromptError: The server takes only text, and would read too many texts as other tokens.
     """
     if not todo:
         return
 
-    # Samples of a question read the same tokens.
+    # All samples of a question read the same tokens.
     questions = {request.question: request for request in requests}
     longest = max(len(request.sequence) for request in requests)
     most_tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
@@ -58,20 +64,23 @@ def served_answers(
         check_room(requests, sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
 
-        # What cannot be sent as text is left out.
+        # Questions that a server of texts would read as other tokens are left out.
         sent = _prompts_sent(connection, questions)
+        kept_count = len(requests) - len(todo)
         todo = [request for request in todo if request.question in sent]
 
         earlier = file.about.get("probe", {})
         probe = server_probe.start_probe(connection, questions, sent, sampling, earlier)
         file.note("probe", probe.about)
 
-        with AnswerBar(len(todo), len(file.answers)) as bar:
+        with AnswerBar(len(todo), kept_count) as bar:
             for start in range(0, len(todo), _PROBED_AFTER):
                 stretch = todo[start : start + _PROBED_AFTER]
 
-                asked = {request: _sampled(sent, request, sampling) for request in stretch}
-                for request, completion in connection.completions(asked):
+                completion_requests = {
+                    request: _sampled(sent, request, sampling) for request in stretch
+                }
+                for request, completion in connection.completions(completion_requests):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
                     bar.update()
@@ -83,59 +92,84 @@ def served_answers(
                     file.note("probe", probe.about)
                     raise server.error(
                         f"no longer serves the model, {probe.comparison}. Its {len(stretch)}"
-                        " answers since it last did are dropped; serve the model, and call evaluate"
-                        " again with the same arguments"
+                        " answers since the last comparison are dropped; serve the model, and call"
+                        " evaluate again with the same arguments"
                     )
 
         file.note("probe", probe.about)
 
 
-def _sampled(sent: Sent, request: Request, sampling: Sampling) -> CompletionRequest:
-    """The request of an answer, whose seed is the same under each condition."""
-    name = f"{sampling.seed} {request.sample} {request.prompt}"
-    seed = crc32(name.encode(errors="backslashreplace"))
-    return CompletionRequest(
-        sent[request.question],
-        len(request.sequence),
-        sampling.new_tokens,
-        sampling.temperature,
-        seed=seed >> 1,  # 31 bits, which every server takes
-    )
+def text_of(tokenizer: Any, ids: list[int]) -> str | None:
+    """A text from which the tokenizer makes exactly these ids; None if there is none.
+
+    The BOS token, which a tokenizer may add by itself, is then not in the text.
+    """
+    for start in (0, 1):  # with and without the first token
+        text = str(tokenizer.decode(ids[start:], **_EVERY_CHARACTER))
+        if tokenizer(text)["input_ids"] == ids:
+            return text
+    return None
 
 
-def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
-    """The answer of a completion, and its text."""
-    is_stopped = completion.finish_reason == "stop"
-    logprobs = [logprob for logprob in completion.logprobs or () if logprob is not None]
+def check_servable(sequence: TokenSequence, name: str) -> None:
+    """Refuse a condition that acts inside the model, which a server does not allow.
 
-    # A server that reports no ids has left the end token out of its text.
-    if completion.ids is None:
-        tokens = model.tokenizer(completion.text, add_special_tokens=False)["input_ids"]
-        return Answer(tuple(tokens), is_stopped, mean_logprob(logprobs)), completion.text
+    Args:
+        sequence: A sequence under the condition.
+        name: The condition's name.
 
-    answer = until_end(completion.ids, logprobs, model.end)
-    text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-    return replace(answer, finished=answer.finished or is_stopped), text
+    Raises:
+        OptionError: The condition acts inside the model.
+    """
+    if sequence.interventions or sequence.cut_edges is not None or sequence.keeps_positions:
+        raise OptionError(
+            f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()), but a"
+            " server takes only tokens. Omit the condition, or evaluate it here, without server=…"
+        )
+
+
+def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:
+    """Refuse prompts that may be too long together with their answers.
+
+    Args:
+        requests: The requested answers.
+        new_tokens: The longest answer, in tokens.
+        longest: The largest number of tokens of a prompt and its answer.
+        who: What has this limit, such as "the server", for the message.
+
+    Raises:
+        PromptTooLong: A prompt and its answer may be longer.
+    """
+    for request in requests:
+        length = len(request.sequence)
+        if length + new_tokens > longest:
+            raise PromptTooLong(
+                f"prompt {request.prompt} has {length:,} tokens with the condition"
+                f' "{request.condition}" and its answer up to {new_tokens:,}; {who} takes'
+                f" {longest:,} in all"
+            )
 
 
 def _prompts_sent(connection: Connection, questions: Mapping[Question, Request]) -> Sent:
-    """What the server gets: token ids if it takes them, or else texts that give the same ids.
+    """The prompts as the server gets them: token ids, or texts if it does not take ids.
 
-    A problem without such a text is left out under every condition, so that conditions are compared
-    on the same problems.
+    A problem is left out under every condition if its text would be read as other tokens under any,
+    so that conditions are compared on the same problems.
 
     Raises:
         PromptError: More than a tenth of the texts would be read as other tokens.
+        ServerError: The server fails.
     """
     ids = {question: request.sequence.tokens.tolist() for question, request in questions.items()}
 
-    # One token is asked for, to see whether ids are taken.
+    # A completion of one token shows whether the server takes ids.
     first_ids = next(iter(ids.values()))
     try:
         connection.completion(CompletionRequest(first_ids, len(first_ids), new_tokens=1))
         return ids
     except ServerError as error:
-        if error.status not in (400, 422):  # it has taken texts, so these are bad input to it
+        # It has taken texts, so with one of these statuses it refuses ids.
+        if error.status not in (400, 422):
             raise
 
     tokenizer = connection.reader.tokenizer
@@ -153,7 +187,11 @@ def _prompts_sent(connection: Connection, questions: Mapping[Question, Request])
 
 
 def _check_left_out(refused: Sequence[Question], count: int) -> None:
-    """Warn of texts that would be read as other tokens; refuse a run with more than a few."""
+    """Warn of texts that would be read as other tokens, and refuse more than a tenth of all.
+
+    Raises:
+        PromptError: There are more.
+    """
     prompt, name = refused[0]
     message = (
         f"the server takes only text, and the text of prompt {prompt} with the condition {name!r}"
@@ -167,50 +205,29 @@ def _check_left_out(refused: Sequence[Question], count: int) -> None:
     warn(f"{message}. These problems are left out under every condition")
 
 
-def text_of(tokenizer: Any, ids: list[int]) -> str | None:
-    """The text from which a tokenizer makes exactly these ids, including its BOS token, if any."""
-    for start in (0, 1):  # without the first token, which the tokenizer may add
-        text = str(tokenizer.decode(ids[start:], **_EVERY_CHARACTER))
-        if tokenizer(text)["input_ids"] == ids:
-            return text
-    return None
+def _sampled(sent: Sent, request: Request, sampling: Sampling) -> CompletionRequest:
+    """The request to the server for an answer, with the same seed under each condition."""
+    name = f"{sampling.seed} {request.sample} {request.prompt}"
+    seed = crc32(name.encode(errors="backslashreplace"))
+    return CompletionRequest(
+        sent[request.question],
+        len(request.sequence),
+        sampling.new_tokens,
+        sampling.temperature,
+        seed=seed >> 1,  # 31 bits, which every server takes
+    )
 
 
-def check_servable(sequence: TokenSequence, name: str) -> None:
-    """Refuse a condition that acts inside the model, which a server does not allow.
+def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
+    """The answer in a completion, and its text."""
+    is_stopped = completion.finish_reason == "stop"
+    logprobs = [logprob for logprob in completion.logprobs or () if logprob is not None]
 
-    Args:
-        sequence: A sequence that the condition has made.
-        name: The condition's name.
+    # The text of a server that reports no ids does not contain the end token.
+    if completion.ids is None:
+        tokens = model.tokenizer(completion.text, add_special_tokens=False)["input_ids"]
+        return Answer(tuple(tokens), is_stopped, mean_logprob(logprobs)), completion.text
 
-    Raises:
-        OptionError: It does.
-    """
-    if sequence.interventions or sequence.cut_edges is not None or sequence.keeps_positions:
-        raise OptionError(
-            f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()), and a"
-            " server takes tokens and nothing else. Omit the condition, or evaluate it here,"
-            " without server=…"
-        )
-
-
-def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:
-    """Refuse prompts that are too long with their answers.
-
-    Args:
-        requests: What is asked for.
-        new_tokens: The longest answer, in tokens.
-        longest: How many tokens are taken in all.
-        who: What takes them, such as "the server".
-
-    Raises:
-        PromptTooLong: A prompt and its answer may be longer.
-    """
-    for request in requests:
-        length = len(request.sequence)
-        if length + new_tokens > longest:
-            raise PromptTooLong(
-                f"prompt {request.prompt} has {length:,} tokens with the condition"
-                f' "{request.condition}" and {new_tokens} new ones are allowed; {who} takes'
-                f" {longest:,}"
-            )
+    answer = until_end(completion.ids, logprobs, model.end)
+    text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    return replace(answer, finished=answer.finished or is_stopped), text

@@ -1,7 +1,7 @@
-"""A server that generates answers: its address and key, and its completions by the client of the
-package openai, several at a time, with replies that are bounded and checked.
+"""Servers that generate answers, and their completions.
 
-No file, log or error shows the key.
+Requests go through the client of the package openai, several at a time. Replies are limited in size
+and checked. No file, log or error shows the key.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from pydantic import (
 from mechattn.errors import OptionError, ServerError, check_choice
 from mechattn.model.unloaded import UnloadedModel
 
-_SHORTEST_HIDDEN = 8  # characters: a shorter key may stand in an answer by chance
+_SHORTEST_HIDDEN = 8  # characters; a shorter key may occur in an answer by chance
 _RETRIES = 8  # after 408, 409, 429, 5xx, time-outs and lost connections
-_FIRST_REPLY_SECONDS = 10.0
+_FIRST_REPLY_SECONDS = 10.0  # for the list of models; a wrong address is then soon noticed
 _LONGEST_REASON = 300  # characters
-_REPLY_BYTES = 2**16  # and for each token:
-_BYTES_A_TOKEN = 2**10  # vLLM writes about 180: text, id, log-probability, alternatives
-# vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option
-# is sent.
+# The bytes of the largest reply, and further ones for each token. vLLM writes about 180 for each:
+# text, id, log-probability and alternatives.
+_REPLY_BYTES = 2**16
+_BYTES_A_TOKEN = 2**10
+# Every option is sent, since vLLM and SGLang take missing ones from the checkpoint's
+# generation_config.json.
 _OPTIONS = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
-# Of the servers that take token ids, and not of OpenAI's protocol.
+# Options that are not in OpenAI's protocol; servers that take token ids have them.
 _FURTHER_OPTIONS = {
     "top_k": -1,
     "min_p": 0.0,
@@ -48,7 +50,7 @@ _FURTHER_OPTIONS = {
 }
 _SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
 Name = TypeVar("Name")
-# HttpUrl by itself takes spaces around it, and "http:host".
+# HttpUrl by itself accepts an address with spaces around it, and "http:host".
 _Address = Annotated[str, Field(pattern=r"(?i)^https?://\S+$"), AfterValidator(HttpUrl)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -58,12 +60,12 @@ class Server:
     """A server with OpenAI's endpoint for completions, such as vLLM, for ``evaluate(server=…)``.
 
     Args:
-        address: Its address, such as "http://host:8000/v1".
-        model: The name of the model there; by default the only one that it lists.
-        key: The name of the environment variable with the server's key; none by default.
-        timeout: Seconds that an answer may take before it is requested again.
-        verify: Refuse a server whose answers differ from the model's; with False, the comparison is
-            only recorded.
+        address: The server's address, such as "http://host:8000/v1".
+        model: The name of the model on the server; by default the only one that it lists.
+        key: The name of the environment variable with the server's key; None without a key.
+        timeout: The number of seconds that an answer may take before it is requested again.
+        verify: Whether to refuse a server whose answers differ from the model's. With False, the
+            comparison is only recorded.
 
     Raises:
         OptionError: A value cannot be used, there is no such environment variable, or openai is not
@@ -103,7 +105,7 @@ class Server:
         if self.model is not None and not isinstance(self.model, str):
             raise OptionError(f"model={self.model!r}: give the name of the model on the server")
         if self.key is not None and not re.fullmatch("[!-~]+", self.secret):
-            # The argument is not repeated: it may be the key itself.
+            # The argument may be the key itself, so the message does not repeat it.
             raise OptionError(
                 "key is not the name of an environment variable with a key in it, printable ASCII"
                 ' without spaces: export SERVER_KEY=…, then key="SERVER_KEY"'
@@ -111,19 +113,22 @@ class Server:
 
     @property
     def secret(self) -> str:
-        """The key itself, which stays in the environment; empty if there is none."""
+        """The key itself, read from the environment; empty if there is none."""
         if self.key is None:
             return ""
         return os.environ.get(str(self.key), "").strip()
 
     def without_key(self, text: str) -> str:
-        """What a server says, with the key removed in case it is repeated there."""
+        """A text of the server with its key replaced by "…", in case the server repeats it.
+
+        A key of fewer than eight characters stays, as it may occur by chance.
+        """
         if len(self.secret) < _SHORTEST_HIDDEN:
             return text
         return text.replace(self.secret, "…")
 
     def error(self, complaint: str) -> ServerError:
-        """An error about this server."""
+        """An error about this server, which is the subject of the complaint."""
         return ServerError(f"the server at {self.address} {self.without_key(complaint)}")
 
 
@@ -133,12 +138,12 @@ class CompletionRequest:
 
     Args:
         prompt: Token ids, or a text.
-        length: The number of tokens that the server must read; None if that is not known.
+        length: The number of tokens that the server must read; None if it is not known.
         new_tokens: The longest completion, in tokens.
         temperature: 0 takes the likeliest token.
         seed: The seed of the server's draws.
-        asks_prompt_logprobs: Whether the log-probabilities of the prompt's tokens are asked for,
-            of a server that takes token ids.
+        asks_prompt_logprobs: Whether to request the log-probabilities of the prompt's tokens too,
+            which is only possible for token ids.
     """
 
     prompt: list[int] | str
@@ -150,7 +155,7 @@ class CompletionRequest:
 
 
 def _reported(name: str, *place: str | int) -> Any:
-    """What a server may report at this place of its reply."""
+    """A field that a server may report at this place in its reply."""
     return Field(None, validation_alias=AliasPath(name, *place))
 
 
@@ -162,10 +167,17 @@ class _Token(BaseModel, strict=True):
 
 
 class Completion(BaseModel, strict=True):
-    """A server's completion; what a server does not report is None.
+    """A server's completion. Fields that the server does not report are None.
 
-    ``finish_reason`` is "stop" if the model ended it, ``prompt_tokens`` the number of tokens of the
-    prompt, ``ids`` the completion's tokens and ``logprobs`` the log-probability of each, in nats.
+    Attributes:
+        text: The text.
+        finish_reason: "stop" if the model ended it, and "length" if it was cut off at the limit.
+        prompt_tokens: The number of tokens that the server read.
+        ids: The completion's token ids.
+        logprobs: The log-probability of each of its tokens, in nats.
+        content: Both of these as llama.cpp reports them.
+        prompt_entries: The prompt's log-probabilities as vLLM reports them: None for the first
+            token, and then {"its id": {"logprob": …}} for each.
     """
 
     text: str = Field(validation_alias=AliasPath("choices", 0, "text"))
@@ -177,52 +189,42 @@ class Completion(BaseModel, strict=True):
     logprobs: list[FiniteFloat | None] | None = _reported(
         "choices", 0, "logprobs", "token_logprobs"
     )
-    # As llama.cpp reports both.
     content: list[_Token] | None = _reported("choices", 0, "logprobs", "content")
-    # As vLLM reports them: None for the first token, then {"its id": {"logprob": …}}.
     prompt_entries: list[dict[str, _Token] | None] | None = _reported(
         "choices", 0, "prompt_logprobs"
     )
 
     def model_post_init(self, context: Any) -> None:
-        """One form for what servers report in two."""
+        """Take ``logprobs`` and ``ids`` from ``content`` if the server reports it."""
         if not self.content:
             return
         self.logprobs = [token.logprob for token in self.content]
         ids = [token.id for token in self.content if token.id is not None]
-        if ids:  # some servers report log-probabilities without them
+        if ids:  # some servers report only log-probabilities
             self.ids = ids
 
     @property
     def prompt_logprobs(self) -> list[float]:
-        """The log-probability of each token of the prompt after the first, as it is stored: to four
-        decimals."""
+        """The log-probability of each token of the prompt after the first, to four decimals."""
         logprobs = []
         for entry in self.prompt_entries or ():
-            if entry:  # none for the first token
+            if entry:  # the first token has none
                 token = next(iter(entry.values()))  # the prompt's own; alternatives may follow
                 logprobs.append(round(token.logprob, 4))
         return logprobs
 
 
-class _ListedModel(BaseModel):
-    """A model that a server offers, and the number of tokens that it takes."""
-
-    id: str
-    max_model_len: int | None = None
-
-
-class _ListedModels(BaseModel):
-    """A server's list of models."""
-
-    data: list[_ListedModel]
-
-
 @dataclass(frozen=True)
 class Connection:
-    """A client of openai, and what the server says of its model.
+    """A connection to a server.
 
-    ``longest`` is the number of tokens that a prompt may have with its answer.
+    Args:
+        server: The server.
+        client: The client of the package openai.
+        reader: The model here, of which only the tokenizer is needed.
+        model: The name of the model on the server.
+        longest: The largest number of tokens of a prompt and its answer.
+        at_once: The number of requests at a time.
     """
 
     server: Server
@@ -235,14 +237,17 @@ class Connection:
     def completions(
         self, requests: Mapping[Name, CompletionRequest]
     ) -> Iterator[tuple[Name, Completion]]:
-        """Each completion in the order of arrival; if a request fails, its error after the others
-        in progress.
+        """Request completions, several at a time.
 
         Args:
-            requests: What is asked for, by names that the completions have too.
+            requests: The requests by name.
+
+        Yields:
+            The name of a request and its completion, in the order of arrival.
 
         Raises:
-            ServerError: A request fails; no further one is sent.
+            ServerError: A request failed. No further one is then sent, and the error is raised
+                after the completions in progress.
         """
         failures: list[Exception] = []
 
@@ -255,7 +260,7 @@ class Connection:
                 failures.append(error)
                 return None
 
-        # Its threads are daemons: after Ctrl-C nobody waits for a slow server.
+        # The pool's threads are daemons, so after Ctrl-C Python does not wait for a slow server.
         with ThreadPool(self.at_once) as pool:
             for outcome in pool.imap_unordered(completed, requests):
                 if outcome is not None:
@@ -265,11 +270,11 @@ class Connection:
             raise failures[0]
 
     def completion(self, request: CompletionRequest) -> Completion:
-        """One completion, read and checked.
+        """Request one completion, and check it.
 
         Raises:
-            ServerError: The server cannot be reached, refuses, sends no completion, or has read
-                another prompt.
+            ServerError: The server cannot be reached, refuses the request, sends no completion, or
+                has read another prompt.
         """
         body: dict[str, Any] = {
             **_OPTIONS,
@@ -299,7 +304,12 @@ class Connection:
         return completion
 
     def _check_what_was_read(self, completion: Completion, request: CompletionRequest) -> None:
-        """Refuse the completion of another prompt than was sent."""
+        """Refuse the completion of a prompt other than the one that was sent.
+
+        Raises:
+            ServerError: The number of tokens differs, or is not reported although answers are to be
+                verified.
+        """
         count = completion.prompt_tokens
         if request.length is None or count == request.length:
             return
@@ -313,7 +323,7 @@ class Connection:
             raise self.server.error(
                 "does not say how many tokens it has read (usage.prompt_tokens), so a prompt that"
                 " it changes or cuts short would not be noticed. With verify=False its answers are"
-                " accepted, and that nothing was counted is recorded with them"
+                " accepted, with a record that tokens were not counted"
             )
 
 
@@ -321,7 +331,13 @@ class Connection:
 def connected(
     server: Server, reader: UnloadedModel, at_once: int, tokens: int
 ) -> Iterator[Connection]:
-    """A connection inside a ``with`` block, whose replies hold at most this number of tokens.
+    """A connection to a server inside a ``with`` block.
+
+    Args:
+        server: The server.
+        reader: The model here, of which only the tokenizer is needed.
+        at_once: The number of requests at a time.
+        tokens: The largest number of tokens in a reply.
 
     Raises:
         ServerError: The server cannot be reached, or lists several models and none is named.
@@ -337,13 +353,15 @@ def connected(
 
 
 def _client(server: Server, largest_reply: int) -> Any:
-    """A client that sends nothing of the environment but the key, follows no redirect, and reads
-    no reply of more bytes than that."""
+    """A client of the package openai that sends nothing from the environment except the key.
+
+    It follows no redirects, and refuses replies with more than ``largest_reply`` bytes.
+    """
     import httpx2
     import openai
 
     def send_only_ours(request: httpx2.Request) -> None:
-        # Others are for OpenAI, such as OPENAI_CUSTOM_HEADERS, or describe this machine.
+        # Other headers are for OpenAI, such as OPENAI_CUSTOM_HEADERS, or describe this machine.
         for name in set(request.headers) - _SENT_HEADERS:
             del request.headers[name]
         request.headers["Authorization"] = f"Bearer {server.secret or 'none'}"
@@ -355,17 +373,19 @@ def _client(server: Server, largest_reply: int) -> Any:
         for piece in stream:
             content += piece
             if len(content) > largest_reply:
-                # An error of the client's own is neither retried nor taken for a lost connection.
+                # The client neither retries after an error of its own package, nor reports it as a
+                # lost connection.
                 raise openai.OpenAIError(f"its reply has more than {largest_reply:,} bytes")
         stream.close()
         text = server.without_key(content.decode("utf-8", "replace"))
         response.stream = httpx2.ByteStream(text.encode())
-        response.headers.pop("Content-Encoding", None)  # few bytes may be many decompressed ones
+        # A compressed reply is not decompressed, since it might then be too large.
+        response.headers.pop("Content-Encoding", None)
 
     is_local = urlsplit(server.address).hostname in ("localhost", "127.0.0.1", "::1")
     http_client = openai.DefaultHttpxClient(
-        trust_env=not is_local,  # its proxies
-        verify=httpx2.create_ssl_context(),  # with SSL_CERT_FILE in any case
+        trust_env=not is_local,  # proxies, which a local server is not behind
+        verify=httpx2.create_ssl_context(),  # heeds SSL_CERT_FILE in any case
         follow_redirects=False,
         event_hooks={"request": [send_only_ours], "response": [read_bounded]},
     )
@@ -379,7 +399,11 @@ def _client(server: Server, largest_reply: int) -> Any:
 
 
 def _replied(server: Server, send: Callable[..., Any], path: str, **options: Any) -> bytes:
-    """What a server replies at a path; errors of the client in words."""
+    """The bytes that a server replies at a path.
+
+    Raises:
+        ServerError: The server refuses, cannot be reached, or does not reply in time.
+    """
     import httpx2
     import openai
 
@@ -405,8 +429,14 @@ def _replied(server: Server, send: Callable[..., Any], path: str, **options: Any
 
 
 def _listed_limits(client: Any, server: Server) -> dict[str, int | None]:
-    """How many tokens each model takes that a server lists; empty from a server without a list:
-    `transformers serve` lists its cache, and fails if there is none."""
+    """The number of tokens that each model on a server takes, by name; None if it does not say.
+
+    It is empty for a server without a list. `transformers serve`, for example, lists its cache, and
+    fails if there is none.
+
+    Raises:
+        ServerError: The server cannot be reached, or refuses the key.
+    """
     client = client.with_options(timeout=min(_FIRST_REPLY_SECONDS, server.timeout), max_retries=1)
     try:
         content = _replied(server, client.get, "/models")
@@ -419,3 +449,16 @@ def _listed_limits(client: Any, server: Server) -> dict[str, int | None]:
         return {}
 
     return {model.id: model.max_model_len for model in models}
+
+
+class _ListedModel(BaseModel):
+    """A model on a server, and the number of tokens that it takes, if the server says so."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _ListedModels(BaseModel):
+    """A server's list of models."""
+
+    data: list[_ListedModel]

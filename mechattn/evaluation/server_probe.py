@@ -1,9 +1,8 @@
-"""Does a server run the model that was asked for? Texts tell its tokenizer, a few greedy answers
-the rest.
+"""Checks that a server runs the requested model, by its tokenizer and by some greedy answers.
 
-Answers and log-probabilities are compared with those of the local model, where its weights are
-loaded, and otherwise with the server's own first answers, which tells no more than that it stays
-the same.
+Answers and log-probabilities are compared with those of the local model if its weights are loaded.
+Otherwise they are compared with the server's own first answers, which only shows that the server
+has not changed since.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ from mechattn.model.weights import weights_hash
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 
-ANSWERS = 16  # at most, of the run's questions
-TOKENS = 32  # of each answer, at most
-# The least share of answers that are the local model's: on the toys bfloat16 has 1, and noise of
-# 30 % of the weights' spread 0.75 at most.
+ANSWERS = 16  # the largest number of the run's questions that are asked
+TOKENS = 32  # the largest number of tokens of each answer
+# The least fraction of answers that agree with the local model's. On the toys it is 1 in bfloat16,
+# and at most 0.75 with noise of 30 % of the weights' spread.
 ALIKE = 0.9
-# The same against the server's own first answers.
+# The same for the server's own first answers. It is lower, since without the local model's logits
+# tokens that rounding exchanged are not known.
 LEAST_ALIKE_ITSELF = 0.6
-# The largest mean difference of log-probabilities in nats: on the toys bfloat16 gives 0.005, 8 bits
-# 0.016, 4 bits 0.35.
+# The largest mean difference of log-probabilities in nats. On the toys it is 0.005 in bfloat16,
+# 0.016 in 8 bits and 0.35 in 4 bits.
 LARGEST_LOGPROB_DIFFERENCE = 0.05
-_TIE = 0.5  # nats between the two likeliest tokens: rounding may exchange them
-_HOT = 2.0  # a temperature at which no two answers are equal
-_HALF_CHARACTER = "\ufffd"  # at the end of a text whose last token is a part of a character
+_TIE = 0.5  # nats; rounding may exchange two tokens whose log-probabilities are nearer than this
+_HOT = 2.0  # a temperature at which hardly any answer equals the greedy one
+_HALF_CHARACTER = "\ufffd"  # the end of a text whose last token is only a part of a character
 
-# Words, code, digits and letters of which each tokenizer makes other numbers of tokens.
+# Words, code, digits and letters, of which different tokenizers make different numbers of tokens.
 _TEXTS = [
     "The quick brown fox jumps over 13 lazy dogs, and internationalisation follows.",
     "def area(radius):\n    return 3.14159 * radius**2  # \\pi r^{2}",
@@ -48,17 +48,19 @@ _TEXTS = [
 ]
 _MOST_ADDED = 3  # tokens that a server may put around a text, such as a BOS
 
-# Of each question that a server gets, its token ids, or a text that gives the same ids.
+# The token ids of each question that a server gets, or a text that gives the same ids.
 Sent = Mapping[Question, list[int] | str]
 Requests = Mapping[Question, CompletionRequest]
 Completions = Mapping[Question, Completion]
 
 
 def check_tokenizer(connection: Connection) -> None:
-    """Compare how many tokens the server and the local tokenizer read of three texts.
+    """Compare how many tokens the server and the local tokenizer make of three texts.
+
+    Nothing is compared if the server is not to be verified, or does not report the numbers.
 
     Raises:
-        ServerError: The numbers are those of another tokenizer.
+        ServerError: The server has another tokenizer.
     """
     requests = {text: CompletionRequest(text, None, new_tokens=1) for text in _TEXTS}
     completions = dict(connection.completions(requests))
@@ -80,13 +82,13 @@ def check_tokenizer(connection: Connection) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """An answer with which a server's is compared.
+    """An answer with which that of a server is compared.
 
     Args:
         text: The answer.
         prompt_logprobs: The log-probability of each of the prompt's tokens after the first.
-        gaps: Of the local model's answer, how much likelier each token was than the second
-            likeliest, in nats, by the text before it; empty for a server's answer.
+        gaps: How many nats the likeliest token of the local model lay above the second likeliest
+            at each step, by the text so far; empty for an answer of the server.
     """
 
     text: str
@@ -94,13 +96,13 @@ class Reference:
     gaps: Mapping[str, float] = field(default_factory=dict)
 
     def agrees(self, text: str) -> bool:
-        """Whether another answer is this one; where the local model is undecided, either is
-        right."""
+        """Whether another answer is the same, or begins to differ where rounding may decide."""
         text = text.rstrip(_HALF_CHARACTER)
         if text == self.text.rstrip(_HALF_CHARACTER):
             return True
 
-        # The first token that differs is forgiven where another one was about as likely.
+        # The first token may differ if another one was about as likely. What follows it is not
+        # compared.
         gaps = [gap for beginning, gap in self.gaps.items() if text.startswith(beginning)]
         return bool(gaps) and gaps[-1] < _TIE
 
@@ -110,11 +112,11 @@ class Probe:
     """Questions to a server, and the answers with which its own are compared.
 
     Args:
-        requests: The questions.
-        references: An answer to each.
-        least: The share of the server's answers that must be alike.
-        about: What is recorded: "against", whose answers the references are, in words; "rounds",
-            the figures of each comparison so far; and facts about the server.
+        requests: The requests, by question.
+        references: The reference for each answer, by question.
+        least: The least fraction of the server's answers that must agree.
+        about: The record of the probe: "against", whose answers the references are, in words;
+            "rounds", the figures of each comparison so far; and facts about the server.
     """
 
     requests: Requests
@@ -123,11 +125,11 @@ class Probe:
     about: Mapping[str, Any]
 
     def compared(self, completions: Completions) -> Probe:
-        """The probe after a further round: how far these answers are the references.
+        """Return the probe after a further round, which compares these answers.
 
-        A round has "alike", the share of answers that are alike, with its interval from "alike_low"
-        to "alike_high"; and "logprob_difference", the mean difference of log-probabilities in nats,
-        if there are any to compare.
+        The figures of a round are "alike", the fraction of answers that agree, with its interval
+        from "alike_low" to "alike_high"; and "logprob_difference", the mean absolute difference of
+        log-probabilities in nats, if there are any to compare.
 
         Args:
             completions: The server's answers to all questions.
@@ -137,7 +139,7 @@ class Probe:
         for question, reference in self.references.items():
             completion = completions[question]
             alike_count += reference.agrees(completion.text)
-            # A server that reports no log-probabilities has nothing to compare.
+            # Without log-probabilities from the server, there are no pairs.
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
             differences += [abs(own - served) for own, served in pairs]
 
@@ -150,7 +152,7 @@ class Probe:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the server is the model by the last round."""
+        """Whether the server runs the model, by the last round."""
         figures = self.about["rounds"][-1]
         is_near = figures.get("logprob_difference", 0.0) <= LARGEST_LOGPROB_DIFFERENCE
         return is_near and figures["alike"] >= self.least
@@ -181,26 +183,27 @@ def start_probe(
     sampling: Sampling,
     earlier: Mapping[str, Any],
 ) -> Probe:
-    """Ask a server the first questions, and compare its answers with the model's.
+    """Send some questions to a server, and compare its answers with the model's.
 
     Args:
         connection: The connection.
         questions: All questions of the run.
-        sent: What the server gets.
-        sampling: That of the run; its seed draws the questions.
-        earlier: The record of the run's probe, if the run is resumed; empty otherwise.
+        sent: The prompts as the server gets them.
+        sampling: How the run samples answers; its seed draws the questions of the probe.
+        earlier: The record of the run's probe if the run is resumed; empty otherwise.
 
     Raises:
-        ServerError: It is not the model, or no longer that of the run that is resumed.
+        ServerError: The server fails, does not run the model, no longer runs that of the run that
+            is resumed, or does not sample.
     """
-    # A run that is resumed has the questions of its first probe.
+    # A run that is resumed keeps the questions of its first probe.
     first_answers = _stored_answers(earlier, sent)
     is_resumed = bool(first_answers)
-    asked = list(first_answers)
+    probe_questions = list(first_answers)
     if not is_resumed:
-        asked = random.Random(sampling.seed).sample([*sent], min(ANSWERS, len(sent)))
+        probe_questions = random.Random(sampling.seed).sample([*sent], min(ANSWERS, len(sent)))
 
-    lengths = {question: len(questions[question].sequence) for question in asked}
+    lengths = {question: len(questions[question].sequence) for question in probe_questions}
     new_tokens = min(TOKENS, connection.longest - max(lengths.values()))
     requests = {
         question: CompletionRequest(sent[question], length, new_tokens, asks_prompt_logprobs=True)
@@ -210,7 +213,7 @@ def start_probe(
     if not is_resumed:
         first_answers = {
             question: Reference(completions[question].text, completions[question].prompt_logprobs)
-            for question in asked
+            for question in probe_questions
         }
 
     native = _native_of_loaded(connection.reader)
@@ -220,8 +223,8 @@ def start_probe(
         source = "its answers when this run began"
         least = LEAST_ALIKE_ITSELF
     else:
-        asked_here = [questions[question] for question in asked]
-        references = _local_answers(native, connection.reader, asked_here, new_tokens)
+        local_requests = [questions[question] for question in probe_questions]
+        references = _local_answers(native, connection.reader, local_requests, new_tokens)
         weights = weights_hash(connection.reader.loaded)
         source = f"the model here ({dtype_name(native)}, weights {weights})"
         least = ALIKE
@@ -231,7 +234,7 @@ def start_probe(
     about["rounds"] = earlier.get("rounds", [])
     probe = Probe(requests, references, least, about)
 
-    # Without the weights here, the first answers of a run have nothing to be compared with.
+    # Without the weights here, there is nothing to compare the first answers of a run with.
     if native is not None or is_resumed:
         probe = probe.compared(completions)
         _check_is_model(connection, probe)
@@ -246,23 +249,27 @@ def _about(
     completions: Completions,
     first_answers: Mapping[Question, Reference],
 ) -> dict[str, Any]:
-    """What is recorded of a server, and with which answers a run is resumed."""
-    sent = "token ids"
+    """The record of a server, and of the answers by which it is known if the run is resumed."""
+    prompt_form = "token ids"
     if any(isinstance(request.prompt, str) for request in requests.values()):
-        sent = "text"
+        prompt_form = "text"
     texts = []
     for question, answer in first_answers.items():
         texts.append([*question, answer.text, answer.prompt_logprobs])
     return {
         "model": name_of(connection.model),
-        "sent": sent,
+        "sent": prompt_form,
         "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
         "texts": texts,
     }
 
 
 def _check_is_model(connection: Connection, probe: Probe) -> None:
-    """Refuse a server whose first answers are not those of the model."""
+    """Refuse a server whose first answers are not those of the model.
+
+    Raises:
+        ServerError: It is such a server, and is to be verified.
+    """
     if connection.server.verify and not probe.is_passed:
         raise connection.server.error(
             f"is not the model, {probe.comparison}. Is it quantised, another revision, or does it"
@@ -272,7 +279,7 @@ def _check_is_model(connection: Connection, probe: Probe) -> None:
 
 
 def _stored_answers(earlier: Mapping[str, Any], sent: Sent) -> dict[Question, Reference]:
-    """The first answers of a run that is resumed, to the questions that it still has."""
+    """The first answers of a resumed run, to those questions that it still has."""
     answers_by_question = {}
     for prompt, name, text, prompt_logprobs in earlier.get("texts", ()):
         if (prompt, name) in sent:
@@ -281,8 +288,7 @@ def _stored_answers(earlier: Mapping[str, Any], sent: Sent) -> dict[Question, Re
 
 
 def _native_of_loaded(reader: UnloadedModel) -> Any:
-    """The model here without hooks; None where its weights are not loaded or it cannot
-    generate."""
+    """The model here without hooks; None if its weights are not loaded or it cannot generate."""
     if reader.loaded is None:
         return None
     try:
@@ -294,7 +300,7 @@ def _native_of_loaded(reader: UnloadedModel) -> Any:
 def _local_answers(
     native: Any, reader: UnloadedModel, requests: Sequence[Request], new_tokens: int
 ) -> dict[Question, Reference]:
-    """The greedy answers of the model here to some questions."""
+    """The references from the greedy answers of the model here, by question."""
     greedy = answers(native, requests, new_tokens, reader.end)
     references = {}
     for request, answer in zip(requests, greedy, strict=True):
@@ -306,27 +312,31 @@ def _local_answers(
 
 
 def _warn_of_other_weights(connection: Connection) -> None:
-    """Say what cannot be told without the weights."""
+    """Warn that without the weights only a change of the server can be noticed."""
     if connection.server.verify:
         warn(
             f"the server at {connection.server.address} has the tokenizer of"
-            f" {connection.reader.cfg.model_name}. Without the weights here nothing more can be"
-            " told than whether it stays the same: a fine-tuned, quantised or differently sized"
-            " model with this tokenizer would not be noticed. To compare the model itself, give"
-            " evaluate a loaded one, ma.load_model(…), or a config weights = true in"
-            " [evaluation.server]"
+            f" {connection.reader.cfg.model_name}. Without the weights here it can only be checked"
+            " whether the server changes: a fine-tuned, quantised or differently sized model with"
+            " this tokenizer would not be noticed. To compare the model itself, give evaluate a"
+            " loaded one, ma.load_model(…), or write weights = true in [evaluation.server] of a"
+            " config"
         )
 
 
 def _check_samples(connection: Connection, requests: Requests, greedy: Completions) -> None:
-    """Refuse a server that gives greedy answers at any temperature."""
+    """Refuse a server that gives greedy answers at any temperature.
+
+    Raises:
+        ServerError: It is such a server.
+    """
     hot_requests = {
         question: replace(request, temperature=_HOT) for question, request in requests.items()
     }
-    hot = dict(connection.completions(hot_requests))
-    if all(completion.text == greedy[question].text for question, completion in hot.items()):
+    sampled = dict(connection.completions(hot_requests))
+    if all(completion.text == greedy[question].text for question, completion in sampled.items()):
         raise connection.server.error(
-            f"does not sample: {len(hot)} answers at temperature {_HOT:g} are the greedy ones."
+            f"does not sample: {len(sampled)} answers at temperature {_HOT:g} are the greedy ones."
             " `transformers serve` samples only if generation_config.json of the checkpoint says"
             " do_sample = true"
         )
@@ -335,20 +345,20 @@ def _check_samples(connection: Connection, requests: Requests, greedy: Completio
 @alone
 @torch.no_grad()
 def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) -> Reference:
-    """The local model's answer, with its log-probabilities in one pass.
+    """The reference from a greedy answer of the local model, which reads it in one pass.
 
     Args:
         native: The model without hooks.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         prompt: The token ids of the prompt.
-        answer: Those of its answer, which it has generated greedily.
+        answer: The token ids of the answer.
     """
     tokens = torch.tensor([prompt + answer], device=device_of(native))
     logits = native(input_ids=tokens).logits[0]
     logprobs = logits.double().log_softmax(-1)
     token_logprobs = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
 
-    # From the prompt's last token on, which predicts the answer's first.
+    # The prompt's last token predicts the answer's first, so the gaps begin there.
     split = len(prompt) - 1
     likeliest = logprobs[split:].topk(2).values
     gaps = likeliest[:, 0] - likeliest[:, 1]

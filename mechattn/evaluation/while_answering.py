@@ -26,8 +26,10 @@ from mechattn.stats.intervals import FEWEST, check_level, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Unit, Units
 
-_CALIPER = 0.15  # of the longer answer's tokens, but at least 2
-# The columns on pairs of answers, and the fields of Paired that they hold.
+# The largest difference in length within a pair: this fraction of the longer answer's tokens, or 2
+# tokens, which short answers would otherwise hardly ever be within.
+_CALIPER = 0.15
+# The columns on pairs of answers, and the fields of ``Paired`` that they hold.
 _FIELDS_OF_PAIRS = {
     "difference": "difference",
     "null": "null",
@@ -41,17 +43,17 @@ _FIELDS_OF_PAIRS = {
 
 @dataclass(frozen=True, eq=False)
 class WhileAnswering:
-    """Attention of the tokens of a model's own answers to each segment; ``print(measured)`` shows
-    it.
+    """The attention from a model's own answers to each segment; ``print(measured)`` shows a table.
 
     Args:
-        data: ``flow``, the mean attention of an answer's tokens [condition prompt layer head
-            segment], NaN if it is empty; ``uniform``, the same for uniform attention; ``right``,
-            whether each answer is right [condition prompt]; ``tokens``, its length.
+        data: ``flow``, the mean attention from an answer's tokens to a segment [condition prompt
+            layer head segment], NaN if the answer is empty or no prompt has the segment;
+            ``uniform``, the same for uniform attention; ``right``, whether each answer is right
+            [condition prompt]; ``tokens``, the length of each answer [condition prompt].
         units: The problems, or their groups.
-        about: The model.
-        predicting: Whether the queries are those that predict the answers' tokens, not those that
-            read them.
+        about: The name of the model.
+        predicting: Whether the queries are those that predict the answers' tokens, rather than
+            those that read them.
     """
 
     data: xr.Dataset
@@ -61,39 +63,43 @@ class WhileAnswering:
 
     @property
     def conditions(self) -> list[str]:
-        """The conditions."""
+        """The names of the conditions."""
         return [str(name) for name in self.data.condition.values]
 
     @property
     def queries(self) -> str:
-        """Whose attention it is, in words."""
+        """Which queries were measured, in words."""
         if self.predicting:
             return "the queries that predict its own answers"
         return "the queries that read its own answers"
 
     def table(self, to: str = "question", level: float = 0.95) -> pd.DataFrame:
-        """One row per condition: attention of right and wrong answers to a segment, mean over heads
-        and layers.
+        """The attention of right and of wrong answers to a segment, and its difference in pairs.
 
-        ``right`` and ``wrong`` have t intervals over answers; ``right_uniform`` and
-        ``wrong_uniform``, the same means for uniform attention, have none. The rest is over pairs
-        of a right and a wrong answer of about the same length (optimal pairs whose lengths differ
-        by 15 % or 2 tokens at most, each answer once): ``difference`` (right minus wrong), its
-        ``null``, and ``beyond`` (difference minus null) with a t interval and a sign-flip
-        ``p_beyond`` over pairs. NaN with too few pairs. Where problems share groups
-        (``Prompt.group``), both answers of a pair are from one group, and means of attention,
-        intervals and ``p_beyond`` are over groups; ``table.attrs["unit"]`` says which.
+        All attention is a mean over layers and heads, as a fraction from 0 to 1.
+
+        A pair is a right and a wrong answer whose lengths differ by at most 15 % or 2 tokens. Each
+        answer is in at most one pair. There are as many pairs as possible, with lengths as similar
+        as possible. If problems share groups (``Prompt.group``), both answers of a pair are from
+        one group, and means of attention, intervals and p are over groups.
 
         Args:
             to: The segment of the keys.
             level: The level of the intervals.
 
         Returns:
-            A row a condition; all attention as shares from 0 to 1, ``right_tokens`` and
-            ``wrong_tokens`` the mean lengths of answers.
+            A row for each condition. ``right`` is the mean attention of right answers, with a t
+            interval (``right_low``, ``right_high``), the same mean for uniform attention
+            (``right_uniform``), the mean length of the answers (``right_tokens``) and their number
+            (``right_n``). ``wrong`` has the same columns for wrong answers. ``pairs`` is the number of pairs,
+            ``difference`` the mean of right minus wrong over them, ``null`` the same for uniform
+            attention, and ``beyond`` the difference minus its null, with a t interval
+            (``beyond_low``, ``beyond_high``) and the p of a paired test (``p_beyond``: that of sign
+            flips or, if it is larger, of a bootstrap-t test). Figures are NaN with too few answers
+            or pairs. ``table.attrs["unit"]`` names the units.
 
         Raises:
-            OptionError: There is no such segment, or the level is not one.
+            OptionError: There is no such segment, or the level is not between 0.5 and 1.
         """
         rows = []
         for name in self.conditions:
@@ -109,8 +115,7 @@ class WhileAnswering:
         return table
 
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
-        """Right minus wrong over pairs of answers of similar length, for each head; ``q_beyond`` is
-        over all heads.
+        """The attention of right minus that of wrong answers in pairs of similar length, by head.
 
         Args:
             condition: The condition.
@@ -118,8 +123,8 @@ class WhileAnswering:
             level: The level of the intervals.
 
         Returns:
-            A row a head, the smallest q first: layer, head, the columns of :meth:`table` on pairs,
-            and ``q_beyond``.
+            A row for each head, the smallest q first: layer, head, the columns of :meth:`table` on
+            pairs, and ``q_beyond``, which is over all heads.
 
         Raises:
             OptionError: There is no such condition, segment or level, or there are too few pairs.
@@ -128,12 +133,12 @@ class WhileAnswering:
         answers = self._answers(condition, to).stack(cell=("layer", "head"))
         matched = self._matched(answers, level)
         if matched.beyond.isna().all():
-            within = ""
+            where = ""
             if self.units.group_of_prompt is not None:
-                within = f", both from one group, in at least {FEWEST} groups"
+                where = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
-                f"{matched.pairs[0]} pairs of a right and a wrong answer of about the same"
-                f" length under {condition!r}: at least {FEWEST} are needed{within}; evaluate more"
+                f"there are {matched.pairs[0]} pairs of a right and a wrong answer of similar"
+                f" length under {condition!r}: at least {FEWEST} are needed{where}; evaluate more"
                 " problems"
             )
 
@@ -142,24 +147,23 @@ class WhileAnswering:
         return matched.sort_values("q_beyond", kind="stable", ignore_index=True)
 
     def _answers(self, condition: str, to: str) -> xr.Dataset:
-        """The answers under a condition, their attention being that to one segment."""
+        """The answers under a condition, with their attention to one segment."""
         check_choice(SEGMENTS, to=to)
         return self.data.sel(condition=condition, segment=to)
 
     def _means(
         self, prefix: str, answers: xr.Dataset, is_chosen: xr.DataArray, level: float
     ) -> dict[str, Any]:
-        """The columns of right or of wrong answers: their mean attention, its t interval, their
-        number and length; NaN where there are too few."""
+        """The columns of :meth:`table` on right or on wrong answers."""
         places = np.flatnonzero(is_chosen & answers.flow.notnull())
         chosen = answers.isel(prompt=places)
-        # Of both the mean over units, as only then do attention and its null compare.
+        # Both are means over units, since attention and its null could not be compared otherwise.
         units = self._units(places)
         values = units.means(chosen.flow.values)
         uniform = units.means(chosen.uniform.values)
 
         columns = {
-            prefix: pd.Series(values).mean(),  # NaN of nothing
+            prefix: pd.Series(values).mean(),  # a Series, since numpy warns of the mean of nothing
             f"{prefix}_low": np.nan,
             f"{prefix}_high": np.nan,
             f"{prefix}_uniform": pd.Series(uniform).mean(),
@@ -173,24 +177,24 @@ class WhileAnswering:
         return columns
 
     def _matched(self, answers: xr.Dataset, level: float) -> pd.DataFrame:
-        """Right minus wrong, over pairs of about the same length: a row a cell."""
+        """The columns on pairs, with a row for each head, or one row for a mean over heads."""
         check_level(level)
         count = answers.sizes["prompt"]
         flow = answers.flow.values.reshape(count, -1)
         uniform = answers.uniform.values.reshape(count, -1)
 
-        right = answers.right.values
+        is_right = answers.right.values
         is_measured = ~np.isnan(flow).any(1)
         pairs = matched_pairs(
             answers.tokens.values,
-            right & is_measured,
-            ~right & is_measured,
+            is_right & is_measured,
+            ~is_right & is_measured,
             self.units.group_of_prompt,
         )
         right_places, wrong_places = pairs.T
         columns: dict[str, Any] = dict.fromkeys(_FIELDS_OF_PAIRS, np.nan)
 
-        # Both answers of a pair are from one group, so that the right one's is the pair's.
+        # Both answers of a pair are from one group, so the group of the right one is the pair's.
         units = self._units(right_places)
         if units.n >= FEWEST:
             test = paired(
@@ -206,7 +210,7 @@ class WhileAnswering:
         return pd.DataFrame(columns, index=range(flow.shape[1]))
 
     def _units(self, places: np.ndarray) -> Units:
-        """The units of some prompts, by their places."""
+        """The units of the prompts at these places."""
         if self.units.group_of_prompt is None:
             return Units(len(places))
         return Units.grouped(self.units.group_of_prompt[places].astype(str).tolist())
@@ -225,14 +229,15 @@ class WhileAnswering:
 def matched_pairs(
     tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """Pairs of a right and a wrong answer of about the same length: as many and as similar as
-    possible.
+    """Pairs of a right and a wrong answer of about the same length.
+
+    There are as many pairs as possible, and their lengths are as similar as possible.
 
     Args:
         tokens: The length of each answer, in tokens [answer].
         right: Which answers are right and measured [answer].
-        wrong: Which are wrong and measured [answer].
-        groups: The group of each; both answers of a pair are from one. None without groups.
+        wrong: Which answers are wrong and measured [answer].
+        groups: The group of each answer, from which its partner must be too; None without groups.
 
     Returns:
         The indices of the right and the wrong answer of each pair [pair 2].
@@ -250,8 +255,9 @@ def matched_pairs(
     if groups is not None:
         allowed &= groups[right_places][:, None] == groups[wrong_places]
 
-    forbidden = 1.0 + distance.max() * min(distance.shape)  # more than all allowed pairs together
-    rows, columns = linear_sum_assignment(np.where(allowed, distance, forbidden))
+    # A forbidden pair costs more than all allowed ones together, so it is taken only if it must be.
+    forbidden_cost = 1.0 + distance.max() * min(distance.shape)
+    rows, columns = linear_sum_assignment(np.where(allowed, distance, forbidden_cost))
     is_pair = allowed[rows, columns]
     return np.stack([right_places[rows[is_pair]], wrong_places[columns[is_pair]]], 1)
 
@@ -267,54 +273,56 @@ def while_answering(
     seed: int = 0,
     unit: Unit = "auto",
 ) -> WhileAnswering:
-    """Measure a model's attention while it writes its own answers, under each condition of an
-    evaluation.
+    """Measure a model's attention while it writes its own answers, under each condition.
 
     The token ids of each answer are read again after its prompt, under its own condition, in one
-    pass (``evaluation.answered``). The queries are those that read the answer's tokens; with
-    ``predicting``, those that predict them, from the prompt's last token to the answer's last but
-    one. Correctness is related to length, and attention to the question falls with length by
-    definition. Answers are therefore compared in pairs of about the same length, together with the
-    null.
+    pass (``evaluation.answered``). The queries are those that read the answer's tokens. With
+    ``predicting`` they are those that predict these tokens, from the prompt's last token to the
+    answer's last but one.
+
+    Right and wrong answers often differ in length, and the longer an answer is, the less of its
+    attention can go to the question. They are therefore compared in pairs of about the same
+    length, and their difference with that of uniform attention.
 
     Args:
         model: The model that wrote the answers.
-        evaluation: Its answers; the first of several to a problem.
-        prompts: The evaluated problems.
+        evaluation: Its answers. Only the first of several answers to a problem is used.
+        prompts: The evaluated problems, or some of them.
         conditions: The conditions of the evaluation, by the same names.
-        predicting: Measure the queries that predict the answer's tokens.
+        predicting: Whether to measure the queries that predict the answer's tokens.
         layers: The layers, from 0; all by default.
-        seed: The seed of the conditions' draws: that of the evaluation.
+        seed: The seed of the conditions' draws, which must be that of the evaluation.
         unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
 
     Returns:
         The attention of each answer by condition, layer, head and segment, and uniform attention.
 
     Raises:
-        OptionError: A condition or a prompt was not evaluated, or there are fewer than three
-            groups.
+        OptionError: A condition or a prompt was not evaluated, no answer under a condition has any
+            token, or there are fewer than three groups.
     """
     model = load_model(model)
     prompts = as_prompts(prompts)
-    named = with_baseline(conditions)
-    for name in named:
-        check_choice(evaluation.conditions, condition=name)
-    evaluated = evaluation._problems()
+    named_conditions = with_baseline(conditions)
     ids = [prompt.id for prompt in prompts]
-    for prompt_id in ids:
-        if prompt_id not in evaluated:
-            raise OptionError(
-                f"prompt {prompt_id} was not evaluated; give the prompts of the evaluation"
-            )
-    units = evaluation._restricted_to(ids)._units(unit)  # refuses too few groups
+    for name in named_conditions:
+        check_choice(evaluation.conditions, condition=name)
+        answers = evaluation._answers_by_problem(name)
+        for prompt_id in ids:
+            if prompt_id not in answers:
+                raise OptionError(
+                    f"prompt {prompt_id} was not evaluated under {name!r}; give the prompts of the"
+                    " evaluation"
+                )
+    units = evaluation._restricted_to(ids)._units(unit)  # before the run, as it may refuse them
 
     measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
-    measured = [
+    datasets = [
         _measured(measure, evaluation, prompts, name, condition)
-        for name, condition in named.items()
+        for name, condition in named_conditions.items()
     ]
     return WhileAnswering(
-        data=xr.concat(measured, pd.Index(list(named), name="condition")),
+        data=xr.concat(datasets, pd.Index(list(named_conditions), name="condition")),
         units=units,
         about=str(model.cfg.model_name),
         predicting=predicting,
@@ -328,16 +336,16 @@ def _measured(
     name: str,
     condition: Condition,
 ) -> xr.Dataset:
-    """The attention of the answers under a condition, NaN where one is empty, and what they are."""
+    """The dataset of :class:`WhileAnswering` for one condition."""
     answers = evaluation._answers_by_problem(name)
-    written = [prompt for prompt in prompts if answers[prompt.id].tokens]
-    if not written:
+    answered_prompts = [prompt for prompt in prompts if answers[prompt.id].tokens]
+    if not answered_prompts:
         raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
 
     conditions = {}
     if name != BASELINE:  # which every run has
         conditions[name] = condition
-    result = measure(evaluation.answered(written, name), conditions)
+    result = measure(evaluation.answered(answered_prompts, name), conditions)
     data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
 
     uniform = data.flow_uniform.broadcast_like(data.flow)
@@ -348,7 +356,7 @@ def _measured(
     flow = flow.fillna(0).where(~is_absent)
 
     in_order = [answers[prompt.id] for prompt in prompts]
-    flow = flow.reindex(prompt=[answer.prompt for answer in in_order])
+    flow = flow.reindex(prompt=[answer.prompt for answer in in_order])  # NaN for empty answers
     flow["right"] = ("prompt", [answer.right for answer in in_order])
     flow["tokens"] = ("prompt", [len(answer.tokens) for answer in in_order])
     return flow

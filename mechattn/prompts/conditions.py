@@ -19,8 +19,10 @@ from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tok
 
 @runtime_checkable
 class Condition(Protocol):
-    """Turns a prompt into the sequence that the model reads, deterministically for a given seed and
-    prompt."""
+    """Turns a prompt into the sequence that the model reads.
+
+    The same seed and prompt always give the same sequence.
+    """
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence: ...
 
@@ -33,7 +35,8 @@ class Marks(Protocol):
 
 
 def check_name(name: object) -> None:
-    """Refuse a name that cannot be shown unchanged in a table, a file or a terminal."""
+    """Refuse a condition's name that is empty, not a text, or has characters that a table, a file
+    or a terminal would change."""
     if not isinstance(name, str) or not name.strip():
         raise OptionError(f'the condition {name!r} needs a name, such as "slash"')
     if plain(name) != name or "\n" in name or "\t" in name:
@@ -45,8 +48,8 @@ class Baseline:
     """The unchanged prompt, optionally under an intervention.
 
     Args:
-        intervention: The intervention while the model reads the prompt, such as ``ARM()``; several
-            as a tuple.
+        intervention: The intervention while the model reads the prompt, such as ``ARM()``, or
+            several as a tuple.
     """
 
     intervention: Any = ()
@@ -58,7 +61,7 @@ class Baseline:
 
     @property
     def interventions(self) -> tuple[Any, ...]:
-        """The interventions, one or several, as a tuple."""
+        """The interventions as a tuple, also if there is only one."""
         return _several(self.intervention)
 
     def under(self, intervention: Any) -> Variant:
@@ -68,19 +71,20 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a condition: inserted tokens hidden, position ids kept, or read under an
+    """A condition whose inserted tokens are hidden or move nothing, or that is read under an
     intervention.
 
     The variants form the 2 × 2 that separates dilution from distance. With ``.masked()`` the
     inserted tokens move the original tokens apart but receive none of their attention. With
-    ``.unshifted()`` they receive attention but move nothing. Both together equal the baseline.
+    ``.unshifted()`` they receive attention but move nothing. With both, the original tokens are
+    read as in the baseline.
 
     Args:
         condition: The condition that inserts tokens.
         hides: Whether the inserted tokens are hidden from the original ones.
         keeps_positions: Whether the original tokens keep their position ids of the baseline.
-            Inserted tokens then get the ids just before that of the token after them, so their
-            distance to it does not change.
+            Inserted tokens then get the ids just before that of the next original token, so they
+            are as near to it as without this option.
         interventions: The interventions while the model reads the sequence.
     """
 
@@ -91,7 +95,7 @@ class Variant:
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
-        """The same tokens, marked as hidden or with kept position ids."""
+        """The condition's tokens, marked as this variant is read."""
         sequence = self.condition.apply(prompt, model, seed)
         if self.keeps_positions:
             sequence = replace(sequence, keeps_positions=True)
@@ -108,15 +112,15 @@ class Variant:
         return replace(self, keeps_positions=True)
 
     def under(self, intervention: Any) -> Variant:
-        """Return the variant under a further intervention."""
+        """Return the variant under a further intervention, or several as a tuple."""
         return replace(self, interventions=(*self.interventions, *_several(intervention)))
 
 
 class Insertion(ABC):
-    """Base class of conditions that insert tokens into the prompt, the built-in ones and your own.
+    """The base class of conditions that insert tokens into the prompt.
 
-    A subclass is a frozen dataclass with the fields ``count`` and ``place``, and any others that
-    its ``filler`` needs::
+    Built-in conditions use it, and your own can. A subclass is a frozen dataclass with the fields
+    ``count`` and ``place``, and any others that its ``filler`` needs::
 
         @dataclass(frozen=True)
         class Dots(ma.conditions.Insertion):
@@ -148,75 +152,78 @@ class Insertion(ABC):
         """Return the prompt's tokens with the filler's token ids inserted.
 
         Raises:
-            ConditionError: The filler has not exactly ``count`` tokens, or the place doesn't exist
-                in this prompt.
+            ConditionError: The filler does not have exactly ``count`` tokens, or the place does not
+                exist in this prompt.
         """
         sequence = tokenize(prompt, model)
         filler = self._with_line(prompt, model, seed)
         if self.count is not None and len(filler) != self.count:
             raise ConditionError(
                 f"{type(self).__name__}: filler gives {len(filler)} tokens for prompt {prompt.id},"
-                f" and count={self.count}"
+                f" but count={self.count}"
             )
         return insert(sequence, filler, self._at(sequence, prompt, model, seed))
 
     def _with_line(self, prompt: Prompt, model: TokenizedModel, seed: int) -> list[int]:
-        """The filler, with a line break between it and the question where that is asked for."""
+        """The filler; with ``own_line`` it begins or ends with a line break, one of its tokens."""
         if not self.own_line:
             return self.filler(prompt, model, seed)
 
         tokenizer = require_tokenizer(model)
-        line = fillers.line_break(tokenizer)
+        line_break = fillers.line_break(tokenizer)
         # mypy knows neither that a subclass is a dataclass nor that it has a count.
-        with_room: Any = replace(self, count=self.count - 1)  # type: ignore
+        shorter: Any = replace(self, count=self.count - 1)  # type: ignore
         if self.place == "after_question":
-            return [*line, *with_room.filler(prompt, model, seed)]
+            return [*line_break, *shorter.filler(prompt, model, seed)]
 
-        # The last token holds the line break where there is such a token, as Qwen's ".\n". A text
-        # that cannot fill the whole count may still fill what a line break leaves.
+        # A tokenizer may have a single token for the last one with a line break, such as Qwen's
+        # ".\n". Otherwise the line break takes one of the tokens. A text that cannot fill the
+        # whole count may still fill one token less.
         with suppress(ConditionError):
             filler = self.filler(prompt, model, seed)
             ending = fillers.tokens_of(tokenizer, tokenizer.decode(filler[-1:]) + "\n")
             if len(ending) == 1:
                 return [*filler[:-1], *ending]
-        return [*with_room.filler(prompt, model, seed), *line]
+        return [*shorter.filler(prompt, model, seed), *line_break]
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         """The position before which the filler is inserted."""
         return position_of(self.place, sequence, prompt, seed)
 
     def masked(self) -> Variant:
-        """Return the variant with the same tokens, hidden from the original ones, which they still
-        move apart."""
+        """Return the variant whose inserted tokens are hidden from the original ones.
+
+        They still move the original tokens apart.
+        """
         return Variant(self).masked()
 
     def unshifted(self) -> Variant:
-        """Return the variant with the same tokens in which the original ones keep their baseline
-        position ids."""
+        """Return the variant whose original tokens keep the position ids of the baseline."""
         return Variant(self).unshifted()
 
     def under(self, intervention: Any) -> Variant:
-        """Return the variant with the same tokens read under an intervention, such as ``ARM()``;
-        several as a tuple."""
+        """Return the variant under an intervention such as ``ARM()``, or several as a tuple."""
         return Variant(self).under(intervention)
 
 
 @dataclass(frozen=True)
 class MeaninglessTokens(Insertion):
-    """Insert one repeated text, ``count`` tokens long, into the prompt (arXiv:2510.01032: 55 ×
-    "/").
+    """Insert a repeated text into the prompt, ``count`` tokens in all.
 
     Args:
         text: The repeated text.
         count: The number of inserted *tokens*, at least 1.
         place: "before_question"; "start" (after BOS, before everything else); "middle" (of the
             question's tokens); "after_question" (in a chat template still in the user's turn);
-            "before_answer" (in a chat template in the assistant's turn; for a prompt without an
-            answer at the end, where a generated answer follows); "random" (at one token boundary
+            "before_answer" (in a chat template in the assistant's turn; at the end of a prompt
+            without an answer, where a generated answer follows); "random" (at one token boundary
             inside the question, drawn for each prompt).
         separator: The text between two repetitions; "" for none.
-        own_line: Whether a line break, one of the ``count`` tokens, stands between them and the
-            question; as in the paper nothing does by default.
+        own_line: Whether one of the ``count`` tokens holds a line break: the first with the place
+            "after_question", and otherwise the last. By default there is none, as in the paper.
+
+    Source:
+        arXiv:2510.01032, with 55 × "/".
     """
 
     text: str = "/"
@@ -233,12 +240,13 @@ class MeaninglessTokens(Insertion):
         super().__post_init__()
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """Return the repetitions that give exactly ``count`` tokens."""
+        """Return the tokens of the repeated text, exactly ``count`` of them."""
         return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
 
     def fitted(self, model: TokenizedModel) -> MeaninglessTokens:
-        """Return the condition with the nearest count that this tokenizer can reach (some split "/"
-        into two tokens).
+        """Return the condition with the nearest count that this tokenizer can reach.
+
+        A tokenizer that splits "/" into two tokens, for example, reaches only even counts.
 
         Raises:
             ConditionError: No count within ten of ``count`` can be reached.
@@ -251,14 +259,15 @@ class MeaninglessTokens(Insertion):
 
 @dataclass(frozen=True)
 class Text(Insertion):
-    """Insert a text of your own into the prompt once, unchanged: ``Text(" Take your time.",
-    place="middle")``.
+    """Insert a text of your own into the prompt once.
+
+    For example ``Text(" Take your time.", place="middle")``.
 
     Args:
         text: The inserted text; it is tokenized on its own, including its spaces.
         place: As for :class:`MeaninglessTokens`.
-        after: In place of ``place``: insert after the first token that completes this text in the
-            prompt.
+        after: A text in the prompt; the insertion follows the first token that completes it. Give
+            it instead of ``place``.
     """
 
     text: str
@@ -292,13 +301,16 @@ class Text(Insertion):
 
 @dataclass(frozen=True)
 class RepeatedWord(Insertion):
-    """Insert one repeated word that has a meaning: the paper's control (55 × "he").
+    """Insert a repeated word that has a meaning, as a control for :class:`MeaninglessTokens`.
 
     Args:
-        word: The repeated word; repetitions are separated by spaces.
+        word: The word; its repetitions are separated by spaces.
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
         own_line: As for :class:`MeaninglessTokens`.
+
+    Source:
+        arXiv:2510.01032, with 55 × "he".
     """
 
     word: str = "he"
@@ -312,14 +324,15 @@ class RepeatedWord(Insertion):
         super().__post_init__()
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """Return the repetitions that give exactly ``count`` tokens."""
+        """Return the tokens of the repeated word, exactly ``count`` of them."""
         return fillers.repeated(require_tokenizer(model), self.word, " ", self.count)
 
 
 @dataclass(frozen=True)
 class RandomTokens(Insertion):
-    """Insert ordinary tokens, drawn uniformly from the vocabulary for each prompt: neither meaning
-    nor repetition.
+    """Insert ordinary tokens, drawn uniformly from the vocabulary for each prompt.
+
+    Such filler has neither a meaning nor a pattern that is repeated.
 
     Args:
         count: The number of inserted tokens.
@@ -345,19 +358,17 @@ class RandomTokens(Insertion):
 class RandomSentence(Insertion):
     """Insert grammatical sentences that are unrelated to the question, ``count`` tokens in all.
 
-    Each prompt gets other sentences. This is the control of arXiv:2510.01032, whose own sentences
-    are not published.
+    Each prompt gets different sentences. arXiv:2510.01032 has such a control, but does not publish
+    its sentences.
 
     Args:
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
         draw: The number of the draw. Give different numbers to have several draws in one run.
         own_line: As for :class:`MeaninglessTokens`.
-        cut: Whether the last sentence is cut at ``count`` tokens, wherever that is. With False the
-            sentences are whole, drawn so that they have exactly that many tokens.
-
-    Raises:
-        ConditionError: No whole sentences have ``count`` tokens.
+        cut: Whether the last sentence is cut at ``count`` tokens, wherever that is. With False,
+            whole sentences are drawn until they have exactly ``count`` tokens; a prompt for which
+            none are found raises a ``ConditionError``.
     """
 
     count: int = 55
@@ -377,8 +388,9 @@ class RandomSentence(Insertion):
 
 @dataclass(frozen=True)
 class ShuffledSentence(RandomSentence):
-    """Insert the tokens of :class:`RandomSentence` (the same at the same seed) in random order:
-    words without grammar.
+    """Insert the tokens of :class:`RandomSentence` in random order, as words without grammar.
+
+    With the same seed and options, both insert the same tokens.
 
     Args:
         count: The number of inserted tokens.
@@ -397,15 +409,16 @@ class ShuffledSentence(RandomSentence):
 
 @dataclass(frozen=True)
 class Counting(Insertion):
-    """Insert numbers in order, "1 2 3 …", on a line of their own: filler unrelated to the question.
+    """Insert "1 2 3 …" on a line of its own, as filler that is unrelated to the question.
 
     Args:
-        count: The number of inserted tokens: as many whole numbers as fit, the rest as further line
-            breaks.
+        count: The number of inserted tokens. The numbers go up to the last that fits, and further
+            line breaks before them fill the rest.
         place: As for :class:`MeaninglessTokens`; after the question by default.
 
     Source:
-        Filler with which large models answer better without reasoning (Greenblatt, December 2025).
+        Greenblatt, December 2025: large models that answer without reasoning are right more often
+        with such filler.
     """
 
     count: int = 55
@@ -414,25 +427,27 @@ class Counting(Insertion):
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the numbers and line breaks."""
         tokenizer = require_tokenizer(model)
-        line = fillers.line_break(tokenizer)
-        line_after = [] if self.place == "after_question" else line
-        room = self.count - len(line_after)
-        numbers = fillers.numbers_in_order(tokenizer, room - len(line))
-        return [*line * (room - len(numbers)), *numbers, *line_after]
+        line_break = fillers.line_break(tokenizer)
+        break_after = [] if self.place == "after_question" else line_break
+        room = self.count - len(break_after)
+        numbers = fillers.numbers_in_order(tokenizer, room - len(line_break))
+        return [*line_break * (room - len(numbers)), *numbers, *break_after]
 
 
 @dataclass(frozen=True)
 class RepeatQuestion(Insertion):
-    """Repeat the question's own tokens once or several times, each time on a line of its own (if it
-    is a text).
+    """Insert the question's own tokens once or several times.
+
+    Each repetition of a text is on a line of its own. Questions that are token ids get no line
+    breaks.
 
     Args:
         times: The number of repetitions.
         place: As for :class:`MeaninglessTokens`; after the question by default.
 
     Source:
-        Helps large models without reasoning as much as counting, or more (Greenblatt, December
-        2025).
+        Greenblatt, December 2025: helps large models that answer without reasoning as much as
+        counting, or more.
     """
 
     times: int = 1
@@ -446,20 +461,24 @@ class RepeatQuestion(Insertion):
         """Return the tokens of the question and line breaks."""
         sequence = tokenize(prompt, model)
         question = sequence.tokens[sequence.of_part("question")].tolist()
-        line = [] if prompt.tokens else fillers.line_break(require_tokenizer(model))
-        line_after = [] if self.place == "after_question" else line
-        return [*(line + question) * self.times, *line_after]
+        line_break = [] if prompt.tokens else fillers.line_break(require_tokenizer(model))
+        break_after = [] if self.place == "after_question" else line_break
+        return [*(line_break + question) * self.times, *break_after]
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:
-    """One intervention or several, as a tuple."""
+    """One intervention or several as a tuple."""
     if isinstance(interventions, (tuple, list)):
         return tuple(interventions)
     return (interventions,)
 
 
 def _intervened(sequence: TokenSequence, interventions: tuple[Any, ...]) -> TokenSequence:
-    """Apply interventions that mark the sequence; the others are kept for the forward pass."""
+    """The sequence under interventions: marked by some, and with the rest for the forward pass.
+
+    Raises:
+        OptionError: Something else than an intervention was given.
+    """
     for intervention in interventions:
         is_class = isinstance(intervention, type)
         if isinstance(intervention, Marks) and not is_class:

@@ -1,4 +1,4 @@
-"""Counterparts: the other version of a prompt, its tokens aligned with the prompt's own."""
+"""Counterparts: the other version of a prompt, with its tokens aligned with the prompt's own."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ Version = str | tuple[int, ...]  # a text, or token ids
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The other version of each prompt (a corrupted one, say), with the same system text and
-    answer.
+    """The other version of each prompt, such as a corrupted one.
 
-    Tokens of both versions are paired: one by one if the versions have as many tokens; otherwise
-    what a longest-match difference leaves in place, and replaced stretches of equal length. A token
-    without a partner is marked (its origin is −1) and never patched. Tokens that differ are the
-    segment "changed" of both versions; those without a partner are "changed" in the prompt and
-    "inserted" in the other version.
+    It has the prompt's own system text and answer. Each of its tokens is paired with one of the
+    prompt, as far as possible. Versions with the same number of tokens are paired one by one.
+    Otherwise a longest-match difference pairs the tokens that both versions have in common, and
+    those of replaced stretches of equal length. A token without a partner has the origin −1 and is
+    never patched.
+
+    Paired tokens that differ are in the segment "changed" in both versions. A token without a
+    partner is "changed" in the prompt and "inserted" in the other version.
 
     Args:
-        versions: The other versions by prompt id, or in the order of prompts whose ids count from
-            0: texts, or token ids for prompts that are token ids. By default each prompt's own
-            ``counterpart``.
-        from_the_end: Also pair the tokens of replaced stretches of unequal length, from their last
-            tokens backwards: a subject's last token, where its attributes are read, then has a
-            partner.
+        versions: The other versions, by prompt id or as a list in the order of the prompts, whose
+            ids must then count from 0. They are texts, or token ids for prompts that are token ids.
+            By default each prompt's own ``counterpart``.
+        from_the_end: Whether to pair replaced stretches of unequal length too, from their last
+            tokens backwards. The last token of a subject, where its attributes are read, then has
+            a partner.
 
     Raises:
-        ConditionError: A prompt has no other version, both have the same tokens, or the answer's
-            tokens differ.
-        OptionError: ``versions`` is a single text, or the token ids of a single prompt; or a
-            version is a text and its prompt token ids, or the reverse.
+        ConditionError: A prompt has no other version, both versions have the same tokens, or the
+            answer's tokens differ.
+        OptionError: ``versions`` is a single text or the token ids of a single prompt, or only one
+            of a prompt and its other version is a text.
     """
 
     versions: Mapping[str, Version] | Sequence[Version] | None = None
@@ -51,7 +53,7 @@ class Counterpart:
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        # Neither a single text nor the token ids of a single prompt.
+        # The token ids of a single prompt are a list too, but of numbers.
         versions = self.versions
         is_list = isinstance(versions, (list, tuple)) and not any(
             isinstance(version, int) for version in versions
@@ -59,7 +61,7 @@ class Counterpart:
         if versions is not None and not is_list and not isinstance(versions, Mapping):
             raise OptionError(
                 f"versions={versions!r}: give a list with a version of each prompt, or a"
-                " mapping by the prompts' ids"
+                " mapping from the prompts' ids to versions"
             )
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
@@ -83,18 +85,19 @@ class Counterpart:
         other_answer = other.tokens[other.of_segment("answer")]
         if not own_answer.equal(other_answer):
             raise ConditionError(
-                f"the answer of {prompt.where} becomes other tokens after its other version; begin"
-                ' the answer where a token begins, such as with a space (template="joined")'
+                f"the answer of {prompt.where} has different tokens after the prompt's other"
+                " version; begin the answer where a token begins, such as with a space"
+                ' (template="joined")'
             )
 
         return _paired(own, other, self.from_the_end)
 
     def under(self, intervention: Any) -> Variant:
-        """Return the same version read under an intervention."""
+        """Return the other version under an intervention, or several as a tuple."""
         return Variant(self).under(intervention)
 
     def _version(self, prompt: Prompt) -> Version:
-        """The other version of a prompt, checked."""
+        """The other version of a prompt: a text if the prompt is one, and token ids otherwise."""
         version: Version | None = None
         if self.versions is None:
             version = prompt.counterpart
@@ -114,13 +117,13 @@ class Counterpart:
         if is_text == bool(prompt.tokens):
             raise OptionError(
                 f"one of {prompt.where} and its counterpart is a text and the other one is not;"
-                " give two texts, or the token ids of both"
+                " give texts for both, or token ids for both"
             )
         return version
 
 
 def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> TokenSequence:
-    """The other version's tokens with origins in the own one."""
+    """The other version, with the origin and segment of each token from its partner."""
     own_tokens = own.tokens.tolist()
     other_tokens = other.tokens.tolist()
     origin = torch.full((len(other),), INSERTED)
@@ -137,7 +140,7 @@ def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> Tok
 
 
 def _partners(own: Sequence[int], other: Sequence[int], from_the_end: bool) -> dict[int, int]:
-    """The position of each token's partner in the other version, by the token's own."""
+    """Map the position of each paired token to that of its partner in the other version."""
     if len(own) == len(other):
         return {position: position for position in range(len(own))}
 

@@ -1,4 +1,4 @@
-"""Loads prompts: questions that come with the package, a .jsonl file or a dataset on the hub."""
+"""Loads prompts that come with the package, from a .jsonl file or from a dataset on the hub."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from mechattn.prompts.prompt import Prompt, Template, shortened
 WORD_PROBLEMS = "word-problems"
 RECALL = "recall"
 GSM8K = "gsm8k"
-SYSTEM = (  # of the word problems
-    "Solve the problem step by step. End with the word Answer and the number."
-)
+# The text before each of the word problems.
+SYSTEM = "Solve the problem step by step. End with the word Answer and the number."
 _SHIPPED_FILES = {
     GSM8K: "gsm8k.jsonl",
     WORD_PROBLEMS: "word_problems.jsonl",
     RECALL: "recall.jsonl",
 }
 _MORE_TOY_QUESTIONS = "experiments/toys/generated_problems.py makes others"
-_MORE = {  # where there are more questions than those that come with the package
+# Where to find more questions than those that come with the package.
+_MORE = {
     GSM8K: 'the data set "openai/gsm8k" on the hub has others',
     WORD_PROBLEMS: _MORE_TOY_QUESTIONS,
     RECALL: _MORE_TOY_QUESTIONS,
 }
-_WITHOUT_LIMIT = 64  # questions of the package
-_SHOWN_FIELDS = 12  # in a message
+_DEFAULT_LIMIT = 64  # questions that come with the package
+_MOST_NAMED_FIELDS = 12  # in a message
 _QUOTE_LENGTH = 60  # characters of a value in a message
 
 
@@ -57,33 +57,35 @@ def load_prompts(
 
     Args:
         source: "gsm8k", the first 200 questions of GSM8K's test split, which people wrote;
-            "word-problems", of one to five steps, which the toys solve; "recall", questions that
-            contain their answer, which toy:relay solves; the path of a .jsonl file; or a hub
-            dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
-            "openai/gsm8k:socratic". For random tokens see
+            "word-problems", generated problems of one to five steps, which the toys solve;
+            "recall", generated questions that contain their answer, which toy:relay solves; the
+            path of a .jsonl file; or a dataset on the hub such as "openai/gsm8k", with its subset
+            (configuration) after a colon: "openai/gsm8k:socratic". For random tokens see
             :func:`~mechattn.prompts.generated.repeated_random`.
-        limit: The number of prompts, from the beginning; all by default (64 of those that come with
-            the package).
+        limit: The number of prompts, from the beginning. By default 64 of those that come with the
+            package, and all of a file or dataset.
         field: The field with the question.
-        system: The text before each question; by default that of the word problems, and none before
-            other questions.
+        system: The text before each question. By default word problems have a system text that
+            asks for steps and an answer, and other questions have none.
         template: "plain", "joined" or "chat", as for :class:`Prompt`.
         with_answer: Whether the model reads the answer after the question.
-        split: The split of a hub dataset.
-        seed: Which questions that come with the package: 512 word problems have seed 0, 128 others
-            seed 1, and 200 others seed 11; 256 recall questions have seed 0, and so do GSM8K's. No
-            toy was trained on any of them.
-        answer: The field with the answer; by default "solution" or "answer", if there is one.
+        split: The split of a dataset on the hub.
+        seed: Which of the questions that come with the package. 512 word problems have seed 0, 128
+            others seed 1, 200 others seed 11, and 16 others seed 977; all recall questions (256)
+            and all of GSM8K have seed 0. No toy was trained on any of them.
+        answer: The field with the answer. By default the reference is in "solution", or in "answer"
+            without such a field, and may be missing; the model reads "answer".
         group: The field with what prompts share, such as their template (``Prompt.group``);
-            statistics treat such groups as the unit. No group by default for a file or dataset;
-            word problems use their template.
+            statistics treat such groups as the unit. By default word problems are grouped by their
+            template, and other prompts have no group.
         counterpart: The field with the question's other version, for ``Counterpart()``.
         other_answer: The field with the answer that this version calls for, for
-            ``metric="logit_diff"``; the model then reads the answer.
+            ``metric="logit_diff"``. The model then reads the question's own answer too.
 
     Raises:
-        PromptError: The source, field or prompt doesn't exist.
-        OptionError: A limit, split, template or option is not allowed.
+        PromptError: There is no such source or field, a field does not hold what it should, or
+            there are no prompts.
+        OptionError: The limit, split, seed or template is not allowed.
     """
     check_choice(Template, template=template)
     if not isinstance(source, (str, os.PathLike)):
@@ -132,7 +134,11 @@ def load_prompts(
 
 
 def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict[str, Any]]:
-    """Questions that come with the package as rows."""
+    """The rows of questions that come with the package.
+
+    Raises:
+        OptionError: The split or seed does not exist, or there are too few questions.
+    """
     if split != "test":
         raise OptionError(
             f"split={split!r}: the questions that come with the package are all of the split "
@@ -147,7 +153,7 @@ def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict
         )
 
     questions = questions_by_seed[seed]
-    limit = limit or _WITHOUT_LIMIT
+    limit = limit or _DEFAULT_LIMIT
     if limit > len(questions):
         raise OptionError(
             f"limit={limit}: the package has {len(questions)} questions {source!r} with"
@@ -159,7 +165,7 @@ def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict
 
 @cache
 def _shipped_questions(source: str) -> dict[int, list[dict[str, Any]]]:
-    """The rows of a file of the package, by their seeds."""
+    """The rows of a file that comes with the package, by their seed."""
     text = (resources.files("mechattn.prompts") / _SHIPPED_FILES[source]).read_text("utf-8")
     questions_by_seed: dict[int, list[dict[str, Any]]] = {}
     for line in text.splitlines():
@@ -169,7 +175,7 @@ def _shipped_questions(source: str) -> dict[int, list[dict[str, Any]]]:
 
 
 def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
-    """The rows of a file here or of a dataset on the hub."""
+    """The rows of a local file or of a dataset on the hub."""
     suffix = Path(source).suffix
     if suffix in (".csv", ".parquet"):
         raise PromptError(
@@ -185,70 +191,9 @@ def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
     return _hub(name, subset or None, split, limit)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The fields of one prompt in a file or data set."""
-
-    values: dict[str, Any]
-    where: str  # for messages
-
-    def text(self, option: str, field: str | None) -> str:
-        """The text in a field, which an option of ``load_prompts`` names; empty without a name."""
-        if field is None:
-            return ""
-        text = self._value(option, field)
-        if not isinstance(text, str) or not text.strip():
-            raise PromptError(f"{self.where} has no text in field {field!r}: {_quoted(text)}")
-        return text
-
-    def group(self, field: str | None) -> str | None:
-        """The name of its group."""
-        if field is None:
-            return None
-        group = self._value("group", field)
-        if type(group) not in (str, int) or not str(group).strip():  # True is an int too
-            raise PromptError(
-                f"{self.where} has no group in field {field!r}: {_quoted(group)}; give a text or"
-                " whole number"
-            )
-        return str(group)
-
-    def solution(self, field: str | None) -> str | None:
-        """The reference answer, if there is one."""
-        if field is None:
-            field = "solution" if "solution" in self.values else "answer"
-            solution = self.values.get(field)
-        else:
-            solution = self._value("answer", field)
-        if solution is None:
-            return None
-        if type(solution) not in (str, int, float):
-            raise PromptError(
-                f"{self.where} has an answer of type {type(solution).__name__} in field {field!r}:"
-                f" {_quoted(solution)}; give one text or number, as for GSM8K"
-            )
-        return str(solution)
-
-    def _value(self, option: str, field: str) -> Any:
-        """What a field holds; an option of ``load_prompts`` names it."""
-        if field not in self.values:
-            names = [_quoted(name) for name in self.values]
-            words = ", ".join(names[:_SHOWN_FIELDS]) or "none"
-            raise PromptError(
-                f"{self.where} has no field {field!r}; its fields are {words}. Name the field with"
-                f" {option}=…"
-            )
-        return self.values[field]
-
-
-def _quoted(value: object) -> str:
-    """A value for use in a message."""
-    return shortened(repr(value), _QUOTE_LENGTH)
-
-
 def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
     """The rows of a file of JSON objects, one a line."""
-    if not os.path.isfile(path):  # it returns False for a name that is too long, where Path raises
+    if not os.path.isfile(path):  # for a name that is too long Path.is_file would raise
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict[str, Any]] = []
     try:
@@ -281,11 +226,12 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
-    """The rows of a data set on the hub."""
-    near = get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)
-    if "/" not in name and near:
+    """The rows of a dataset on the hub."""
+    # A misspelt name of the package's own questions; 0.7 still takes "gsm8" and "word_problem".
+    similar_names = get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)
+    if "/" not in name and similar_names:
         raise PromptError(
-            f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)"
+            f"no prompts at {name!r}: did you mean {similar_names[0]!r}? (The hub was not queried.)"
         )
 
     import datasets
@@ -299,10 +245,77 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise PromptError(
-            f"no prompts at {name!r}: it does not come with the package, is not a file here, and"
+            f"no prompts at {name!r}: it does not come with the package, is not a local file, and"
             f" loading it from the hub failed ({type(error).__name__}: {reason})"
         ) from error
 
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     return [dict(row) for row in rows]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The fields of one prompt in a file or dataset."""
+
+    values: dict[str, Any]
+    where: str  # the prompt's number and source, for messages
+
+    def text(self, option: str, field: str | None) -> str:
+        """The text in a field; empty if ``field`` is None.
+
+        ``option`` is the option of ``load_prompts`` that names the field, for messages.
+        """
+        if field is None:
+            return ""
+        text = self._value(option, field)
+        if not isinstance(text, str) or not text.strip():
+            raise PromptError(f"{self.where} has no text in field {field!r}: {_quoted(text)}")
+        return text
+
+    def group(self, field: str | None) -> str | None:
+        """The name of the prompt's group; None if ``field`` is None."""
+        if field is None:
+            return None
+        group = self._value("group", field)
+        if type(group) not in (str, int) or not str(group).strip():  # True is an int too
+            raise PromptError(
+                f"{self.where} has no group in field {field!r}: {_quoted(group)}; give a text or"
+                " whole number"
+            )
+        return str(group)
+
+    def solution(self, field: str | None) -> str | None:
+        """The reference answer; None if there is none.
+
+        Without a ``field`` it is in "solution", or in "answer" without such a field.
+        """
+        if field is None:
+            field = "solution" if "solution" in self.values else "answer"
+            solution = self.values.get(field)
+        else:
+            solution = self._value("answer", field)
+        if solution is None:
+            return None
+        if type(solution) not in (str, int, float):
+            raise PromptError(
+                f"{self.where} has an answer of type {type(solution).__name__} in field {field!r}:"
+                f" {_quoted(solution)}; give one text or number, as for GSM8K"
+            )
+        return str(solution)
+
+    def _value(self, option: str, field: str) -> Any:
+        """The value in a field that ``option`` of ``load_prompts`` names."""
+        if field not in self.values:
+            names = [_quoted(name) for name in self.values]
+            words = ", ".join(names[:_MOST_NAMED_FIELDS]) or "none"
+            raise PromptError(
+                f"{self.where} has no field {field!r}; its fields are {words}. Name the field with"
+                f" {option}=…"
+            )
+        return self.values[field]
+
+
+def _quoted(value: object) -> str:
+    """The beginning of a value as Python writes it, for a message."""
+    return shortened(repr(value), _QUOTE_LENGTH)

@@ -1,5 +1,4 @@
-"""Filler as token ids (a repeated text, random tokens, a random sentence), and where it is
-inserted."""
+"""The token ids of filler, such as a repeated text or random tokens, and where it is inserted."""
 
 from __future__ import annotations
 
@@ -15,32 +14,36 @@ from mechattn.prompts.token_sequences import TokenSequence
 
 Place = Literal["before_question", "start", "middle", "after_question", "before_answer", "random"]
 
-_MOST_REPETITIONS = 256  # of a text per token
-_FURTHEST_COUNT = 10  # tokens away from the requested count
-_MOST_DRAWS = 1000  # of sentences, until they fit
+_MOST_REPETITIONS = 256  # of a text for each token: one may hold many, such as dots or spaces
+_FURTHEST_COUNT = 10  # tokens; a count further away would be another condition
+_MOST_DRAWS = 1000  # of sentences, before a count is taken to be out of reach
 
 # The words of random sentences, by their part of speech.
 _WORDS = json.loads(Path(__file__).with_name("sentence_words.json").read_text("utf-8"))
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text on its own."""
+    """The tokens of a text on its own, without special tokens before or after it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]:
-    """The fewest repetitions of a text that give exactly ``count`` tokens."""
+    """The tokens of a text that is repeated until there are exactly ``count`` tokens.
+
+    Raises:
+        ConditionError: No number of repetitions gives this count; the message names counts nearby.
+    """
 
     def encode(repetitions: int) -> list[int]:
         return tokens_of(tokenizer, separator.join([text] * repetitions))
 
-    enough = count + 1
-    while len(encode(enough)) < count and enough < _MOST_REPETITIONS * count:
-        enough *= 2  # a token may hold several repetitions
+    limit = count + 1
+    while len(encode(limit)) < count and limit < _MOST_REPETITIONS * count:
+        limit *= 2  # a token may hold several repetitions
 
-    # The length grows with the repetitions, but not always: a merge may shorten it by a token or
-    # two.
-    fewest = bisect_left(range(1, enough), count, key=lambda number: len(encode(number))) + 1
+    # Usually each repetition makes the text longer, but a merge may shorten it by a token or two.
+    # The next repetitions are therefore tried too.
+    fewest = bisect_left(range(1, limit), count, key=lambda number: len(encode(number))) + 1
     for repetitions in range(fewest, fewest + 4):
         tokens = encode(repetitions)
         if len(tokens) == count:
@@ -58,16 +61,22 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
 
 
 def nearest_count(tokenizer: Any, text: str, separator: str, count: int, own_line: bool) -> int:
-    """The number of tokens nearest to ``count`` that repetitions can give, with their line break;
-    the larger if two are as near."""
-    lines = int(own_line)
-    for step in range(min(_FURTHEST_COUNT, count - 1 - lines) + 1):
-        for near in dict.fromkeys((count + step, count - step)):
+    """The number of tokens nearest to ``count`` that repetitions of a text can give.
+
+    With ``own_line`` the token of a line break is included. Of two counts that are equally near,
+    the larger is returned.
+
+    Raises:
+        ConditionError: No count within ten of ``count`` can be reached.
+    """
+    line_breaks = int(own_line)
+    for step in range(_FURTHEST_COUNT + 1):
+        for near_count in dict.fromkeys((count + step, count - step)):
             try:
-                repeated(tokenizer, text, separator, near - lines)
+                repeated(tokenizer, text, separator, near_count - line_breaks)
             except ConditionError:
                 continue
-            return near
+            return near_count
 
     raise ConditionError(
         f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"
@@ -78,8 +87,10 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int, own_lin
 def random_tokens(
     tokenizer: Any, vocabulary_size: int, count: int, draw: random.Random
 ) -> list[int]:
-    """Ordinary tokens drawn uniformly, with replacement: no special ones, no blanks, no parts of
-    characters."""
+    """Draw ordinary tokens uniformly, with replacement.
+
+    Special tokens, white space and parts of characters are never drawn.
+    """
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     tokens: list[int] = []
     while len(tokens) < count:
@@ -97,8 +108,11 @@ def line_break(tokenizer: Any) -> list[int]:
 
 
 def numbers_in_order(tokenizer: Any, room: int) -> list[int]:
-    """As many whole numbers of "1 2 3 …" as ``room`` tokens hold; a ``ConditionError`` if they hold
-    none."""
+    """The tokens of "1 2 3 …", up to the last number that fits into ``room`` tokens.
+
+    Raises:
+        ConditionError: Not even the first number fits.
+    """
 
     def encode(largest: int) -> list[int]:
         return tokens_of(tokenizer, " ".join(map(str, range(1, largest + 1))))
@@ -112,8 +126,10 @@ def numbers_in_order(tokenizer: Any, room: int) -> list[int]:
 
 
 def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
-    """Grammatical English unrelated to any question, whole sentences of at least ``count``
-    tokens."""
+    """The tokens of grammatical English sentences that are unrelated to any question.
+
+    Whole sentences are added until there are at least ``count`` tokens.
+    """
     text = _sentence(draw)
     tokens = tokens_of(tokenizer, text)
     while len(tokens) < count:
@@ -123,8 +139,11 @@ def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int
 
 
 def whole_sentences(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
-    """Sentences of :func:`random_sentence` that have exactly ``count`` tokens, drawn again until
-    they fit."""
+    """Sentences of :func:`random_sentence`, drawn again until they have exactly ``count`` tokens.
+
+    Raises:
+        ConditionError: None of 1,000 draws has that many tokens.
+    """
     for _ in range(_MOST_DRAWS):
         tokens = random_sentence(tokenizer, count, draw)
         if len(tokens) == count:
@@ -135,39 +154,12 @@ def whole_sentences(tokenizer: Any, count: int, draw: random.Random) -> list[int
     )
 
 
-def _sentence(draw: random.Random) -> str:
-    """A sentence of one or two clauses."""
-    words = _clause(draw)
-    if draw.random() < 0.4:
-        words += [draw.choice(_WORDS["conjunctions"]), *_clause(draw)]
-    text = " ".join(words)
-    return text[0].upper() + text[1:] + "."
-
-
-def _clause(draw: random.Random) -> list[str]:
-    """A subject, a verb and an object, perhaps with an adverb and a place."""
-    words = _noun_phrase(draw)
-    if draw.random() < 0.5:
-        words.append(draw.choice(_WORDS["adverbs"]))
-    words += [draw.choice(_WORDS["verbs"]), *_noun_phrase(draw)]
-    if draw.random() < 0.5:
-        words += [draw.choice(_WORDS["prepositions"]), *_noun_phrase(draw)]
-    return words
-
-
-def _noun_phrase(draw: random.Random) -> list[str]:
-    """A noun with its determiner, and perhaps an adjective."""
-    determiner = draw.choice(_WORDS["determiners"])
-    words = [draw.choice(_WORDS["nouns"])]
-    if draw.random() < 0.6:
-        words.insert(0, draw.choice(_WORDS["adjectives"]))
-    if determiner == "a" and words[0][0] in "aeiou":
-        determiner = "an"
-    return [determiner, *words]
-
-
 def position_of(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -> int:
-    """The position before which the filler is inserted."""
+    """The position before which the filler is inserted.
+
+    Raises:
+        ConditionError: The prompt has too few question tokens for this place.
+    """
     if place == "start":
         has_bos = sequence.first_part == "bos"
         return int(has_bos)
@@ -195,14 +187,50 @@ def position_of(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int
 
 
 def position_behind(marker: str, sequence: TokenSequence, prompt: Prompt, tokenizer: Any) -> int:
-    """The position after the first token that completes a text, found by bisection."""
+    """The position after the first token that completes the text ``marker``.
+
+    Raises:
+        ConditionError: The prompt does not contain the text.
+    """
     tokens = sequence.tokens.tolist()
     if marker not in tokenizer.decode(tokens):
         raise ConditionError(
             f"{prompt.where} does not contain after={marker!r}; give a text that is in every prompt"
             " as the model reads it, or a place"
         )
+    # By bisection, since decoding each beginning of a long prompt takes long.
     counts = range(1, len(tokens))
     return 1 + bisect_left(
         counts, True, key=lambda count: marker in tokenizer.decode(tokens[:count])
     )
+
+
+def _sentence(draw: random.Random) -> str:
+    """A sentence of one or two clauses; what is drawn here and below only varies the sentences."""
+    words = _clause(draw)
+    if draw.random() < 0.4:
+        words += [draw.choice(_WORDS["conjunctions"]), *_clause(draw)]
+    text = " ".join(words)
+    return text[0].upper() + text[1:] + "."
+
+
+def _clause(draw: random.Random) -> list[str]:
+    """A subject, a verb and an object, perhaps with an adverb and a place."""
+    words = _noun_phrase(draw)
+    if draw.random() < 0.5:
+        words.append(draw.choice(_WORDS["adverbs"]))
+    words += [draw.choice(_WORDS["verbs"]), *_noun_phrase(draw)]
+    if draw.random() < 0.5:
+        words += [draw.choice(_WORDS["prepositions"]), *_noun_phrase(draw)]
+    return words
+
+
+def _noun_phrase(draw: random.Random) -> list[str]:
+    """A noun with its determiner, and perhaps an adjective."""
+    determiner = draw.choice(_WORDS["determiners"])
+    words = [draw.choice(_WORDS["nouns"])]
+    if draw.random() < 0.6:
+        words.insert(0, draw.choice(_WORDS["adjectives"]))
+    if determiner == "a" and words[0][0] in "aeiou":
+        determiner = "an"
+    return [determiner, *words]

@@ -1,4 +1,4 @@
-"""Generated prompts: repeated random tokens, and pairs whose versions call for other answers."""
+"""Generated prompts: repeated random tokens, and pairs of prompts with different answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mechattn.prompts.prompt import LARGEST_COUNT, Prompt
 from mechattn.prompts.tokenization import TokenizedModel, own_bos, require_tokenizer
 
 SOURCES = ("ioi", "greater-than", "capitals", "repeated-random")
-SHORTEST = 25  # tokens of a random span
+SHORTEST = 25  # tokens of a random span, by default
 LONGEST = 50
-_SHORTEST_OF_PAIRS = 3  # a token, what follows it in one version, and in the other
-_FEWEST_WORDS = 6  # of as many tokens as most others
-_MOST_ROUNDS = 200  # of draws, until the tokens of a span are all different
+_SHORTEST_OF_PAIRS = 3  # tokens: one, its successor in one version, and its successor in the other
+_FEWEST_WORDS = 6  # names, numbers or countries to draw from; 6 names give 30 ordered pairs
+_MOST_ROUNDS = 200  # of draws before a vocabulary counts as too small for a span
 
 # The templates of each source, and the words that fill them.
 _WORDING = json.loads(Path(__file__).with_name("pairs.json").read_text("utf-8"))
@@ -42,8 +42,9 @@ def repeated_random(
     times: int = 2,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Make prompts of a random span of ordinary tokens, repeated twice or more; each prompt has its
-    own span.
+    """Make prompts in which a random span of ordinary tokens occurs twice or more.
+
+    Each prompt has its own span.
 
     No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier
     copy of the span.
@@ -84,36 +85,43 @@ def pairs(
     same_length: bool = False,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Make pairs of prompts: each has a ``counterpart`` of as many tokens, an answer, and the
-    counterpart's answer.
+    """Make pairs of prompts that call for different answers.
 
-    "ioi", indirect objects: "Then Anna and Tom went to the store. Tom gave a ring to" Anna; in the
-    other version Anna gives it to Tom. "greater-than": "The war lasted from the year 1768 to the
-    year 17" and a year after it; in the other version the war begins early, and the answer is a
-    year between the two beginnings. Both answers differ from both beginnings in their first digit,
-    so that a tokenizer that splits numbers into digits compares the same. "capitals": "The capital
-    of France is" Paris; the other version names another country. "repeated-random": a span of
-    random tokens and the beginning of its repetition, whose next token is the answer; in the other
-    version the tokens of the first copy are in another order. Names, numbers and countries are as
-    many tokens as most others in this tokenizer.
+    Each prompt, the clean one, has a ``counterpart`` with the same number of tokens, the corrupted
+    one. It also has its own answer, and the counterpart's as ``other_answer``. The sources are:
+
+    - "ioi", indirect objects: "Then Anna and Tom went to the store. Tom gave a ring to" Anna. In
+      the counterpart Anna gives it to Tom.
+    - "greater-than": "The war lasted from the year 1768 to the year 17" and a later year. In the
+      counterpart the war begins earlier, and the answer is a year between the two beginnings. Both
+      answers differ from both beginnings in their first digit, so the task is the same for a
+      tokenizer that splits numbers into digits.
+    - "capitals": "The capital of France is" Paris. The counterpart names another country.
+    - "repeated-random": a span of random tokens and the beginning of its repetition. The answer is
+      the next token. In the counterpart the tokens of the first copy are in another order.
+
+    Only those names, numbers or countries are used that have the commonest number of tokens in this
+    tokenizer.
 
     Prompts of one template are not independent, so each has its template as its ``group``: 28 of
     "ioi", 12 of "greater-than", 20 of "capitals". Up to that number, each prompt has a template of
-    its own.
+    its own. Prompts of random tokens have no group.
 
     Args:
         model: The model, for its tokenizer and vocabulary.
         source: "ioi", "greater-than", "capitals" or "repeated-random".
-        limit: The number of pairs; of "capitals" there are at most 40, one for each country.
-        span: Of "repeated-random": the shortest and the longest span, in tokens.
-        same_length: Give only prompts that are all as many tokens, as patching by position needs;
-            fewer templates are then left.
+        limit: The number of pairs. There are at most 40 of "capitals", one for each country.
+        span: The shortest and the longest span of "repeated-random", in tokens.
+        same_length: Whether all prompts have the same number of tokens, as patching by position
+            needs. Fewer templates are then left, and fewer countries. All spans then have the
+            longest length, and half of each is repeated.
         seed: The seed of the draws.
 
     Raises:
-        OptionError: There is no such source, or a span is shorter than 3 tokens.
-        PromptError: Too few names or numbers have as many tokens as others; the message names the
-            rest.
+        OptionError: There is no such source, the limit is not allowed, or a span is shorter than 3
+            tokens or needs more tokens than the vocabulary has.
+        ModelError: The source needs a tokenizer, and the model has none.
+        PromptError: Too few names, numbers or countries have the same number of tokens.
 
     Source:
         arXiv:2211.00593 (ioi), arXiv:2305.00586 (greater-than); the templates are ours.
@@ -124,25 +132,30 @@ def pairs(
         _check_span(span, fewest=_SHORTEST_OF_PAIRS)
         if same_length:
             span = (span[1], span[1])
-        prompts = repeated_random(model, limit, span=span, seed=seed)
-        return [_with_other_order(model, prompt, seed) for prompt in prompts]
+        repeated_prompts = repeated_random(model, limit, span=span, seed=seed)
+        return [_with_other_order(model, prompt, seed, same_length) for prompt in repeated_prompts]
 
     tokenizer = require_tokenizer(model)
     count = limit
-    if same_length:  # so many that the commonest length nearly always has ``limit`` of them
-        count = 8 * limit + 64
-    drawn = _drawn(tokenizer, source, count, seed)
     if same_length:
-        texts = [prompt.question + prompt.answer for prompt in drawn]
+        # Enough that ``limit`` of them nearly always have the commonest length.
+        count = 8 * limit + 64
+    prompts = _from_templates(tokenizer, source, count, seed)
+    if same_length:
+        texts = [prompt.question + prompt.answer for prompt in prompts]
         lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
-        usual = Counter(lengths).most_common(1)[0][0]
-        drawn = [prompt for prompt, length in zip(drawn, lengths, strict=True) if length == usual]
+        commonest_length = Counter(lengths).most_common(1)[0][0]
+        prompts = [
+            prompt
+            for prompt, length in zip(prompts, lengths, strict=True)
+            if length == commonest_length
+        ]
 
-    return [replace(prompt, id=str(index)) for index, prompt in enumerate(drawn[:limit])]
+    return [replace(prompt, id=str(index)) for index, prompt in enumerate(prompts[:limit])]
 
 
 def _check_span(span: tuple[int, int], fewest: int) -> None:
-    """Refuse anything but a shortest and a longest span, of this many tokens at least."""
+    """Refuse a span unless it is a shortest and a longest length of at least ``fewest`` tokens."""
     shortest, longest = span
     if not fewest <= shortest <= longest:
         raise OptionError(
@@ -150,27 +163,19 @@ def _check_span(span: tuple[int, int], fewest: int) -> None:
         )
 
 
-def _bos(model: TokenizedModel) -> list[int]:
-    """The BOS token before a prompt, if the model uses one."""
-    bos = own_bos(model)
-    if bos is None:
-        return []
-    return [bos]
-
-
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
-    """This number of ordinary tokens, all different."""
+    """Draw ``count`` ordinary tokens, all different."""
     size = int(model.cfg.d_vocab)
     if size >= count:
         if model.tokenizer is None:
             return draw.sample(range(size), count)
 
         # Draws are with replacement, so a small vocabulary needs several rounds.
-        drawn: dict[int, None] = {}
+        tokens: dict[int, None] = {}
         for _ in range(_MOST_ROUNDS):
-            drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
-            if len(drawn) >= count:
-                return list(drawn)[:count]
+            tokens |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
+            if len(tokens) >= count:
+                return list(tokens)[:count]
 
     raise OptionError(
         f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"
@@ -178,87 +183,33 @@ def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[in
     )
 
 
-def _drawn(tokenizer: Any, source: str, count: int, seed: int) -> list[Prompt]:
-    """This number of pairs from templates; each template comes once before any comes again."""
-    templates = _WORDING["templates"][source]
-    in_turn = random.Random(f"templates of {source} {seed}").sample(templates, len(templates))
-    words = _of_usual_length(tokenizer, _WORDS[source])
-    if source == "capitals":  # each country once
-        random.Random(f"{source} {seed}").shuffle(words)
-        count = min(count, len(words))
-
-    prompts = []
-    for index in range(count):
-        draw = random.Random(f"{source} {seed} {index}")
-        template = in_turn[index % len(templates)]
-        if source == "ioi":
-            fields = _indirect_object(draw, template, words)
-        elif source == "greater-than":
-            fields = _greater_than(draw, template, words)
-        else:
-            fields = _capital(draw, template, words, words[index])
-        prompts.append(Prompt(template="joined", group=template, **fields))
-
-    return prompts
+def _bos(model: TokenizedModel) -> list[int]:
+    """The BOS token before a prompt; empty if the model uses none."""
+    bos = own_bos(model)
+    if bos is None:
+        return []
+    return [bos]
 
 
-def _indirect_object(draw: random.Random, template: str, names: list[str]) -> dict[str, Any]:
-    """Who gets the thing: the name that is not repeated."""
-    receiver, giver = draw.sample(names, 2)
-    place = draw.choice(_WORDING["places"])
-    thing = draw.choice(_WORDING["things"])
-    first, second = draw.sample([receiver, giver], 2)
-    scene = partial(template.format, first=first, second=second, place=place, thing=thing)
-    return {
-        "question": scene(giver=giver),
-        "counterpart": scene(giver=receiver),
-        "answer": f" {receiver}",
-        "other_answer": f" {giver}",
-    }
+def _with_other_order(
+    model: TokenizedModel, prompt: Prompt, seed: int, same_length: bool
+) -> Prompt:
+    """The pair of a prompt of :func:`repeated_random`, whose second copy is cut short.
 
-
-def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dict[str, Any]:
-    """A year after the beginning; the other version begins early."""
-    early = draw.choice([number for number in numbers if 20 < int(number) < 40])
-    late = draw.choice([number for number in numbers if 60 <= int(number) < 80])
-    between = draw.choice([number for number in numbers if early[0] < number[0] < late[0]])
-    after_late = draw.choice([number for number in numbers if number[0] > late[0]])
-    century = draw.randrange(11, 20)
-    written = partial(template.format, event=draw.choice(_WORDING["events"]), century=century)
-    return {
-        "question": written(year=late),
-        "counterpart": written(year=early),
-        "answer": after_late,
-        "other_answer": between,
-    }
-
-
-def _capital(
-    draw: random.Random, template: str, countries: list[str], country: str
-) -> dict[str, Any]:
-    """The capital of a country; the other version asks for another."""
-    other_country = draw.choice([other for other in countries if other != country])
-    return {
-        "question": template.format(country=country),
-        "counterpart": template.format(country=other_country),
-        "answer": f" {_CAPITALS[country]}",
-        "other_answer": f" {_CAPITALS[other_country]}",
-    }
-
-
-def _with_other_order(model: TokenizedModel, prompt: Prompt, seed: int) -> Prompt:
-    """A span and the beginning of its repetition; in the other version the first copy is in another
-    order.
+    The cut is drawn for each prompt, or lies in the middle of the span if all prompts are to have
+    the same length.
     """
     draw = random.Random(f"repeated-random {seed} {prompt.id}")
     bos = _bos(model)
-    repeated = list(prompt.tokens[len(bos) :])
-    span = repeated[: len(repeated) // 2]
-    cut = draw.randrange(1, len(span))
+    copies = list(prompt.tokens[len(bos) :])
+    span = copies[: len(copies) // 2]
+    cut = len(span) // 2
+    if not same_length:
+        cut = draw.randrange(1, len(span))
     last_token = span[cut - 1]
     answer = span[cut]
 
-    # The last token must have a successor in the other order too, and another one.
+    # In the other order the last token must have a successor too, and a different one.
     while True:
         other_order = draw.sample(span, len(span))
         other_answer = dict(pairwise(other_order)).get(last_token)
@@ -274,15 +225,114 @@ def _with_other_order(model: TokenizedModel, prompt: Prompt, seed: int) -> Promp
     )
 
 
-def _of_usual_length(tokenizer: Any, words: Sequence[str]) -> list[str]:
-    """The words that are as many tokens as most others, without the space before them."""
+def _from_templates(tokenizer: Any, source: str, count: int, seed: int) -> list[Prompt]:
+    """Pairs from the templates of a source; each template occurs once before any occurs again.
+
+    There are ``count`` of them, but not more of "capitals" than there are countries.
+    """
+    templates = _WORDING["templates"][source]
+    template_draw = random.Random(f"templates of {source} {seed}")
+    template_order = template_draw.sample(templates, len(templates))
+    words = _of_commonest_size(tokenizer, _WORDS[source])
+    if source == "capitals":  # each country once
+        random.Random(f"{source} {seed}").shuffle(words)
+        count = min(count, len(words))
+
+    prompts = []
+    for index in range(count):
+        draw = random.Random(f"{source} {seed} {index}")
+        template = template_order[index % len(templates)]
+        if source == "ioi":
+            fields = _indirect_object(draw, template, words)
+        elif source == "greater-than":
+            fields = _greater_than(draw, template, words)
+        else:
+            fields = _capital(draw, template, words, words[index])
+        prompts.append(Prompt(template="joined", group=template, **fields))
+
+    return prompts
+
+
+def _of_commonest_size(tokenizer: Any, words: Sequence[str]) -> list[str]:
+    """The words with the commonest number of tokens, without the space before them.
+
+    Raises:
+        PromptError: They are too few; the message lists the others.
+    """
     sizes = {word.strip(): len(tokens_of(tokenizer, word)) for word in words}
-    usual_size = Counter(sizes.values()).most_common(1)[0][0]
-    usual = [word for word, size in sizes.items() if size == usual_size]
-    if len(usual) < _FEWEST_WORDS:
-        unusual = [f"{word!r} ({size})" for word, size in sizes.items() if size != usual_size]
+    commonest_size = Counter(sizes.values()).most_common(1)[0][0]
+    usable = [word for word, size in sizes.items() if size == commonest_size]
+    if len(usable) < _FEWEST_WORDS:
+        unusable = [f"{word!r} ({size})" for word, size in sizes.items() if size != commonest_size]
         raise PromptError(
-            f"only {len(usual)} words are {usual_size} tokens with this tokenizer; other numbers of"
-            f" tokens: {', '.join(unusual)}"
+            f"only {len(usable)} words have {commonest_size} tokens with this tokenizer; other"
+            f" numbers of tokens: {', '.join(unusable)}"
         )
-    return usual
+    return usable
+
+
+def _indirect_object(draw: random.Random, template: str, names: list[str]) -> dict[str, Any]:
+    """The fields of a prompt whose answer is the receiver, the name that occurs only once."""
+    receiver, giver = draw.sample(names, 2)
+    place = draw.choice(_WORDING["places"])
+    thing = draw.choice(_WORDING["things"])
+    first, second = draw.sample([receiver, giver], 2)
+    scene = partial(template.format, first=first, second=second, place=place, thing=thing)
+    return {
+        "question": scene(giver=giver),
+        "counterpart": scene(giver=receiver),
+        "answer": f" {receiver}",
+        "other_answer": f" {giver}",
+    }
+
+
+def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dict[str, Any]:
+    """The fields of a prompt whose answer is a year after its beginning.
+
+    All four numbers differ in their first digit, for tokenizers that split numbers into digits.
+    """
+    # The counterpart begins in the 20s or 30s and the prompt in the 60s or 70s: this leaves whole
+    # decades between the two beginnings, and the 80s after the later one.
+    early_year = _number_between(draw, numbers, 21, 39)
+    late_year = _number_between(draw, numbers, 60, 79)
+    early_decade = int(early_year) // 10 * 10
+    late_decade = int(late_year) // 10 * 10
+    year_between = _number_between(draw, numbers, early_decade + 10, late_decade - 1)
+    year_after = _number_between(draw, numbers, late_decade + 10, 99)
+    century = draw.randrange(11, 20)
+    event = draw.choice(_WORDING["events"])
+    sentence = partial(template.format, event=event, century=century)
+    return {
+        "question": sentence(year=late_year),
+        "counterpart": sentence(year=early_year),
+        "answer": year_after,
+        "other_answer": year_between,
+    }
+
+
+def _number_between(draw: random.Random, numbers: list[str], lowest: int, highest: int) -> str:
+    """Draw one of the numbers from ``lowest`` to ``highest``.
+
+    Raises:
+        PromptError: There is none.
+    """
+    candidates = [number for number in numbers if lowest <= int(number) <= highest]
+    if not candidates:
+        raise PromptError(
+            f"greater-than needs a number from {lowest} to {highest}, and all of these have an"
+            " unusual number of tokens with this tokenizer; use another source"
+        )
+    return draw.choice(candidates)
+
+
+def _capital(
+    draw: random.Random, template: str, countries: list[str], country: str
+) -> dict[str, Any]:
+    """The fields of a prompt whose answer is the capital of ``country``."""
+    other_country = draw.choice([other for other in countries if other != country])
+    return {
+        "question": template.format(country=country),
+        "counterpart": template.format(country=other_country),
+        "answer": f" {_CAPITALS[country]}",
+        "other_answer": f" {_CAPITALS[other_country]}",
+    }

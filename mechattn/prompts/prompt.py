@@ -1,4 +1,4 @@
-"""A prompt: text in segments, before tokenization and before any condition."""
+"""Prompts, as texts or token ids, before any condition changes their tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torch import Tensor
 from mechattn.errors import PromptError, check_choice, plain
 
 Template = Literal["plain", "chat", "joined"]
-# Generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory.
+# Of generated prompts, inserted tokens or samples: far beyond any use, but still a list that fits
+# into memory.
 LARGEST_COUNT = 1_000_000
 # Halves of surrogate pairs, which neither tokenizers nor files accept.
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_FEWEST_ALIKE = 4  # prompts; with fewer, intervals are wide in any case
+_FEWEST_ALIKE = 4  # prompts; with fewer, intervals are wide anyway
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NAME = re.compile(r"\b[A-Z]\w*")
 
@@ -34,24 +35,29 @@ class Prompt:
         question: The text of the question.
         system: The text before the question.
         answer: The text after the question, which the model reads too.
-        template: "plain" ends each segment but an answer with a newline, "joined" adds nothing;
+        template: "plain" ends each text but the answer with a newline, "joined" adds nothing, and
             "chat" uses the tokenizer's chat template.
-        id: A name that is stable between runs; random draws depend on it. Several prompts that all
-            have the default are named after their places, from "0" on.
+        id: A name that stays the same between runs, since random draws depend on it. Several
+            prompts that all have the default are named by their positions, from "0" on.
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to read in place of the texts.
         group: What the prompt shares with others that are not independent of it, such as its
-            template; statistics then treat the group as the unit. A prompt without one is its own
-            unit. The model doesn't read it.
-        answer_tokens: Token ids to read in place of the answer's text: those that were generated.
-        counterpart: The question's other version, for ``Counterpart``: a text, or token ids in
-            place of ``tokens``.
+            template. Statistics then treat the group as the unit. A prompt without a group is its
+            own unit. The model doesn't read it.
+        answer_tokens: Token ids to read in place of the answer's text, such as generated ones.
+        counterpart: The question's other version, for ``Counterpart``: a text, or the token ids
+            that replace ``tokens``.
         other_answer: The answer that the other version calls for, for the metric "logit_diff": a
             text or token ids.
         template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
-        split_special_tokens: Read control tokens that the question or the system text spells out,
-            such as "<eos>", as ordinary text; without it they are control tokens, and a warning
-            names them.
+        split_special_tokens: Whether control tokens that the question or the system text spells
+            out, such as "<eos>", are read as ordinary text. By default they are read as control
+            tokens, and a warning names them.
+
+    Raises:
+        PromptError: The question is empty, a text or token id is not valid, or an id or group
+            cannot be printed.
+        OptionError: There is no such template.
     """
 
     question: str = ""
@@ -61,7 +67,7 @@ class Prompt:
     id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
-    # Not part of the prompts' hash: nothing measured depends on it.
+    # Not in the repr, from which the hash of the prompts is made: no measurement depends on it.
     group: str | None = field(default=None, repr=False)
     answer_tokens: tuple[int, ...] = ()
     counterpart: str | tuple[int, ...] = ""
@@ -92,11 +98,11 @@ class Prompt:
                     " valid text"
                 )
         for token in token_ids:
-            is_whole = isinstance(token, Integral) and not isinstance(token, bool)
-            if not is_whole or not -(2**63) <= token < 2**63:
+            is_integer = isinstance(token, Integral) and not isinstance(token, bool)
+            if not is_integer or not -(2**63) <= token < 2**63:
                 raise PromptError(
-                    f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers, of 64"
-                    " bits at most"
+                    f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers of at"
+                    " most 64 bits"
                 )
 
         if not self.question.strip() and not self.tokens:
@@ -114,16 +120,17 @@ class Prompt:
 
     @property
     def where(self) -> str:
-        """The id and the beginning of the question, for use in messages."""
+        """The id and the beginning of the question, for messages."""
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
         return f'prompt {self.id} ("{shortened(text)}")'
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Convert a text, texts, prompts, or token ids [batch pos] to prompts.
+    """Convert a text, several texts or prompts, or token ids [batch pos] to prompts.
 
-    Token ids come as a tensor, as an array, or as what a tokenizer returned: "input_ids" with its
-    "attention_mask", whose padding is left out.
+    Token ids are a tensor, an array, or what a tokenizer returned: "input_ids", from which padding
+    is removed by the "attention_mask" if there is one. If any prompt has a group, each prompt
+    without one gets a group of its own.
 
     Raises:
         PromptError: Something else was given, there is no prompt, or two have the same id.
@@ -145,23 +152,29 @@ def as_prompts(prompts: Any) -> list[Prompt]:
             " prompts, or a tensor of token ids (load_prompts reads files and data sets)"
         )
 
-    named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
-    if not named:
+    named_prompts = [_named(index, prompt) for index, prompt in enumerate(prompts)]
+    if not named_prompts:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == Prompt.id for prompt in named):  # none was given one
-        named = [replace(prompt, id=str(index)) for index, prompt in enumerate(named)]
-    name, count = Counter(prompt.id for prompt in named).most_common(1)[0]
+    if all(prompt.id == Prompt.id for prompt in named_prompts):  # all have the default
+        named_prompts = [
+            replace(prompt, id=str(index)) for index, prompt in enumerate(named_prompts)
+        ]
+    commonest_id, count = Counter(prompt.id for prompt in named_prompts).most_common(1)[0]
     if count > 1:
-        raise PromptError(f"several prompts have the id {name!r}; give every prompt its own")
+        raise PromptError(
+            f"several prompts have the id {commonest_id!r}; give every prompt its own"
+        )
 
-    # Beside prompts with groups, one without is a group of its own.
-    if not any(prompt.group for prompt in named):
-        return named
-    return [replace(prompt, group=prompt.group or f"prompt {prompt.id} alone") for prompt in named]
+    if not any(prompt.group for prompt in named_prompts):
+        return named_prompts
+    return [
+        replace(prompt, group=prompt.group or f"prompt {prompt.id} alone")
+        for prompt in named_prompts
+    ]
 
 
 def _named(index: int, prompt: object) -> Prompt:
-    """One of several prompts; a text is named after its place."""
+    """A prompt, from itself or from a text, which is named by its index."""
     if isinstance(prompt, Prompt):
         return prompt
     if not isinstance(prompt, str):
@@ -179,7 +192,7 @@ def _named(index: int, prompt: object) -> Prompt:
 
 
 def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
-    """What a tokenizer returned: one sequence, or several with their padding."""
+    """Prompts from what a tokenizer returned: one sequence, or several, without their padding."""
     if "input_ids" not in encoding:
         raise PromptError(
             f"the prompts are a {type(encoding).__name__} with {sorted(map(str, encoding))}; give"
@@ -201,7 +214,7 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
 
 
 def _rows(numbers: Any) -> list[list[int]]:
-    """One row of whole numbers or several, from a tensor, an array or lists, as lists."""
+    """One or several rows of whole numbers as lists, from a tensor, an array or lists."""
     rows = _listed(numbers)
     if rows and isinstance(rows[0], Integral):
         return [rows]
@@ -216,7 +229,7 @@ def _listed(numbers: Any) -> list[Any]:
 
 
 def _from_tensor(tokens: Tensor) -> list[Prompt]:
-    """Rows of token ids, each as long as its prompt."""
+    """Prompts from rows of token ids, without padding."""
     is_integer = not tokens.is_floating_point() and tokens.dtype != torch.bool
     if tokens.ndim != 2 or not is_integer or not tokens.numel():
         raise PromptError(
@@ -228,19 +241,23 @@ def _from_tensor(tokens: Tensor) -> list[Prompt]:
 
 
 def _from_rows(rows: Iterable[Iterable[int]]) -> list[Prompt]:
-    """Prompts of token ids, named after their places."""
+    """Prompts of token ids, named by their positions."""
     return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(rows)]
 
 
 def likeness_of(prompts: Sequence[Prompt]) -> str:
-    """How much the prompts repeat each other, apart from numbers and names, if at least half of
-    them do: in one sentence, without its full stop; "" if they don't, or if they have groups.
+    """A sentence, without its full stop, on how much the prompts repeat each other.
 
-    Intervals are then too narrow by ``√(Σ m_t² / n)`` at most, with m_t prompts of template t:
-    Kish's design effect where the prompts of a template all give the same number.
+    Numbers and names are disregarded. The sentence is empty if fewer than half of the prompts
+    repeat another one, if there are fewer than four, or if prompts share groups, which statistics
+    then treat as the units.
+
+    The sentence says by what factor intervals may be too narrow. For n prompts, m_t of them of
+    template t, it is at most ``√(Σ m_t² / n)``, the root of Kish's design effect when all prompts
+    of a template have the same result.
     """
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
-    has_groups = 0 < len(groups) < len(prompts)  # which the statistics take as units
+    has_groups = 0 < len(groups) < len(prompts)
     if len(prompts) < _FEWEST_ALIKE or has_groups:
         return ""
 
@@ -264,7 +281,7 @@ def likeness_of(prompts: Sequence[Prompt]) -> str:
 
 
 def shortened(text: str, length: int = 40) -> str:
-    """The beginning of a text, for use in messages."""
+    """The beginning of a text, at most ``length`` characters, for messages."""
     if len(text) <= length:
         return text
     return text[: length - 1] + "…"

@@ -1,6 +1,7 @@
-"""Conditions that differ in one option or more, and what their names say of these.
+"""Makes conditions that differ in one or more options, and reads the options from their names.
 
-The names are all that tables of answers keep of a sweep, so figures read the values from them.
+A table of answers keeps only the names of a sweep's conditions, so figures read the values from
+these.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from mechattn.prompts.conditions import Condition, Variant
 
 
 def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
-    """Make conditions that differ in one or more options, named after their values, for ``run``.
+    """Make conditions for ``run`` that differ in one or more options, which name them.
 
-    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …;
-    a count of 0 is the baseline, which is always run. Several options give all combinations.
+    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …
+    A count of 0 is left out, since it is the baseline, which is always run. Several options give
+    all combinations of their values.
 
     Args:
         condition: The condition to vary.
         options: The values of each option of the condition.
+
+    Returns:
+        The conditions by name.
 
     Raises:
         OptionError: The condition has no such option, a value is not allowed or given twice, or no
@@ -52,17 +57,13 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     return conditions
 
 
-def _printable(value: Any) -> str:
-    """A value as a part of a name: a newline as "\\n"."""
-    return plain(str(value)).replace("\n", "\\n").replace("\t", "\\t")
-
-
 class SweptCondition(NamedTuple):
-    """A condition of a sweep.
+    """A condition of a sweep, and the value of one option in its name.
 
     Args:
-        name: Its name, such as "slash, count=5, place=start".
-        value: The value of an option in it, such as "start"; a number, such as 5.0, if all are.
+        name: The name, such as "slash, count=5, place=start".
+        value: The value of the option, such as "start". It is a number, such as 5.0, if the values
+            of all conditions are numbers.
         without_option: The rest of the name, such as "slash, count=5".
     """
 
@@ -72,17 +73,18 @@ class SweptCondition(NamedTuple):
 
 
 def swept_conditions(names: Iterable[str], option: str) -> list[SweptCondition]:
-    """The conditions that :func:`sweep` named after an option: from the lowest value to the highest
-    if these are numbers, else in their order.
+    """The conditions in whose names :func:`sweep` wrote an option.
+
+    They are sorted by its values if these are numbers, and otherwise keep their order.
 
     Args:
         names: Names of conditions, which may begin with words such as "slash, ".
         option: The option, such as "count".
 
     Raises:
-        OptionError: No condition is named after the option.
+        OptionError: No name contains the option.
     """
-    # Up to the next option, as a value may hold a comma.
+    # A value ends at the next option rather than at a comma, which it may contain.
     phrase = re.compile(rf"(?:^|, ){re.escape(option)}=(.*?)(?=, \w+=|$)")
     conditions = []
     for name in names:
@@ -97,6 +99,11 @@ def swept_conditions(names: Iterable[str], option: str) -> list[SweptCondition]:
         )
     try:
         numbers = [condition._replace(value=float(condition.value)) for condition in conditions]
-    except ValueError:  # values in words
+    except ValueError:  # a value that is not a number
         return conditions
     return sorted(numbers, key=lambda condition: condition.value)
+
+
+def _printable(value: Any) -> str:
+    """A value as a part of a name, with a newline as "\\n" and a tab as "\\t"."""
+    return plain(str(value)).replace("\n", "\\n").replace("\t", "\\t")

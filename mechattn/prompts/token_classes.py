@@ -1,4 +1,4 @@
-"""The class of a token by its text, such as "digit"."""
+"""Classes of tokens by their text, such as "digit"."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _CONJUNCTION = re.compile(
 
 
 def token_class(text: str) -> str:
-    """The class of a token's text without surrounding spaces; part of a word counts as the whole
-    word."""
+    """The class of a token by its text, without the white space around it.
+
+    A token that is only a part of a word is classed as if it were a word: "or" in "or|ange" is a
+    "conjunction".
+    """
     word = text.replace("▁", " ").strip()
     is_numeric = all(character.isnumeric() or character in ".," for character in word)
     if is_numeric and any(character.isnumeric() for character in word):
@@ -32,7 +35,10 @@ def token_class(text: str) -> str:
 
 
 def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
-    """The index in ``TOKEN_CLASSES`` of every token id; all "other" without a tokenizer."""
+    """The index in ``TOKEN_CLASSES`` of the class of every token id.
+
+    Without a tokenizer all are "other", as are ids beyond its vocabulary.
+    """
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))
     if tokenizer is None:
         return classes

@@ -1,5 +1,5 @@
-"""Token ids with the origin and segment of every position, batches of them, and pairs with the
-baseline."""
+"""Token sequences with the origin and segment of every position, their batches, and their pairs
+with the baseline."""
 
 from __future__ import annotations
 
@@ -19,19 +19,28 @@ from mechattn.errors import ConditionError
 from mechattn.functional.attention import EdgeMask
 from mechattn.prompts.prompt import shortened
 
-_NO_CHARACTER = "\ufffd"  # which decoders give for bytes that are no whole character
-_MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn together
-_TOKENS_IN_REPR = 99
+_NO_CHARACTER = "\ufffd"  # what decoders return for bytes that are not a whole character
+# Tokens that make a character: a character has at most 4 bytes, but a token may end one character
+# and begin the next.
+_MOST_PARTS = 8
+_TOKENS_IN_REPR = 99  # enough for the 40 characters that are shown
 
 
 @dataclass(frozen=True, eq=False)
 class CutEdges:
-    """The edges of attention that are cut in a sequence: some tokens don't see some others."""
+    """The attention edges that are cut in a sequence.
 
-    queries: Bool[Tensor, " pos"]  # the tokens that are blind to the keys
+    Args:
+        queries: Which tokens don't see the keys. Each still sees itself.
+        keys: Which tokens they don't see.
+        layers: The layers in which these edges are cut; None for all.
+        later: Whether tokens generated after the sequence don't see the keys either.
+    """
+
+    queries: Bool[Tensor, " pos"]
     keys: Bool[Tensor, " pos"]
-    layers: tuple[int, ...] | None = None  # where these edges are cut; None for all
-    later: bool = True  # whether tokens generated after the sequence are blind too
+    layers: tuple[int, ...] | None = None
+    later: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +49,16 @@ class TokenSequence:
 
     Args:
         tokens: Token ids.
-        origin: For each position its index in the baseline sequence; −1 for inserted tokens.
-        segment: For each position the index of its segment in ``SEGMENTS``.
+        origin: The index of each token in the baseline sequence; −1 for inserted tokens.
+        segment: The index of each token's segment in ``SEGMENTS``.
         keeps_positions: Whether the original tokens keep the position ids of the baseline.
         cut_edges: The attention edges that are cut; None for none.
         interventions: The interventions while the model reads this sequence.
-        decode: Maps token ids to text, for display in a notebook; without it ids are shown.
+        decode: Maps token ids to text, for display; without it a notebook shows ids.
         counterpart: Whether this is the other version of a prompt, whose tokens may differ from the
             baseline's.
-        first_part: The text that the baseline's first token belongs to: "bos", "template",
-            "system", "question" or "answer". Its segment is "first".
+        first_part: What the baseline's first token belongs to: "bos", "template", "system",
+            "question" or "answer". The token's segment is "first" in any case.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -86,10 +95,10 @@ class TokenSequence:
 
     @property
     def position_ids(self) -> Int[Tensor, " pos"]:
-        """The position ids for RoPE or a position embedding: 0, 1, 2 …, or those of the baseline.
+        """The position ids for RoPE or a position embedding.
 
-        With the ids of the baseline, an inserted token has the id just before that of the next
-        token; ids may be negative.
+        They are 0, 1, 2 …, or with ``keeps_positions`` those of the baseline. An inserted token
+        then has the id just before that of the next token, so ids may be negative.
         """
         if not self.keeps_positions:
             return torch.arange(len(self))
@@ -109,8 +118,10 @@ class TokenSequence:
         return self.segment == SEGMENTS.index(name)
 
     def of_part(self, name: str) -> Bool[Tensor, " pos"]:
-        """Which positions hold the text ``name`` of the prompt: its segment, and the first token if
-        it begins there."""
+        """Which positions hold the text ``name`` of the prompt.
+
+        Unlike :meth:`of_segment`, this includes the first token if the text begins with it.
+        """
         members = self.of_segment(name)
         if name == self.first_part:
             members = members | self.of_segment("first")
@@ -118,14 +129,15 @@ class TokenSequence:
 
     def _repr_html_(self) -> str:
         token_ids = self.tokens.tolist()
-        shown = list(map(str, token_ids))
+        texts = list(map(str, token_ids))
         if self.decode is not None:
-            shown = token_texts(self.decode, token_ids)
+            texts = token_texts(self.decode, token_ids)
         segments = [SEGMENTS[code] for code in self.segment.tolist()]
-        texts = list(zip(shown, segments, strict=True))
-        return markup.tokens(texts, f"{self._counts_in_words()}:")
+        texts_and_segments = list(zip(texts, segments, strict=True))
+        return markup.tokens(texts_and_segments, f"{self._counts_in_words()}:")
 
     def _counts_in_words(self) -> str:
+        """How many tokens there are, and how many are inserted or changed."""
         inserted = int(self.inserted.sum())
         if not self.counterpart:
             return f"{len(self)} tokens, {inserted} inserted"
@@ -134,9 +146,12 @@ class TokenSequence:
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """The text of each token; where several share a character, the character and which part: "你
-    2/3"."""
-    # A long text repeats its tokens, and a tokenizer takes 20 µs for each.
+    """The text of each token.
+
+    Tokens that together make a character have the character and their number, such as "你 2/3". A
+    token that makes no character with the next ones has its id in brackets after its text.
+    """
+    # A long text repeats its tokens, and decoding takes 20 µs for each.
     text_of = cache(lambda *ids: decode(list(ids)))
     texts: list[str] = []
     while len(texts) < len(token_ids):
@@ -154,24 +169,13 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) ->
     return texts
 
 
-def _tokens_of_character(text_of: Callable[..., str], token_ids: Sequence[int]) -> int:
-    """How many of these tokens, from the first on, make whole characters; 0 if the first is of no
-    character, or is the replacement character itself."""
-    for count, token_id in enumerate(token_ids, 1):
-        if _NO_CHARACTER not in text_of(*token_ids[:count]):
-            return count
-        if _NO_CHARACTER not in text_of(token_id):
-            return 0  # a token of whole characters completes nothing
-    return 0
-
-
 def baseline_sequence(
     tokens: Sequence[int], segments: Sequence[str], decode: Callable[[list[int]], str] | None = None
 ) -> TokenSequence:
-    """A sequence without inserted tokens, from the text that each token belongs to; the first token
-    is its own segment.
+    """A sequence without inserted tokens, from the segment of each token.
 
-    The first of ``segments`` may be "bos", which is no segment: its only token is always the first.
+    The first token's segment becomes "first". ``segments`` may name it "bos", which is not a
+    segment.
     """
     codes = [SEGMENTS.index(name) for name in ("first", *segments[1:])]
     return TokenSequence(
@@ -184,8 +188,13 @@ def baseline_sequence(
 
 
 def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequence:
-    """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not
-    change, and everything else about the sequence is kept."""
+    """Return the sequence with the token ids ``filler`` inserted before position ``at``.
+
+    Everything else about the sequence stays as it is. Inserted tokens have no cut edges.
+
+    Raises:
+        ConditionError: The position is not in the sequence, or the filler is not token ids.
+    """
     if type(at) is not int or not 0 <= at <= len(sequence):  # True is an int too
         raise ConditionError(
             f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence"
@@ -224,23 +233,25 @@ def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequ
 
 
 def with_changes(sequences: Mapping[str, TokenSequence]) -> dict[str, TokenSequence]:
-    """The sequences of a prompt, with every token that a counterpart changes or lacks in the
-    segment "changed"."""
-    in_all = torch.ones(len(sequences[BASELINE]), dtype=torch.bool)
+    """The sequences of a prompt under each condition, with "changed" as a segment in all of them.
+
+    It holds every token that some counterpart changes or lacks.
+    """
+    is_shared = torch.ones(len(sequences[BASELINE]), dtype=torch.bool)  # by all counterparts
     for sequence in sequences.values():
         if sequence.counterpart:
             is_same = ~sequence.inserted & ~sequence.of_segment("changed")
-            in_this = torch.zeros_like(in_all)
-            in_this[sequence.origin[is_same]] = True
-            in_all &= in_this
+            is_in_counterpart = torch.zeros_like(is_shared)
+            is_in_counterpart[sequence.origin[is_same]] = True
+            is_shared &= is_in_counterpart
 
-    if in_all.all():
+    if is_shared.all():
         return dict(sequences)
 
     marked = {}
     for name, sequence in sequences.items():
-        changed = ~sequence.inserted & ~in_all[sequence.origin.clamp(min=0)]
-        segment = sequence.segment.masked_fill(changed, SEGMENTS.index("changed"))
+        is_changed = ~sequence.inserted & ~is_shared[sequence.origin.clamp(min=0)]
+        segment = sequence.segment.masked_fill(is_changed, SEGMENTS.index("changed"))
         marked[name] = replace(sequence, segment=segment)
 
     return marked
@@ -248,13 +259,19 @@ def with_changes(sequences: Mapping[str, TokenSequence]) -> dict[str, TokenSeque
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences padded on the right to one length; padding has origin and segment −2 and never
-    counts.
+    """Sequences that are padded on the right to one length.
 
-    ``rows[i]`` gives the prompt and the condition of row ``i``. ``edge_mask`` holds the cut
-    attention edges (None for none) and ``edge_mask_layers[i]`` the layers where they are cut (None
-    for all); see :meth:`as_read_by`. ``position_ids`` is None if all are 0, 1, 2 ….
-    ``interventions[i]`` act on row ``i``.
+    Args:
+        tokens: Token ids.
+        origin: The origin of each token, as in ``TokenSequence``; −2 for padding.
+        segment: The segment of each token, as in ``TokenSequence``; −2 for padding.
+        lengths: The number of tokens in each row, without padding.
+        rows: The prompt and the condition of each row.
+        edge_mask: The cut attention edges; None for none.
+        edge_mask_layers: The layers in which each row's edges are cut, where None means all; see
+            :meth:`as_read_by`.
+        position_ids: None if no sequence keeps those of the baseline: all are then 0, 1, 2 …
+        interventions: The interventions that act on each row.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -289,7 +306,7 @@ class Batch:
 
     @property
     def after_inserted(self) -> Bool[Tensor, "batch pos"]:
-        """The original tokens that come after an inserted one."""
+        """Which positions hold an original token after the first inserted one."""
         return (self.inserted.cumsum(-1) > 0) & self.original
 
     def of_segment(self, name: str) -> Bool[Tensor, "batch pos"]:
@@ -297,12 +314,15 @@ class Batch:
         return self.segment == SEGMENTS.index(name)
 
     def members(self) -> Bool[Tensor, "batch segment pos"]:
-        """Membership of every position in every segment, in the order of ``SEGMENTS``."""
+        """Whether each position belongs to each segment, in the order of ``SEGMENTS``."""
         segments = torch.arange(len(SEGMENTS), device=self.segment.device)
         return self.segment[:, None, :] == segments[:, None]
 
     def masked_in(self, layer: int) -> tuple[bool, ...]:
-        """Which rows have edges cut in a layer; empty if there is nothing to cut."""
+        """Whether edges of each row are cut in a layer; empty if no row has cut edges.
+
+        A row without cut edges is True in every layer.
+        """
         if self.edge_mask is None:
             return ()
         return tuple(layers is None or layer in layers for layers in self.edge_mask_layers)
@@ -318,7 +338,7 @@ class Batch:
         return replace(self, edge_mask=replace(self.edge_mask, keys=keys))
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
+        """Return the batch on another device."""
         names = ("tokens", "origin", "segment", "lengths", "position_ids", "edge_mask")
         moved = {}
         for name in names:
@@ -328,19 +348,21 @@ class Batch:
         return replace(self, **moved)
 
 
-# Cached for all blocks and layers, as each call would wait for a GPU.
+# Cached for all blocks of queries and all layers, since each call would wait for the GPU.
 @lru_cache(maxsize=4)
 def inserted_span(batch: Batch) -> tuple[int, int]:
-    """The first position where any row has an inserted token, and the position after the last; (0,
-    0) for none."""
-    places = batch.inserted.any(0).nonzero()
-    if not len(places):
+    """The first position at which any row has an inserted token, and the position after the last.
+
+    Both are 0 if no token is inserted.
+    """
+    inserted_positions = batch.inserted.any(0).nonzero()
+    if not len(inserted_positions):
         return 0, 0
-    return int(places[0]), int(places[-1]) + 1
+    return int(inserted_positions[0]), int(inserted_positions[-1]) + 1
 
 
 def edges_to_cut(sequence: TokenSequence) -> CutEdges:
-    """The edges of a sequence that are cut; with no token if none are."""
+    """The cut edges of a sequence, without queries and keys if it has none."""
     no_token = torch.zeros(len(sequence), dtype=torch.bool)
     return sequence.cut_edges or CutEdges(no_token, no_token)
 
@@ -383,32 +405,39 @@ def pad_right(
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Every sequence of a batch paired with the baseline of its prompt; a baseline with itself."""
+    """Each sequence of a batch, paired with the baseline of its prompt.
+
+    A baseline is paired with itself. ``original`` is an axis of the prompt's own tokens, by their
+    positions in the baseline.
+
+    Args:
+        batch: The batch; pair ``i`` has its row ``i``.
+        baseline: The row of each pair's baseline.
+        place: The position of each original token in the sequence; 0 if it is not there.
+        original: Whether each original token is in the sequence.
+        segment: The index of its segment in ``SEGMENTS``; −2 if it is not in the sequence.
+        reach: The number of original tokens up to each position, in the pair that has the most.
+    """
 
     batch: Batch
-    baseline: Int[Tensor, " pair"]  # the row of each sequence's baseline
-
-    # Of each original token, by its position in the baseline: its position in the sequence (0 where
-    # there is none), whether it exists, and its segment's index in ``SEGMENTS`` (−2 where there is
-    # none).
+    baseline: Int[Tensor, " pair"]
     place: Int[Tensor, "pair original"]
     original: Bool[Tensor, "pair original"]
     segment: Int[Tensor, "pair original"]
-
-    # For each position, the number of original tokens up to it, in the pair with the most.
     reach: tuple[int, ...]
 
 
-# Cached for all blocks and layers, as each call waits for a GPU; a batch on each of several GPUs.
+# Cached for all blocks of queries and all layers, since each call waits for the GPU. With several
+# GPUs there is a copy of the batch on each.
 @lru_cache(maxsize=8)
 def pairs_of(batch: Batch) -> Pairs:
-    """The pairs of a batch that holds all conditions of its prompts."""
+    """The pairs of a batch, which must hold the baseline of each of its prompts."""
     row_of_baseline = {
         prompt: row for row, (prompt, condition) in enumerate(batch.rows) if condition == BASELINE
     }
     baseline_rows = torch.tensor([row_of_baseline[prompt] for prompt, _ in batch.rows])
 
-    # Where each original token of a row stands: the inverse of ``origin``.
+    # The position of each original token in a row is the inverse of ``origin``.
     origin = batch.origin.cpu()
     is_original = origin >= 0
     longest = int(is_original.sum(-1).max())
@@ -431,3 +460,16 @@ def pairs_of(batch: Batch) -> Pairs:
         segment.to(device),
         reach,
     )
+
+
+def _tokens_of_character(text_of: Callable[..., str], token_ids: Sequence[int]) -> int:
+    """The number of tokens, from the first on, that together make whole characters.
+
+    It is 0 if the first token makes none with those after it, or is the replacement character.
+    """
+    for count, token_id in enumerate(token_ids, 1):
+        if _NO_CHARACTER not in text_of(*token_ids[:count]):
+            return count
+        if _NO_CHARACTER not in text_of(token_id):
+            return 0  # a token of whole characters completes nothing
+    return 0

@@ -1,4 +1,4 @@
-"""Tokenizes a prompt, plainly joined or by the chat template, and gives each token its segment."""
+"""Tokenizes a prompt, as joined texts or with the chat template, and gives each token a segment."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mechattn.prompts.token_sequences import TokenSequence, baseline_sequence
 
 Span = tuple[str, int, int]  # segment, first character, character after the last
 
-# A chat template is rendered a second time with these in place of a prompt's texts, to see where
-# they stand: a search for the texts would fail where the template holds them too, such as for the
-# question "assistant". They are private-use characters, which no prompt contains and no template
-# treats in a special way.
+# A chat template is rendered a second time with these slots in place of the prompt's texts, to see
+# where the texts are. A search for the texts themselves would fail if the template contains them
+# too, as with the question "assistant". The slots are private-use characters, which prompts hardly
+# ever contain and templates do not treat in a special way.
 _SYSTEM_SLOT = "\ue000\ue001"
 _QUESTION_SLOT = "\ue000\ue002"
 _SLOT = re.compile(f"({_SYSTEM_SLOT}|{_QUESTION_SLOT})")
@@ -28,15 +28,26 @@ _SLOT = re.compile(f"({_SYSTEM_SLOT}|{_QUESTION_SLOT})")
 
 @runtime_checkable
 class TokenizedModel(Protocol):
-    """The part of a model that prompts need: its tokenizer, and whether it prepends a BOS token."""
+    """What prompts need of a model.
+
+    ``cfg`` has ``d_vocab``, and ``default_prepend_bos`` if texts are read after a BOS token.
+    """
 
     tokenizer: Any
     cfg: Any
 
 
 def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
-    """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in
-    its segment."""
+    """The baseline sequence of a prompt: its tokens, each in its segment.
+
+    A BOS token comes first exactly once if the model uses one.
+
+    Raises:
+        ModelError: The model has no fast tokenizer, its chat template is missing or fails, or it
+            prepends a BOS token that its tokenizer lacks.
+        PromptError: The token ids are padded or begin differently from texts in this model, the
+            chat template changes the texts, or a control token cannot be read as text.
+    """
     if prompt.answer_tokens:
         question = tokenize(replace(prompt, answer="", answer_tokens=()), model)
         answer = torch.tensor(prompt.answer_tokens)
@@ -73,30 +84,29 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     return baseline_sequence(tokens, segments, tokenizer.decode)
 
 
-def _of_token_ids(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
-    """A prompt given as token ids, all of them its question, apart from a BOS token."""
-    bos = own_bos(model)
-    _refuse_padding(prompt, model.tokenizer)
-    _refuse_other_bos(prompt, model, bos)
-    segments = ["question"] * len(prompt.tokens)
-    if prompt.tokens[0] == bos:
-        segments[0] = "bos"
-    return baseline_sequence(prompt.tokens, segments, getattr(model.tokenizer, "decode", None))
-
-
 def require_tokenizer(model: TokenizedModel) -> Any:
-    """The tokenizer of the model."""
+    """The tokenizer of the model.
+
+    Raises:
+        ModelError: There is none.
+    """
     if getattr(model, "tokenizer", None) is None:
         raise ModelError(
             "this model has no tokenizer; pass one to load_model(model, tokenizer=…), or give token"
-            " ids: as prompts, and as filler by an Insertion of your own, since built-in conditions"
-            " make theirs with a tokenizer"
+            " ids as prompts, and insert filler with an Insertion of your own, since built-in"
+            " conditions need a tokenizer for theirs"
         )
     return model.tokenizer
 
 
 def own_bos(model: TokenizedModel) -> int | None:
-    """The BOS token that this model expects before a text; None if there is none."""
+    """The BOS token that this model reads before a text; None if it reads texts without one.
+
+    It is also None for a model without a tokenizer.
+
+    Raises:
+        ModelError: The model is set to prepend a BOS token, and its tokenizer has none.
+    """
     if not getattr(model.cfg, "default_prepend_bos", False):
         return None
     bos = getattr(model.tokenizer, "bos_token_id", None)
@@ -108,38 +118,24 @@ def own_bos(model: TokenizedModel) -> int | None:
     return bos
 
 
-def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) -> None:
-    """Check that token ids begin as the model's texts do, since the first token takes much of the
-    attention."""
-    first = prompt.tokens[0]
-    if bos is not None and first != bos:
-        raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with {first}, but this model reads text "
-            f"after a BOS token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
-        )
-
-    own = getattr(model.tokenizer, "bos_token_id", None)
-    if bos is None and own is not None and first == own and not _opens_chats(model.tokenizer):
-        raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with the BOS token {own}, but this model "
-            "reads text without one; remove it, or set model.cfg.default_prepend_bos = True"
-        )
-
-
-def _opens_chats(tokenizer: Any) -> bool:
-    """Whether the chat template writes the BOS token, as that of SmolLM2, whose turns begin with
-    it."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return tokenizer.bos_token in str(template) or "bos_token" in str(template)
+def _of_token_ids(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
+    """The sequence of a prompt of token ids, which are all its question apart from a BOS token."""
+    bos = own_bos(model)
+    _refuse_padding(prompt, model.tokenizer)
+    _refuse_other_bos(prompt, model, bos)
+    segments = ["question"] * len(prompt.tokens)
+    if prompt.tokens[0] == bos:
+        segments[0] = "bos"
+    return baseline_sequence(prompt.tokens, segments, getattr(model.tokenizer, "decode", None))
 
 
 def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
-    """Check that token ids hold no padding, which would count as text."""
+    """Refuse token ids that begin or end with padding, which would count as text."""
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
         return
     if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        # One such token may be a real beginning or end, but not two.
+        # One such token may be a real beginning or end, but two are padding.
         is_padded = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
     else:
         is_padded = pad in (prompt.tokens[0], prompt.tokens[-1])
@@ -151,26 +147,35 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         )
 
 
-def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
-    """The texts up to the answer one after another, and the characters of each."""
-    separator = "\n"
-    if prompt.template == "joined":
-        separator = ""
-    texts = {"system": prompt.system, "question": prompt.question}
-    joined = ""
-    spans: list[Span] = []
+def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) -> None:
+    """Refuse token ids that do not begin as texts do in this model.
 
-    for segment, text in texts.items():
-        if text:
-            spans.append((segment, len(joined), len(joined) + len(text)))
-            joined += text + separator
+    Much of the attention goes to the first token, so another one would change all results.
+    """
+    first = prompt.tokens[0]
+    if bos is not None and first != bos:
+        raise PromptError(
+            f"the token ids of prompt {prompt.id} begin with {first}, but this model reads text "
+            f"after a BOS token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
+        )
 
-    return joined, spans
+    unused_bos = getattr(model.tokenizer, "bos_token_id", None)
+    is_unused = bos is None and unused_bos is not None and first == unused_bos
+    if is_unused and not _opens_chats(model.tokenizer):
+        raise PromptError(
+            f"the token ids of prompt {prompt.id} begin with the BOS token {first}, but this model "
+            "reads text without one; remove it, or set model.cfg.default_prepend_bos = True"
+        )
+
+
+def _opens_chats(tokenizer: Any) -> bool:
+    """Whether the chat template writes the BOS token, as in SmolLM2, whose turns begin with it."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return tokenizer.bos_token in str(template) or "bos_token" in str(template)
 
 
 def _chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
-    """The rendered chat up to the answer, and the characters that hold the system text and the
-    question.
+    """The rendered chat up to the answer, and the characters of the system text and the question.
 
     Raises:
         ModelError: The tokenizer has no chat template, or the template fails.
@@ -194,31 +199,14 @@ def _chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
     )
 
 
-def _trimmed(text: str) -> list[str]:
-    """The text as it is, and as templates trim it."""
-    return [text, text.strip(), text.rstrip(), text.lstrip()]
-
-
-def _filled(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
-    """The outline with the texts in their slots, and where they stand.
-
-    A template may repeat a text: the first place of the system text and the last one of the
-    question count.
-    """
-    slots = {_SYSTEM_SLOT: ("system", system), _QUESTION_SLOT: ("question", question)}
-    text = ""
-    spans: dict[str, list[Span]] = {"system": [], "question": [], "template": []}
-    for piece in _SLOT.split(outline):
-        segment, filling = slots.get(piece, ("template", piece))
-        spans[segment].append((segment, len(text), len(text) + len(filling)))
-        text += filling
-
-    return text, spans["system"][:1] + spans["question"][-1:]
-
-
 def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str:
-    """The template with these texts; the system text opens the user's turn if there is no such
-    role."""
+    """The chat template with these texts, up to the beginning of the assistant's turn.
+
+    If the template fails with a system turn, the system text opens the user's turn.
+
+    Raises:
+        ModelError: The template fails.
+    """
     conversations = [[{"role": "user", "content": question}]]
     if system:
         own_turn = {"role": "system", "content": system}
@@ -241,11 +229,58 @@ def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str
     ) from failure
 
 
+def _trimmed(text: str) -> list[str]:
+    """The text as it is, and without the white space that a template may trim."""
+    return [text, text.strip(), text.rstrip(), text.lstrip()]
+
+
+def _filled(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
+    """The outline with the texts in their slots, and the characters of each text.
+
+    A template may repeat a text. The first occurrence of the system text and the last one of the
+    question count.
+    """
+    slots = {_SYSTEM_SLOT: ("system", system), _QUESTION_SLOT: ("question", question)}
+    text = ""
+    spans: dict[str, list[Span]] = {"system": [], "question": [], "template": []}
+    for piece in _SLOT.split(outline):
+        segment, filling = slots.get(piece, ("template", piece))
+        spans[segment].append((segment, len(text), len(text) + len(filling)))
+        text += filling
+
+    return text, spans["system"][:1] + spans["question"][-1:]
+
+
+def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
+    """The system text and the question in one text, and the characters of each.
+
+    Each ends with a newline, or with nothing if the template is "joined".
+    """
+    separator = "\n"
+    if prompt.template == "joined":
+        separator = ""
+    texts = {"system": prompt.system, "question": prompt.question}
+    joined = ""
+    spans: list[Span] = []
+
+    for segment, text in texts.items():
+        if text:
+            spans.append((segment, len(joined), len(joined) + len(text)))
+            joined += text + separator
+
+    return joined, spans
+
+
 def _tokens_in_spans(
     prompt: Prompt, tokenizer: Any, text: str, spans: list[Span]
 ) -> tuple[list[int], list[str]]:
-    """The tokens of a text, and the segment of each: that of its first character that is no
-    space."""
+    """The tokens of a text, and the segment of each.
+
+    A token belongs to the segment of its first character that is not white space.
+
+    Raises:
+        ModelError: The tokenizer is a slow one.
+    """
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"{type(tokenizer).__name__} is a slow tokenizer, which does not report the characters"
@@ -263,7 +298,7 @@ def _tokens_in_spans(
         first = start
         if characters.strip():
             first += len(characters) - len(characters.lstrip())
-        segment = next((name for name, low, high in spans if low <= first < high), "template")
+        segment = next((name for name, begin, stop in spans if begin <= first < stop), "template")
         pieces = [token]
         if token in control_tokens and segment in ("system", "question"):
             pieces = _as_written(prompt, tokenizer, token, characters)
@@ -275,23 +310,29 @@ def _tokens_in_spans(
 
 @lru_cache(maxsize=8)
 def _control_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that mark up a text for the model, such as its end."""
+    """The tokens that control the model rather than being text, such as that of an end."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    marked = {token for token, described in added.items() if described.special}
-    return frozenset(marked | set(getattr(tokenizer, "all_special_ids", ())))
+    added_special = {token for token, added_token in added.items() if added_token.special}
+    return frozenset(added_special | set(getattr(tokenizer, "all_special_ids", ())))
 
 
 def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> list[int]:
-    """A control token that a prompt's own text spells out: itself with a warning, or its
-    letters."""
+    """The tokens of characters in the prompt's own text that spell out a control token.
+
+    This is the control token itself, with a warning, or with ``split_special_tokens`` the tokens of
+    ordinary text.
+
+    Raises:
+        PromptError: The tokenizer cannot read the characters as ordinary text.
+    """
     if not prompt.split_special_tokens:
         warn(
             f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control"
             " token; Prompt(…, split_special_tokens=True) has it read as text"
         )
         return [token]
-    letters = tokenizer(characters, add_special_tokens=False, split_special_tokens=True)
-    pieces: list[int] = letters["input_ids"]
+    encoded = tokenizer(characters, add_special_tokens=False, split_special_tokens=True)
+    pieces: list[int] = encoded["input_ids"]
     if tokenizer.decode(pieces).strip() != characters.strip():
         raise PromptError(
             f"{prompt.where} contains {characters!r}, which this tokenizer cannot read as text; "

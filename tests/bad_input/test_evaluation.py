@@ -21,7 +21,7 @@ def some():
     [
         ({"new_tokens": 0}, OptionError, "new_tokens=0"),
         ({"temperature": -1}, OptionError, "temperature=-1"),
-        ({"new_tokens": 2000}, PromptTooLong, "2000 new ones are allowed"),
+        ({"new_tokens": 2000}, PromptTooLong, "its answer up to 2,000"),
         (
             {"conditions": {"x": SLASH.under(ma.interventions.AttentionKnockout(layers=1))}},
             OptionError,
@@ -54,7 +54,7 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
         ({"server": "http://host:99999/v1"}, r"give an address such as"),
         (
             {"server": ADDRESS, "new_tokens": 2000},
-            r"2000 new ones are allowed; toy:llama takes 1,024",
+            r"its answer up to 2,000; toy:llama takes 1,024",
         ),
         (
             {

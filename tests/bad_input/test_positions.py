@@ -88,5 +88,5 @@ def test_a_model_without_positions_has_none_to_keep(tokenizer):
 
 
 def test_a_model_that_keeps_what_it_read_in_another_way(tokenizer, shared):
-    with pytest.raises(ModelError, match="takes no past_key_values"):
+    with pytest.raises(ModelError, match="another cache than past_key_values"):
         ma.evaluate(shared("Mamba (no attention)"), [prompt_of(10, tokenizer)])

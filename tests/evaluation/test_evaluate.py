@@ -441,9 +441,9 @@ def test_the_noise_of_the_baseline(toy, problems):
         toy, problems[:4], new_tokens=20, batch=4, other_batch=2, samples=2, temperature=3.0
     )
     assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
-    with pytest.raises(OptionError, match="in both runs shows no noise"):
+    with pytest.raises(OptionError, match="answers, which shows no noise"):
         ma.baseline_noise(toy, problems, other_batch=32)
-    with pytest.raises(OptionError, match="8 answers in the same batches in both runs"):
+    with pytest.raises(OptionError, match="both runs have the same batches of 8 answers"):
         ma.baseline_noise(toy, problems, batch=16, other_batch=8)
 
 
@@ -472,7 +472,7 @@ def test_missing_answers_and_odd_characters(tmp_path):
     assert len(ma.load_evaluation(path).answers) == 4
     part = Evaluation(tuple(four[:3]), {})
     for call in (part.accuracy, lambda: part.compare("baseline"), lambda: part.pass_at_k(1)):
-        with pytest.raises(OptionError, match="1 answers of 'baseline' are missing"):
+        with pytest.raises(OptionError, match="1 answers under 'baseline' are missing"):
             call()
 
 

@@ -98,6 +98,8 @@ def test_an_evaluation_with_missing_answers_is_printed():
     answers = finals(["1", "2", "3"], ["1", "2", "3"]).answers
     unfinished = Evaluation(answers[:-1], {})
     assert "answers are missing (1 of 3 under 'other')" in repr(unfinished)
+    unbegun = Evaluation(answers, {"conditions": ["slash"]})
+    assert "answers are missing (3 of 3 under 'slash')" in repr(unbegun)
     empty = Evaluation((), {})
     assert empty.samples == 0
     for call in (empty.accuracy, lambda: empty.pass_at_k(1)):

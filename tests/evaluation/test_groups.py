@@ -140,6 +140,8 @@ def test_the_best_is_chosen_and_reported_on_different_groups(monkeypatch):
     best = simulated().best()
     assert not halves[0] & halves[1]
     assert best["n"] == 5
+    best = simulated(groups={"0": "one", "1": "one", "2": "one", "3": "one"}).best()
+    assert best["accuracy"] - best["baseline"] == pytest.approx(best["difference"])
 
 
 def test_a_group_or_two_are_too_few(toy):

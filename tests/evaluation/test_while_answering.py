@@ -263,6 +263,9 @@ def test_what_cannot_be_compared(measured, toy, prompts):
         ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], {"dots": SLASH["slash"]})
     with pytest.raises(OptionError, match="prompt 6 was not evaluated"):
         ma.while_answering(toy, evaluation(toy, prompts), prompts[:8])
+    interrupted = Evaluation(evaluation(toy, prompts).answers[:-1], {})
+    with pytest.raises(OptionError, match="prompt 5 was not evaluated under 'slash'"):
+        ma.while_answering(toy, interrupted, prompts[:6], SLASH)
 
 
 def test_the_figure_shows_the_table():

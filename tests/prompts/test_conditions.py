@@ -259,7 +259,7 @@ def test_the_nearest_count_that_a_tokenizer_can_reach(toy):
     model = SimpleNamespace(tokenizer=InTwos(), cfg=toy.cfg)
     assert ma.MeaninglessTokens("/", 55).fitted(model).count == 56
     assert len(ma.MeaninglessTokens("/", 55).fitted(model).filler(PROMPT, model)) == 56
-    assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54
+    assert ma.MeaninglessTokens("/", 1).fitted(model).count == 2
     assert ma.MeaninglessTokens("/", 55).fitted(toy) == ma.MeaninglessTokens("/", 55)
     long = ma.MeaninglessTokens(" ".join("abcdefghijklmnopqrstuvwxyzabcdefg"), 7)
 
@@ -299,7 +299,7 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
 
     with pytest.raises(ma.MechattnError, match="count=0: give a whole number"):
         Dots(count=0)
-    message = "Dots: filler gives 3 tokens for prompt a, and count=20"
+    message = "Dots: filler gives 3 tokens for prompt a, but count=20"
     with pytest.raises(ma.MechattnError, match=message):
         Dots(count=20).apply(PROMPT, toy)
 

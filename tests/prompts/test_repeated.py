@@ -39,12 +39,6 @@ def test_three_times_and_without_a_tokenizer():
     assert prompt.tokens == prompt.tokens[:4] * 3
 
 
-def test_it_can_be_run(toy):
-    result = ma.run(toy, ma.repeated_random(toy, 3), {}, [ma.analyses.AttentionFocus()])
-    masses = result["attention_focus"].induction_mass.sel(segment="question")
-    assert (masses > 0).all()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -42,15 +42,6 @@ def test_no_test_problem_is_a_training_problem():
     assert all(p.split == "train" for p in train)
 
 
-def test_load_prompts_gives_segments():
-    prompt = ma.load_prompts("word-problems", limit=1)[0]
-    assert prompt.system
-    assert not prompt.answer
-    worked = ma.load_prompts("word-problems", limit=1, with_answer=True)[0]
-    assert worked.answer.endswith(f"Answer: {worked.solution}")
-    assert worked.question == prompt.question
-
-
 def test_only_word_problems_bring_a_system_text(tmp_path):
     (tmp_path / "my.jsonl").write_text('{"question": "Why?"}')
     for source, own in (
