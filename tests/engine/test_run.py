@@ -80,7 +80,7 @@ def test_a_pass_ends_where_the_last_value_has_come(toy, prompts, engine, layers)
             for n in range(4)
             for place in ("pre", "post")
         ]
-        ma.load_model(toy)  # verifies a model with new hooks, which reads all layers
+        ma.run(toy, prompts[:2])  # verifies a model with new hooks, which reads all layers
         found.clear()
         ma.run(toy, prompts[:2], CONDITIONS, analysis, layers=layers, engine=engine)
         for handle in handles:
