@@ -140,8 +140,8 @@ class AttentionBudget(AnalysisBase):
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        # Once per layer. The null and the engine "hooks" have no queries and keys to move; then there
-        # is no "moved", and ``by_cause`` stays NaN.
+        # Once per layer. The null and the engine "hooks" have no queries and keys to move, so their
+        # sums have no "moved".
         is_missing = "moved" not in sums and not rows.null
         if is_missing and isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)

@@ -75,10 +75,9 @@ class _Logits(AnalysisBase):
         return replace(self, weights=weights, unembed=unembedding(model), norms=norms)
 
     def toward_next(self, next_tokens: Tokens, layer: int) -> Stream:
-        """The direction ``u`` whose product with a head's update is its contribution to the logit of
-        the next token.
+        """The direction ``u`` that turns a head's update into its contribution to the next logit.
 
-        The contribution must still be divided by the scales of the norms.
+        The contribution is the product of both, divided by the scales of the norms.
 
         Args:
             next_tokens: The next token at each position.
@@ -140,8 +139,10 @@ class DirectLogits(_Logits):
         return (_Z,)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Store the product of each head's update with the direction of the next token, which is not
-        yet divided by the scale of the final norm."""
+        """Store the product of each head's update with the direction of the next token.
+
+        It is not yet divided by the scale of the final norm.
+        """
         w_o = in_working_dtype(self.weights[captures.layer])
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
         toward = self.toward_next(captures.batch.tokens.roll(-1, 1), captures.layer)

@@ -204,8 +204,8 @@ class MlpActivations(AnalysisBase):
         if prompts is None:
             if model.tokenizer is None:
                 raise OptionError(
-                    f"{model.cfg.model_name} has no tokenizer for the generated calibration prompts:"
-                    ' give calibration=… as prompts of token ids, or rule="absolute"'
+                    f"{model.cfg.model_name} has no tokenizer for the generated calibration"
+                    ' prompts: give calibration=… as prompts of token ids, or rule="absolute"'
                 )
             problems = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
             prompts = tuple(problems)

@@ -165,9 +165,9 @@ class ReceivedAttention(AnalysisBase):
 class SegmentFlow(AnalysisBase):
     """Measure the attention that the queries of each segment pay to the keys of each segment.
 
-    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``, so that each row sums to 1 (less
-    in a model with learned sinks). A query's own key counts. ``value_flow`` is the
-    same for ``A[q, k] · |v[k]|``, divided by its sum over all keys.
+    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``. Each row sums to 1, or to less
+    in a model with learned sinks. A query's own key counts. ``value_flow`` is the same for
+    ``A[q, k] · |v[k]|``, divided by its sum over all keys.
 
     Args:
         predicting: Whether the queries of s are those that predict its tokens: each token of s is
@@ -206,7 +206,7 @@ class SegmentFlow(AnalysisBase):
 
         norms = rows.v[:, :, rows.keys].to(pattern.dtype).norm(dim=-1)
         norms = for_each_head(norms, pattern.shape[1]).unsqueeze(-1)
-        # One product for both, since reading the pattern again would cost more than the added columns.
+        # One product for both: reading the pattern again would cost more than the added columns.
         columns = torch.cat([keys.expand(*norms.shape[:3], -1), norms * keys], -1)
         flow, by_value = (pattern @ columns).chunk(2, -1)
         # Every key that is seen is in one segment, so the segments add up to all keys.
