@@ -70,7 +70,7 @@ class BlockUpdates(AnalysisBase):
     tokens of each segment.
 
     Args:
-        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+        per_query: Also keep the magnitude and orientation at each query (token), as ``…_at``.
     """
 
     name = "block_updates"

@@ -110,7 +110,7 @@ class DirectLogits(_Logits):
     tokens of each segment, except the last token, which has no next token.
 
     Args:
-        per_query: Also keep the value of each token, as ``next_token_logit_at``.
+        per_query: Also keep the value at each query (token), as ``next_token_logit_at``.
 
     Source:
         Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.

@@ -239,7 +239,7 @@ class HeadUpdates(_Updates):
     which can be added over prompts.
 
     Args:
-        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+        per_query: Also keep the magnitude and orientation at each query (token), as ``…_at``.
     """
 
     name = "head_updates"
@@ -260,7 +260,7 @@ class TopTargetUpdates(_Updates):
     Interventions on z, such as an ablated head, act later and have no effect on Δ before that norm.
 
     Args:
-        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+        per_query: Also keep the magnitude and orientation at each query (token), as ``…_at``.
     """
 
     name = "top_target_updates"
