@@ -147,11 +147,12 @@ class AttentionBudget(AnalysisBase):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
-        """The question's mean attention if the hidden states had not changed, with and without the
-        inserted keys.
+        """The question's mean attention if the hidden states had not changed.
 
-        Both are [batch head segment], and 0 in the rows of baselines. The sums also say which rows
-        know the cause distance, and in which the hidden states have not changed.
+        Returns:
+            ``moved``, with the inserted keys in the softmax, and ``moved_original``, without them,
+            both [batch head segment] and 0 for baselines; ``knows_distance``, whether positions can
+            be moved, and ``is_unchanged``, whether hidden states are the baseline's, both [batch].
         """
         shared = _shared(batch)
         longer = shared.longer

@@ -177,14 +177,14 @@ class AttentionFocus(AnalysisBase):
         pattern = rows.pattern
         first_query = rows.queries.start
         first_key = rows.keys.start
-        ends = (first_query, rows.queries.stop, first_key, rows.keys.stop)
+        block = (first_query, rows.queries.stop, first_key, rows.keys.stop)
         largest, second, column = fn.top_two(pattern)
         numbers = {
             "target": column + first_key,
             "self_mass": self_attention(pattern, first_query, first_key),
             "previous_mass": fn.looking_back(pattern, 1, first_query, first_key),
-            "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 0, *ends)),
-            "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 1, *ends)),
+            "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 0, *block)),
+            "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 1, *block)),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, first_query, first_key),

@@ -281,7 +281,7 @@ class AttentionSinks(AnalysisBase):
         alpha = fn.received_attention(sums["columns"], seeing * batch.real)
         enough_see = (seeing >= self.least_queries) & batch.real
         alpha_of_seen = alpha.masked_fill(~enough_see[:, None], -1.0)
-        strongest, position = alpha_of_seen.max(-1)
+        strongest_alpha, position = alpha_of_seen.max(-1)
         count = (alpha_of_seen > self.threshold).sum(-1).float()
         any_counts = enough_see.any(-1)  # False in a window narrower than ``least_queries``
 
@@ -292,29 +292,27 @@ class AttentionSinks(AnalysisBase):
             "alpha": alpha,
             "first_alpha": first_alpha,
             "first_sink": _above(first_alpha, self.threshold),
-            "strongest_alpha": nan_outside(strongest, any_counts),
+            "strongest_alpha": nan_outside(strongest_alpha, any_counts),
             "strongest_position": nan_outside(position.float(), any_counts),
             "sinks": nan_outside(count, any_counts),
             "inserted_alpha": inserted_alpha,
             "inserted_sink": _above(inserted_alpha, self.threshold),
         }
 
-    def _of_values(
-        self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]
-    ) -> Values:
+    def _of_values(self, sums: Sums, batch: Batch, position: Float[Tensor, "batch head"]) -> Values:
         """What the first and the strongest key contribute, the size and rank of each head's output,
         and which heads are inactive.
 
         Args:
             sums: The layer's sums.
             batch: The sequences.
-            strongest: The position of the key with the largest α; NaN if no key counts.
+            position: The position of the key with the largest α; NaN if no key counts.
         """
         norms = sums["value_norm"]
         mean_norm = _mean(norms, batch.real)
 
-        index = strongest.nan_to_num(0.0).long()[..., None]
-        strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(strongest.isnan(), torch.nan)
+        index = position.nan_to_num(0.0).long()[..., None]
+        strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(position.isnan(), torch.nan)
 
         output = _mean(sums["output"], batch.real)
         ratio = output / output.mean(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What the attention block and the MLP of each layer add to the residual stream."""
+"""What attention and the MLP of each layer add to the residual stream."""
 
 from __future__ import annotations
 
@@ -140,8 +140,7 @@ class BlockUpdates(AnalysisBase):
             real = captures.batch.real
             precision = torch.finfo(captures.tensors["hook_resid_post"].dtype).eps
             attention_update = _update(resid_pre, attention_update, mlp_input, real, precision)
-            resid_post = tensors["hook_resid_post"]
-            mlp_update = _update(mlp_input, mlp_update, resid_post, real, precision)
+            mlp_update = _update(mlp_input, mlp_update, tensors["hook_resid_post"], real, precision)
 
         streams = torch.stack([resid_pre, mlp_input], 1)
         updates = torch.stack([attention_update, mlp_update], 1)

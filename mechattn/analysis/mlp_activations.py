@@ -210,8 +210,8 @@ class MlpActivations(AnalysisBase):
             problems = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
             prompts = tuple(problems)
 
-        texts = {prompt.question for prompt in measured if prompt.question}
-        repeated = [prompt.id for prompt in prompts if prompt.question in texts]
+        questions = {prompt.question for prompt in measured if prompt.question}
+        repeated = [prompt.id for prompt in prompts if prompt.question in questions]
         if repeated:
             warn(
                 f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for"
@@ -224,8 +224,8 @@ class MlpActivations(AnalysisBase):
             layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
         ) -> None:
             """Store the threshold that the running prompt gives for a layer."""
-            size = post.detach().float().abs().flatten()
-            prompt_thresholds[layer].append(self._threshold_of_prompt(size))
+            magnitudes = post.detach().float().abs().flatten()
+            prompt_thresholds[layer].append(self._threshold_of_prompt(magnitudes))
 
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
@@ -233,9 +233,9 @@ class MlpActivations(AnalysisBase):
                 forward_to(model, tokens, max(layers), [])
         return {layer: float(np.median(values)) for layer, values in prompt_thresholds.items()}
 
-    def _threshold_of_prompt(self, size: Float[Tensor, " entry"]) -> float:
+    def _threshold_of_prompt(self, magnitudes: Float[Tensor, " entry"]) -> float:
         """The threshold that the rule gives for one prompt's ``|x|``."""
-        ordered = size.sort().values
+        ordered = magnitudes.sort().values
         if self.rule == "quantile":
             return float(ordered[round(self.value * (len(ordered) - 1))])
         return float(fn.mad_threshold(ordered[None], self.value))
@@ -318,12 +318,12 @@ def _add_changes(sums: Sums, activations: Activations) -> None:
             places = pairs.place[rows, tokens]
             change = activations.post[rows[:, None], places].float() - baseline_post
             norm = baseline_post.norm(dim=-1)
-            size = change.norm(dim=-1)
-            relative = torch.where(norm > 0, size / norm, _UNDEFINED)
-            sums["token_change"][rows[:, None], places] = relative
+            change_norm = change.norm(dim=-1)
+            relative_change = torch.where(norm > 0, change_norm / norm, _UNDEFINED)
+            sums["token_change"][rows[:, None], places] = relative_change
 
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
-            large_changes = change * (size > _LEAST_CHANGE * norm)[..., None]
+            large_changes = change * (change_norm > _LEAST_CHANGE * norm)[..., None]
             question_changes = large_changes[:, is_question].double().flatten(1)
             sums["product"][rows] += question_changes @ question_changes.T
             sums["within"][rows] += question_changes.square() @ (question_changes != 0).double().T

@@ -57,13 +57,13 @@ class QueryAnalysis(AnalysisBase):
     @property
     def quantities(self) -> Quantities:
         """Means over the queries of each segment."""
-        numbers = {
+        query_quantities = {
             name: Quantity(("head", "segment"), units, description)
             for name, (units, description) in self.numbers.items()
         }
-        quantities = means_of(numbers)
+        quantities = means_of(query_quantities)
         if self.each_query:
-            quantities |= of_each(numbers)
+            quantities |= of_each(query_quantities)
         return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -80,14 +80,14 @@ class QueryAnalysis(AnalysisBase):
             OptionError: ``of_queries`` returns other numbers than ``numbers`` declares, or one with
                 a wrong shape.
         """
-        numbers = self.of_queries(rows)
-        if set(numbers) != set(self.numbers):
+        block_numbers = self.of_queries(rows)
+        if set(block_numbers) != set(self.numbers):
             raise OptionError(
-                f"{self.name}: of_queries gives {list(numbers)}, and numbers declares"
+                f"{self.name}: of_queries gives {list(block_numbers)}, and numbers declares"
                 f" {list(self.numbers)}"
             )
 
-        for name, number in numbers.items():
+        for name, number in block_numbers.items():
             if isinstance(number, tuple):
                 values, is_defined = number
                 self._check_shape(name, is_defined, rows)

@@ -178,18 +178,18 @@ class _Updates(AnalysisBase):
         w_o = in_working_dtype(weights.w_o)
         stream = captures.tensors["hook_resid_pre"].to(w_o.dtype)
         z = z.to(w_o.dtype)
-        size = stream.norm(dim=-1)[:, None]
+        stream_norm = stream.norm(dim=-1)[:, None]
         norm = fn.update_norm(z, weights.factor)
         product = fn.update_product(z, w_o, stream)
         if weights.norm is None:
-            return {"stream": size, "norm": norm, "product": product}
+            return {"stream": stream_norm, "norm": norm, "product": product}
 
         # The heads share the scale of their summed output, so that their updates add up to what
         # attention adds to the residual stream.
         scale = weights.norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)[:, None]
         toward = weights.norm.toward(stream)
         return {
-            "stream": size,
+            "stream": stream_norm,
             "norm": fn.update_norm(z, weights.factor_after) / scale,
             "product": fn.update_product(z, w_o, toward) / scale,
             "norm" + BEFORE_NORM: norm,
@@ -212,13 +212,13 @@ class _Updates(AnalysisBase):
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
 
-        sizes = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
-        cosines = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
+        magnitude_edges = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
+        orientation_edges = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
         original = batch.original
-        values["magnitude_counts"] = fn.counts_in_bins(magnitude, sizes, original)
-        values["orientation_counts"] = fn.counts_in_bins(orientation, cosines, original)
+        values["magnitude_counts"] = fn.counts_in_bins(magnitude, magnitude_edges, original)
+        values["orientation_counts"] = fn.counts_in_bins(orientation, orientation_edges, original)
         values["joint_counts"] = fn.counts_in_pairs_of_bins(
-            magnitude, orientation, sizes, cosines, original
+            magnitude, orientation, magnitude_edges, orientation_edges, original
         )
         return {self.prefix + name: value for name, value in values.items()}
 

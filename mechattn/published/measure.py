@@ -88,8 +88,8 @@ class ModelRuns:
     file_name: str
     statements: Statements
     settings: Settings
-    # The model with untrained weights, by the number of its draw. Only one is kept, since each takes
-    # the memory of the model.
+    # The model with untrained weights by its draw. Only one is kept, since each takes the memory of
+    # a model.
     untrained: dict[int, HookedModel] = field(default_factory=dict, init=False)
 
     @cached_property

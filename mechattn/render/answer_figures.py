@@ -185,22 +185,22 @@ def dose_curves(
 
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
     figure = draw.panels(titles, rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12)
-    upper = accuracy({"right answers": answers}, over)
-    lower = changes(result, None, quantity, segment, layer, over=over)
+    accuracy_figure = accuracy({"right answers": answers}, over)
+    change_figure = changes(result, None, quantity, segment, layer, over=over)
 
-    figure.add_traces(upper.data, rows=1, cols=1)
-    figure.add_traces(lower.data, rows=2, cols=1)
+    figure.add_traces(accuracy_figure.data, rows=1, cols=1)
+    figure.add_traces(change_figure.data, rows=2, cols=1)
     draw.rule(figure, y=0, row=2, column=1)
     figure.update_xaxes(title_text=option_words(over), row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
 
     note = "bars: 95 %, over problems above, over prompts below"
-    if any(trace.line.dash == "dot" for trace in lower.data):
+    if any(trace.line.dash == "dot" for trace in change_figure.data):
         note += "; dotted: the null"
 
     heading = f"{model_caption(result)}: answers and attention by {over}"
     draw.title_above_legend(figure, heading, note, 640, top=150)
-    return says(figure, sentence_of(lower))
+    return says(figure, sentence_of(change_figure))
 
 
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:

@@ -82,9 +82,10 @@ _OWN_ATTENTION = {
 _SENTENCES = {
     "taken": (
         "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's"
-        " attention, averaged over all layers and heads ({in_layer} in layer {layer})."
+        " attention, averaged over all layers and heads ({in_layer} in layer {layer}, where"
+        " attention moves most)."
     ),
-    "paid": "The change of its attention to what stands before it: {changes}.",
+    "paid": "The change of its attention to the tokens before it: {changes}.",
     "causes": (
         "The question's attention to itself changes by {question} points, by cause: {causes}."
     ),

@@ -152,12 +152,14 @@ def verdicts(
     """
     results = several(results)
     names = [result.condition(condition) for result in results]
-    pairs = list(zip(results, names, strict=True))
+    named_results = list(zip(results, names, strict=True))
     if null is None:
-        null = common_null([Contrast(result, name, segment=segment) for result, name in pairs])
+        null = common_null(
+            [Contrast(result, name, segment=segment) for result, name in named_results]
+        )
 
     # Estimate, low and high end of each row, in percent.
-    verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]
+    verdict_list = [result.verdict(name, segment, null=null) for result, name in named_results]
     change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
     null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
 

@@ -134,8 +134,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     reference = np.log10(1 / head_count)
     draw.rule(figure, **_REFERENCE_RULE, y=0)
     draw.rule(figure, **_REFERENCE_RULE, x=reference)
-    magnitude_range = _range(figure, "x", reference)
-    figure.update_xaxes(_DECADES, title_text=_AXIS["magnitude"], range=magnitude_range)
+    figure.update_xaxes(
+        _DECADES, title_text=_AXIS["magnitude"], range=_range(figure, "x", reference)
+    )
     figure.update_yaxes(title_text=_AXIS["orientation"], range=_range(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
 
