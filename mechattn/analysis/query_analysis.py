@@ -91,12 +91,13 @@ class QueryAnalysis(AnalysisBase):
             if isinstance(number, tuple):
                 values, is_defined = number
                 self._check_shape(name, is_defined, rows)
+                self._check_shape(name, values, rows)  # first, since masked_fill broadcasts
                 undefined = ~is_defined.bool()
                 sums[_mask_name(name)][..., rows.queries] = undefined
                 values = values.masked_fill(undefined, 0)
             else:
                 values = number
-            self._check_shape(name, values, rows)
+                self._check_shape(name, values, rows)
             sums[name][..., rows.queries] = values.to(sums[name].dtype)
 
     def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
