@@ -27,8 +27,8 @@ from mechattn.prompts.token_sequences import Batch
 
 # Replaces the ratio of a query that sees no question key, since sums must be finite.
 _UNDEFINED = -1.0
-# The smallest change that is divided into parts, as a fraction of the output's norm: a smaller one
-# may be a rounding error of half precision.
+# The smallest change that is divided into parts, as a fraction of the output's norm. A smaller one
+# may be a rounding error.
 _SMALLEST_CHANGE = 1e-3
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _DIMS = ("head", "segment")
