@@ -1,4 +1,4 @@
-"""How inserted tokens change the output of attention: dilution, a shift, re-routing, changed
+"""How inserted tokens change the output of attention: by dilution, a shift, re-routing and new
 values."""
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from mechattn.axes import SEGMENTS
 from mechattn.functional import head_outputs as fn
 from mechattn.prompts.token_sequences import Batch
 
-# Stands for the ratio of a query that sees no question key: sums must be finite.
+# Replaces the ratio of a query that sees no question key, since sums must be finite.
 _UNDEFINED = -1.0
-_SMALLEST_CHANGE = 1e-3  # as a fraction of the output's norm
+# The smallest change that is divided into parts, as a fraction of the output's norm. A smaller one
+# may be a rounding error.
+_SMALLEST_CHANGE = 1e-3
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _DIMS = ("head", "segment")
 _NO_NULL = "it depends on the values"
@@ -65,8 +67,8 @@ class AffineShift(AnalysisBase):
 
     The exact decomposition in every layer is ``output' = λ · output + Σσ + re-routing + new
     values`` (``functional.head_outputs.Split``). The published form leaves out the last two terms.
-    This is correct only in layer 0, and only where the distances between the original tokens have
-    not changed. All outputs are those of single heads, before W_O.
+    That is correct only in layer 0, and only if the distances between the original tokens have not
+    changed. All outputs are those of single heads, before W_O.
 
     Args:
         per_query: Also keep λ, ρ_Q, the total variation, the relative error and the shift's norm
@@ -78,28 +80,28 @@ class AffineShift(AnalysisBase):
 
     @property
     def quantities(self) -> Quantities:
-        """Means over the queries of each segment, and the rank of the shift over the queries after
-        the insertion."""
+        """Means over the queries of each segment, and how many dimensions the shifts of the queries
+        after the insertion span."""
         quantities = dict(_OF_QUERIES)
         quantities["output_norm"] = Quantity(_DIMS, "value norm", "|output'|", no_null=_NO_NULL)
         for name in _PARTS:
-            share = f"<{name}, change> / |change|^2, of queries after the insertion; adds up to 1"
+            formula = f"<{name}, change> / |change|^2, of queries after the insertion; adds up to 1"
             quantities[f"change_by_{name}"] = Quantity(
-                _DIMS, "share", share, "difference", _NO_NULL
+                _DIMS, "share", formula, "difference", _NO_NULL
             )
 
-        shifts = "over the shifts of the original queries after the insertion"
+        over_shifts = "over the shifts of the original queries after the insertion"
         quantities["shift_rank_one_share"] = Quantity(
             ("head",),
             "share",
-            f"s1^2 / sum s^2 {shifts}",
+            f"s1^2 / sum s^2 {over_shifts}",
             no_null=_NO_NULL,
             title="rank-one share of the shift Σσ",
         )
         quantities["shift_effective_rank"] = Quantity(
             ("head",),
             "dimensions",
-            f"exp entropy of s / sum s {shifts} (Roy and Vetterli 2007)",
+            f"exp entropy of s / sum s {over_shifts} (Roy and Vetterli 2007)",
             no_null=_NO_NULL,
         )
 
@@ -108,23 +110,24 @@ class AffineShift(AnalysisBase):
         return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums."""
+        """Zeros for each query and number; the Gram matrix of the shifts is added later."""
         names = ["scale", "question_ratio", "total_variation", "output", "shift", "residual"]
         names += ["change", *(f"by_{name}" for name in _PARTS)]
         return zeros(batch, heads, *names)
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
-        """Add norms and products of the parts for each query, and the Gram matrix of the shifts."""
+        """Store norms and products of the parts for each query, and add the Gram matrix of the
+        shifts."""
         split = split_rows(rows)
         change = split.change
         ratio = fn.question_ratio(
             rows.aligned, rows.baseline, rows.segment == SEGMENTS.index("question")
         )
-        scale = split.scale.clamp(min=1e-30)  # 0 where a query looks at inserted tokens alone
+        divisor = split.scale.clamp(min=1e-30)  # λ is 0 if a query attends only to inserted tokens
         query_values = {
             "scale": split.scale,
             "question_ratio": ratio.nan_to_num(_UNDEFINED, posinf=_UNDEFINED),
-            "total_variation": fn.total_variation(rows.aligned, rows.baseline, scale),
+            "total_variation": fn.total_variation(rows.aligned, rows.baseline, divisor),
             "output": split.output.norm(dim=-1),
             "shift": split.shift.norm(dim=-1),
             "residual": (split.rerouting + split.new_values).norm(dim=-1),
@@ -140,12 +143,15 @@ class AffineShift(AnalysisBase):
         after_insertion = rows.batch.after_inserted[:, None, rows.queries, None]
         shifts = split.shift.double() * after_insertion
         gram = shifts.mT @ shifts
-        if "gram" in sums:  # not in start, which does not know d_head
+        if "gram" in sums:  # ``start`` cannot create it without d_head
             gram = sums["gram"] + gram
         sums["gram"] = gram
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over segments; an inserted query has a scale but no baseline to compare with."""
+        """Means over segments, and the rank of the shifts.
+
+        An inserted query has a scale; all else needs the same query in the baseline.
+        """
         ratio = sums["question_ratio"]
         ratio = ratio.masked_fill(ratio == _UNDEFINED, torch.nan)
         output = nan_outside(sums["output"], batch.original)
@@ -168,14 +174,14 @@ class AffineShift(AnalysisBase):
         if self.per_query:
             values |= at_positions(query_values, query_values, batch)
 
-        energies = fn.spectrum(sums["gram"])  # 0 without a shift, which then has no rank: NaN
+        energies = fn.spectrum(sums["gram"])  # all 0 without a shift, which gives ranks of NaN
         values["shift_rank_one_share"] = fn.rank_one_share(energies).float()
         values["shift_effective_rank"] = fn.effective_rank(energies).float()
         return values
 
 
 def split_rows(rows: PairedRows) -> fn.Split:
-    """The parts of the output of each query of a block."""
+    """The parts of each query's output in a block of rows."""
     return fn.split(
         rows.pattern,
         rows.v,

@@ -20,11 +20,11 @@ from mechattn.model.hooks import split_heads
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Pairs, TokenSequence
 
-Sums = dict[str, Tensor]  # of one layer, by name, batch first
-Values = dict[str, Tensor]  # of each quantity, likewise
+Sums = dict[str, Tensor]  # what an analysis adds up in one layer, by name; batch first
+Values = dict[str, Tensor]  # the values of one layer by the name of the quantity; batch first
 Quantities = Mapping[str, "Quantity"]
 Window = int | None  # the largest number of keys that a query of a layer sees; None for all
-Coords = Mapping[str, Sequence[object]]  # labels of an analysis's own dimensions
+Coords = Mapping[str, Sequence[object]]  # the labels of an analysis's own dimensions
 Layers = Sequence[int]
 Prompts = Sequence[Prompt]
 
@@ -40,14 +40,14 @@ class AttentionRows:
         pattern: Attention probabilities of these rows, float32.
         queries: The positions of these rows.
         keys: The positions of the keys; these rows see no other keys.
-        batch: The sequences, on the device of the pattern; rows of padding are present and must not
+        batch: The sequences, on the device of the pattern. Rows of padding are present and must not
             count.
         window: The largest number of keys that a query of this layer sees; None for full attention.
         v: Values at all positions; None if no hook gives them per head.
         attention: What the rows were computed from: queries and keys, or the whole pattern of a
             hook; None if unknown.
-        null: Whether these are the rows of the content-blind head that gives the null. Its values
-            are all 1, of one dimension, and it has no hooks and no activations.
+        null: Whether these are the rows of the content-blind head that gives the null. All values
+            of that head are 1 and have one dimension; it has no hooks and no activations.
     """
 
     layer: int
@@ -61,10 +61,13 @@ class AttentionRows:
     null: bool = False
 
     def values_for(self, purpose: str) -> Float[Tensor, "batch kv_head pos d_head"]:
-        """The values, which this needs.
+        """The values at all positions.
+
+        Args:
+            purpose: What they are needed for, as the error names it.
 
         Raises:
-            ModelError: No hook gives them per head.
+            ModelError: No hook gives the values per head.
         """
         if self.v is None:
             raise ModelError(
@@ -75,12 +78,14 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class WholeAttention:
-    """One layer's attention as sums over queries from a fused kernel, which gives no single rows.
+    """One layer's attention as the sums of a fused kernel, which does not give single rows.
 
     Args:
         layer: The layer.
-        fused: The kernel's sums: ``fused.column_sums(weights)`` and ``fused.own``.
-        batch: The sequences, on the same device; queries of padding are present and must not count.
+        fused: The kernel's sums: ``fused.column_sums(weights)`` over queries,
+            ``fused.query_sums(weights)`` over keys, and ``fused.own``, each query's attention to
+            itself.
+        batch: The sequences, on the same device. Queries of padding are present and must not count.
         window: The largest number of keys that a query of this layer sees; None for full attention.
     """
 
@@ -101,14 +106,12 @@ class PairedRows:
     Args:
         layer: The layer.
         pattern: A', with inserted tokens.
-        aligned: A' restricted to the original keys, in the order of the baseline; 0 where there is
-            none.
+        aligned: A' restricted to the original keys, in the order of the baseline; 0 at padding.
         baseline: A, without inserted tokens.
         v: Values with inserted tokens.
         v_aligned: Values of the original keys, with inserted tokens.
         v_baseline: Values without inserted tokens.
-        segment: The segment of each original token, by its index in ``SEGMENTS``; −2 where there is
-            none.
+        segment: The segment of each original token, by its index in ``SEGMENTS``; −2 at padding.
         queries: The positions of these rows.
         keys: The positions of the keys of ``pattern``.
         batch: The sequences.
@@ -138,8 +141,8 @@ class Activations:
 
     Args:
         layer: The layer.
-        pre: Before the nonlinearity.
-        post: After it, as the model uses it.
+        pre: The activations before the nonlinearity.
+        post: The activations after it, as the model uses them.
         minimum: The input at which the nonlinearity has its minimum.
         batch: The sequences.
         pairs: Each sequence paired with the baseline of its prompt.
@@ -155,8 +158,9 @@ class Activations:
 
 @dataclass(frozen=True, eq=False)
 class Captures:
-    """The tensors at the hooks of one block that an analysis asked for: the model's own, so reduce
-    or copy them.
+    """The tensors at the hooks of one block that an analysis asked for.
+
+    They are the model's own tensors: reduce them, or copy what you need.
 
     Args:
         layer: The layer.
@@ -172,28 +176,29 @@ class Captures:
     window: Window
 
     def by_head(self, name: str, heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
-        """The tensor at a hook, split by head; some bridges concatenate the heads or split them
-        differently."""
+        """The tensor at a hook, split by head.
+
+        Some bridges give the heads concatenated or in another layout.
+        """
         return split_heads(self.tensors[name], heads)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """The dimensions after (prompt, condition, layer), the unit and the definition of a measured
-    quantity.
+    """A measured quantity: its dimensions, its unit and its definition.
 
     The engine adds the null (``…_uniform``) of every quantity computed from rows of attention: the
     same analysis of a head that attends uniformly to the keys it can see.
 
     Args:
-        dims: After (prompt, condition, layer).
-        units: Such as "probability", "nats", "logits".
+        dims: The dimensions that follow (prompt, condition, layer).
+        units: The unit, such as "probability", "nats" or "logits".
         description: The definition, in a phrase.
-        compared: How two conditions are compared: by "ratio", or by "difference" where the baseline
+        compared: How two conditions are compared: by "ratio", or by "difference" if the baseline
             may be 0.
-        no_null: Why uniform attention gives no null: the argmax is tied, or the quantity is not
-            linear in values or hooks that it needs. Empty if uniform attention does give one.
-        title: Its words in the title of a figure; its name if empty.
+        no_null: Why uniform attention gives no null, such as a tied argmax or a quantity that
+            depends on the values. Empty if uniform attention does give one.
+        title: How the title of a figure names the quantity; its name if empty.
     """
 
     dims: tuple[str, ...]
@@ -205,7 +210,7 @@ class Quantity:
 
 
 def means_of(quantities: Quantities, members: str = "queries") -> dict[str, Quantity]:
-    """The means of some quantities over the members of a segment."""
+    """The same quantities, described as means over the members of a segment."""
     return {
         name: replace(
             quantity, description=f"{quantity.description}, mean over the {members} of the segment"
@@ -215,11 +220,11 @@ def means_of(quantities: Quantities, members: str = "queries") -> dict[str, Quan
 
 
 def of_each(quantities: Quantities, member: str = "query") -> dict[str, Quantity]:
-    """The same quantities of each member, by its position, as ``…_at``."""
+    """The same quantities of each single member by its position, named ``…_at``."""
     return {
         f"{name}_at": replace(
             quantity,
-            # A position stands where the segment does in a mean over it.
+            # One value per position replaces one mean per segment.
             dims=tuple("key" if dim == "segment" else dim for dim in quantity.dims),
             description=f"{quantity.description}, of each {member}",
         )
@@ -229,7 +234,9 @@ def of_each(quantities: Quantities, member: str = "query") -> dict[str, Quantity
 
 @runtime_checkable
 class Analysis(Protocol):
-    """Reduces attention to values per prompt: ``start`` once per layer, then each block, then
+    """Reduces attention to values per prompt.
+
+    In each layer, ``start`` is called first, then a method such as ``add`` for each block, then
     ``values``.
 
     An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`),
@@ -239,8 +246,8 @@ class Analysis(Protocol):
     :class:`Calibrates`).
 
     ``name`` is the name of its dataset, ``options`` are recorded with the result, and
-    ``quantities`` are what it measures. A quantity with dimension "key" is per position, with
-    "segment" per segment, and otherwise per head.
+    ``quantities`` are what it measures. In their dimensions, "head" stands for one value per head,
+    "key" for one per position and "segment" for one per segment; others have labels in ``coords``.
     """
 
     @property
@@ -253,22 +260,24 @@ class Analysis(Protocol):
     def quantities(self) -> Quantities: ...
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """One sentence on why this sequence cannot be measured, or None; called before the first
-        forward pass."""
+        """Why this sequence cannot be measured, in one sentence; None if it can.
+
+        It is called for every sequence before the first is run.
+        """
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Return empty sums for one layer, batch first, on the batch's device."""
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Compute each quantity, batch first, from a layer's sums over all query rows."""
+        """Return each quantity, batch first, from a layer's sums over all query rows."""
 
 
 class AnalysisBase:
-    """Base class of analyses: dataclass fields are the options, any sequence can be measured, and
-    sums begin empty.
+    """Base class of analyses, with defaults for what most of them share.
 
-    A field that calibration fills in is no option: declare it with ``calibrated_field(default=…)``,
-    or with ``repr=False``.
+    The dataclass fields are the options, any sequence can be measured, and there are no sums at the
+    start. A field that calibration fills in is not an option: declare it with
+    ``calibrated_field(default=…)``, or with ``repr=False``.
     """
 
     @property
@@ -286,33 +295,33 @@ class AnalysisBase:
         return options
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """None: every sequence can be measured."""
+        """None, since every sequence can be measured."""
         return None
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """No sums yet."""
+        """An empty dict: ``add`` and its like store what they need."""
         return {}
 
 
 def calibrated_field(**default: Any) -> Any:
-    """A dataclass field that ``calibrated`` fills in, from the model.
+    """A dataclass field that ``calibrated`` fills in from the model.
 
-    ``repr`` leaves it out, and therefore what is recorded and what a config may set do too; it
-    plays no part when two analyses are compared.
+    It is left out of ``repr``, and so of the recorded options and of what a config may set. It does
+    not count when two analyses are compared.
 
     Args:
-        default: ``default`` or ``default_factory``, as for ``dataclasses.field``.
+        default: Either ``default`` or ``default_factory``, as for ``dataclasses.field``.
     """
     return field(**default, repr=False, compare=False)
 
 
 def zeros_of_rows(batch: Batch, *sizes: int) -> Float[Tensor, " batch *sizes"]:
-    """A sum of 0 of each sequence, of these sizes."""
+    """Zeros of these sizes for each sequence of a batch."""
     return torch.zeros(len(batch.rows), *sizes, device=batch.tokens.device)
 
 
 def zeros(batch: Batch, heads: int, *names: str) -> Sums:
-    """Sums of 0 for every position of every head [batch head pos]."""
+    """Zeros for each head and position [batch head pos], by these names."""
     length = batch.tokens.shape[1]
     return {name: zeros_of_rows(batch, heads, length) for name in names}
 
@@ -320,18 +329,25 @@ def zeros(batch: Batch, heads: int, *names: str) -> Sums:
 def nan_outside(
     value: Float[Tensor, "batch head *pos"], counted: Bool[Tensor, " batch *#pos"]
 ) -> Float[Tensor, "batch head *pos"]:
-    """The values of every head where they count, NaN elsewhere."""
+    """The values at the counted positions, the same for every head; NaN elsewhere."""
     return value.masked_fill(~counted[:, None], torch.nan)
 
 
 def means_by_segment(member_values: Values, batch: Batch) -> Values:
-    """Means over the queries (or tokens) of each segment, those with NaN left out; all values are
-    [batch head pos], as the means of :func:`means_of` are described."""
+    """Means over the queries or tokens of each segment, which :func:`means_of` describes.
+
+    Args:
+        member_values: Values of each query or token [batch head pos]; NaN does not count.
+        batch: The sequences.
+
+    Returns:
+        The means [batch head segment].
+    """
     return segment_means(member_values, batch.members())
 
 
 def at_positions(member_values: Values, names: Iterable[str], batch: Batch) -> Values:
-    """Each query's own values [batch head pos], NaN at padding, by the names of :func:`of_each`."""
+    """The values of each query [batch head pos], named as by :func:`of_each`; NaN at padding."""
     return {f"{name}_at": nan_outside(member_values[name], batch.real) for name in names}
 
 
@@ -348,7 +364,7 @@ class WholeAnalysis(RowAnalysis, Protocol):
     """A row analysis that can use a fused kernel's sums in place of rows."""
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
-        """Add a whole layer to the sums, in place; equals calling ``add`` with all of its rows."""
+        """Add a whole layer to the sums, in place, as ``add`` with all of its rows would."""
 
 
 @runtime_checkable
@@ -364,7 +380,7 @@ class ActivationAnalysis(Analysis, Protocol):
     """An analysis of the activations of each MLP."""
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
-        """Reduce the activations of a layer to sums, in place; called once per layer."""
+        """Add the activations of a layer to the sums, in place; called once per layer."""
 
 
 @runtime_checkable
@@ -376,20 +392,22 @@ class CaptureAnalysis(Analysis, Protocol):
         """The names of the hooks within a block; every measured layer must have them."""
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Reduce the captured tensors to sums, in place; called once per layer, after the last hook
-        has fired."""
+        """Add the captured tensors to the sums, in place.
+
+        It is called once per layer, after the last of the hooks has fired.
+        """
 
 
 @runtime_checkable
 class FinalAnalysis(Analysis, Protocol):
-    """An analysis that also needs the final residual stream; the model then runs to its last
+    """An analysis that needs the final residual stream, so that the model runs to its last
     layer."""
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
-        """Use the residual stream after the last layer; called for the sums of every layer."""
+        """Add the residual stream after the last layer; called for the sums of every layer."""
 
 
-# By what an analysis receives; each analysis follows at least one of these.
+# What an analysis can receive. Each analysis implements at least one of these protocols.
 PROTOCOLS: Mapping[str, Any] = {
     "rows": RowAnalysis,
     "pairs": PairAnalysis,
@@ -397,12 +415,12 @@ PROTOCOLS: Mapping[str, Any] = {
     "hooks": CaptureAnalysis,
     "final": FinalAnalysis,
 }
-OF_ROWS = (RowAnalysis, PairAnalysis)  # what uniform attention is a null for
+OF_ROWS = (RowAnalysis, PairAnalysis)  # uniform attention can give these a null
 
 
 @runtime_checkable
 class Calibrates(Protocol):
-    """An analysis that inspects the model before the run: to set a threshold, prepare weights, or
+    """An analysis that inspects the model before the run, to set a threshold, prepare weights or
     refuse the model."""
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
@@ -412,8 +430,11 @@ class Calibrates(Protocol):
 def seen_keys(
     batch: Batch, queries: Int[Tensor, " query"], window: Window
 ) -> Bool[Tensor, "batch query pos"]:
-    """Which positions some queries of each sequence can see: their own and all before it, except
-    for windows and cut edges."""
+    """Which positions these queries of each sequence can see.
+
+    A query sees its own position and all before it, except those beyond its window and those that
+    cut edges hide.
+    """
     length = batch.tokens.shape[1]
     count = len(batch.rows)
     visible = visible_keys(queries, length, window).expand(count, -1, -1)

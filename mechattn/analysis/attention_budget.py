@@ -1,4 +1,4 @@
-"""The attention budget: who pays for the attention to inserted tokens, and why."""
+"""The attention budget: which segments pay for the attention to inserted tokens, and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import rotations_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
-RowIndex = Int[Tensor, " row"]  # of a batch
+RowIndex = Int[Tensor, " row"]  # rows of a batch, one per sequence
 BySegment = Float[Tensor, "batch head segment"]
 
 CAUSES = ("distance", "mass", "hidden states")
@@ -50,20 +50,21 @@ class AttentionBudget(AnalysisBase):
 
     - *distance*: a softmax over the original keys, with the baseline's queries and keys at the
       positions that they have in the longer sequence, minus the baseline's attention;
-    - *mass*: the same with the inserted keys in the softmax, minus the one before;
-    - *hidden states*: the condition's attention minus the one before; 0 in layer 0.
+    - *mass*: the same softmax with the inserted keys as well, minus the one without them;
+    - *hidden states*: the condition's attention minus that of the last step; 0 in layer 0.
 
     ``change = dilution + rerouting`` needs no order and no positions: with M the attention of a
     query to inserted tokens, ``dilution[s] = mean of −M A[s]``. Dimensions are (prompt, condition,
     layer, head, segment).
 
-    Where positions cannot be moved (learned ones, for instance), distance is NaN and belongs to the
-    hidden states; the dataset's attribute ``one_cause`` says why. An engine that shows no queries
-    and keys ("hooks") leaves ``by_cause`` NaN. A segment without tokens is NaN.
+    If positions cannot be moved (learned ones, for instance), distance is NaN and its part belongs
+    to the hidden states; the dataset's attribute ``one_cause`` says why. The engine "hooks" gives
+    no queries and keys, so ``by_cause`` is NaN. A segment that has no tokens in any condition of a
+    prompt is NaN.
 
     Source:
-        Own definition. RoPE is a group (arXiv:2104.09864), so that rotated queries and keys can be
-        rotated on.
+        Own definition. Rotations of RoPE add up (arXiv:2104.09864), so rotated queries and keys can
+        be rotated further.
     """
 
     name = "attention_budget"
@@ -82,8 +83,8 @@ class AttentionBudget(AnalysisBase):
 
     @property
     def quantities(self) -> Quantities:
-        """Attention by segment, and its change: as a whole, by cause, and split without an
-        order."""
+        """Attention by segment, and its change: as a whole, as dilution and re-routing, and by
+        cause."""
         attention = Quantity(
             ("head", "segment"),
             "probability",
@@ -118,33 +119,41 @@ class AttentionBudget(AnalysisBase):
         )
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
-        """Find how each layer rotates its queries and keys."""
+        """Find out how each layer rotates its queries and keys."""
         rotations, why_unknown = rotations_of(model, layers)
         return replace(self, rotations=rotations, why_unknown=why_unknown)
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """No masses yet."""
+        """Zero masses [batch segment head query]."""
         length = batch.tokens.shape[1]
         return {"masses": zeros_of_rows(batch, len(SEGMENTS), heads, length)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Store the masses of these queries; with a layer's first block, also what would be without
-        some causes."""
+        """Store the attention of these queries to each segment.
+
+        With a layer's first block, also store what the question's attention would be without some
+        of the causes.
+        """
         shared = _shared(rows.batch)
         question = shared.question
         if rows.queries.start < question.stop and rows.queries.stop > question.start:
             members = shared.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        # Of the model's own attention, once; a null has no queries and keys to move, nor has what
-        # hooks show, so that ``values`` finds no "moved" there.
+        # Once per layer. The null and the engine "hooks" have no queries and keys to move, so their
+        # sums have no "moved".
         is_missing = "moved" not in sums and not rows.null
         if is_missing and isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
-        """The question's attention had the hidden states not changed, with and without the inserted
-        keys."""
+        """The question's mean attention if the hidden states had not changed.
+
+        Returns:
+            ``moved``, with the inserted keys in the softmax, and ``moved_original``, without them,
+            both [batch head segment] and 0 for baselines; ``knows_distance``, whether positions can
+            be moved, and ``is_unchanged``, whether hidden states are the baseline's, both [batch].
+        """
         shared = _shared(batch)
         longer = shared.longer
         moved = zeros_of_rows(batch, attention.q.shape[1], len(SEGMENTS))
@@ -154,7 +163,7 @@ class AttentionBudget(AnalysisBase):
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
             queries = shared.question_of_longer
-            before = fn.before_hidden_states(
+            with_old_states = fn.before_hidden_states(
                 attention,
                 longer,
                 shared.baseline[longer],
@@ -164,9 +173,9 @@ class AttentionBudget(AnalysisBase):
                 queries,
             )
 
-            if layer == 0:  # whose hidden states are embeddings
-                is_unchanged[longer] = fn.is_unchanged(before, attention.of(longer))
-            masses = fn.segment_masses(before, shared.members[longer], queries)
+            if layer == 0:  # only here the hidden states are embeddings, which do not change
+                is_unchanged[longer] = fn.is_unchanged(with_old_states, attention.of(longer))
+            masses = fn.segment_masses(with_old_states, shared.members[longer], queries)
             weights = shared.question_weights[longer, :, queries]
 
             with_all_keys = fn.mean_over_queries(masses, weights)
@@ -219,15 +228,14 @@ class AttentionBudget(AnalysisBase):
         change: BySegment,
         baseline: RowIndex,
     ) -> Float[Tensor, "batch head segment cause"]:
-        """The change by cause; NaN if no queries and keys were shown."""
+        """The change by cause; NaN if the engine gave no queries and keys."""
         if "moved" not in sums:
-            # The engine showed no queries and keys.
             return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
-        # Of each row, for all heads and segments.
+        # One truth value per row, for all heads and segments.
         rows = torch.arange(len(baseline), device=baseline.device)
         is_longer = (baseline != rows)[:, None, None]  # not a baseline itself
         knows_distance = sums["knows_distance"][:, None, None]
-        # Layer 0 reads embeddings, which do not change: rounding must not appear as a change.
+        # Here only rounding distinguishes the last step from the condition: it is not a change.
         has_same_inputs = is_longer & sums["is_unchanged"][:, None, None]
 
         # From the baseline's attention to the condition's, one cause at a time.
@@ -245,36 +253,38 @@ class AttentionBudget(AnalysisBase):
 
 @dataclass(eq=False)
 class _Shared:
-    """What the layers and blocks of a batch have in common, each computed when it is first
+    """What the layers and blocks of a batch share; each item is computed when it is first
     needed."""
 
     batch: Batch
 
     @cached_property
     def members(self) -> Float[Tensor, "batch segment pos"]:
-        """1 where a position belongs to a segment."""
+        """1 if a position belongs to a segment, otherwise 0."""
         return self.batch.members().float()
 
     @cached_property
     def question(self) -> slice:
-        """The positions from the first where any row has a question token to the last."""
+        """The positions from the first to the last at which any row has a question token."""
         return _span(self.batch.of_segment("question"))
 
     @cached_property
     def question_of_longer(self) -> slice:
-        """The same for the rows that are not a baseline."""
+        """The same positions for the rows that are not a baseline."""
         return _span(self.batch.of_segment("question")[self.longer])
 
     @cached_property
     def question_weights(self) -> Float[Tensor, "batch 1 pos"]:
         """The weight of each query in a mean over the question's queries."""
-        asks = self.batch.of_segment("question").float()[:, None]
-        return asks / asks.sum(-1, keepdim=True).clamp(min=1)
+        is_question = self.batch.of_segment("question").float()[:, None]
+        return is_question / is_question.sum(-1, keepdim=True).clamp(min=1)
 
     @cached_property
     def baseline(self) -> RowIndex:
-        """The row of each sequence's baseline, found without waiting for a GPU, unlike in
-        ``pairs_of``."""
+        """The row of each sequence's baseline.
+
+        Unlike ``pairs_of``, this reads nothing from a GPU, and so does not wait for it.
+        """
         rows = self.batch.rows
         row_of_prompt = {
             prompt: row for row, (prompt, condition) in enumerate(rows) if condition == BASELINE
@@ -290,29 +300,30 @@ class _Shared:
 
     @cached_property
     def payers(self) -> Bool[Tensor, "batch segment"]:
-        """The segments that have tokens in some condition of a prompt."""
+        """The segments that have tokens in at least one condition of the row's prompt."""
         same_prompt = (self.baseline[:, None] == self.baseline).float()
         return same_prompt @ self.batch.members().any(-1).float() > 0
 
 
-# One of each batch, for all its layers; batches may alternate with those of a null.
+# One per batch, for all of its layers. More than one is kept, as batches may alternate with those
+# of a null.
 _shared = lru_cache(maxsize=4)(_Shared)
 
 
 def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
-    """The positions from the first where any row is marked to the last."""
-    places = marked.any(0).nonzero()
-    return slice(int(places[0]), int(places[-1]) + 1)
+    """The positions from the first to the last that is marked in any row."""
+    positions = marked.any(0).nonzero()
+    return slice(int(positions[0]), int(positions[-1]) + 1)
 
 
 @lru_cache(maxsize=8)  # a model may have several rotations
 def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
-    """How far the original tokens of each row that is not a baseline are rotated from their place
-    in the baseline."""
+    """The rotation of each original token from its position in the baseline to that in its row, for
+    the rows that are not a baseline."""
     longer = _shared(batch).longer
     position_ids = batch.position_ids
     if position_ids is None:
         position_ids = batch.positions.expand_as(batch.tokens)
     baseline_ids = position_ids[_shared(batch).baseline[longer]]
-    old = baseline_ids.gather(1, batch.origin[longer].clamp(min=0))
-    return rotation.turns(old, position_ids[longer], torch.float32)
+    old_ids = baseline_ids.gather(1, batch.origin[longer].clamp(min=0))
+    return rotation.turns(old_ids, position_ids[longer], torch.float32)

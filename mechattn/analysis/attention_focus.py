@@ -1,4 +1,5 @@
-"""What attention focuses on: the query itself, the first or previous token, repeats; how evenly."""
+"""What attention focuses on (the query itself, the first or previous token, repeats) and how
+evenly."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from mechattn.prompts.token_sequences import Batch, inserted_span
 
 _NO_LARGEST = "uniform attention has no largest key"
 _DIMS = ("head", "segment")
-# What may be 0 in the baseline is compared by its difference.
+# Conditions are compared by "difference" if the quantity may be 0 in the baseline.
 _OF_QUERIES = {
     "self_share": Quantity(
         _DIMS,
@@ -114,7 +115,7 @@ _OF_QUERIES = {
         _DIMS, "keys", "size of the smallest set of keys that holds half of the attention"
     ),
 }
-# What follows from the target and the entropy of a query, once all its keys have been seen.
+# These are computed in ``values`` from the target and the entropy of each query.
 _FROM_SUMS = ("self_share", "first_share", "previous_share", "entropy_share")
 
 
@@ -123,22 +124,23 @@ class AttentionFocus(AnalysisBase):
     """Measure how focused each head's attention is, and on what (R. Claus, "Attention Focus Plots",
     figures 4 to 6).
 
-    "Attends to itself" (or to the first or the previous token) is measured in two ways: the *argmax
-    share* is the share of queries whose strongest target it is, and the *mass* is the attention
-    that they pay to it. All are means over the queries of each segment. The first query does not
-    count because it sees only one key. In a tie the earlier key wins.
+    Attention to the query itself, to the first token and to the previous token is measured in two
+    ways: the *argmax share* (``…_share``) is the share of queries whose strongest target is that
+    token, and the *mass* (``…_mass``) is the attention that they pay to it. All are means over the
+    queries of each segment. Queries that see only one key, such as the first, do not count. In a
+    tie the earlier key is the target.
 
     Two masses are the scores of duplicate-token and induction heads. With ``p`` the positions
     before ``q`` that hold the same token as ``q``, ``duplicate_mass[q] = Σ A[q, p]`` and
     ``induction_mass[q] = Σ A[q, p + 1]`` (``p + 1 < q``). They are means over the queries that have
-    such a position, NaN where a segment has none. Inserted tokens count: repeated filler tokens are
-    duplicates of each other.
+    such a position, and NaN for a segment without such queries. Inserted tokens count too: repeated
+    filler tokens are duplicates of each other.
 
     Args:
         half_mass: Also measure the smallest set of keys that holds half of a query's attention.
-            Every row is sorted for this, which costs several times as much as the rest.
+            This sorts every row, which takes several times as long as the rest.
         per_query: Also keep each query's values, as ``…_at``, and the index of its strongest
-            target.
+            target, ``target_at``.
     """
 
     name = "attention_focus"
@@ -147,7 +149,7 @@ class AttentionFocus(AnalysisBase):
 
     @property
     def _measured(self) -> Quantities:
-        """What is measured of each query."""
+        """The quantities of each query that these options measure."""
         measured = dict(_OF_QUERIES)
         if not self.half_mass:
             del measured["half_mass_keys"]
@@ -155,7 +157,7 @@ class AttentionFocus(AnalysisBase):
 
     @property
     def quantities(self) -> Quantities:
-        """Means over the queries of each segment; also each query's value with ``per_query``."""
+        """Means over the queries of each segment; with ``per_query`` also each query's values."""
         measured = self._measured
         quantities = means_of(measured)
         if self.per_query:
@@ -166,23 +168,23 @@ class AttentionFocus(AnalysisBase):
         return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums."""
+        """Zeros for each query and number."""
         names = [name for name in self._measured if name not in _FROM_SUMS]
         return zeros(batch, heads, *names, "target")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Store each query's values at its position."""
+        """Store the values of each query at its position."""
         pattern = rows.pattern
         first_query = rows.queries.start
         first_key = rows.keys.start
-        ends = (first_query, rows.queries.stop, first_key, rows.keys.stop)
+        block = (first_query, rows.queries.stop, first_key, rows.keys.stop)
         largest, second, column = fn.top_two(pattern)
         numbers = {
             "target": column + first_key,
             "self_mass": self_attention(pattern, first_query, first_key),
             "previous_mass": fn.looking_back(pattern, 1, first_query, first_key),
-            "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 0, *ends)),
-            "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 1, *ends)),
+            "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 0, *block)),
+            "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 1, *block)),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, first_query, first_key),
@@ -225,13 +227,13 @@ class AttentionFocus(AnalysisBase):
         return values
 
 
-# Looked up once for all layers: both kinds, in the blocks of a long sequence. Slices cannot be keys
-# of a cache before Python 3.12.
+# The layers of a batch share them. There is one entry for each block and each value of ``after``;
+# 256 suffice for a long sequence. Before Python 3.12 slices cannot be keys of a cache.
 @lru_cache(maxsize=256)
 def _places_of_repeats(
     batch: Batch, after: int, first_query: int, end_query: int, first_key: int, end_key: int
 ) -> fn.PairIndices:
-    """Where in a block the keys of ``fn.repeats_of`` are: as row, query and key."""
+    """The indices (row, query, key) of the keys in a block that ``fn.repeats_of`` marks."""
     queries = slice(first_query, end_query)
     keys = slice(first_key, end_key)
     row, query, key = fn.repeats_of(batch.tokens, after, queries, keys).nonzero(as_tuple=True)
@@ -240,5 +242,6 @@ def _places_of_repeats(
 
 @lru_cache(maxsize=4)  # the layers of a batch share them
 def _has_repeat(batch: Batch, after: int) -> Marked:
-    """The queries whose token occurs earlier, with a token after it if that is asked for."""
+    """The queries that have a key of ``fn.repeats_of``: their token occurs before them, with
+    ``after=1`` at least two positions before."""
     return fn.has_repeat(batch.tokens, after)

@@ -42,7 +42,8 @@ from mechattn.model.head_parts import output_weights
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.token_sequences import Batch, TokenSequence, inserted_span
 
-# (units, description). What may be 0 in the baseline is compared by its difference.
+# Units and descriptions. The quantities of the second table may be 0 in the baseline, so conditions
+# are compared by their difference.
 _OF_PATTERNS = {
     "first_alpha": (
         "probability",
@@ -63,21 +64,21 @@ _OF_PATTERNS_FROM_ZERO = {
     "inserted_sink": ("share", "1 if an inserted token is a sink"),
     "span_sink": (
         "share",
-        "1 if the inserted tokens together are a sink: that mass is above the threshold",
+        "1 if the inserted tokens together are a sink: span_mass is above the threshold",
     ),
 }
 _OF_VALUES = {
     "value_drain": (
         "ratio",
-        "|v| of the first token / mean |v| of all: small if the sink contributes little",
+        "|v| of the first token / mean |v| of all tokens: small if the sink contributes little",
     ),
     "strongest_value_ratio": (
         "ratio",
-        "|v| of the key with the largest mean attention / mean |v| of all",
+        "|v| of the key with the largest mean attention / mean |v| of all tokens",
     ),
     "first_norm_share": (
         "share",
-        "share of sum A |v W_O| of the first token (norm-based; before interventions on z)",
+        "sum A |v W_O| of the first token / that of all tokens (before interventions on z)",
     ),
     "first_output_share": (
         "ratio",
@@ -88,7 +89,7 @@ _OF_VALUES = {
         "effective rank of z over the tokens (exp entropy of its singular values' shares)",
     ),
     "output_ratio": ("ratio", "mean |z W_O| / its mean over the heads of the layer"),
-    "inactive": ("share", "1 if that ratio is below the bound"),
+    "inactive": ("share", "1 if output_ratio is below inactive_below"),
 }
 _PER_LAYER = {
     "massive_count": ("entries", "entries of resid_post with |h| above both bounds"),
@@ -99,7 +100,7 @@ _PER_LAYER = {
 _PER_KEY = {
     "alpha": (
         "probability",
-        "mean attention that the key gets from the queries from it on, its own included",
+        "mean attention that the key gets from itself and the queries after it",
     ),
     "vertical": (
         "probability",
@@ -117,7 +118,7 @@ _NO_NULL = "it depends on the values"
 class AttentionSinks(AnalysisBase):
     """Find the attention sinks of each head and measure what they contribute to its output.
 
-    ``α[k] = mean over q ≥ k of A[q, k]``; a head has a sink at k if ``α[k] > threshold``; the sink
+    ``α[k] = mean over q ≥ k of A[q, k]``; a head has a sink at k if ``α[k] > threshold``. The sink
     rate is the mean of ``first_sink`` (or of ``sinks > 0``) over layers, heads and prompts. α
     depends on the length of the sequence, which is recorded. Every query counts, including inserted
     ones. A sink that contributes little (small ``value_drain`` and ``first_output_share``) lets a
@@ -126,11 +127,11 @@ class AttentionSinks(AnalysisBase):
 
     Args:
         threshold: The threshold of α.
-        least_queries: The number of queries that must see a key for it to count as a sink; the last
-            keys are seen by few.
+        least_queries: The number of queries that must see a key for it to count as a sink, since
+            the mean over few queries is noisy. The first token is judged in any case.
         gap: The smallest distance between query and key that counts for the vertical score.
-        inactive_below: The threshold of ``output_ratio`` below which a head is inactive.
-        massive: The bounds of a massive activation: |h|, and |h| / median |h|.
+        inactive_below: A head is inactive if its ``output_ratio`` is below this.
+        massive: The bounds that a massive activation exceeds: of |h|, and of |h| / median |h|.
 
     Source:
         Gu et al., arXiv:2410.10781 (α, threshold 0.3); Sun et al., arXiv:2402.17762 (massive
@@ -150,16 +151,16 @@ class AttentionSinks(AnalysisBase):
         if not 0 < self.threshold < 1:
             raise OptionError(f"threshold={self.threshold!r}: give a number between 0 and 1")
         try:
-            _, _ = map(float, self.massive)  # counts and checks them
+            _, _ = map(float, self.massive)  # fails unless there are two numbers
         except (TypeError, ValueError):
             raise OptionError(
-                f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median"
+                f"massive={self.massive!r}: give two bounds, of |h| and of |h| / median |h|"
             ) from None
         check_counts(least_queries=self.least_queries, gap=self.gap)
 
     @property
     def quantities(self) -> Quantities:
-        """Per head, per layer and per key."""
+        """Quantities of each head, of each layer and of each key."""
         by_head = ("head",)
         by_key = ("head", "key")
         no_attention = "it is not made of attention"
@@ -185,11 +186,12 @@ class AttentionSinks(AnalysisBase):
 
     @property
     def captures(self) -> Sequence[str]:
-        """Each head's output before W_O, and the residual stream after the block."""
+        """Each head's output before W_O, and the residual stream after the layer."""
         return ("attn.hook_z", "hook_resid_post")
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """A sequence in which no key is seen by enough queries is refused."""
+        """A sequence of fewer than ``least_queries`` tokens is refused, since it cannot have a
+        sink."""
         if len(sequence) >= self.least_queries:
             return None
         return (
@@ -203,17 +205,17 @@ class AttentionSinks(AnalysisBase):
         return replace(self, factors=factors)
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums."""
+        """Zero sums over queries for each key."""
         return zeros(batch, heads, "columns", "columns_after", "near")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Add column sums over all queries, over those after the insertion, and over those near the
-        key."""
+        """Add column sums over all queries, over the original ones after the insertion, and over
+        those near the key; with a layer's first block, store the norms of the values."""
         pattern = rows.pattern
         keys = rows.keys
         queries = rows.queries
 
-        # With the layer's first block; a null has no values.
+        # Once per layer; a null has no values.
         if "value_norm" not in sums and not rows.null:
             v = rows.values_for("a sink's contribution")
             norms = fn.value_norms(v, self.factors[rows.layer])
@@ -230,23 +232,25 @@ class AttentionSinks(AnalysisBase):
             sums["columns_after"][..., keys] += fn.column_sums(pattern, counted)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Measure the norm and rank of each head's output, and the largest activations."""
+        """Store the norm and the Gram matrix of each head's output, and the massive
+        activations."""
         factor = self.factors[captures.layer]
         real = captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
 
-        # In float64, as a Gram matrix squares the condition number.
+        # In float64, since a Gram matrix squares the condition number.
         by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
         by_head = by_head.double() * real[:, None, :, None]
         sums["gram"] = by_head.mT @ by_head
 
         stream = captures.tensors["hook_resid_post"].to(factor.dtype)
-        least, ratio = self.massive
-        sums |= fn.massive(stream, real, float(least), float(ratio))
+        size_bound, ratio_bound = self.massive
+        sums |= fn.massive(stream, real, float(size_bound), float(ratio_bound))
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """α and what follows from it (the null has only these), and the rest."""
+        """Everything that follows from α; except for the null, also what needs values, z and the
+        residual stream."""
         seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         values = self._of_keys(sums, batch, seeing)
         mass_of_span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1)
@@ -260,7 +264,7 @@ class AttentionSinks(AnalysisBase):
         from_afar = sums["columns"] - sums["near"]
         vertical = from_afar / distant[:, None]
         values["vertical"] = nan_outside(vertical, batch.real & (distant > 0))
-        if "value_norm" not in sums:  # those of a null
+        if "value_norm" not in sums:  # the sums of a null
             return values
 
         values |= self._of_values(sums, batch, values["strongest_position"])
@@ -272,13 +276,14 @@ class AttentionSinks(AnalysisBase):
         return values
 
     def _of_keys(self, sums: Sums, batch: Batch, seeing: Float[Tensor, "batch key"]) -> Values:
-        """α of every key, which keys are sinks, and the strongest inserted key."""
+        """α of every key, the number of sinks, and α of the first, the strongest and the strongest
+        inserted key."""
         alpha = fn.received_attention(sums["columns"], seeing * batch.real)
         enough_see = (seeing >= self.least_queries) & batch.real
         alpha_of_seen = alpha.masked_fill(~enough_see[:, None], -1.0)
-        strongest, position = alpha_of_seen.max(-1)
+        strongest_alpha, position = alpha_of_seen.max(-1)
         count = (alpha_of_seen > self.threshold).sum(-1).float()
-        any_counts = enough_see.any(-1)  # not so in a window narrower than ``least_queries``
+        any_counts = enough_see.any(-1)  # False in a window narrower than ``least_queries``
 
         inserted_alpha = alpha_of_seen.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
         inserted_alpha = inserted_alpha.masked_fill(inserted_alpha < 0, torch.nan)
@@ -287,35 +292,39 @@ class AttentionSinks(AnalysisBase):
             "alpha": alpha,
             "first_alpha": first_alpha,
             "first_sink": _above(first_alpha, self.threshold),
-            "strongest_alpha": nan_outside(strongest, any_counts),
+            "strongest_alpha": nan_outside(strongest_alpha, any_counts),
             "strongest_position": nan_outside(position.float(), any_counts),
             "sinks": nan_outside(count, any_counts),
             "inserted_alpha": inserted_alpha,
             "inserted_sink": _above(inserted_alpha, self.threshold),
         }
 
-    def _of_values(
-        self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]
-    ) -> Values:
-        """The contributions of the inserted tokens, the first token and the strongest sink;
-        inactive heads."""
+    def _of_values(self, sums: Sums, batch: Batch, position: Float[Tensor, "batch head"]) -> Values:
+        """What the first and the strongest key contribute, the size and rank of each head's output,
+        and which heads are inactive.
+
+        Args:
+            sums: The layer's sums.
+            batch: The sequences.
+            position: The position of the key with the largest α; NaN if no key counts.
+        """
         norms = sums["value_norm"]
         mean_norm = _mean(norms, batch.real)
 
-        index = strongest.nan_to_num(0.0).long()[..., None]
-        strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(strongest.isnan(), torch.nan)
+        index = position.nan_to_num(0.0).long()[..., None]
+        strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(position.isnan(), torch.nan)
 
         output = _mean(sums["output"], batch.real)
         ratio = output / output.mean(1, keepdim=True)
-        # The mean over queries of A |v W_O|, of each key.
-        written = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
-        first_written = written[..., 0]
+        # The mean over queries of A |v W_O|, for each key.
+        contributions = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
+        first_contribution = contributions[..., 0]
 
         return {
             "value_drain": norms[..., 0] / mean_norm,
             "strongest_value_ratio": strongest_norm / mean_norm,
-            "first_norm_share": first_written / written.sum(-1),
-            "first_output_share": torch.where(output > 0, first_written / output, torch.nan),
+            "first_norm_share": first_contribution / contributions.sum(-1),
+            "first_output_share": torch.where(output > 0, first_contribution / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
             "output_ratio": ratio,
             "inactive": (ratio < self.inactive_below).float(),
@@ -328,7 +337,7 @@ def _quantities(
     compared: Literal["ratio", "difference"] = "ratio",
     no_null: str = "",
 ) -> dict[str, Quantity]:
-    """The quantities of a table, of these dimensions."""
+    """The quantities of a table, all with these dimensions."""
     return {
         name: Quantity(dims, units, description, compared, no_null)
         for name, (units, description) in table.items()
@@ -342,5 +351,5 @@ def _mean(value: Float[Tensor, "batch head pos"], counted: Marked) -> Float[Tens
 
 
 def _above(value: Float[Tensor, "*any"], bound: float) -> Float[Tensor, "*any"]:
-    """1 where a value is above the bound, 0 where it is not, NaN where it is unknown."""
+    """1 if a value is above the bound, 0 if it is not, NaN if the value is NaN."""
     return torch.where(value.isnan(), torch.nan, (value > bound).float())

@@ -1,4 +1,4 @@
-"""What the attention block and the MLP of each layer add to the residual stream."""
+"""What attention and the MLP of each layer add to the residual stream."""
 
 from __future__ import annotations
 
@@ -34,56 +34,60 @@ from mechattn.prompts.token_sequences import Batch
 _STREAM_HOOKS = ("hook_resid_pre", "hook_resid_post")
 _MIDDLE_HOOK = "hook_resid_mid"
 _OUTPUT_HOOKS = ("hook_attn_out", "hook_mlp_out")
+# The error, relative to the update, up to which a hook counts as holding it. Half precision rounds
+# less, and an output that contains the residual stream is off by that stream.
+_LARGEST_ERROR = 0.05
 _DIMS = ("block", "segment")
 _DIRECTIONS = {
     "block_magnitude": Quantity(
         _DIMS,
         "ratio",
-        "|update of the block| / |residual stream before it|",
-        title="magnitude of the block's update",
+        "|update| / |residual stream before it|, of attention or MLP",
+        title="magnitude of the updates by attention and MLP",
     ),
     "block_orientation": Quantity(
         _DIMS,
         "cosine",
-        "cosine of the block's update and the residual stream before it",
+        "cosine of the update and the residual stream before it, of attention or MLP",
         "difference",
     ),
 }
 _NORMS = {
-    "block_norm": Quantity(_DIMS, "residual norm", "|update of the block|"),
-    "stream_norm": Quantity(_DIMS, "residual norm", "|residual stream before the block|"),
+    "block_norm": Quantity(_DIMS, "residual norm", "|update by attention or MLP|"),
+    "stream_norm": Quantity(_DIMS, "residual norm", "|residual stream before the update|"),
 }
 
 
 @dataclass(frozen=True)
 class BlockUpdates(AnalysisBase):
-    """Measure the magnitude and orientation of the updates by the attention block and the MLP of
-    each layer.
+    """Measure the magnitude and orientation of what attention and the MLP of each layer add to the
+    residual stream.
 
-    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, including any norm after the
-    block. In a layer with parallel attention and MLP, both are compared with resid_pre. A
-    multiplier of block outputs (Granite's residual multiplier) is part of Δ. Means over the tokens
-    of each segment.
+    ``Δ = resid_mid − resid_pre`` for attention and ``Δ = resid_post − resid_mid`` for the MLP,
+    including a norm that follows either. If both run in parallel, Δ is attn_out and mlp_out, and
+    both are compared with resid_pre. A factor of the outputs (Granite's residual multiplier) is
+    part of Δ. The dimension "block" has the labels "attention" and "mlp". Values are means over the
+    tokens of each segment.
 
     Args:
-        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+        per_query: Also keep the magnitude and orientation at each query (token), as ``…_at``.
     """
 
     name = "block_updates"
     per_query: bool = False
     sequential: bool = calibrated_field(default=True)  # whether the MLP reads what attention wrote
-    # The hooks of the blocks' outputs, and what multiplies what they hold.
+    # The hooks of attn_out and mlp_out, and the factor by which the block multiplies both.
     output_hooks: tuple[str, str] = calibrated_field(default=_OUTPUT_HOOKS)
     factor: float = calibrated_field(default=1.0)
 
     @property
     def coords(self) -> Coords:
-        """The two blocks of a layer."""
+        """The two updates of a layer."""
         return {"block": ["attention", "mlp"]}
 
     @property
     def quantities(self) -> Quantities:
-        """Quantities of each block."""
+        """Means over the tokens of each segment; each token's own values with ``per_query``."""
         quantities = means_of(_DIRECTIONS | _NORMS, "tokens")
         if self.per_query:
             quantities |= of_each(_DIRECTIONS, "token")
@@ -91,7 +95,7 @@ class BlockUpdates(AnalysisBase):
 
     @property
     def captures(self) -> Sequence[str]:
-        """The residual stream around both blocks, and the output of each."""
+        """The residual stream of the layer, and the outputs of attention and MLP."""
         captures = [*_STREAM_HOOKS, *self.output_hooks]
         if self.sequential:
             captures.append(_MIDDLE_HOOK)
@@ -101,7 +105,7 @@ class BlockUpdates(AnalysisBase):
         """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
 
         Raises:
-            ModelError: A layer has no hooks that give the outputs of its blocks.
+            ModelError: A layer lacks a hook of the residual stream, of attn_out or of mlp_out.
         """
         hooks = model.hook_dict
         sequential = all(f"blocks.{layer}.{_MIDDLE_HOOK}" in hooks for layer in layers)
@@ -110,35 +114,36 @@ class BlockUpdates(AnalysisBase):
             factor = 1.0
             output_hooks = _OUTPUT_HOOKS
         else:
-            # Such a block fires hook_attn_out only for functions that TransformerLens has added.
+            # TransformerLens's ScaledResidualBlockBridge calls hook_attn_out and hook_mlp_out only
+            # if a function was added with ``add_hook``, and not for the torch hooks of the engine.
             output_hooks = ("attn.hook_out", "mlp.hook_out")
 
         for layer in layers:
             for name in (*_STREAM_HOOKS, *output_hooks):
                 if f"blocks.{layer}.{name}" not in hooks:
                     raise ModelError(
-                        f"layer {layer} of {model.cfg.model_name} has no {name}, so the outputs of"
-                        " its blocks cannot be separated"
+                        f"layer {layer} of {model.cfg.model_name} has no {name}, so the updates by"
+                        " its attention and MLP cannot be separated"
                     )
         return replace(self, sequential=sequential, output_hooks=output_hooks, factor=factor)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         tensors = {name: tensor.float() for name, tensor in captures.tensors.items()}
-        before = tensors["hook_resid_pre"]
+        resid_pre = tensors["hook_resid_pre"]
         attention_hook, mlp_hook = self.output_hooks
-        attention = tensors[attention_hook] * self.factor
-        mlp = tensors[mlp_hook] * self.factor
-        middle = before  # what a parallel MLP reads
+        attention_update = tensors[attention_hook] * self.factor
+        mlp_update = tensors[mlp_hook] * self.factor
+        mlp_input = resid_pre
         if self.sequential:
-            middle = tensors[_MIDDLE_HOOK]
+            mlp_input = tensors[_MIDDLE_HOOK]
             real = captures.batch.real
             precision = torch.finfo(captures.tensors["hook_resid_post"].dtype).eps
-            attention = _added(before, attention, middle, real, precision)
-            mlp = _added(middle, mlp, tensors["hook_resid_post"], real, precision)
+            attention_update = _update(resid_pre, attention_update, mlp_input, real, precision)
+            mlp_update = _update(mlp_input, mlp_update, tensors["hook_resid_post"], real, precision)
 
-        streams = torch.stack([before, middle], 1)
-        updates = torch.stack([attention, mlp], 1)
+        streams = torch.stack([resid_pre, mlp_input], 1)
+        updates = torch.stack([attention_update, mlp_update], 1)
         sums["stream"] = streams.norm(dim=-1)
         sums["norm"] = updates.norm(dim=-1)
         sums["product"] = torch.linalg.vecdot(streams, updates)
@@ -160,17 +165,29 @@ class BlockUpdates(AnalysisBase):
         return values
 
 
-def _added(before: Stream, out: Stream, after: Stream, real: Marked, precision: float) -> Stream:
-    """The block's output from its hook if that is the update at most tokens of a sequence (a
-    difference of large numbers loses digits); otherwise (BLOOM adds the residual first) the
-    difference."""
-    change = after - before
-    error = (change - out).norm(dim=-1)
-    rounding = precision * after.norm(dim=-1)
-    is_update = error < 0.05 * change.norm(dim=-1) + rounding
+def _update(
+    stream: Stream, output: Stream, next_stream: Stream, real: Marked, precision: float
+) -> Stream:
+    """What attention or MLP adds to the residual stream.
 
-    # One decision for all tokens of a sequence, as a massive activation at one token says little of
-    # the others; not for the batch, whose other prompts must have no effect.
+    This is the output at its hook if that agrees with the change of the stream at more than half of
+    the tokens of a sequence, since a difference of large numbers loses digits. Otherwise it is that
+    difference: the hook of BLOOM already holds the sum with the residual stream.
+
+    Args:
+        stream: The residual stream before the update.
+        output: What the hook of attn_out or mlp_out holds.
+        next_stream: The residual stream after the update.
+        real: The tokens that are not padding.
+        precision: The relative rounding error of the model's dtype.
+    """
+    difference = next_stream - stream
+    error = (difference - output).norm(dim=-1)
+    rounding = precision * next_stream.norm(dim=-1)
+    is_update = error < _LARGEST_ERROR * difference.norm(dim=-1) + rounding
+
+    # One decision for all tokens of a sequence, since a massive activation at one token says little
+    # about the others; not one for the batch, since other prompts must have no effect.
     update_count = (is_update & real).sum(-1)
     holds_update = 2 * update_count > real.sum(-1)
-    return torch.where(holds_update[:, None, None], out, change)
+    return torch.where(holds_update[:, None, None], output, difference)

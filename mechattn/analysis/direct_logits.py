@@ -1,5 +1,5 @@
-"""What each head adds directly to the logit of the next token, also by the segment of the keys it
-reads."""
+"""What each head adds directly to the logit of the next token, also by the segment of the keys
+that it reads."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from mechattn.model.verify.layer_checks import GATES, gate_of
 from mechattn.prompts.token_sequences import Batch
 
 _Z = "attn.hook_z"
-NORM_INPUT = "ln1_post.hook_in"  # of the norm between attention and the residual stream
+NORM_INPUT = "ln1_post.hook_in"  # the input of the norm between attention and residual stream
 _ABOUT = "direct contribution to the logit of the next token"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Logits(AnalysisBase):
-    """What the logits of whole heads and those of segments have in common."""
+    """Base class of :class:`DirectLogits` and :class:`SegmentLogits`."""
 
     weights: Mapping[int, Weights] = calibrated_field(default_factory=dict)  # W_O by layer
     unembed: Unembedding = calibrated_field(default=None)
@@ -67,15 +67,22 @@ class _Logits(AnalysisBase):
         """Prepare W_O, the norms after attention and the unembedding.
 
         Raises:
-            ModelError: A path to the logits is unknown.
+            ModelError: A head's update, or its path to the logits, cannot be computed for this
+                model.
         """
         weights = {layer: output_weights(model, layer) for layer in layers}
         norms = norms_after(model, layers)
         return replace(self, weights=weights, unembed=unembedding(model), norms=norms)
 
     def toward_next(self, next_tokens: Tokens, layer: int) -> Stream:
-        """``u``: what the update of a head has to be multiplied with at each position, for its part
-        in the logit of the next token, before the scales of the norms."""
+        """The direction ``u`` that turns a head's update into its contribution to the next logit.
+
+        The contribution is the product of both, divided by the scales of the norms.
+
+        Args:
+            next_tokens: The next token at each position.
+            layer: The layer of the head.
+        """
         dtype = working_dtype(self.weights[layer])
         direction = self.unembed.direction(next_tokens).to(dtype)
         norm = self.norms.get(layer)
@@ -92,17 +99,18 @@ class _Logits(AnalysisBase):
 class DirectLogits(_Logits):
     """Direct logit attribution: what each head adds to the logit of the next token in the text.
 
-    ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit;
+    ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit.
     Δ is the head's update of the residual stream, γ the weight of the final norm and σ its scale at
-    this token (LayerNorm subtracts the mean first), f the factor of the logits (Cohere, Granite; 1
-    in most models). ``Δ = z W_O``; where a norm follows attention (Gemma 2 and 3, OLMo 2), ``Δ = γ'
-    · z W_O / σ'`` with the scale σ' of the whole block's output at this token. Both scales are held
-    fixed. The sum over all heads of all layers, the embedding, the MLPs and the biases is the logit
-    (before the cap in a model that caps its logits, such as Gemma 2). The model always runs to its
-    last layer. Means over the tokens of each segment; the last token has no next token.
+    this token (a LayerNorm subtracts the mean of Δ first), f the factor of the logits (Cohere,
+    Granite; 1 in most models). ``Δ = z W_O``; if a norm follows attention (Gemma 2 and 3, OLMo 2),
+    ``Δ = γ' · z W_O / σ'`` with the scale σ' of attention's whole output at this token. Both
+    scales are held fixed. The contributions of all heads of all layers, the embedding, the MLPs and
+    the biases add up to the logit above the mean logit (before the cap in a model that caps its
+    logits, such as Gemma 2). The model always runs to its last layer. Values are means over the
+    tokens of each segment, except the last token, which has no next token.
 
     Args:
-        per_query: Also keep the value of each token, as ``next_token_logit_at``.
+        per_query: Also keep the value at each query (token), as ``next_token_logit_at``.
 
     Source:
         Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
@@ -125,15 +133,16 @@ class DirectLogits(_Logits):
 
     @property
     def captures(self) -> Sequence[str]:
-        """Each head's output before W_O; the input of the norm after attention, where there is
-        one."""
+        """Each head's output before W_O, and the input of a norm after attention."""
         if self.norms:
             return (_Z, NORM_INPUT)
         return (_Z,)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Multiply each head's update with the direction of the next token, before the scale of the
-        final norm."""
+        """Store the product of each head's update with the direction of the next token.
+
+        It is not yet divided by the scale of the final norm.
+        """
         w_o = in_working_dtype(self.weights[captures.layer])
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
         toward = self.toward_next(captures.batch.tokens.roll(-1, 1), captures.layer)
@@ -146,7 +155,7 @@ class DirectLogits(_Logits):
         sums["product"] = product
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over segments; the last token has no next token."""
+        """Means over the tokens of each segment that have a next token."""
         logit = nan_outside(sums["product"] / sums["scale"], _has_next(batch))
         per_token = {"next_token_logit": logit}
         values = means_by_segment(per_token, batch)
@@ -155,13 +164,12 @@ class DirectLogits(_Logits):
         return values
 
 
-def _has_next(batch: Batch) -> Marked:
-    """The tokens with a next token."""
-    return torch.nn.functional.pad(batch.real[:, 1:], (0, 1))
-
-
 def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, FrozenNorm]:
-    """The norms between attention and the residual stream, by layer."""
+    """The norms between attention and the residual stream, by layer; empty in most models.
+
+    Raises:
+        ModelError: Such a norm has no hook at its input, or its scale cannot be computed.
+    """
     norms = {}
     for layer in layers:
         norm = getattr(model.blocks[layer], "ln1_post", None)
@@ -185,14 +193,15 @@ class SegmentLogits(_Logits):
     value that :class:`DirectLogits` gives an update Δ at query q, with the scales of the final norm
     and of a norm after attention held fixed. If a gate of the query multiplies the head's output
     (Qwen3-Next), ``v[k] · g[q]`` replaces ``v[k]``. The sum over all segments is
-    ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the last token
-    has no next token.
+    ``next_token_logit`` of ``DirectLogits``. Values are means over the queries of each segment,
+    except the last token, which has no next token.
 
-    ``next_token_logit_per_key`` divides by the keys of the segment that the query sees. The
-    difference of two segments is the contrast of a needle with the rest of its context (LOCOS).
+    ``next_token_logit_per_key`` is φ divided by the number of keys of the segment that the query
+    sees; queries that see none do not count in its mean. The difference of two segments is the
+    contrast of a needle with the rest of its context (LOCOS).
 
     Source:
-        arXiv:2607.01002; the next tokens of the text take the place of its answer tokens.
+        arXiv:2607.01002. The next tokens of the text replace its answer tokens.
     """
 
     name = "segment_logits"
@@ -201,7 +210,7 @@ class SegmentLogits(_Logits):
 
     @property
     def quantities(self) -> Quantities:
-        """From the queries of a segment to the keys of each."""
+        """The contribution that queries of ``segment`` read from keys of ``to_segment``."""
         read = Quantity(
             ("head", "segment", "to_segment"),
             "logits",
@@ -214,13 +223,13 @@ class SegmentLogits(_Logits):
 
     @property
     def captures(self) -> Sequence[str]:
-        """The input of the norm after attention, and the gate; z, unused, if there is neither."""
+        """The input of a norm after attention and the gate; z if the model has neither."""
         captures = []
         if self.norms:
             captures.append(NORM_INPUT)
         if self.gate:
             captures.append(self.gate[0])
-        # One at least: ``add_captures`` is called when the last of them has fired.
+        # ``add_captures`` is called after the last hook, so one is needed; z is not read.
         return captures or [_Z]
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
@@ -229,8 +238,8 @@ class SegmentLogits(_Logits):
 
         Raises:
             ModelError: A head's update, or its path to the logits, cannot be computed for this
-                model; or the mixed values pass a norm before z, so that no key's share can be
-                separated.
+                model, or z is not the sum of ``A · v`` times a known gate, so that the share of a
+                key cannot be separated.
         """
         gate = None
         limit = limit_of(model, "values")
@@ -240,7 +249,7 @@ class SegmentLogits(_Logits):
             gates = [name for name in GATES if f"{attention}.{name}" in model.hook_dict]
             if function is None or not gates:
                 raise ModelError(
-                    f"{model.cfg.model_name}: {limit}; so a key's share of a head's update is not A"
+                    f"{model.cfg.model_name}: {limit}, so a key's share of a head's update is not A"
                     " · v W_O"
                 )
 
@@ -248,15 +257,15 @@ class SegmentLogits(_Logits):
         return replace(super().calibrated(model, layers, measured), gate=gate)
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums."""
+        """Zeros [batch head query segment]."""
         return {"read": zeros_of_rows(batch, heads, batch.tokens.shape[1], len(SEGMENTS))}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Add the contributions that these queries read from each segment, before the norms'
-        scales."""
+        """Store what these queries read from each segment, not yet divided by the scales of the
+        norms."""
         v = rows.values_for("a key's contribution")[:, :, rows.keys]
 
-        # What a value vector has to be multiplied with: ``W_O u`` of each query.
+        # The product of a value vector with ``W_O u`` of a query is its contribution there.
         w_o = in_working_dtype(self.weights[rows.layer])
         next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
         directions = einsum(
@@ -273,7 +282,7 @@ class SegmentLogits(_Logits):
             sums["read"][:, :, rows.queries] = key_logits @ members.mT
             return
 
-        # The gate of each channel comes later, so the mix of each segment is kept until then.
+        # The gate multiplies each channel and fires later, so channels are kept apart until then.
         values_of_segments = members[..., None] * values[:, :, None]
         mixed = rows.pattern.to(values.dtype)[:, :, None] @ values_of_segments
         products = mixed * directions[:, :, None]
@@ -286,7 +295,7 @@ class SegmentLogits(_Logits):
         if self.gate is not None:
             hook, function = self.gate
             mixed = sums.pop("mixed")
-            # One number per head, or one per channel.
+            # A gate has one number per head, or one per channel.
             gate = function(captures.by_head(hook, mixed.shape[1]))
             gate = rearrange(gate, "batch pos head d -> batch head pos 1 d")
             sums["read"] = (mixed * gate).sum(-1)
@@ -295,7 +304,7 @@ class SegmentLogits(_Logits):
             sums["norm_scale"] = norm.scale(captures.tensors[NORM_INPUT])[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over the queries of each segment that have a next token."""
+        """Means over those queries of each segment that have a next token."""
         scale = sums["scale"]
         if "norm_scale" in sums:
             scale = scale * sums["norm_scale"]
@@ -308,7 +317,7 @@ class SegmentLogits(_Logits):
         is_seen = seen_keys(batch, batch.positions, window).to(read.dtype)
         key_counts = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
         per_key = torch.where(key_counts > 0, read / key_counts, 0.0)
-        # Queries of the segment that see a key of to_segment.
+        # The number of queries of the segment that see a key of to_segment.
         count_seeing = queries @ (key_counts > 0).to(read.dtype)
 
         means = {
@@ -317,3 +326,8 @@ class SegmentLogits(_Logits):
         }
         is_empty = count_seeing == 0  # a segment without queries, or without keys that they see
         return {name: mean.masked_fill(is_empty, torch.nan) for name, mean in means.items()}
+
+
+def _has_next(batch: Batch) -> Marked:
+    """The tokens with a next token."""
+    return torch.nn.functional.pad(batch.real[:, 1:], (0, 1))

@@ -44,7 +44,7 @@ from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 Rule = Literal["quantile", "mad", "absolute"]
-_UNDEFINED = -1.0  # stands for an undefined number, as sums must be finite
+_UNDEFINED = -1.0  # replaces an undefined number, since sums must be finite
 _NEAR_ZERO = "share of channels with |act| <= threshold"
 _DIMS = ("segment",)
 _PER_TOKEN = {
@@ -85,12 +85,13 @@ _OF_QUESTIONS = {
         "difference",
     ),
 }
-_CALIBRATION = 16  # prompts
-# Of the calibration problems: not the default seed, so they are not the measured ones.
+_CALIBRATION = 16  # the number of generated calibration problems
+# Their seed differs from the default of ``load_prompts``, which may give the measured problems.
 _CALIBRATION_SEED = 977
-_TOKENS_AT_ONCE = 64  # in all conditions of a prompt: their changes are in memory together
-_LEAST_CHANGE = 1e-4  # relative to a token's activations: a smaller change may be rounding
-# 0, the most frequent value, is the middle of a bin.
+# Tokens of which the changes in all conditions of a prompt are in memory at once.
+_TOKENS_AT_ONCE = 64
+_LEAST_CHANGE = 1e-4  # relative to a token's activations; a smaller change may be rounding
+# The edges of bins of width 0.02. The most frequent value, 0, is in the middle of a bin.
 _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))
 
 
@@ -100,26 +101,27 @@ class MlpActivations(AnalysisBase):
     (arXiv:2510.01032, section 4).
 
     Gives means over the tokens of each segment of the per-token statistics in
-    :mod:`mechattn.functional.activations`, the near-zero share by class of the question's tokens, a
-    histogram of the question's activations, and the change of each original token from the
-    baseline.
+    :mod:`mechattn.functional.activations` and of each original token's change from the baseline,
+    the near-zero share by class of the question's tokens, a histogram of the question's
+    activations, and the products of the changes that two conditions make.
 
-    A mixture of experts is refused, as its tokens share no channels.
+    A mixture of experts is refused, since its tokens share no channels.
 
-    "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on
+    "Near zero" is ``|x| ≤ threshold``. Each layer has one threshold, which is set before the run on
     calibration prompts in the baseline condition, and recorded. The rule gives one number per
-    prompt; the threshold is their median:
+    calibration prompt, and the threshold is their median:
 
     - "quantile": the ``value``-th quantile of ``|x|`` over the prompt's tokens and channels;
     - "mad": ``1.4826 · value · MAD(|x|)``, the ε of ARM;
-    - "absolute": ``value`` itself, for every layer and model; no calibration.
+    - "absolute": ``value`` itself in every layer, without calibration prompts.
 
     Args:
         rule: The rule for the threshold.
-        value: The number that the rule takes.
-        calibration: The calibration prompts; by default 16 generated word problems, none of which
-            ``load_prompts("word-problems")`` gives with its default seed.
-        edges: The edges of the histogram's bins; values outside are counted in two open bins.
+        value: The number that the rule uses.
+        calibration: The calibration prompts. By default they are 16 generated word problems, none
+            of which ``load_prompts("word-problems")`` gives with its default seed.
+        edges: The edges of the histogram's bins. Values below the first and from the last on are
+            counted in two open bins.
     """
 
     name = "mlp_activations"
@@ -138,8 +140,8 @@ class MlpActivations(AnalysisBase):
             raise OptionError(f"value={self.value!r}: give a number above 0")
         if self.calibration == () and self.rule != "absolute":
             raise OptionError("calibration=(): give at least one prompt, or leave it out")
-        rises = all(low < high for low, high in pairwise(self.edges))
-        if len(self.edges) < 2 or not rises:
+        is_increasing = all(low < high for low, high in pairwise(self.edges))
+        if len(self.edges) < 2 or not is_increasing:
             raise OptionError("edges: give at least two numbers in increasing order")
 
     @property
@@ -148,7 +150,7 @@ class MlpActivations(AnalysisBase):
         options: dict[str, Any] = {
             "rule": self.rule,
             "value": self.value,
-            # By the layer as text, as JSON reads it back.
+            # Layers as text, as JSON reads them back.
             "thresholds": {str(layer): value for layer, value in self.thresholds.items()},
         }
         if self.rule == "absolute":
@@ -160,18 +162,19 @@ class MlpActivations(AnalysisBase):
 
     @property
     def coords(self) -> Coords:
-        """Labels of the bins (their left edge) and of the token classes."""
+        """The labels of the bins, which are their left edges, and of the token classes."""
         return {"bin": [float("-inf"), *self.edges], "token_class": list(TOKEN_CLASSES)}
 
     @property
     def quantities(self) -> Quantities:
-        """For each segment, token class or bin."""
+        """Means over each segment, near-zero shares by token class, the histogram, and the products
+        of changes."""
         means = means_of(_PER_TOKEN, "tokens")
         by_segment = {f"{name}_by_segment": quantity for name, quantity in means.items()}
         return by_segment | _OF_QUESTIONS
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """A sequence without question tokens cannot be measured."""
+        """A sequence without question tokens is refused."""
         if sequence.of_segment("question").any():
             return None
         return "has no question tokens"
@@ -179,10 +182,14 @@ class MlpActivations(AnalysisBase):
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Set the thresholds of the layers and the class of every token.
 
-        Warns where the calibration prompts are among the measured ones.
+        Warns if a calibration prompt has the question of a measured prompt.
+
+        Raises:
+            ModelError: A layer has no nonlinearity whose activations can be read.
+            OptionError: The model has no tokenizer for the generated calibration prompts.
         """
         for layer in layers:
-            nonlinearity_of(model, layer)  # refuses a layer that has none
+            nonlinearity_of(model, layer)  # raises if the layer has none
         classes = vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab))
         thresholds = dict.fromkeys(layers, float(self.value))
         if self.rule != "absolute":
@@ -192,19 +199,19 @@ class MlpActivations(AnalysisBase):
     def _thresholds(
         self, model: HookedModel, layers: Layers, measured: Prompts
     ) -> dict[int, float]:
-        """The threshold of each layer: the median of those of the calibration prompts."""
+        """The threshold of each layer, which is the median over the calibration prompts."""
         prompts = self.calibration
         if prompts is None:
             if model.tokenizer is None:
                 raise OptionError(
-                    f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
-                    ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
+                    f"{model.cfg.model_name} has no tokenizer for the generated calibration"
+                    ' prompts: give calibration=… as prompts of token ids, or rule="absolute"'
                 )
             problems = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
             prompts = tuple(problems)
 
-        texts = {prompt.question for prompt in measured if prompt.question}
-        repeated = [prompt.id for prompt in prompts if prompt.question in texts]
+        questions = {prompt.question for prompt in measured if prompt.question}
+        repeated = [prompt.id for prompt in prompts if prompt.question in questions]
         if repeated:
             warn(
                 f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for"
@@ -213,28 +220,28 @@ class MlpActivations(AnalysisBase):
             )
         prompt_thresholds: dict[int, list[float]] = defaultdict(list)
 
-        def see(
+        def add_threshold(
             layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
         ) -> None:
-            """Keep a layer's threshold of the prompt that runs."""
-            size = post.detach().float().abs().flatten()
-            prompt_thresholds[layer].append(self._threshold_of_prompt(size))
+            """Store the threshold that the running prompt gives for a layer."""
+            magnitudes = post.detach().float().abs().flatten()
+            prompt_thresholds[layer].append(self._threshold_of_prompt(magnitudes))
 
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
-            with at_nonlinearity(model, dict.fromkeys(layers, see)):
+            with at_nonlinearity(model, dict.fromkeys(layers, add_threshold)):
                 forward_to(model, tokens, max(layers), [])
         return {layer: float(np.median(values)) for layer, values in prompt_thresholds.items()}
 
-    def _threshold_of_prompt(self, size: Float[Tensor, " entry"]) -> float:
+    def _threshold_of_prompt(self, magnitudes: Float[Tensor, " entry"]) -> float:
         """The threshold that the rule gives for one prompt's ``|x|``."""
-        ordered = size.sort().values
+        ordered = magnitudes.sort().values
         if self.rule == "quantile":
             return float(ordered[round(self.value * (len(ordered) - 1))])
         return float(fn.mad_threshold(ordered[None], self.value))
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums."""
+        """Undefined values for each token; zero counts and products."""
         undefined = zeros_of_rows(batch, batch.tokens.shape[1]) + _UNDEFINED
         sums = {name: undefined.clone() for name in _PER_TOKEN}
         sums["histogram"] = zeros_of_rows(batch, len(self.edges) + 1)
@@ -245,14 +252,15 @@ class MlpActivations(AnalysisBase):
         return sums
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
-        """Measure each token, one sequence at a time; then the changes between each prompt's
-        conditions."""
+        """Store the statistics of each token, and how each prompt's conditions change the
+        activations."""
         for row, length in enumerate(activations.batch.lengths.tolist()):
             self._add_sequence(sums, activations, row, length)
         _add_changes(sums, activations)
 
     def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
-        """Measure each token of one sequence, and count its question's activations in bins."""
+        """Store the statistics of each token of one sequence, and the histogram of its
+        question."""
         threshold = self.thresholds[activations.layer]
         post = activations.post[row, :length].float()
         pre = activations.pre[row, :length].float()
@@ -276,10 +284,10 @@ class MlpActivations(AnalysisBase):
         sums["histogram"][row] = counts / counts.sum()
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over segments and classes."""
+        """Means over segments and token classes, the histogram, and the products of changes."""
         token_values = {}
         for name in _PER_TOKEN:
-            value = sums[name][:, None]  # as if of one head
+            value = sums[name][:, None]  # means over segments need a dimension for heads
             token_values[name] = value.masked_fill(value == _UNDEFINED, torch.nan)
         values = {}
         for name, mean in segment_means(token_values, batch.members()).items():
@@ -298,24 +306,24 @@ class MlpActivations(AnalysisBase):
 
 
 def _add_changes(sums: Sums, activations: Activations) -> None:
-    """Keep how much each original token changes from the baseline, and add the products of the
-    changes in each two conditions of a prompt."""
+    """Store how much each original token changes from the baseline, and add the products of the
+    changes that any two conditions of a prompt make."""
     pairs = activations.pairs
     for baseline in pairs.baseline.unique().tolist():
         rows = (pairs.baseline == baseline).nonzero()[:, 0]
         originals = int(pairs.original[baseline].sum())
         for start in range(0, originals, _TOKENS_AT_ONCE):
             tokens = slice(start, min(start + _TOKENS_AT_ONCE, originals))
-            before = activations.post[baseline, tokens].float()
+            baseline_post = activations.post[baseline, tokens].float()
             places = pairs.place[rows, tokens]
-            change = activations.post[rows[:, None], places].float() - before
-            norm = before.norm(dim=-1)
-            size = change.norm(dim=-1)
-            relative = torch.where(norm > 0, size / norm, _UNDEFINED)
-            sums["token_change"][rows[:, None], places] = relative
+            change = activations.post[rows[:, None], places].float() - baseline_post
+            norm = baseline_post.norm(dim=-1)
+            change_norm = change.norm(dim=-1)
+            relative_change = torch.where(norm > 0, change_norm / norm, _UNDEFINED)
+            sums["token_change"][rows[:, None], places] = relative_change
 
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
-            large_changes = change * (size > _LEAST_CHANGE * norm)[..., None]
+            large_changes = change * (change_norm > _LEAST_CHANGE * norm)[..., None]
             question_changes = large_changes[:, is_question].double().flatten(1)
             sums["product"][rows] += question_changes @ question_changes.T
             sums["within"][rows] += question_changes.square() @ (question_changes != 0).double().T

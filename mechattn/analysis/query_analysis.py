@@ -1,4 +1,4 @@
-"""The simplest way to write an analysis: numbers of each query, from its row of attention."""
+"""The simplest way to write an analysis: numbers of each query from its row of attention."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from mechattn.prompts.token_sequences import Batch
 
 
 class QueryAnalysis(AnalysisBase):
-    """Base class for numbers computed from each query's row of attention; a subclass defines
-    ``of_queries``.
+    """Base class for numbers that are computed from each query's row of attention.
+
+    A subclass defines ``of_queries``, and three attributes: ``name`` is the name of the dataset,
+    ``numbers`` gives (units, description) for each number, and ``each_query = True`` also keeps the
+    number of each query, as ``…_at``. The mean of each number over queries is kept per head and
+    segment.
 
     The null is added automatically: the same numbers for a head that attends uniformly to the keys
     it can see.
-
-    ``name`` is the name of the dataset. ``numbers`` gives (units, description) for each number; its
-    mean over queries is kept per head and segment, and with ``each_query = True`` also the number
-    of each query, as ``…_at``.
     """
 
     name: ClassVar[str]
@@ -43,56 +43,65 @@ class QueryAnalysis(AnalysisBase):
     each_query: ClassVar[bool] = False
 
     def of_queries(self, rows: AttentionRows) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
-        """Return each number [batch head query] for a block of queries; ``rows.pattern`` is [batch
-        head query key].
+        """Return each number [batch head query] for a block of queries.
 
-        A number that is undefined for some queries comes with a mask of those for which it is
-        defined, as a pair of tensors of this shape; the others do not count in its means.
+        If a number is undefined for some queries, return a pair of tensors of this shape: the
+        number, and a mask that is True where it is defined. The other queries do not count in the
+        means.
+
+        Args:
+            rows: The block; ``rows.pattern`` is [batch head query key].
         """
         raise NotImplementedError(f"{type(self).__name__} does not define of_queries(rows)")
 
     @property
     def quantities(self) -> Quantities:
         """Means over the queries of each segment."""
-        numbers = {
+        query_quantities = {
             name: Quantity(("head", "segment"), units, description)
             for name, (units, description) in self.numbers.items()
         }
-        quantities = means_of(numbers)
+        quantities = means_of(query_quantities)
         if self.each_query:
-            quantities |= of_each(numbers)
+            quantities |= of_each(query_quantities)
         return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Zeros, and nothing undefined."""
+        """Zeros for each number, and masks without an undefined query."""
         sums = zeros(batch, heads, *self.numbers)
         for name in self.numbers:
             sums[_mask_name(name)] = torch.zeros_like(sums[name], dtype=torch.bool)
         return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Store the numbers of these queries."""
-        numbers = self.of_queries(rows)
-        if set(numbers) != set(self.numbers):
+        """Store the numbers of these queries.
+
+        Raises:
+            OptionError: ``of_queries`` returns other numbers than ``numbers`` declares, or one with
+                a wrong shape.
+        """
+        block_numbers = self.of_queries(rows)
+        if set(block_numbers) != set(self.numbers):
             raise OptionError(
-                f"{self.name}: of_queries gives {list(numbers)}, and numbers declares"
+                f"{self.name}: of_queries gives {list(block_numbers)}, and numbers declares"
                 f" {list(self.numbers)}"
             )
 
-        for name, number in numbers.items():
+        for name, number in block_numbers.items():
             if isinstance(number, tuple):
                 values, is_defined = number
                 self._check_shape(name, is_defined, rows)
+                self._check_shape(name, values, rows)  # first, since masked_fill broadcasts
                 undefined = ~is_defined.bool()
                 sums[_mask_name(name)][..., rows.queries] = undefined
                 values = values.masked_fill(undefined, 0)
             else:
                 values = number
-            self._check_shape(name, values, rows)
+                self._check_shape(name, values, rows)
             sums[name][..., rows.queries] = values.to(sums[name].dtype)
 
     def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
-        """Refuse a number that would be spread over all queries, heads or prompts."""
+        """Refuse a number of another shape, which torch would broadcast over queries or heads."""
         expected = list(rows.pattern.shape[:3])
         shape = list(getattr(number, "shape", ()))
         if shape != expected:
@@ -102,7 +111,7 @@ class QueryAnalysis(AnalysisBase):
             )
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over the queries of each segment for which a number is defined."""
+        """Means over those queries of each segment for which a number is defined."""
         query_values = {
             name: sums[name].masked_fill(sums[_mask_name(name)], torch.nan) for name in self.numbers
         }
@@ -113,5 +122,5 @@ class QueryAnalysis(AnalysisBase):
 
 
 def _mask_name(number: str) -> str:
-    """The name of the sum that holds for which queries a number is undefined."""
+    """The name under which ``sums`` holds the queries for which a number is undefined."""
     return f"{number}_undefined"

@@ -35,8 +35,8 @@ from mechattn.functional.budget import masses_of_rows
 from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right, pairs_of
 
 Queries = Literal["original", "all", "question", "answer"]
-KeyWeights = Float[Tensor, "batch segment key"]  # of each key in a segment's mean
-DILUTION = "_dilution"  # after a quantity's name: its dilution null
+KeyWeights = Float[Tensor, "batch segment key"]  # the weight of each key in a segment's mean
+DILUTION = "_dilution"  # ends the name of a quantity's dilution null
 _DIMS = ("head", "segment")
 _BY_SEGMENT = {
     "received_by_segment": "received attention, mean over the keys of the segment",
@@ -45,7 +45,7 @@ _BY_SEGMENT = {
         " queries"
     ),
 }
-# Of keys: each segment by two sets of weights, and the inserted tokens.
+# The number of groups of keys: each segment with two sets of weights, and the inserted tokens.
 _GROUPS = 2 * len(SEGMENTS) + 1
 
 
@@ -55,18 +55,19 @@ class ReceivedAttention(AnalysisBase):
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
-    What each segment receives comes with its dilution null: what it would be if the original tokens
-    kept their attention to each other, and gave way to the inserted ones in equal parts. For each
-    head and query q it is that of the row ``(1 − M[q]) · A[q, k]``, where A is the baseline's row
-    of the same query and M[q] the attention of q to all inserted tokens, as measured. It is NaN
-    where tokens of the baseline are changed (``Counterpart``).
+    What each segment receives comes with its dilution null: what the segment would receive if the
+    original tokens kept their attention to each other, and gave way to the inserted ones in
+    proportion. For each head and query q, it is computed from the row ``(1 − M[q]) · A[q, k]``,
+    where A is the baseline's row of the same query and M[q] the measured attention of q to all
+    inserted tokens. It is NaN if the condition changes tokens of the baseline (``Counterpart``).
+    With ``queries="all"`` there is no dilution null.
 
     Args:
         queries: Which queries count: "original" (all but the inserted ones), "all", "question" or
             "answer".
         include_self: Whether a query's attention to its own key counts (not in the paper).
         skip_first: Leave out the first token as a key, since it absorbs most of the mass (the paper
-            does so for Llama and Gemma). Its received attention is then NaN and it counts in no
+            does so for Llama and Gemma). Its received attention is then NaN, and it counts in no
             segment.
     """
 
@@ -99,13 +100,13 @@ class ReceivedAttention(AnalysisBase):
         return quantities
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """A sequence without any counted query is refused."""
+        """A sequence is refused if no query counts, or if no key lies before a counted query."""
         if self.queries in ("question", "answer") and not sequence.of_segment(self.queries).any():
             return (
                 f"has no {self.queries} tokens, the only ones that queries={self.queries!r} counts"
             )
 
-        # The first key that counts, and the first query that sees it: its own, or the next.
+        # The first key that counts, and the first query whose attention to it counts.
         first_key = 1 if self.skip_first else 0
         first_query = first_key if self.include_self else first_key + 1
         batch = pad_right([sequence], rows=[(0, "")], pad_token=0)  # a batch of one
@@ -121,8 +122,8 @@ class ReceivedAttention(AnalysisBase):
         return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Add column sums over the counted queries in this block, and each query's attention to
-        itself."""
+        """Add column sums over the counted queries in this block; store each query's attention to
+        itself, and to groups of keys for the dilution null."""
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
         sums["columns"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
         own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
@@ -132,7 +133,7 @@ class ReceivedAttention(AnalysisBase):
             sums["by_query"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
-        """The same from a fused kernel."""
+        """Add the same sums from a fused kernel."""
         counted = _counted(self.queries, whole.batch)[..., None].to(sums["columns"].dtype)
         sums["columns"] += whole.fused.column_sums(counted)[..., 0]
         sums["own"] += whole.fused.own
@@ -142,17 +143,17 @@ class ReceivedAttention(AnalysisBase):
             sums["by_query"] += by_query.permute(0, 3, 1, 2)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """The means: per key over the queries that see it, per segment over its keys, mass over the
-        counted queries."""
+        """What each key receives, the mean over the keys of each segment, the mass of each segment,
+        and the dilution nulls."""
         columns = sums["columns"]
-        attended = columns
+        received = columns
         if not self.include_self:
-            attended = columns - sums["own"] * _counted(self.queries, batch)[:, None]
+            received = columns - sums["own"] * _counted(self.queries, batch)[:, None]
 
         key_weights, segment_weights, mass_weights = _weights(self, batch, window)
         values = {
-            "received": attended * key_weights,
-            "received_by_segment": attended @ segment_weights.mT,
+            "received": received * key_weights,
+            "received_by_segment": received @ segment_weights.mT,
             "mass_by_segment": columns @ mass_weights.mT,
         }
         if "by_query" in sums:
@@ -160,100 +161,17 @@ class ReceivedAttention(AnalysisBase):
         return values
 
 
-@lru_cache(maxsize=4)  # shared by the layers and blocks of a batch, like the weights below
-def _counted(queries: Queries, batch: Batch) -> Marked:
-    """The queries that count."""
-    if queries == "all":
-        return batch.real
-    if queries == "original":
-        return batch.original
-    return batch.of_segment(queries)
-
-
-@lru_cache(maxsize=4)
-def _weights(
-    analysis: ReceivedAttention, batch: Batch, window: Window
-) -> tuple[Float[Tensor, "batch 1 key"], KeyWeights, KeyWeights]:
-    """The factors that turn sums over counted queries into the three means; NaN where there is
-    nothing to average."""
-    counted = _counted(analysis.queries, batch)
-    looked_at = batch.real.clone()
-    if analysis.skip_first:
-        looked_at[:, 0] = False
-
-    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
-    # A sum of 1 divided by the number of queries that see the key: what a mean multiplies with.
-    per_key = fn.received_attention(torch.ones_like(seeing)[:, None], seeing)
-    per_key = nan_outside(per_key, looked_at)
-
-    keys = batch.members() & looked_at[:, None]
-    receiving = keys & ~per_key.isnan()  # some counted query sees them
-    by_segment = receiving * per_key.nan_to_num() / receiving.sum(-1, keepdim=True)
-    mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
-    return per_key, by_segment, mass
-
-
-@lru_cache(maxsize=4)
-def _key_groups(
-    analysis: ReceivedAttention, batch: Batch, window: Window
-) -> Float[Tensor, "batch group key"]:
-    """Groups of keys: by their weights in received attention by segment, in mass, and the inserted
-    tokens."""
-    _, by_segment, mass = _weights(analysis, batch, window)
-    inserted = batch.inserted[:, None].to(mass.dtype)
-    return torch.cat([by_segment, mass, inserted], 1).nan_to_num()
-
-
-def _diluted(
-    analysis: ReceivedAttention,
-    sums: Sums,
-    batch: Batch,
-    window: Window,
-    measured: Mapping[str, Tensor],
-) -> Values:
-    """The dilution nulls: the baseline's rows of the same queries, times ``1 − M[q]``."""
-    pairs = pairs_of(batch)
-    baseline = pairs.baseline
-    originals = pairs.place.shape[1]
-
-    # What the inserted tokens leave of each query's attention, by the position in the baseline.
-    left = 1 - sums["by_query"][:, -1]
-    place = pairs.place[:, None].expand(-1, left.shape[1], -1)
-    counted = pairs.original & _counted(analysis.queries, batch).gather(1, pairs.place)
-    left = left.gather(2, place) * counted[:, None]
-
-    baseline_rows = sums["by_query"][baseline, :-1, :, :originals]
-    diluted = einsum(
-        left, baseline_rows, "batch head query, batch group head query -> batch head group"
-    )
-    received, mass = diluted.chunk(2, -1)
-    if not analysis.include_self:
-        own = left * sums["own"][baseline, :, :originals]
-        weights = _key_groups(analysis, batch, window)[baseline, : len(SEGMENTS), :originals]
-        received = received - own @ weights.mT
-
-    # A counterpart has other tokens than its baseline, whose rows say nothing about it.
-    tokens = batch.tokens.gather(1, pairs.place)
-    is_changed = (tokens != tokens[baseline]) & pairs.original
-    has_changed = is_changed.any(-1)[:, None, None]
-
-    values = {}
-    for name, value in (("received_by_segment", received), ("mass_by_segment", mass)):
-        unknown = measured[name][baseline].isnan() | has_changed
-        values[name + DILUTION] = value.masked_fill(unknown, torch.nan)
-    return values
-
-
 @dataclass(frozen=True)
 class SegmentFlow(AnalysisBase):
     """Measure the attention that the queries of each segment pay to the keys of each segment.
 
-    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a
-    model with learned sinks). A query's own key counts.
+    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``. Each row sums to 1, or to less
+    in a model with learned sinks. A query's own key counts. ``value_flow`` is the same for
+    ``A[q, k] · |v[k]|``, divided by its sum over all keys.
 
     Args:
-        predicting: Whether the queries of s are those that predict its tokens, one position earlier
-            than they.
+        predicting: Whether the queries of s are those that predict its tokens: each token of s is
+            replaced by the token before it.
     """
 
     name = "segment_flow"
@@ -288,7 +206,7 @@ class SegmentFlow(AnalysisBase):
 
         norms = rows.v[:, :, rows.keys].to(pattern.dtype).norm(dim=-1)
         norms = for_each_head(norms, pattern.shape[1]).unsqueeze(-1)
-        # One product for both: reading the pattern costs more than a few columns.
+        # One product for both: reading the pattern again would cost more than the added columns.
         columns = torch.cat([keys.expand(*norms.shape[:3], -1), norms * keys], -1)
         flow, by_value = (pattern @ columns).chunk(2, -1)
         # Every key that is seen is in one segment, so the segments add up to all keys.
@@ -297,13 +215,16 @@ class SegmentFlow(AnalysisBase):
         sums["value_flow"] += queries @ (by_value / total)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over the queries; NaN for a segment without tokens."""
+        """Means over the queries of each segment.
+
+        They are NaN for a segment without tokens; the flow of values is also NaN without values.
+        """
         query_counts = self._queries(batch).sum(-1)[:, None, :, None]
         has_keys = batch.members().any(-1)
         is_empty = ~has_keys[:, None, None, :]
-        # The shares of a query add up to 1, so all are 0 only where the model shows no values.
+        # The shares of a query add up to 1, so all are 0 only if the model gives no values.
         without_values = ~sums["value_flow"].any()
-        flow = sums["flow"] / query_counts  # 0 / 0 is NaN: a segment without queries
+        flow = sums["flow"] / query_counts  # 0 / 0 is NaN for a segment without queries
         value_flow = sums["value_flow"] / query_counts
         return {
             "flow": flow.masked_fill(is_empty, torch.nan),
@@ -311,7 +232,7 @@ class SegmentFlow(AnalysisBase):
         }
 
     def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
-        """The queries of each segment."""
+        """The queries of each segment; with ``predicting`` those one position earlier."""
         members = batch.members()
         if not self.predicting:
             return members
@@ -320,10 +241,13 @@ class SegmentFlow(AnalysisBase):
 
 @dataclass(frozen=True)
 class AttentionMap(AnalysisBase):
-    """Keep the attention probabilities of every query and key of prompts with up to ``max_tokens``
-    tokens.
+    """Keep the attention probabilities of every query and key of short prompts.
 
     ``pattern[q, k] = A[q, k]``; NaN beyond the end of a sequence.
+
+    Args:
+        max_tokens: The largest number of tokens of a sequence; longer ones are refused. It is also
+            the size of each map.
     """
 
     name = "attention_map"
@@ -342,8 +266,8 @@ class AttentionMap(AnalysisBase):
         }
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """A sequence longer than ``max_tokens`` is refused: its map would be unreadable and would
-        fill the page."""
+        """A sequence longer than ``max_tokens`` is refused, since its map would be unreadable and
+        would fill a page."""
         if len(sequence) <= self.max_tokens:
             return None
         return (
@@ -352,7 +276,7 @@ class AttentionMap(AnalysisBase):
         )
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty [query, key] maps."""
+        """Zero maps [batch head query key]."""
         return {"pattern": zeros_of_rows(batch, heads, self.max_tokens, self.max_tokens)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -360,8 +284,105 @@ class AttentionMap(AnalysisBase):
         sums["pattern"][:, :, rows.queries, rows.keys] = rows.pattern
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """The maps, NaN where there is no token."""
+        """The maps; NaN beyond the end of a sequence."""
         positions = torch.arange(self.max_tokens, device=batch.lengths.device)
         inside = positions < batch.lengths[:, None]
         pattern = sums["pattern"].masked_fill(~inside[:, None, None, :], torch.nan)
         return {"pattern": nan_outside(pattern, inside[:, :, None])}
+
+
+@lru_cache(maxsize=4)  # the layers and blocks of a batch share it, and the weights below
+def _counted(queries: Queries, batch: Batch) -> Marked:
+    """The queries that count."""
+    if queries == "all":
+        return batch.real
+    if queries == "original":
+        return batch.original
+    return batch.of_segment(queries)
+
+
+@lru_cache(maxsize=4)
+def _weights(
+    analysis: ReceivedAttention, batch: Batch, window: Window
+) -> tuple[Float[Tensor, "batch 1 key"], KeyWeights, KeyWeights]:
+    """The factors that turn sums over counted queries into means; NaN if there is nothing to
+    average.
+
+    Returns:
+        The factors of each key's received attention, of received attention by segment, and of mass
+        by segment.
+    """
+    counted = _counted(analysis.queries, batch)
+    is_key = batch.real.clone()
+    if analysis.skip_first:
+        is_key[:, 0] = False
+
+    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
+    # 1 divided by the number of queries that see the key.
+    per_key = fn.received_attention(torch.ones_like(seeing)[:, None], seeing)
+    per_key = nan_outside(per_key, is_key)
+
+    keys = batch.members() & is_key[:, None]
+    receiving = keys & ~per_key.isnan()  # the keys that at least one counted query sees
+    by_segment = receiving * per_key.nan_to_num() / receiving.sum(-1, keepdim=True)
+    mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
+    return per_key, by_segment, mass
+
+
+@lru_cache(maxsize=4)
+def _key_groups(
+    analysis: ReceivedAttention, batch: Batch, window: Window
+) -> Float[Tensor, "batch group key"]:
+    """The weights of the keys in each group: for every segment those of received attention, then
+    for every segment those of mass, then 1 for the inserted tokens."""
+    _, by_segment, mass = _weights(analysis, batch, window)
+    inserted = batch.inserted[:, None].to(mass.dtype)
+    return torch.cat([by_segment, mass, inserted], 1).nan_to_num()
+
+
+def _diluted(
+    analysis: ReceivedAttention,
+    sums: Sums,
+    batch: Batch,
+    window: Window,
+    measured: Mapping[str, Tensor],
+) -> Values:
+    """The dilution nulls, from the baseline's rows of the same queries times ``1 − M[q]``.
+
+    Args:
+        analysis: The options.
+        sums: The sums of a layer.
+        batch: The sequences.
+        window: The largest number of keys that a query of this layer sees.
+        measured: The measured values; the null is NaN wherever that of the baseline is NaN.
+    """
+    pairs = pairs_of(batch)
+    baseline = pairs.baseline
+    originals = pairs.place.shape[1]
+
+    # The attention that the inserted tokens leave of each query, by its position in the baseline.
+    remaining = 1 - sums["by_query"][:, -1]
+    place = pairs.place[:, None].expand(-1, remaining.shape[1], -1)
+    counted = pairs.original & _counted(analysis.queries, batch).gather(1, pairs.place)
+    remaining = remaining.gather(2, place) * counted[:, None]
+
+    baseline_rows = sums["by_query"][baseline, :-1, :, :originals]
+    diluted = einsum(
+        remaining, baseline_rows, "batch head query, batch group head query -> batch head group"
+    )
+    received, mass = diluted.chunk(2, -1)
+    if not analysis.include_self:
+        own = remaining * sums["own"][baseline, :, :originals]
+        weights = _key_groups(analysis, batch, window)[baseline, : len(SEGMENTS), :originals]
+        received = received - own @ weights.mT
+
+    # The rows of the baseline do not apply to a counterpart, which has other tokens.
+    tokens = batch.tokens.gather(1, pairs.place)
+    is_changed = (tokens != tokens[baseline]) & pairs.original
+    has_changed = is_changed.any(-1)[:, None, None]
+
+    values = {}
+    for name, value in (("received_by_segment", received), ("mass_by_segment", mass)):
+        unknown = measured[name][baseline].isnan() | has_changed
+        values[name + DILUTION] = value.masked_fill(unknown, torch.nan)
+    return values

@@ -1,4 +1,4 @@
-"""Why a query attends to its strongest target: content, bias, or position."""
+"""Why a query attends to its strongest target: its content, a bias or its position."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mechattn.prompts.token_sequences import Batch, TokenSequence
 _FORMULAS = {
     "content": "(W_Q x_q)·(W_K x_k)",
     "bias": "b_Q·(W_K x_k), the same for every query",
-    "alibi": "ALiBi, the position alone",
+    "alibi": "ALiBi, which depends only on the position",
 }
 PARTS = tuple(_FORMULAS)
 
@@ -48,14 +48,15 @@ class ScoreDecomposition(AnalysisBase):
     """Split the score of a query's strongest target into ALiBi + bias + content (R. Claus, figures
     2 and 3).
 
-    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + terms of the query alone``, times
-    the model's scale, exactly. Each part is centred over the keys that the query sees; ``share =
-    |part| / Σ |parts|``. Means over the queries of each segment that see more than ``rank + 1``
-    keys. Defined for ALiBi models (Falcon-RW, BLOOM, MPT) and for models without position terms in
-    their scores (GPT-2, OPT, GPT-Neo: ALiBi is 0); other models are refused.
+    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + terms of the query alone``. The sum
+    is exact; all products contain the model's scale. Each part is centred over the keys that the
+    query sees, and ``share = |part| / Σ |parts|``. Values are means over those queries of each
+    segment that see more than ``rank + 1`` keys. Defined for ALiBi models (Falcon-RW, BLOOM, MPT)
+    and for models without position terms in their scores (GPT-2, OPT, GPT-Neo: ALiBi is 0); other
+    models are refused.
 
     Args:
-        rank: Which target: 0 for the strongest, 1 for the second strongest, …
+        rank: Which target is split: 0 for the strongest, 1 for the second strongest, …
         per_query: Also keep the parts of each query, as ``…_at``, and the index of its target,
             ``ranked_target_at``.
     """
@@ -73,21 +74,21 @@ class ScoreDecomposition(AnalysisBase):
     def quantities(self) -> Quantities:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
         dims = ("head", "segment")
-        scores = {}
+        parts = {}
         shares = {}
         key_trends = {}
         for name, formula in _FORMULAS.items():
             described = f"{formula}, of the target, centred over the keys that the query sees"
-            scores[name] = Quantity(dims, "logits", described, "difference")
+            parts[name] = Quantity(dims, "logits", described, "difference")
             share = f"|{name}| / sum of |parts|, of the target, centred likewise"
             shares[f"{name}_share"] = Quantity(dims, "share", share, "difference")
             if name != "content":
                 trend = f"{formula}, not centred: only its trend matters"
                 key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", trend)
 
-        quantities = means_of(scores | shares) | key_trends
+        quantities = means_of(parts | shares) | key_trends
         if self.per_query:
-            quantities |= of_each(scores)
+            quantities |= of_each(parts)
             quantities["ranked_target_at"] = Quantity(
                 ("head", "key"), "position", "index of the target of each query"
             )
@@ -99,7 +100,7 @@ class ScoreDecomposition(AnalysisBase):
         return (Q_HOOK, K_HOOK)
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """A sequence in which no query sees enough keys is refused."""
+        """A sequence of at most ``rank + 1`` tokens is refused, since no query sees enough keys."""
         if len(sequence) > self.rank + 1:
             return None
         return (
@@ -107,7 +108,7 @@ class ScoreDecomposition(AnalysisBase):
         )
 
     def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
-        """Find out how the layers compute their scores.
+        """Find out how each layer computes its scores.
 
         Raises:
             ModelError: The model's scores are not a sum of these parts.
@@ -115,11 +116,11 @@ class ScoreDecomposition(AnalysisBase):
         return replace(self, scores=scores_of(model, list(layers)))
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums."""
+        """Zeros for the target of each query and the parts of its score, and for each key."""
         return zeros(batch, heads, *PARTS, "target", "bias_of_key", "alibi_of_key")
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Compute the parts of each query's target, for a block of queries at a time."""
+        """Store each query's target and the parts of its score, one block of queries at a time."""
         scores = self.scores[captures.layer]
         q = captures.by_head(Q_HOOK, len(scores.b_q))
         k = captures.by_head(K_HOOK, len(scores.b_k))
@@ -137,22 +138,22 @@ class ScoreDecomposition(AnalysisBase):
                 centred_scores = centred(scores_of_part.expand(len(q), -1, -1, -1), visible)
                 sums[name][..., block] = centred_scores.gather(-1, target[..., None])[..., 0]
 
-            # The same in every block.
+            # These are the same in every block.
             sums["bias_of_key"][:] = bias[:, :, 0]
             sums["alibi_of_key"][:] = alibi[:, :, 0]
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over the queries of each segment; a query must see one key more than the rank."""
+        """Means over those queries of each segment that see more than ``rank + 1`` keys."""
         key_counts = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         counted = batch.real & (key_counts > self.rank + 1)
 
-        scores = {name: nan_outside(sums[name], counted) for name in PARTS}
-        total = sum(score.abs() for score in scores.values())
-        shares = {f"{name}_share": score.abs() / total for name, score in scores.items()}
-        values = means_by_segment(scores | shares, batch)
+        parts = {name: nan_outside(sums[name], counted) for name in PARTS}
+        total = sum(part.abs() for part in parts.values())
+        shares = {f"{name}_share": part.abs() / total for name, part in parts.items()}
+        values = means_by_segment(parts | shares, batch)
         for name in ("bias_of_key", "alibi_of_key"):
             values[name] = nan_outside(sums[name], batch.real)
         if self.per_query:
-            values |= at_positions(scores, PARTS, batch)
+            values |= at_positions(parts, PARTS, batch)
             values["ranked_target_at"] = nan_outside(sums["target"], counted)
         return values

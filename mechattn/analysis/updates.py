@@ -40,11 +40,11 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.prompts.token_sequences import Batch
 
-# The edges of bins: 0.0001 to 100, four bins a decade; −1 to 1.
+# The edges of the bins: four per decade from 0.0001 to 100, and steps of 0.05 from −1 to 1.
 _MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))
 _ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
 _NO_NULL = "it depends on the values"
-BEFORE_NORM = "_before_norm"  # ends the names of what enters a norm after attention
+BEFORE_NORM = "_before_norm"  # ends the name of a quantity that enters a norm after attention
 _AFTER_NORM_WORDS = ", after the norm that follows attention (its scale is shared by the heads)"
 _BEFORE_NORM_WORDS = (
     ", before the norm that follows attention, so not what reaches the residual stream"
@@ -78,7 +78,7 @@ _COUNTS = {
 
 
 def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
-    """The quantities with these words behind their description; none has a null."""
+    """The quantities with these words after their descriptions, and without a null."""
     return {
         name: replace(quantity, description=quantity.description + words, no_null=_NO_NULL)
         for name, quantity in quantities.items()
@@ -87,17 +87,17 @@ def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
 
 @dataclass(frozen=True, eq=False)
 class _LayerWeights:
-    """What turns the z of a layer's heads into their updates."""
+    """The weights that turn the z of a layer's heads into their updates."""
 
     w_o: fn.Weights  # in the model's dtype
     factor: fn.Factor  # of W_O
     norm: FrozenNorm | None  # the norm between attention and the residual stream
-    factor_after: fn.Factor  # of W_O followed by γ of that norm, if there is one
+    factor_after: fn.Factor  # of W_O followed by γ of that norm; without a norm, that of W_O
 
 
 @dataclass(frozen=True)
 class _Updates(AnalysisBase):
-    """What the updates of whole heads and those of single targets have in common."""
+    """Base class of :class:`HeadUpdates` and :class:`TopTargetUpdates`."""
 
     per_query: bool = False
     weights: Mapping[int, _LayerWeights] = calibrated_field(default_factory=dict)  # by layer
@@ -107,7 +107,7 @@ class _Updates(AnalysisBase):
 
     @property
     def coords(self) -> Coords:
-        """Labels of the bins: their lower edges."""
+        """The labels of the bins, which are their lower edges."""
         return {
             "magnitude_bin": [0.0, *_MAGNITUDES],
             "orientation_bin": [float("-inf"), *_ORIENTATIONS],
@@ -115,17 +115,16 @@ class _Updates(AnalysisBase):
 
     @property
     def _normed(self) -> bool:
-        """Whether a norm follows attention; unknown, and so False, before the model has been
-        inspected."""
+        """Whether a norm follows attention; False until ``calibrated`` has inspected the model."""
         return any(layer.norm is not None for layer in self.weights.values())
 
     @property
     def quantities(self) -> Quantities:
-        """Means over the tokens of each segment, counts in bins, each token's own with
-        ``per_query``.
+        """Means over the tokens of each segment, counts in bins, and with ``per_query`` the values
+        of each token.
 
-        In a model with a norm after attention all of these are after it, and the means are also
-        given before it.
+        In a model with a norm after attention, all of these describe updates after the norm, and
+        the means are also given for what enters it.
         """
         means = means_of(_DIRECTIONS | _COMPONENTS, "tokens")
         measured = means | _COUNTS
@@ -142,8 +141,8 @@ class _Updates(AnalysisBase):
 
     @property
     def captures(self) -> Sequence[str]:
-        """The residual stream before the block, each head's output before W_O, which arrives after
-        its rows, and the input of a norm after attention."""
+        """The residual stream before the layer, each head's output before W_O, and the input of a
+        norm after attention."""
         hooks = ["hook_resid_pre", "attn.hook_z"]
         if self._normed:
             hooks.append(NORM_INPUT)
@@ -153,8 +152,8 @@ class _Updates(AnalysisBase):
         """Prepare W_O of the layers, its factors and the norms after attention.
 
         Raises:
-            ModelError: The model's heads have no separate updates, or the scale of a norm after
-                attention is unknown.
+            ModelError: The model's heads have no separate updates, or a norm after attention has no
+                known scale.
         """
         norms = norms_after(model, layers)
         weights = {}
@@ -169,23 +168,28 @@ class _Updates(AnalysisBase):
         return replace(self, weights=weights)
 
     def sums_of(self, z: fn.Z, captures: Captures) -> Sums:
-        """Norms and products for each token, from what each head writes before W_O."""
+        """The norm of each head's update and its product with the residual stream, for each token.
+
+        Args:
+            z: Each head's output before W_O, or the part of it from one target.
+            captures: The residual stream, and the input of a norm after attention.
+        """
         weights = self.weights[captures.layer]
         w_o = in_working_dtype(weights.w_o)
         stream = captures.tensors["hook_resid_pre"].to(w_o.dtype)
         z = z.to(w_o.dtype)
-        size = stream.norm(dim=-1)[:, None]
+        stream_norm = stream.norm(dim=-1)[:, None]
         norm = fn.update_norm(z, weights.factor)
         product = fn.update_product(z, w_o, stream)
         if weights.norm is None:
-            return {"stream": size, "norm": norm, "product": product}
+            return {"stream": stream_norm, "norm": norm, "product": product}
 
-        # The heads share the scale of what they write together: then their updates add up to what
-        # the block adds.
+        # The heads share the scale of their summed output, so that their updates add up to what
+        # attention adds to the residual stream.
         scale = weights.norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)[:, None]
         toward = weights.norm.toward(stream)
         return {
-            "stream": size,
+            "stream": stream_norm,
             "norm": fn.update_norm(z, weights.factor_after) / scale,
             "product": fn.update_product(z, w_o, toward) / scale,
             "norm" + BEFORE_NORM: norm,
@@ -193,7 +197,7 @@ class _Updates(AnalysisBase):
         }
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over segments, and counts."""
+        """Means over segments, and counts in bins."""
         per_token: Values = {}
         for suffix in ("", BEFORE_NORM):
             if "norm" + suffix in sums:
@@ -208,15 +212,79 @@ class _Updates(AnalysisBase):
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
 
-        sizes = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
-        cosines = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
+        magnitude_edges = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
+        orientation_edges = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
         original = batch.original
-        values["magnitude_counts"] = fn.counts_in_bins(magnitude, sizes, original)
-        values["orientation_counts"] = fn.counts_in_bins(orientation, cosines, original)
+        values["magnitude_counts"] = fn.counts_in_bins(magnitude, magnitude_edges, original)
+        values["orientation_counts"] = fn.counts_in_bins(orientation, orientation_edges, original)
         values["joint_counts"] = fn.counts_in_pairs_of_bins(
-            magnitude, orientation, sizes, cosines, original
+            magnitude, orientation, magnitude_edges, orientation_edges, original
         )
         return {self.prefix + name: value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class HeadUpdates(_Updates):
+    """Measure the magnitude and orientation of each head's update of the residual stream (R. Claus,
+    figures 7 to 10).
+
+    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre,
+    Δ)``. If a norm follows attention (Gemma 2 and 3, OLMo 2, GLM-4), ``Δ[q, h] = γ · z[q, h] W_O[h]
+    / σ[q]`` with the norm's weight γ and the scale σ of attention's whole output at that
+    token. The updates of all heads of a layer, together with b_O taken through the same norm, add
+    up to what attention adds to the residual stream. For such a model, the means of what enters the
+    norm are given too, as ``…_before_norm``.
+
+    Gives means over the tokens of each segment, and counts of the original tokens in fixed bins,
+    which can be added over prompts.
+
+    Args:
+        per_query: Also keep the magnitude and orientation at each query (token), as ``…_at``.
+    """
+
+    name = "head_updates"
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Store the norm and product of each head's update, for each token."""
+        heads = len(self.weights[captures.layer].w_o)
+        sums |= self.sums_of(captures.by_head("attn.hook_z", heads), captures)
+
+
+@dataclass(frozen=True)
+class TopTargetUpdates(_Updates):
+    """Measure the part of each head's update that comes from its strongest target, as
+    :class:`HeadUpdates` does.
+
+    ``Δ[q, h] = A[q, k] v[k] W_O[h]`` with k = argmax A[q], as in the published figures 7 to 9. If a
+    norm follows attention, Δ is taken through it with the scale of attention's whole output.
+    Interventions on z, such as an ablated head, act later and have no effect on Δ before that norm.
+
+    Args:
+        per_query: Also keep the magnitude and orientation at each query (token), as ``…_at``.
+    """
+
+    name = "top_target_updates"
+    prefix = "top_target_"
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Store the contribution of each query's strongest target to z."""
+        v = rows.values_for("a target's contribution")[:, :, rows.keys]
+        largest, _, target = top_two(rows.pattern)
+        v = for_each_head(v, rows.pattern.shape[1]).to(largest.dtype)
+
+        index = target[..., None].expand(*target.shape, v.shape[-1])
+        read = v.gather(2, index) * largest[..., None]
+
+        if "read" not in sums:
+            batch, heads, _, d_head = read.shape
+            length = rows.batch.tokens.shape[1]
+            sums["read"] = read.new_zeros(batch, length, heads, d_head)
+        by_query = rearrange(read, "batch head query d_head -> batch query head d_head")
+        sums["read"][:, rows.queries] = by_query
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Store the norm and product of each update, for each token."""
+        sums |= self.sums_of(sums.pop("read"), captures)
 
 
 def _per_token(
@@ -234,74 +302,9 @@ def _per_token(
     }
 
 
-@dataclass(frozen=True)
-class HeadUpdates(_Updates):
-    """Measure the magnitude and orientation of each head's update of the residual stream (R. Claus,
-    figures 7 to 10).
-
-    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre,
-    Δ)``. Where a norm follows attention (Gemma 2 and 3, OLMo 2, GLM-4), ``Δ[q, h] = γ · z[q, h]
-    W_O[h] / σ[q]``, with the norm's weight γ and the scale σ of the whole block's output at that
-    token, which the heads share. The updates of all heads of a layer, and b_O taken through the
-    same norm, add up to what attention adds to the residual stream. There, means of what enters the
-    norm are given too, as ``…_before_norm``.
-
-    Gives means over the tokens of each segment, and counts of the original tokens in fixed bins,
-    which can be added over prompts.
-
-    Args:
-        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
-    """
-
-    name = "head_updates"
-
-    def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Norms and products for each token."""
-        heads = len(self.weights[captures.layer].w_o)
-        sums |= self.sums_of(captures.by_head("attn.hook_z", heads), captures)
-
-
-@dataclass(frozen=True)
-class TopTargetUpdates(_Updates):
-    """Measure the part of each head's update that comes from its strongest target, as
-    :class:`HeadUpdates` does.
-
-    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9;
-    taken through the norm after attention where there is one, with the scale of the whole block's
-    output. Interventions on z (an ablated head) act later and have no effect on ``A[q, k] v[k]
-    W_O[h]``.
-
-    Args:
-        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
-    """
-
-    name = "top_target_updates"
-    prefix = "top_target_"
-
-    def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Store what each query reads from its strongest target."""
-        v = rows.values_for("a target's contribution")[:, :, rows.keys]
-        largest, _, target = top_two(rows.pattern)
-        v = for_each_head(v, rows.pattern.shape[1]).to(largest.dtype)
-
-        index = target[..., None].expand(*target.shape, v.shape[-1])
-        read = v.gather(2, index) * largest[..., None]
-
-        if "read" not in sums:
-            batch, heads, _, d_head = read.shape
-            length = rows.batch.tokens.shape[1]
-            sums["read"] = read.new_zeros(batch, length, heads, d_head)
-        by_query = rearrange(read, "batch head query d_head -> batch query head d_head")
-        sums["read"][:, rows.queries] = by_query
-
-    def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Norms and products for each token."""
-        sums |= self.sums_of(sums.pop("read"), captures)
-
-
-@lru_cache(maxsize=32)  # a copy to a GPU waits for it
+@lru_cache(maxsize=32)  # copied once, since a copy to a GPU waits for all of its earlier work
 def _constant(
     numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> Float[Tensor, " number"]:
-    """Fixed numbers as a tensor, one for all blocks and layers."""
+    """Fixed numbers as a tensor, which all layers share."""
     return torch.tensor(numbers, device=device, dtype=dtype)

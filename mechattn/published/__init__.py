@@ -1,1 +1,1 @@
-"""What a paper published, beside what a model of yours shows and what untrained weights show."""
+"""Compares what a paper published with what your model and untrained weights show."""

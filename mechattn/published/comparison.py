@@ -1,6 +1,5 @@
-"""A comparison: cells with a measured value, its interval, the same untrained and one of four
-words; all of them as a table, Markdown and JSON.
-"""
+"""A comparison of published statements with models: cells with a measured value, its interval, the
+values of untrained weights and one of four words; as a table, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -33,17 +32,18 @@ UNIT_SYMBOLS = {"change": "%", "share": "%", "points": "points"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A statement in one model, in percent or in points.
+    """What one model shows for a statement, in percent or in points.
 
     Args:
         word: One of ``WORDS``.
-        unit: As of the statement: "change", "share" or "points".
-        value: The measured value; NaN where there is none.
+        unit: The unit of the statement: "change", "share" or "points".
+        value: The measured value; NaN if it cannot be measured.
         low: The lower end of its 95 % interval.
-        high: The upper end.
-        n: The number of prompts, or of problems.
-        untrained: The value of each draw of untrained weights.
-        note: Why it cannot be measured; of an accuracy, both levels, the exact test and its power.
+        high: The upper end of its 95 % interval.
+        n: The number of prompts, or of problems; 0 if the value cannot be measured.
+        untrained: The value in each draw of untrained weights.
+        note: Why the value cannot be measured. For an accuracy: both accuracies, the exact test and
+            its power. Otherwise empty.
     """
 
     word: str
@@ -57,8 +57,8 @@ class Cell:
 
     @property
     def value_words(self) -> str:
-        """The value and its interval, such as "−18.2 % [−19.0, −17.4]"; empty where there is
-        none."""
+        """The value and its interval, such as "−18.2 % [−19.0, −17.4]"; empty if it cannot be
+        measured."""
         if self.word == NOT_MEASURABLE:
             return ""
         low = number_words(self.low, self.unit)
@@ -67,8 +67,7 @@ class Cell:
 
     @property
     def untrained_words(self) -> str:
-        """The range of the draws, such as "untrained −12.1 to −9.3 %"; empty where there are
-        none."""
+        """The range of the draws, such as "untrained −12.1 to −9.3 %"; empty without draws."""
         if not self.untrained:
             return ""
         lowest = number_words(min(self.untrained), self.unit)
@@ -76,7 +75,7 @@ class Cell:
 
     @property
     def n_words(self) -> str:
-        """Such as "n = 64"; empty where nothing was measured."""
+        """The number of prompts or problems, such as "n = 64"; empty if nothing was measured."""
         if not self.n:
             return ""
         return f"n = {self.n}"
@@ -88,12 +87,12 @@ class Cell:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Published statements, and what each model shows beside them.
+    """Published statements, and what each model shows.
 
     Args:
         statements: The statements.
-        cells: By the statement's key, then by model.
-        about: How the numbers were made.
+        cells: The cells by the statement's key, then by model.
+        about: How the numbers were measured.
     """
 
     statements: Statements
@@ -102,7 +101,7 @@ class Comparison:
 
     @property
     def models(self) -> list[str]:
-        """The names of the models, in the order in which they are shown."""
+        """The names of the models, in the order of the columns."""
         first_statement = next(iter(self.cells.values()))
         return list(first_statement)
 
@@ -117,25 +116,27 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """How many cells have which word, and how many intervals miss their value by chance."""
+        """The number of cells with each word, and the number of intervals that are expected to miss
+        the true value by chance."""
         counts = Counter(cell.word for cells in self.cells.values() for cell in cells.values())
         counted = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
         measured = counts.total() - counts[NOT_MEASURABLE]
-        misses = measured / 20  # one in twenty intervals of 95 %
+        misses = measured / 20  # of 95 % intervals one in twenty
         return (
             f"{counts.total()} cells, of {len(self.cells)} published statements: {counted}. Of"
             f" {measured} intervals of 95 %, about {misses:.0f} miss the true value by chance."
         )
 
     def place_words(self, statement: Statement) -> str:
-        """Where a statement stands and how it was read, such as "arXiv:2510.01032, section 2;
-        stated"."""
+        """Where a statement was published and how it was read, such as "arXiv:2510.01032, section
+        2; stated"."""
         source = self.statements.sources[statement.source]
         return f"{source}, {statement.where}; {READ_WORDS[statement.read]}"
 
     def to_markdown(self) -> str:
-        """A table with a row for each statement and a column for each model."""
+        """The comparison as a Markdown table, with a row for each statement and a column for each
+        model, and the summary."""
         rows = []
         for statement in self.statements.statements:
             place = self.place_words(statement)
@@ -147,8 +148,8 @@ class Comparison:
         return f"{table}\n\n{self.summary}"
 
     def to_json(self) -> str:
-        """How the numbers were made, and the rows of the table; null where there is no number."""
-        # Pandas writes NaN as null, which json does not.
+        """How the numbers were measured and the rows of the table, as JSON; NaN becomes null."""
+        # Pandas writes NaN as null; ``json.dumps`` would write NaN, which is not JSON.
         rows = json.loads(self.table().to_json(orient="records"))
         content = {"about": self.about, "rows": rows}
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
@@ -166,12 +167,12 @@ class Comparison:
 def measured_cell(
     statement: Statement, values: Sequence[float], untrained: Sequence[float] = ()
 ) -> Cell:
-    """The cell of one value a prompt, with Student's interval.
+    """The cell of a statement with one value per prompt, and Student's interval of their mean.
 
     Args:
         statement: The statement.
-        values: One value a prompt, as ``value_of`` gives them.
-        untrained: The mean over prompts of the same values, for each draw of untrained weights.
+        values: One value per prompt, as from ``value_of``.
+        untrained: The mean of the same values over prompts, for each draw of untrained weights.
     """
     unit = statement.unit
     interval = np.array(t_interval(np.asarray(values)))
@@ -182,37 +183,41 @@ def measured_cell(
 
 
 def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
-    """The cell of an accuracy: Newcombe's interval of the difference, and the exact McNemar
-    test."""
+    """The cell of a statement about accuracy, with Newcombe's interval of the difference and the
+    exact McNemar test."""
     compared = evaluation.compare(statement.condition, statement.to, unit="prompt")
     value = 100 * compared["difference"]
     low = 100 * compared["low"]
     high = 100 * compared["high"]
     gained = int(compared["only_first"])
     lost = int(compared["only_second"])
-    p = binomtest(gained, max(1, gained + lost)).pvalue  # 1 where none is gained or lost
+    p = binomtest(gained, max(1, gained + lost)).pvalue  # 1 if none is gained or lost
 
-    before = 100 * evaluation.right(statement.to).mean()
-    after = 100 * evaluation.right(statement.condition).mean()
+    reference_accuracy = 100 * evaluation.right(statement.to).mean()
+    accuracy = 100 * evaluation.right(statement.condition).mean()
     note = (
-        f"{before:.1f} → {after:.1f} %; {gained} problems gained, {lost} lost, exact McNemar "
-        f"p = {p:.2g}; 80 % power for a difference of {100 * compared['detectable']:.1f} points"
+        f"{reference_accuracy:.1f} → {accuracy:.1f} %; {gained} problems gained, {lost} lost, exact"
+        f" McNemar p = {p:.2g}; 80 % power for a difference of"
+        f" {100 * compared['detectable']:.1f} points"
     )
     word = word_of(statement, low, high)
     return Cell(word, statement.unit, value, low, high, int(compared["n"]), note=note)
 
 
 def word_of(statement: Statement, low: float, high: float) -> str:
-    """The word for an interval: which of the two lines does all of it lie beyond?"""
-    as_published = low > statement.line
-    opposite = high < statement.opposite
-    if statement.direction == "below":
-        as_published = high < statement.line
-        opposite = low > statement.opposite
+    """The word for a statement whose interval has these ends.
 
-    if as_published:
+    It is "as published" or "opposite" if the whole interval lies beyond the line of that word.
+    """
+    is_as_published = low > statement.line
+    is_opposite = high < statement.opposite
+    if statement.direction == "below":
+        is_as_published = high < statement.line
+        is_opposite = low > statement.opposite
+
+    if is_as_published:
         return AS_PUBLISHED
-    if opposite:
+    if is_opposite:
         return OPPOSITE
     return UNCLEAR
 
@@ -220,20 +225,21 @@ def word_of(statement: Statement, low: float, high: float) -> str:
 def rule_words(statement: Statement) -> str:
     """The rule of a statement, such as "as published below −2.0 %, opposite above +2.0 %"."""
     line = with_unit(statement.line, statement.unit)
-    opposite = with_unit(statement.opposite, statement.unit)
-    against = {"below": "above", "above": "below"}[statement.direction]
-    return f"{AS_PUBLISHED} {statement.direction} {line}, {OPPOSITE} {against} {opposite}"
+    opposite_line = with_unit(statement.opposite, statement.unit)
+    opposite = {"below": "above", "above": "below"}[statement.direction]
+    return f"{AS_PUBLISHED} {statement.direction} {line}, {OPPOSITE} {opposite} {opposite_line}"
 
 
 def in_unit(values: np.ndarray, unit: str) -> np.ndarray:
-    """Values in the unit of their cell: a log-ratio as a change in percent, a share in percent."""
+    """Values in the unit of their cell: log-ratios as changes in percent, shares and differences of
+    shares times 100."""
     if unit == "change":
         values = np.expm1(values)
     return 100 * values
 
 
 def number_words(value: float, unit: str) -> str:
-    """A number without its unit; changes and differences have a sign."""
+    """A number without its unit; changes and points have a sign."""
     form = "+.1f"
     if unit == "share":
         form = ".1f"
@@ -241,5 +247,5 @@ def number_words(value: float, unit: str) -> str:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """Such as "−18.2 %" or "+1.5 points"."""
+    """A number with its unit, such as "−18.2 %" or "+1.5 points"."""
     return f"{number_words(value, unit)} {UNIT_SYMBOLS[unit]}"

@@ -28,24 +28,26 @@ from mechattn.results.provenance import identity
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import write_whole
 
-UNTRAINED_PROMPTS = 8  # of the prompts, for each draw of untrained weights
-FIRST_DRAW = 1000  # the seed of the first draw: far from the seeds that a user takes
+# The number of prompts for each draw of untrained weights. Few suffice, since the page shows only
+# the range of the draws.
+UNTRAINED_PROMPTS = 8
+FIRST_DRAW = 1000  # the seed of the first draw, by default; far from the seeds that users choose
 PAGE_RUN = "first"  # the run whose result the page shows
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the numbers, beside the statements and the model.
+    """The settings of a measurement, apart from the statements and the model.
 
     Args:
-        prompts: The prompts whose attention is measured.
-        problems: The problems to be answered; none to leave answers out.
+        prompts: The prompts on which attention is measured.
+        problems: The problems to be answered; an empty sequence leaves answers out.
         draws: The number of draws of untrained weights.
-        new_tokens: The length of an answer, in tokens, at most.
+        new_tokens: The longest answer, in tokens.
         seed: The seed of conditions, answers and untrained weights.
-        dtype: The numbers in which the model is run, such as "float32".
-        device: Where it is run; by default TransformerLens's choice.
-        folder: Where runs are stored.
+        dtype: The dtype of the model, such as "float32".
+        device: The torch device; None for TransformerLens's choice.
+        folder: The folder in which runs are stored.
     """
 
     prompts: Sequence[Prompt]
@@ -60,11 +62,11 @@ class Settings:
 
 @dataclass
 class RunValues:
-    """What was measured for statements, by their keys, as it is stored in the file of a run.
+    """The content of a run's file: what was measured for each statement, by its key.
 
     Args:
-        values: One value a prompt.
-        reasons: Why there are none.
+        values: One value per prompt, for each statement that could be measured.
+        reasons: Why there are no values, for each of the others.
     """
 
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -77,16 +79,17 @@ class ModelRuns:
 
     Args:
         name: The model, as ``load_model`` takes it.
-        file_name: What the names of its files begin with.
+        file_name: The start of the names of its files.
         statements: The statements to measure.
-        settings: What else decides the numbers.
+        settings: The other settings of the measurement.
     """
 
     name: str
     file_name: str
     statements: Statements
     settings: Settings
-    # A model with untrained weights by its draw; one at a time, as each takes the model's memory.
+    # The model with untrained weights by its draw. Only one is kept, since each takes the memory of
+    # a model.
     untrained: dict[int, HookedModel] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -97,7 +100,7 @@ class ModelRuns:
 
     @cached_property
     def arm(self) -> ARM | None:
-        """ARM with the values published for the model's family; None if there are none."""
+        """ARM with the hyperparameters published for the model's family; None if there are none."""
         family = architecture_named(self.name).partition("For")[0]
         for arm in self.statements.arms:
             if arm.family == family:
@@ -106,7 +109,7 @@ class ModelRuns:
 
     @cached_property
     def weights_hash(self) -> str | None:
-        """What identifies the weights before they are loaded."""
+        """A hash that identifies the weights without loading them; None for a toy model."""
         return stored_hash(self.name)
 
     def cells(self) -> dict[str, Cell]:
@@ -127,7 +130,7 @@ class ModelRuns:
         return cells
 
     def all_values(self, draw: int | None = None) -> RunValues:
-        """What all runs measured; with a draw, of untrained weights."""
+        """What all runs measure, with the model's weights or with a draw of untrained weights."""
         measured = RunValues()
         for run_name in RUNS:
             run_values = self.run_values(run_name, draw)
@@ -138,19 +141,19 @@ class ModelRuns:
         return measured
 
     def run_values(self, run_name: str, draw: int | None = None) -> RunValues:
-        """What one run measured, from its file if it is stored; with a draw, of untrained
-        weights.
+        """What one run measures, from its file if it is stored.
 
         Args:
             run_name: The run, one of ``RUNS``.
-            draw: The number of a draw of untrained weights; None for the model's own.
+            draw: The number of a draw of untrained weights; None for the model's own weights.
 
         Raises:
-            MechattnError: The first run is refused, so that there is nothing to compare.
+            MechattnError: The run for the page cannot be made with the model's own weights. If
+                another run cannot be made, its values have reasons instead.
         """
         path = self._values_file(run_name, draw)
-        is_on_the_page = run_name == PAGE_RUN and draw is None
-        if path.exists() and (self.result_place.exists() or not is_on_the_page):
+        is_page_run = run_name == PAGE_RUN and draw is None
+        if path.exists() and (self.result_place.exists() or not is_page_run):
             return RunValues(**json.loads(path.read_text(encoding="utf-8")))
 
         words = f"{self.name}: {RUNS[run_name].words}"
@@ -161,10 +164,10 @@ class ModelRuns:
         try:
             result = self._result(run_name, draw)
         except (ModelError, OptionError) as error:
-            if is_on_the_page:
+            if is_page_run:
                 raise  # a model without received attention has nothing to compare
             return RunValues(reasons={statement.key: str(error) for statement in statements})
-        if is_on_the_page:
+        if is_page_run:
             result.save(self.result_place)
 
         measured = RunValues()
@@ -182,7 +185,7 @@ class ModelRuns:
 
     @property
     def result_place(self) -> Path:
-        """Where the result is stored that the page shows."""
+        """The place where the result that the page shows is stored."""
         return self._values_file(PAGE_RUN).with_suffix(".zarr")
 
     def _answer_cells(self) -> dict[str, Cell]:
@@ -217,11 +220,11 @@ class ModelRuns:
         return cells
 
     def _of_run(self, run_name: str) -> list[Statement]:
-        """The statements that are measured in a run."""
+        """The statements that this run measures."""
         return [statement for statement in self.statements.statements if statement.run == run_name]
 
     def _result(self, run_name: str, draw: int | None) -> Result:
-        """Run the model, or a draw of untrained weights on fewer prompts."""
+        """The result of a run; with a draw, of untrained weights on the first prompts."""
         planned = RUNS[run_name]
         model = self.model
         prompts = self.settings.prompts
@@ -247,7 +250,10 @@ class ModelRuns:
         )
 
     def _values_file(self, run_name: str, draw: int | None = None) -> Path:
-        """The file of a run, which is named after everything that decides its numbers."""
+        """The file of a run, whose name contains a hash of everything that decides its numbers.
+
+        Only the device is left out, since it changes no more than rounding.
+        """
         planned = RUNS[run_name]
         decides = [
             [field.name for field in fields(RunValues)],  # the form of the file

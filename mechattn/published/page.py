@@ -1,6 +1,5 @@
-"""The page: the table of statements and models, and the paper's figures beside ours: what their
-captions say, and the same drawn for other models.
-"""
+"""The page of a comparison: the table of statements and models, and for three of the paper's
+figures what their captions say and the same figure of each model."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ STYLES = {
     NOT_MEASURABLE: "absent",
 }
 
-HEADS = 3  # in a figure of the paper's
+HEADS = 3  # the number of heads in a figure of the paper
 
 # What automatic captions say of the paper's figures, in the order of the page; layers and heads
 # are counted from 0.
@@ -75,9 +74,9 @@ def write_comparison(
 
     Args:
         comparison: The comparison.
-        results: The result of each model whose figures are shown.
+        results: The results of the models whose figures are shown.
         path: The page.
-        force: Replace a page that mechattn did not write.
+        force: Whether to replace a file that mechattn did not write.
     """
     template_values = {
         "comparison": comparison,
@@ -99,7 +98,7 @@ def write_comparison(
 
 
 def figure_sections(results: Sequence[Result]) -> list[Section]:
-    """Three figures of every model, each with what was published; figure by figure."""
+    """Three figures for every model, each with what was published, in the order of ``CAPTIONS``."""
     drawings_of_models = [_drawings(result) for result in results]
     sections = []
     for name, caption in CAPTIONS.items():
@@ -113,7 +112,7 @@ def figure_sections(results: Sequence[Result]) -> list[Section]:
 
 
 class _Drawing(NamedTuple):
-    """A figure of a model, which has not been drawn yet."""
+    """A figure of a model that is still to be drawn."""
 
     title: str
     figure: Callable
@@ -145,8 +144,10 @@ def _drawings(result: Result) -> dict[str, _Drawing]:
 
 
 def changing_heads(result: Result) -> list[int]:
-    """The heads of layer 0 that change most on one half of the prompts; the first where there are
-    too few prompts or groups."""
+    """The heads of layer 0 that change most on one half of the prompts.
+
+    With too few prompts or groups to halve, they are the first heads.
+    """
     count = min(HEADS, result["received_attention"].sizes["head"])
     units = units_of(result)
     if units.n < 2 * FEWEST:

@@ -1,4 +1,4 @@
-"""Measures what a paper published in models of the user's, and writes the table and the page."""
+"""Measures in the user's models what a paper published, and writes the table and the page."""
 
 from __future__ import annotations
 
@@ -41,29 +41,30 @@ def paper(
     command: str = "",
     force: bool = False,
 ) -> Comparison:
-    """Show what arXiv:2510.01032 published beside what models show, and beside what untrained
+    """Compare what arXiv:2510.01032 published with what models show, and with what untrained
     weights show.
 
     Prompts have the paper's form: its system prompt, the inserted tokens and the question are
-    concatenated. Writes ``index.html``, ``paper.md`` and ``paper.json`` to a folder, which also
-    keeps every finished run: the same call resumes where an earlier one stopped.
+    concatenated. The folder gets ``index.html``, ``paper.md`` and ``paper.json``. It also keeps
+    every finished run, so that the same call resumes where an earlier one stopped.
 
     Args:
         models: Names, directories or files that ``load_model`` takes; the page has a column for
             each.
         out: The folder.
-        prompts: As the ``source`` of ``load_prompts``.
+        prompts: The prompts, as the ``source`` of ``load_prompts``.
         field: The field of a file or dataset with the question.
         answer_field: The field with the solution; by default "solution" or "answer".
         limit: The number of prompts on which attention is measured, at least 3.
-        draws: The number of models with untrained weights; each is measured on the first 8 prompts.
+        draws: How many times each model is also measured with untrained weights, on the first 8
+            prompts.
         problems: The number of problems to answer; 0 leaves accuracy out.
         new_tokens: The longest answer, in tokens.
-        seed: The seed of all draws.
+        seed: The seed of the prompts, the conditions, the answers and the untrained weights.
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: The torch device.
         command: The command line, for the record.
-        force: Replace a page that mechattn did not write.
+        force: Whether to replace a page that mechattn did not write.
 
     Returns:
         The comparison; ``table()`` has a row for each statement and model.
@@ -75,7 +76,7 @@ def paper(
     file_name_of = _checked_models(models)
     check_counts(FEWEST, limit=limit)
     check_counts(0, draws=draws, problems=problems)
-    dtype_named(dtype)  # raises where there is no such dtype
+    dtype_named(dtype)  # raises if there is no such dtype
     check_device(device)
     check_page_place(folder / "index.html", force)
 
@@ -110,7 +111,7 @@ def paper(
         "limit": len(settings.prompts),
         "draws": draws,
         "untrained_prompts": min(UNTRAINED_PROMPTS, len(settings.prompts)),
-        "problems": problems,
+        "problems": len(settings.problems),
         "new_tokens": new_tokens,
         "seed": seed,
         "seconds": seconds,
@@ -124,25 +125,30 @@ def paper(
 
 
 def _checked_models(models: Sequence[str] | str) -> dict[str, str]:
-    """What the names of each model's files begin with, by its name; a name that is no model's
-    is refused."""
+    """The start of the names of each model's files, by the name of the model.
+
+    Raises:
+        OptionError: There are no models, or two would write to the same files.
+        ModelError: A name is not the name of a model.
+    """
     names = [models] if isinstance(models, str) else list(models)
     if not names:
         raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
     for name in names:
-        architecture_named(name)  # raises where there is no such model
+        architecture_named(name)  # raises if there is no such model
     return file_names(names)
 
 
 def _measured(
     file_name_of: Mapping[str, str], statements: Statements, settings: Settings
 ) -> tuple[dict[str, dict[str, Cell]], list[Result], dict[str, float]]:
-    """The cells by statement and model, the results that the page draws, and each model's seconds.
+    """The cells by statement and model, the results that the page draws, and the seconds that each
+    model took.
 
     Args:
-        file_name_of: What the names of a model's files begin with, by the model's name.
+        file_name_of: The start of the names of a model's files, by the name of the model.
         statements: The statements.
-        settings: What else decides the numbers.
+        settings: The other settings of the measurement.
     """
     results = []
     seconds = {}
@@ -159,7 +165,11 @@ def _measured(
 
 
 def _check_prompts(prompts: Sequence[Prompt], source: str, problems: int) -> None:
-    """Check that there are enough prompts, and a solution of each problem that is answered."""
+    """Refuse fewer than three prompts, and problems without a solution.
+
+    Raises:
+        OptionError: There are too few prompts, or a problem that is to be answered has no solution.
+    """
     if len(prompts) < FEWEST:
         raise OptionError(f"{source} has {len(prompts)} prompts; intervals need at least {FEWEST}")
     for prompt in prompts[:problems]:

@@ -1,4 +1,4 @@
-"""What is run of each model: conditions and analyses, by name."""
+"""The runs of each model, with their conditions and analyses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mechattn.interventions.arm import ARM
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.conditions import Baseline, Condition, MeaninglessTokens, RandomSentence
 
-ANSWERS = "answers"  # the run that generates answers in place of measuring attention
-COUNT = 55  # inserted tokens: the default of the paper's code
+ANSWERS = "answers"  # the run that generates answers instead of measuring attention
+COUNT = 55  # the number of inserted tokens, by default in the paper's code
 CONDITIONS = ("slash", "sentence", "arm")
 
 
@@ -25,15 +25,15 @@ CONDITIONS = ("slash", "sentence", "arm")
 class PlannedRun:
     """The arguments of ``ma.run``, except model and prompts."""
 
-    words: str  # what is measured, as a message says it
+    words: str  # what is measured, for a message
     conditions: tuple[str, ...]
     analyses: tuple[Analysis, ...]
-    first_layers: int | None = None  # how many; None for all
+    first_layers: int | None = None  # how many layers, from the first; None for all
     keep: Keep = "moments"
 
     @property
     def quantities(self) -> list[str]:
-        """The names of everything that it measures."""
+        """The names of all quantities that the run measures."""
         return [name for analysis in self.analyses for name in analysis.quantities]
 
 
@@ -64,8 +64,11 @@ RUNS = {
 def conditions_for(
     model: HookedModel, names: Sequence[str], arm: ARM | None
 ) -> dict[str, Condition]:
-    """The conditions of these names, with as many “/” as the model's tokenizer can make; without
-    an ARM, its condition is left out."""
+    """The conditions with these names.
+
+    The number of “/” is the nearest to 55 that the model's tokenizer allows, and a random sentence
+    has the same number of tokens. Without an ARM, its condition is left out.
+    """
     slash = MeaninglessTokens("/", COUNT).fitted(model)
     conditions: dict[str, Condition] = {"slash": slash, "sentence": RandomSentence(slash.count)}
     if arm is not None:

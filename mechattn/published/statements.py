@@ -1,5 +1,5 @@
-"""The published statements: quotes, where they stand, published values, and what is measured beside
-them."""
+"""The published statements: quotes with their places, the published values, and what is measured
+to compare with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Arm(Section):
-    """The hyperparameters of ARM that were published for a model; its family takes them."""
+    """The hyperparameters of ARM that were published for a model, which its whole family uses."""
 
     model: Text
     family: Text
@@ -32,10 +32,10 @@ class Arm(Section):
 
 
 class Statement(Selection):
-    """What was published, and the measured value that comes with it.
+    """What was published, and how the value to compare with it is measured.
 
-    As published: the whole interval lies beyond ``line`` in ``direction``; opposite: beyond
-    ``opposite``, the other way.
+    The word of a cell is "as published" if its whole interval lies beyond ``line`` in
+    ``direction``, and "opposite" if it lies beyond ``opposite`` in the other direction.
     """
 
     key: Text
@@ -63,7 +63,7 @@ class Statement(Selection):
 
     @property
     def unit(self) -> str:
-        """The unit in which its values and lines are written."""
+        """The unit of its values and lines."""
         unit = UNITS[self.function]
         if unit == "share" and self.less_layers:
             return "points"  # a difference of shares
@@ -83,7 +83,8 @@ def read_statements(path: Path = SHIPPED) -> Statements:
     """Read the statements and check every name in them.
 
     Raises:
-        OptionError: A key, quantity, function, run or condition is unknown, or a quote is too long.
+        OptionError: The file cannot be read, a key is missing, unknown or given twice, a value is
+            not allowed, or a source, quantity, function, run or condition is unknown.
     """
     try:
         file = Statements.model_validate(toml_values(path, "file of statements"))
@@ -107,6 +108,8 @@ def read_statements(path: Path = SHIPPED) -> Statements:
         where = f"{path}: {statement.key}"
         for name, known in known_names.items():
             check_known(f"{where}.{name}", getattr(statement, name), known)
+        if statement.run == ANSWERS and statement.quantities:
+            raise OptionError(f"{where}.quantities: answers have no quantities; leave them out")
         for quantity in statement.quantities:
             check_known(f"{where}.quantities", quantity, RUNS[statement.run].quantities)
     return file

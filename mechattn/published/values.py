@@ -1,12 +1,12 @@
-"""Values beside published ones: each is a function of a result, and gives one float64 number a
-prompt.
+"""Values to compare with published ones: each is a function of a result, and gives one float64
+number per prompt.
 
-A value whose unit is "change" is a log-ratio; it is written in percent once its mean and interval
-are taken.
+A value whose unit is "change" is a log-ratio. It is converted to percent after its mean and
+interval have been computed.
 
-Each function of ``FUNCTIONS`` takes a result and what the statement asks of it: quantities, layers,
-a condition and the one that it is compared with. It returns a value for each prompt [prompt], and
-raises ``NotMeasurable`` where the model or the prompts have no such value.
+Each function of ``FUNCTIONS`` takes a result and the selection of a statement: quantities, layers,
+a condition and the reference, which is the condition that it is compared with. It returns a value
+for each prompt [prompt], and raises ``NotMeasurable`` if the model or the prompts do not have it.
 """
 
 from __future__ import annotations
@@ -22,66 +22,67 @@ from mechattn.errors import MechattnError
 from mechattn.results.result import Result
 from mechattn.toml_sections import Section
 
-PEAKS = 0.1  # share of the question's tokens that are a head's peaks
-QUERIES_AFTER = 8  # original tokens after a peak, at least: a mean over one or two is hardly one
-LARGE = 0.1  # share of the baseline's activations that are large
-FROM_LAYER = 4  # the blog speaks of layers 4 and later
+PEAKS = 0.1  # the share of the question's tokens that are a head's peaks
+QUERIES_AFTER = 8  # the original tokens that must follow a key, as a mean over fewer is noisy
+LARGE = 0.1  # the largest share of the reference's activations that count as large
+FROM_LAYER = 4  # the blog is about layers 4 and later
 
 PerPrompt = Float[np.ndarray, " prompt"]
 
 
 class NotMeasurable(MechattnError):
-    """A model, or these prompts, do not have what a value is about."""
+    """A value does not exist for this model or these prompts."""
 
 
 class Selection(Section):
-    """What a value is about: quantities by the names of ``ma.run``, conditions and layers."""
+    """What a value is computed from: quantities by their names in ``ma.run``, conditions and
+    layers."""
 
     quantities: list[str] = Field([])
     condition: str = "slash"
-    to: str = BASELINE
+    to: str = BASELINE  # the reference
     layers: list[int] = Field([0])
-    less_layers: list[int] = Field([])  # the same of these layers is subtracted
+    less_layers: list[int] = Field([])  # the value in these layers is subtracted
 
     def in_layers(self, layers: list[int]) -> Selection:
-        """The same in other layers, of which nothing is subtracted."""
+        """The same selection in other layers, without layers to subtract."""
         return self.model_copy(update={"layers": layers, "less_layers": []})
 
 
 def change(result: Result, selection: Selection) -> PerPrompt:
-    """Log-ratio of what the question has under two conditions; mean over heads, then over
-    layers.
+    """Log-ratio of a quantity of the question between the condition and the reference.
 
-    ``mean over layers of log(mean under condition / mean under to)``
+    ``mean over layers of log(mean over heads in the condition / that in the reference)``
     """
-    return log_ratio(*after_and_before(result, selection)).mean(1)
+    return log_ratio(*of_question(result, selection)).mean(1)
 
 
 def layers_falling(result: Result, selection: Selection) -> PerPrompt:
-    """Share of all measured layers in which the question has less than under the other
-    condition."""
+    """Share of all measured layers in which a quantity of the question is smaller in the condition
+    than in the reference."""
     layers = measured_layers(result, selection.quantities[0])
-    after, before = after_and_before(result, selection.in_layers(layers))
-    is_falling = after < before
+    values, reference = of_question(result, selection.in_layers(layers))
+    is_falling = values < reference
     return is_falling.mean(1)
 
 
 def inserted_beside_question(result: Result, selection: Selection) -> PerPrompt:
-    """Log-ratio of what an inserted token receives to what a token of the question does."""
+    """Log-ratio of what an inserted token receives to what a token of the question receives."""
     inserted = of_segment(result, selection, selection.condition, "inserted")
     question = of_segment(result, selection, selection.condition, "question")
     return log_ratio(inserted, question).mean(1)
 
 
 def level(result: Result, selection: Selection) -> PerPrompt:
-    """A quantity under one condition, mean over heads and layers."""
+    """A quantity in the condition, as the mean over heads and layers."""
     return of_segment(result, selection, selection.condition).mean(1)
 
 
 def affine_share(result: Result, selection: Selection) -> PerPrompt:
-    """Share of the change of outputs that is dilution and shift: 1 − |re-routing + new values|.
+    """``1 − |re-routing + new values|``: how much of the change of outputs is dilution and shift.
 
-    The four parts are ``⟨part, change⟩ / ‖change‖²`` and add up to 1. Mean over heads and layers.
+    The four parts are ``⟨part, change⟩ / ‖change‖²`` and add up to 1. The value is the mean over
+    heads and layers.
     """
     rerouting, new_values = [
         selected(result, name, selection, selection.condition) for name in selection.quantities
@@ -93,56 +94,59 @@ def affine_share(result: Result, selection: Selection) -> PerPrompt:
 
 
 def change_at_peaks(result: Result, selection: Selection) -> PerPrompt:
-    """Log-ratio of what the peaks of the question receive; mean over heads.
+    """Log-ratio of what the peaks of the question receive, as the mean over peaks and heads.
 
-    A head's peaks are the tenth of the question's tokens with the largest geometric mean of both
-    conditions: peaks of one condition alone would fall in the other without any effect.
+    A head's peaks are the tenth of the question's tokens with the largest geometric mean over the
+    condition and the reference. Peaks of one of them alone would be lower in the other without any
+    effect.
     """
     changes = []
-    for after, before in both_curves(result, selection):
-        _, token_count = after.shape
+    for curve, reference in both_curves(result, selection):
+        _, token_count = curve.shape
         count = max(1, round(PEAKS * token_count))
 
-        order = np.argsort(-after * before, axis=1, kind="stable")
+        order = np.argsort(-curve * reference, axis=1, kind="stable")
         peaks = order[:, :count]
 
-        log_changes = log_ratio(after, before)
+        log_changes = log_ratio(curve, reference)
         at_peaks = np.take_along_axis(log_changes, peaks, axis=1)
         changes.append(at_peaks.mean())
     return np.array(changes)
 
 
 def peak_moved(result: Result, selection: Selection) -> PerPrompt:
-    """Share of a layer's heads whose most attended token of the question is another one."""
-    moved = []
-    for after, before in both_curves(result, selection):
-        is_moved = after.argmax(1) != before.argmax(1)
-        moved.append(is_moved.mean())
-    return np.array(moved)
+    """Share of a layer's heads whose most attended token of the question differs between the
+    condition and the reference."""
+    shares = []
+    for curve, reference in both_curves(result, selection):
+        is_moved = curve.argmax(1) != reference.argmax(1)
+        shares.append(is_moved.mean())
+    return np.array(shares)
 
 
 def band_width(result: Result, selection: Selection) -> PerPrompt:
-    """Log-ratio of a prompt's mean distance from the mean of all prompts, over heads and places of
-    the question."""
+    """Log-ratio of a prompt's distance from the mean of all prompts.
+
+    The distance is the mean over heads and over those positions of the question that every prompt
+    has.
+    """
     distances = []
     for curves in zip(*both_curves(result, selection), strict=True):
-        # Questions differ in length; a mean needs the same places of each.
+        # Questions differ in length, and a mean over prompts needs the same positions of each.
         shortest = min(curve.shape[1] for curve in curves)
         aligned = np.stack([curve[:, :shortest] for curve in curves])
 
         from_mean = abs(aligned - aligned.mean(0))
         distances.append(from_mean.mean((1, 2)))
 
-    after, before = distances
-    return log_ratio(after, before)
+    return log_ratio(*distances)
 
 
 def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
-    """How evenly the inserted tokens receive attention, less the same under the other condition;
-    mean over heads.
+    """How evenly the inserted tokens receive attention, minus the same in the reference.
 
-    ``exp(−Σ p log p) / n`` over n inserted tokens, with p the share of each in what all of them
-    receive.
+    Evenness is ``exp(−Σ p log p) / n`` over n inserted tokens, where p is the share of each in what
+    all of them receive; the value is the mean over heads.
     """
     evenness = {}
     for condition in (selection.condition, selection.to):
@@ -150,7 +154,7 @@ def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
         inserted = in_segment(result, condition, "inserted")
 
         received_by_key = received.isel(layer=0).transpose("prompt", "head", "key").values
-        # The entropy of each head's shares: they are made to sum to 1, and 0 · log 0 is 0.
+        # ``entropy`` divides each head's row by its sum, and takes 0 · log 0 as 0.
         entropy = stats.entropy(np.where(inserted[:, None], received_by_key, 0.0), axis=2)
         even_tokens = np.exp(entropy).mean(1)
         evenness[condition] = even_tokens / inserted.sum(1)
@@ -158,10 +162,13 @@ def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
 
 
 def change_of_large(result: Result, selection: Selection) -> PerPrompt:
-    """Log-ratio of the share of large activations: beyond the bound that a tenth of the baseline's
-    exceed."""
-    after, before = after_and_before(result, selection)
-    mean_before = before.mean((0, 1))
+    """Log-ratio of the share of large activations.
+
+    Activations are large from the smallest edge of the histogram on that at most a tenth of the
+    reference's activations reach, in absolute value and over all prompts.
+    """
+    values, reference = of_question(result, selection)
+    mean_reference = reference.mean((0, 1))
 
     # The edges of the histogram's bins, from −∞ to ∞.
     left = dataset_with(result, selection.quantities[0]).bin.values.astype(np.float64)
@@ -170,14 +177,16 @@ def change_of_large(result: Result, selection: Selection) -> PerPrompt:
 
     for bound in bounds:
         beyond = (left >= bound) | (right <= -bound)
-        if mean_before[beyond].sum() <= LARGE:
-            return log_ratio(after[..., beyond].sum(2), before[..., beyond].sum(2)).mean(1)
+        if mean_reference[beyond].sum() <= LARGE:
+            return log_ratio(values[..., beyond].sum(2), reference[..., beyond].sum(2)).mean(1)
     raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
 
 
 def classes_beside_other(result: Result, selection: Selection) -> PerPrompt:
-    """Log-ratio of a share at digits, operators and conjunctions (mean of those there) to that at
-    other tokens."""
+    """Log-ratio of a share at digits, operators and conjunctions to that at other tokens.
+
+    The first is the mean over those of the three classes that the question has.
+    """
     shares = selected(result, selection.quantities[0], selection, selection.condition).isel(layer=0)
     other = shares.sel(token_class="other").values
     classes = shares.drop_sel(token_class="other").mean("token_class").values
@@ -185,14 +194,16 @@ def classes_beside_other(result: Result, selection: Selection) -> PerPrompt:
 
 
 def updates_at_first(result: Result, selection: Selection) -> PerPrompt:
-    """‖update‖ / ‖hidden state‖ where the strongest target is the first token, over the mean of its
-    layer.
+    """‖update‖ / ‖resid_pre‖ at queries whose strongest target is the first token, divided by its
+    mean at all queries.
 
-    Over all heads and all tokens after the first, which sees no other; mean over layers from 4 on.
+    Both are means over all heads and all queries but the first, which sees only itself. The value
+    is the mean over layers from 4 on.
     """
-    layers = measured_layers(result, selection.quantities[0])[FROM_LAYER:]
+    measured = measured_layers(result, selection.quantities[0])
+    layers = [layer for layer in measured if layer >= FROM_LAYER]
     if not layers:
-        raise NotMeasurable(f"the model has no layer {FROM_LAYER}")
+        raise NotMeasurable(f"the model has no layer {FROM_LAYER} or later")
     later = selection.in_layers(layers)
 
     by_token = []
@@ -240,15 +251,15 @@ UNITS = {
 
 
 def value_of(result: Result, function: str, selection: Selection) -> PerPrompt:
-    """One number a prompt; less that of other layers, where there are some to subtract.
+    """One number per prompt, minus that in ``less_layers`` if there are any.
 
     Args:
         result: The result of the run that the statement names.
         function: The name of a function in ``FUNCTIONS``.
-        selection: What the value is about.
+        selection: What the value is computed from.
 
     Raises:
-        NotMeasurable: The model, or these prompts, do not have it.
+        NotMeasurable: The value does not exist for this model or these prompts.
     """
     measure = FUNCTIONS[function]
     values = measure(result, selection)
@@ -265,7 +276,7 @@ def dataset_with(result: Result, name: str) -> xr.Dataset:
     """The dataset of a result that holds a quantity.
 
     Raises:
-        NotMeasurable: None does.
+        NotMeasurable: No dataset holds it.
     """
     for dataset in result.datasets.values():
         if name in dataset or f"{name}_per_prompt" in dataset:
@@ -279,7 +290,7 @@ def measured_layers(result: Result, name: str) -> list[int]:
 
 
 def selected(result: Result, name: str, selection: Selection, condition: str) -> xr.DataArray:
-    """A quantity under a condition in the layers that are asked for, in float64.
+    """A quantity in a condition and in the layers of the selection, in float64.
 
     Raises:
         NotMeasurable: The result lacks the quantity, a layer or the condition.
@@ -287,31 +298,31 @@ def selected(result: Result, name: str, selection: Selection, condition: str) ->
     dataset = dataset_with(result, name)
     for layer in selection.layers:
         if layer not in dataset.layer.values:
-            raise NotMeasurable(f"the model has no layer {layer}")
+            raise NotMeasurable(f"the model has no layer {layer} with {name}")
     if condition not in result.conditions:
         raise NotMeasurable(f"the model cannot be run under {condition!r}")
     return dataset[name].sel(condition=condition, layer=selection.layers).astype(np.float64)
 
 
-def after_and_before(
+def of_question(
     result: Result, selection: Selection
 ) -> tuple[Float[np.ndarray, "prompt layer *rest"], Float[np.ndarray, "prompt layer *rest"]]:
-    """What the question has under the condition, and under that it is compared with."""
-    after = of_segment(result, selection, selection.condition)
-    before = of_segment(result, selection, selection.to)
-    return after, before
+    """The quantity of the question in the condition and in the reference, as means over heads."""
+    values = of_segment(result, selection, selection.condition)
+    reference = of_segment(result, selection, selection.to)
+    return values, reference
 
 
 def of_segment(
     result: Result, selection: Selection, condition: str, segment: str = "question"
 ) -> Float[np.ndarray, "prompt layer *rest"]:
-    """The quantity of a segment, mean over heads.
+    """The quantity of a segment, as the mean over heads.
 
     Args:
         result: The result of a run.
-        selection: Which quantity, and in which layers.
+        selection: The quantity and the layers.
         condition: The condition.
-        segment: The segment, where the quantity is measured by segment.
+        segment: The segment; ignored if the quantity is not measured by segment.
     """
     values = selected(result, selection.quantities[0], selection, condition)
     if "segment" in values.dims:
@@ -322,46 +333,48 @@ def of_segment(
 
 
 def both_curves(result: Result, selection: Selection) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What each token of the question receives in a layer under both conditions, [head, key], for
-    each prompt.
+    """What each token of the question receives in the first selected layer, for each prompt: the
+    curves [head, key] of the condition and the reference.
 
-    Without the last eight original tokens, which hardly any token follows.
+    The last eight original tokens are left out, since too few queries follow them.
 
     Raises:
-        NotMeasurable: Some prompt has too few tokens.
+        NotMeasurable: A prompt has too few tokens.
     """
     name = f"{selection.quantities[0]}_by_origin_per_prompt"
     received = []
     for condition in (selection.condition, selection.to):
         values = selected(result, name, selection, condition).isel(layer=0)
-        received.append(values.transpose("prompt", "head", ...))
-    after, before = received
+        received.append(values.transpose("prompt", "head", ...).values)
+    curve, reference = received
 
     origins = result["sequences"].origin.sel(condition=BASELINE).values
-    last = (origins >= 0).sum(1) - QUERIES_AFTER
-    is_read = np.arange(origins.shape[1]) < last[:, None]
+    end = (origins >= 0).sum(1) - QUERIES_AFTER
+    has_queries = np.arange(origins.shape[1]) < end[:, None]
 
     curves = []
-    for prompt, is_key in enumerate(is_read & in_segment(result, BASELINE, "question")):
+    for prompt, is_key in enumerate(has_queries & in_segment(result, BASELINE, "question")):
         keys = np.flatnonzero(is_key)
         if not len(keys):
             raise NotMeasurable(f"prompt {prompt} has too few tokens")
-        curves.append((after.values[prompt][:, keys], before.values[prompt][:, keys]))
+        curves.append((curve[prompt][:, keys], reference[prompt][:, keys]))
     return curves
 
 
 def in_segment(result: Result, condition: str, segment: str) -> np.ndarray:
-    """Which positions hold a segment [prompt, pos]."""
+    """Which positions belong to a segment [prompt, pos]."""
     segments = result["sequences"].segment_index.sel(condition=condition)
     return segments.values == SEGMENTS.index(segment)
 
 
-def log_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """``log(above / below)``.
+def log_ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """``log(numerator / denominator)``.
 
     Raises:
         NotMeasurable: One of them is 0 or undefined, so there is no ratio.
     """
-    if not ((above > 0).all() and (below > 0).all()):
-        raise NotMeasurable("in some prompt one of the two numbers is 0, so there is no ratio")
-    return np.log(above / below)
+    if not ((numerator > 0).all() and (denominator > 0).all()):
+        raise NotMeasurable(
+            "in some prompt one of the two numbers is undefined or is 0, so there is no ratio"
+        )
+    return np.log(numerator / denominator)

@@ -1,4 +1,4 @@
-"""Figures of MLP activations: their distribution, size and sparsity, and how conditions move
+"""Figures of MLP activations: their distribution, size and sparsity, and how conditions change
 them."""
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def activation_histogram(
     """Plot a histogram of the question's activations after the nonlinearity by condition, one panel
     per model.
 
-    Shows the share of all activations by bin on a logarithmic axis, as means over prompts with
-    pointwise 95 % bands. Dotted lines mark plus and minus the near-zero threshold. Activations
-    outside the bins are left out.
+    The share of activations in each bin is on a logarithmic axis, as the mean over prompts with a
+    pointwise 95 % band. Dotted lines mark plus and minus the near-zero threshold. Activations
+    outside the bins are not shown.
 
     Args:
         results: One result per model, with ``MlpActivations``.
@@ -67,7 +67,7 @@ def activation_histogram(
     for column, result in enumerate(results, 1):
         _histogram_lines(figure, result, names, layer, column)
 
-        # The size below which an activation of this layer counts as near zero.
+        # The size up to which an activation of this layer counts as near zero.
         threshold = result.provenance["analyses"][NAME]["thresholds"][str(layer)]
         for x in (-threshold, threshold):
             draw.rule(figure, x=x, dash="dot", column=column)
@@ -87,29 +87,6 @@ def activation_histogram(
     return says(figure, "Near-zero share:", *sentences)
 
 
-def _histogram_lines(
-    figure: go.Figure, result: Result, names: Sequence[str], layer: int, column: int
-) -> None:
-    """The share of activations in each bin as a line of steps with its band, by condition."""
-    histogram = result[NAME].histogram.sel(layer=layer)
-    edges = histogram.bin.values[1:]  # where each bin but the first begins
-    histogram = histogram.isel(bin=slice(1, -1))  # the outermost bins have no end
-    step_ends = np.repeat(edges, 2)[1:-1]
-
-    for name, colour in draw.condition_colours(names):
-        shares = histogram.sel(condition=name).transpose("prompt", "bin")
-        interval = mean_over_prompts(result, shares)
-
-        # A logarithmic axis has no place for the zeros of a band. Fewer than three prompts have no
-        # band.
-        least = 0.1 * np.min(interval.high, where=interval.high > 0, initial=1.0)
-        low = interval.low.clip(least)
-        high = interval.high.clip(least)
-        bins = [draw.positive(interval.estimate), low, high]
-        steps = Interval(*np.repeat(bins, 2, axis=1))
-        draw.line_and_band(figure, step_ends, steps, name, colour, column=column)
-
-
 @declare(NAME, compares=True, report=[{}])
 def activation_metrics(
     results: Sequence[Result] | Result,
@@ -122,7 +99,7 @@ def activation_metrics(
 
     Args:
         results: One result per model, with ``MlpActivations``.
-        conditions: The conditions; all except the baseline by default.
+        conditions: The conditions other than the baseline; all by default.
         layer: The layer, from 0.
         segment: The segment of the tokens.
 
@@ -165,8 +142,10 @@ def activation_metrics(
 def near_zero_by_class(
     results: Sequence[Result] | Result, conditions: Sequence[str] | None = None, layer: int = 0
 ) -> go.Figure:
-    """Plot the share of near-zero activations by token class: digits, operators, conjunctions and
-    others.
+    """Plot the share of near-zero activations by class of the question's tokens: digits, operators,
+    conjunctions and others.
+
+    A class that fewer than three prompts have is left out.
 
     Args:
         results: One result per model, with ``MlpActivations``.
@@ -175,7 +154,7 @@ def near_zero_by_class(
 
     Raises:
         OptionError: There is no such layer or condition, no condition besides the baseline, or no
-            class of token in three prompts.
+            class of token that three prompts have.
     """
     results, names = _checked_results(results, conditions, layer)
     names = [BASELINE, *names]
@@ -184,10 +163,10 @@ def near_zero_by_class(
     for column, result in enumerate(results, 1):
         counts, intervals = _shares_by_class(result, names, layer)
         classes = counts.token_class.values
-        apart = 0.8 / len(names)
+        spacing = 0.8 / len(names)
         series = intervals.items()
         draw.side_by_side(
-            figure, classes, series, COLOURS, column=column, apart=apart, **_POINT_STYLE
+            figure, classes, series, COLOURS, column=column, apart=spacing, **_POINT_STYLE
         )
 
         labels = [
@@ -202,47 +181,11 @@ def near_zero_by_class(
 
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = (
-        f"layer {layer}; n: prompts with such a token under each; bars: 95 % t intervals over"
-        " prompts"
+        f"layer {layer}; n: prompts with such a token in each condition; bars: 95 % t intervals"
+        " over prompts"
     )
     draw.title_above_legend(figure, "near-zero activations by class of token", note, 500, top=150)
     return says(figure, "Near-zero share.", *sentences)
-
-
-def _shares_by_class(
-    result: Result, names: Sequence[str], layer: int
-) -> tuple[xr.DataArray, dict[str, Interval]]:
-    """The near-zero share of each class of token.
-
-    Every condition shows the same prompts, and a class that too few of them have is left out.
-
-    Returns:
-        The number of prompts [token_class], and by condition the shares of these classes.
-    """
-    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
-    has_class = shares.notnull().all("condition")
-    counts = has_class.sum("prompt")
-    counts = counts[counts >= FEWEST]
-    if not counts.size:
-        raise OptionError(
-            f"no class of token is in the questions of {FEWEST} prompts of {model_caption(result)};"
-            " run more prompts"
-        )
-
-    shares = shares.where(has_class).sel(token_class=counts.token_class)
-    intervals = {}
-    for name in names:
-        condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
-        intervals[name] = mean_over_prompts(result, condition_shares)
-    return counts, intervals
-
-
-def _interval_phrases(names: Sequence[str], interval: Interval) -> list[str]:
-    """Each name with its number, from an interval of arrays [name]."""
-    return [
-        f"{name} {number_words(Interval(*ends))}"
-        for name, ends in zip(names, np.transpose(interval), strict=True)
-    ]
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -257,7 +200,7 @@ def agreement(
     Args:
         results: One result per model, with ``MlpActivations``.
         condition: The condition to compare the others with, such as "slash".
-        conditions: The others; all by default.
+        conditions: The other conditions; all by default.
         layer: The layer, from 0.
 
     Raises:
@@ -267,14 +210,14 @@ def agreement(
     controls = [name for name in names if name != condition]
     if not controls:
         raise OptionError(
-            f"there is no condition to compare with {condition!r}; run at least one more"
+            f"there is no condition to compare with {condition!r}; run or name at least one more"
         )
 
     figure = draw.panels()
     series = []
     sentences = []
     for result in results:
-        result.condition(condition)  # refuses the baseline
+        result.condition(condition)  # raises for the baseline
         table = result.agreement(condition, controls[0], controls=controls[1:])
         layer_rows = table[table.layer == layer]
         cosines = interval_of(layer_rows, "cosine")
@@ -293,24 +236,21 @@ def agreement(
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
 
 
-def _panel_of_each_model(results: Sequence[Result], **options: Any) -> go.Figure:
-    """One panel per model, side by side."""
-    captions = [model_caption(result).replace(" (", "<br>(") for result in results]
-    return draw.panels(captions, horizontal_spacing=0.06, **options)
-
-
 def _checked_results(
     results: Sequence[Result] | Result, conditions: Sequence[str] | None, layer: int
 ) -> tuple[list[Result], list[str]]:
-    """The results as a list, and the conditions other than the baseline, which all results must
-    have.
+    """The results as a list, and the names of the conditions other than the baseline.
+
+    Raises:
+        OptionError: A result lacks a condition or the layer, or there is no condition besides the
+            baseline.
     """
     result_list = several(results)
     if conditions is None:
         conditions = result_list[0].conditions
     names = [name for name in dict.fromkeys(conditions) if name != BASELINE]
     if not names:
-        example = result_list[0].condition()  # refuses a result of the baseline alone
+        example = result_list[0].condition()  # raises if the result has only the baseline
         raise OptionError(
             f"conditions={conditions!r}: name a condition besides the baseline; this result has"
             f" {example!r}"
@@ -322,3 +262,71 @@ def _checked_results(
             result.condition(name)
 
     return result_list, names
+
+
+def _panel_of_each_model(results: Sequence[Result], **options: Any) -> go.Figure:
+    """Empty panels side by side, one per model."""
+    captions = [model_caption(result).replace(" (", "<br>(") for result in results]
+    return draw.panels(captions, horizontal_spacing=0.06, **options)
+
+
+def _histogram_lines(
+    figure: go.Figure, result: Result, names: Sequence[str], layer: int, column: int
+) -> None:
+    """Draw the share of activations in each bin as steps with a band, one line per condition."""
+    histogram = result[NAME].histogram.sel(layer=layer)
+    edges = histogram.bin.values[1:]  # the first bin begins at −∞
+    histogram = histogram.isel(bin=slice(1, -1))  # the outermost bins are open
+    step_ends = np.repeat(edges, 2)[1:-1]
+
+    for name, colour in draw.condition_colours(names):
+        shares = histogram.sel(condition=name).transpose("prompt", "bin")
+        interval = mean_over_prompts(result, shares)
+
+        # A logarithmic axis cannot show zeros, so the band stops at a tenth of its smallest upper
+        # end. With fewer than three prompts all ends are NaN and stay so.
+        floor = 0.1 * np.min(interval.high, where=interval.high > 0, initial=1.0)
+        low = interval.low.clip(floor)
+        high = interval.high.clip(floor)
+        bin_values = [draw.positive(interval.estimate), low, high]
+        steps = Interval(*np.repeat(bin_values, 2, axis=1))
+        draw.line_and_band(figure, step_ends, steps, name, colour, column=column)
+
+
+def _shares_by_class(
+    result: Result, names: Sequence[str], layer: int
+) -> tuple[xr.DataArray, dict[str, Interval]]:
+    """The near-zero share of each class of token that enough prompts have.
+
+    All conditions show the same prompts: those with such a token in each condition.
+
+    Returns:
+        The number of prompts [token_class], and for each condition the shares of these classes.
+
+    Raises:
+        OptionError: Too few prompts have any class.
+    """
+    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
+    has_class = shares.notnull().all("condition")
+    counts = has_class.sum("prompt")
+    counts = counts[counts >= FEWEST]
+    if not counts.size:
+        raise OptionError(
+            f"no class of token occurs in the questions of {FEWEST} prompts of"
+            f" {model_caption(result)}; run more prompts"
+        )
+
+    shares = shares.where(has_class).sel(token_class=counts.token_class)
+    intervals = {}
+    for name in names:
+        condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
+        intervals[name] = mean_over_prompts(result, condition_shares)
+    return counts, intervals
+
+
+def _interval_phrases(names: Sequence[str], interval: Interval) -> list[str]:
+    """Each name with its number and interval; the parts of ``interval`` are arrays [name]."""
+    return [
+        f"{name} {number_words(Interval(*ends))}"
+        for name, ends in zip(names, np.transpose(interval), strict=True)
+    ]

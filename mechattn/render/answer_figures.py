@@ -1,6 +1,5 @@
-"""Figures of answers: accuracy by condition or option, samples, and attention while right or
-wrong.
-"""
+"""Figures of answers: accuracy by condition, option or number of samples, and attention during
+right and wrong answers."""
 
 from __future__ import annotations
 
@@ -44,9 +43,10 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     By condition, dotted lines mark the baselines.
 
     Args:
-        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure;
-            with ``over``, of conditions from ``ma.sweep``.
-        over: The swept option on the horizontal axis, such as "count".
+        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure.
+            With ``over``, its conditions must come from ``ma.sweep``.
+        over: The swept option on the horizontal axis, such as "count"; by default the conditions
+            are there.
 
     Raises:
         OptionError: There are no tables, or no condition is named after the option.
@@ -64,52 +64,13 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     return figure
 
 
-def _accuracy_over_option(
-    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str], over: str
-) -> None:
-    """A line of each model over the values of a swept option."""
-    conditions = swept_conditions(names, over)
-    swept_names = [condition.name for condition in conditions]
-    x = [condition.value for condition in conditions]
-    if over == "count":  # the baseline is at 0 tokens
-        swept_names = [BASELINE, *swept_names]
-        x = [0.0, *x]
-
-    for (model, table), colour in zip(tables.items(), cycle(COLOURS)):
-        draw.points(
-            figure,
-            x,
-            _percents(table, "condition", swept_names, "accuracy"),
-            model,
-            colour,
-            mode="lines+markers",
-            customdata=swept_names,
-            hovertemplate=_HOVER,
-        )
-    figure.update_xaxes(title_text=option_words(over))
-
-
-def _accuracy_by_condition(
-    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str]
-) -> None:
-    """A point of each model for each condition, and a dotted line at its baseline."""
-    series = [
-        (model, _percents(table, "condition", names, "accuracy")) for model, table in tables.items()
-    ]
-    draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
-    for table, colour in zip(tables.values(), cycle(COLOURS)):
-        baselines = table.accuracy[table.condition == BASELINE]
-        for accuracy_before in baselines.dropna():  # one at most
-            draw.rule(figure, y=100 * accuracy_before, colour=colour, dash="dot")
-
-
 @declare("evaluation")
 def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
-    """Plot pass@k over k: one colour per condition, one panel per table.
+    """Plot pass@k over k, with one colour per condition and one panel per table.
 
     Args:
         tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` for each panel, by its title.
-        model: The model's name in the figure.
+        model: The model's name in the title.
 
     Raises:
         OptionError: There are no tables.
@@ -150,9 +111,9 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     """Plot the attention of right and of wrong answers to a segment by condition, with 95 %
     intervals over answers.
 
-    Filled marks are right answers, open marks wrong ones. The line at each mark is uniform
-    attention, which falls with length. The right panel compares pairs of answers of about the same
-    length, minus the null.
+    Filled marks are right answers, open marks wrong ones. The upright line at each mark is uniform
+    attention, which falls with length. The right panel shows right minus wrong in pairs of answers
+    of about the same length, beyond the same difference of uniform attention.
 
     Args:
         measured: The result of ``ma.while_answering``.
@@ -179,17 +140,152 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
 
     heading = f"{measured.about}: attention of {measured.queries}"
     note = (
-        "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform"
+        "bars: 95 % over answers, and over pairs of about the same length; upright lines: uniform"
         " attention"
     )
     draw.title_above_legend(figure, heading, note, 260 + 60 * len(table), top=150)
     return says(figure, _pair_words(table))
 
 
+@declare("evaluation")
+def dose_curves(
+    answers: pd.DataFrame,
+    result: Result,
+    over: str = "count",
+    quantity: str = "received",
+    segment: str = "question",
+    *,
+    layer: int | None = None,
+) -> go.Figure:
+    """Plot right answers over a swept option, and below them the change of attention, on a shared
+    axis.
+
+    Above: accuracy with 95 % intervals over problems. Below: the change of a quantity from the
+    baseline with 95 % intervals over prompts. The dotted line is the change under the null, which
+    is dilution or uniform attention.
+
+    Args:
+        answers: The table of ``Evaluation.accuracy()``, with conditions from ``ma.sweep``.
+        result: A run of the same conditions.
+        over: The swept option.
+        quantity: A positive quantity of the result.
+        segment: The segment of the quantity.
+        layer: One layer; the mean over all by default.
+
+    Raises:
+        OptionError: No condition is named after the option, or the evaluation and the result have
+            different conditions.
+    """
+    evaluated = {condition.name for condition in swept_conditions(answers.condition, over)}
+    measured = {condition.name for condition in swept_conditions(result.conditions, over)}
+    if evaluated != measured:
+        name = min(evaluated ^ measured)
+        words = "run but not evaluated" if name in measured else "evaluated but not run"
+        raise OptionError(f"{name!r} was {words}; evaluate and run the same conditions")
+
+    titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
+    figure = draw.panels(titles, rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12)
+    accuracy_figure = accuracy({"right answers": answers}, over)
+    change_figure = changes(result, None, quantity, segment, layer, over=over)
+
+    figure.add_traces(accuracy_figure.data, rows=1, cols=1)
+    figure.add_traces(change_figure.data, rows=2, cols=1)
+    draw.rule(figure, y=0, row=2, column=1)
+    figure.update_xaxes(title_text=option_words(over), row=2, col=1)
+    figure.update_yaxes(rangemode="tozero", row=1, col=1)
+
+    note = "bars: 95 %, over problems above, over prompts below"
+    if any(trace.line.dash == "dot" for trace in change_figure.data):
+        note += "; dotted: the null"
+
+    heading = f"{model_caption(result)}: answers and attention by {over}"
+    draw.title_above_legend(figure, heading, note, 640, top=150)
+    return says(figure, sentence_of(change_figure))
+
+
+def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    """The conditions of all tables, in the order of their first appearance.
+
+    Raises:
+        OptionError: There are no tables.
+    """
+    if not tables:
+        raise OptionError(
+            "there are no tables to show; give at least one, such as {model: evaluation.accuracy()}"
+        )
+
+    names = chain.from_iterable(table.condition for table in tables.values())
+    return list(dict.fromkeys(names))
+
+
+def _accuracy_over_option(
+    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str], over: str
+) -> None:
+    """Draw a line for each model over the values of a swept option."""
+    conditions = swept_conditions(names, over)
+    swept_names = [condition.name for condition in conditions]
+    x = [condition.value for condition in conditions]
+    if over == "count":  # the baseline is at 0 tokens
+        swept_names = [BASELINE, *swept_names]
+        x = [0.0, *x]
+
+    for (model, table), colour in zip(tables.items(), cycle(COLOURS)):
+        draw.points(
+            figure,
+            x,
+            _percents(table, "condition", swept_names, "accuracy"),
+            model,
+            colour,
+            mode="lines+markers",
+            customdata=swept_names,
+            hovertemplate=_HOVER,
+        )
+    figure.update_xaxes(title_text=option_words(over))
+
+
+def _accuracy_by_condition(
+    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str]
+) -> None:
+    """Draw a point for each model and condition, and a dotted line at the model's baseline."""
+    series = [
+        (model, _percents(table, "condition", names, "accuracy")) for model, table in tables.items()
+    ]
+    draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
+    for table, colour in zip(tables.values(), cycle(COLOURS)):
+        baselines = table.accuracy[table.condition == BASELINE]
+        for baseline_accuracy in baselines.dropna():  # at most one
+            draw.rule(figure, y=100 * baseline_accuracy, colour=colour, dash="dot")
+
+
+def _percents(
+    table: pd.DataFrame, index: str, values: Sequence[object], estimate: str
+) -> list[pd.Series]:
+    """An estimate and the ends of its interval, in percent, for these values of a column.
+
+    Args:
+        table: The table, with columns "low" and "high".
+        index: The column that holds the values.
+        values: The values, such as names of conditions; those that the table lacks give NaN.
+        estimate: The column of the estimate.
+    """
+    rows = table.set_index(index).reindex(values)
+    return [100 * rows[column] for column in (estimate, "low", "high")]
+
+
+def _count_words(tables: Iterable[pd.DataFrame]) -> str:
+    """The numbers of problems, or of groups of problems, behind the tables."""
+    counts = []
+    for table in tables:
+        unit = table.attrs.get("unit", "prompts")
+        words = "problems" if unit == "prompts" else unit
+        counts.append(f"{table.n.iloc[0]} {words}")
+    return " or ".join(dict.fromkeys(counts))
+
+
 def _answer_marks(
     figure: go.Figure, table: pd.DataFrame, correctness: str, symbol: str, colour: str, shift: float
 ) -> None:
-    """The attention of right or of wrong answers with its interval, and uniform attention."""
+    """Draw the attention of right or of wrong answers with its interval, and uniform attention."""
     rows = np.arange(len(table)) + shift
     draw.points(
         figure,
@@ -218,7 +314,7 @@ def _answer_marks(
 
 
 def _pair_marks(figure: go.Figure, table: pd.DataFrame) -> None:
-    """Right minus wrong in pairs of about the same length, on the right."""
+    """Draw right minus wrong in pairs of about the same length, in the right panel."""
     draw.points(
         figure,
         np.arange(len(table)),
@@ -237,92 +333,8 @@ def _pair_marks(figure: go.Figure, table: pd.DataFrame) -> None:
     draw.rule(figure, x=0, colour="#444", column=2)
 
 
-@declare("evaluation")
-def dose_curves(
-    answers: pd.DataFrame,
-    result: Result,
-    over: str = "count",
-    quantity: str = "received",
-    segment: str = "question",
-    *,
-    layer: int | None = None,
-) -> go.Figure:
-    """Plot right answers over a swept option, and below them the change of attention, on a shared
-    axis.
-
-    Above: accuracy with 95 % intervals over problems. Below: the change of a quantity from the
-    baseline with 95 % intervals over prompts, dotted: that of the null, dilution or uniform
-    attention.
-
-    Args:
-        answers: The table of ``Evaluation.accuracy()``, with conditions from ``ma.sweep``.
-        result: A run of the same conditions.
-        over: The swept option.
-        quantity: A positive quantity of the result.
-        segment: The segment of the quantity.
-        layer: One layer; the mean over all by default.
-
-    Raises:
-        OptionError: No condition is named after the option, or the evaluation and the result have
-            different conditions.
-    """
-    evaluated = {condition.name for condition in swept_conditions(answers.condition, over)}
-    measured = {condition.name for condition in swept_conditions(result.conditions, over)}
-    if evaluated != measured:
-        name = min(evaluated ^ measured)
-        words = "run but not evaluated" if name in measured else "evaluated but not run"
-        raise OptionError(f"{name!r} was {words}; give both")
-
-    titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
-    figure = draw.panels(titles, rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12)
-    upper = accuracy({"right answers": answers}, over)
-    lower = changes(result, None, quantity, segment, layer, over=over)
-
-    figure.add_traces(upper.data, rows=1, cols=1)
-    figure.add_traces(lower.data, rows=2, cols=1)
-    draw.rule(figure, y=0, row=2, column=1)
-    figure.update_xaxes(title_text=option_words(over), row=2, col=1)
-    figure.update_yaxes(rangemode="tozero", row=1, col=1)
-
-    note = "bars: 95 %, over problems above, over prompts below"
-    if any(trace.line.dash == "dot" for trace in lower.data):
-        note += "; dotted: the null"
-
-    heading = f"{model_caption(result)}: answers and attention by {over}"
-    draw.title_above_legend(figure, heading, note, 640, top=150)
-    return says(figure, sentence_of(lower))
-
-
-def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
-    """The conditions of all tables, in the order in which they appear."""
-    if not tables:
-        raise OptionError("there are no tables to show; give {model: evaluation.accuracy()}")
-
-    names = chain.from_iterable(table.condition for table in tables.values())
-    return list(dict.fromkeys(names))
-
-
-def _percents(
-    table: pd.DataFrame, index: str, values: Sequence[object], estimate: str
-) -> list[pd.Series]:
-    """An estimate with the ends of its interval, in percent, at these values of a column; NaN where
-    the table has none."""
-    rows = table.set_index(index).reindex(values)
-    return [100 * rows[column] for column in (estimate, "low", "high")]
-
-
-def _count_words(tables: Iterable[pd.DataFrame]) -> str:
-    """The number of problems, or of groups of problems, that the tables are over."""
-    counts = []
-    for table in tables:
-        unit = table.attrs.get("unit", "prompts")
-        words = "problems" if unit == "prompts" else unit
-        counts.append(f"{table.n.iloc[0]} {words}")
-    return " or ".join(dict.fromkeys(counts))
-
-
 def _pair_words(table: pd.DataFrame) -> str:
-    """The result of the pairs, condition by condition."""
+    """The difference of the pairs in words, condition by condition."""
     phrases = []
     for _, row in table.iterrows():
         if np.isnan(row.beyond):

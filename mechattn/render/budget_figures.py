@@ -1,6 +1,5 @@
-"""The attention budget: what the question attends to in each layer, and why its attention to itself
-changes.
-"""
+"""The figure of the attention budget: what the question attends to in each layer, and why its
+attention to itself changes."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ CAUSE_WORDS = {
     "mass": "attention taken",
     "hidden states": "hidden states",
 }
-# What distinguishes conditions where colours say who receives attention, or why.
+# Symbols of conditions, since colours stand for payers and causes.
 _SYMBOLS = (
     "circle",
     "diamond-open",
@@ -71,9 +70,9 @@ _SYMBOLS = (
     "star",
     "pentagon-open",
 )
-_TITLE_LETTERS = 70  # that fit above all panels of a row
+_TITLE_LETTERS = 70  # the number of letters that fit above all panels of a row
 _HOVER = "%{y:.2f} [%{customdata[0]:.2f}, %{customdata[1]:.2f}]<extra></extra>"
-_LOWER_LEGEND = "legend2"  # of the panels below
+_LOWER_LEGEND = "legend2"  # the legend of the lower panels
 _OWN_ATTENTION = {
     "more": "more to itself than without insertion",
     "less": "less to itself than without insertion",
@@ -83,9 +82,10 @@ _OWN_ATTENTION = {
 _SENTENCES = {
     "taken": (
         "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's"
-        " attention, averaged over all layers and heads ({most} in layer {layer})."
+        " attention, averaged over all layers and heads ({in_layer} in layer {layer}, where"
+        " attention moves most)."
     ),
-    "paid": "The change of its attention to what stands before it: {changes}.",
+    "paid": "The change of its attention to the tokens before it: {changes}.",
     "causes": (
         "The question's attention to itself changes by {question} points, by cause: {causes}."
     ),
@@ -97,7 +97,7 @@ _SENTENCES = {
 
 
 def _with_table(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
-    """What a page says beside the figure, with a table of the conditions, if any are shown."""
+    """The words of a page beside the figure, with a table if there are conditions to show."""
     table = page_table(result, options.get("conditions"))
     return replace(words, table=table) if table.rows else words
 
@@ -107,16 +107,16 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     """Plot what the question attends to by layer, and the change of its attention to itself by
     cause.
 
-    Above: the attention of the question's queries in points of 100, stacked by what receives it.
-    Below on the left: how much each of these gains or loses over all layers. Below the conditions:
-    how the question's attention to its own tokens changes in each layer, and how much of that is
-    due to the greater distance to what stands before the inserted tokens, to the attention that
-    these take, and to changed hidden states, in this order. Means over heads and prompts; intervals
-    are 95 % t intervals over prompts.
+    Above: the attention of the question's queries in points of 100, stacked by the segment that
+    receives it. Below on the left: how much each segment gains or loses over all layers. Below each
+    condition: how the question's attention to its own tokens changes in each layer, and how much of
+    this is due to three causes in turn: the greater distance to the tokens before the inserted
+    ones, the attention that the inserted tokens take, and changed hidden states. Values are means
+    over heads and prompts, with 95 % t intervals over prompts.
 
     Args:
         result: A result with ``ma.analyses.AttentionBudget()``.
-        conditions: Names of conditions; all by default.
+        conditions: The conditions besides the baseline; all by default.
 
     Raises:
         OptionError: The budget was not measured, or there is no such condition.
@@ -143,7 +143,7 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     heading = f"{model_caption(result)}: what the question attends to"
     draw.title_above_legend(figure, heading, note, height, 140)
 
-    # Below the lower panels, with room for several rows in a narrow notebook.
+    # The second legend is below the panels, with room for several rows in a narrow notebook.
     lower_legend = dict(orientation="h", y=0, yref="container", yanchor="bottom")
     figure.update_layout(
         barmode="relative",
@@ -158,8 +158,120 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     return says(figure, *sentences)
 
 
+def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageTable:
+    """The budget as a table of words, in points of 100.
+
+    Args:
+        result: A result with the budget.
+        conditions: The conditions; all but the baseline by default.
+
+    Returns:
+        A row for each condition and payer; a column for each cause that is known in any of them.
+    """
+    names = result.conditions[1:] if conditions is None else conditions
+    words = _cause_words(result)
+    known: set[str] = set()
+    for condition in names:
+        known.update(known_causes(result, condition))
+    causes = [cause for cause in words if cause in known]
+    columns = ["condition", "payer", "without", "with", "change (points of 100)"]
+    columns += [f"by {words[cause]}" for cause in causes]
+
+    rows = []
+    for condition in names:
+        for _, budget in budget_table(result, condition).iterrows():
+            row = [
+                condition,
+                PAYER_WORDS[budget.payer],
+                _point_words(budget, "baseline", ".1f"),
+                _point_words(budget, "value", ".1f"),
+            ]
+            for change in ("change", *causes):
+                row.append(_point_words(budget, change) if change in budget else "–")
+            rows.append(row)
+
+    return PageTable("As a table: who pays, and why", columns, rows)
+
+
+def budget_sentences(result: Result, condition: str) -> list[str]:
+    """The budget of a condition in words.
+
+    The sentences say what the inserted tokens take, with the layer in which attention moves most,
+    then who pays, then why the question's attention to itself changes. If nothing is inserted, one
+    sentence gives all changes instead of the first two.
+    """
+    table = budget_table(result, condition).set_index("payer")
+    question = table.loc["question"]
+    has_insertion = "inserted" in table.index and table.change["inserted"] > 0
+
+    # With an insertion, the question's own change is in the sentence on its causes.
+    left_out = ("inserted", "question") if has_insertion else ("inserted",)
+    changes = [
+        f"{PAYER_WORDS[payer]} {_point_words(table.loc[payer], 'change')}"
+        for payer in reversed(table.index)
+        if payer not in left_out
+    ]
+    change_words = ", ".join(changes)
+
+    if has_insertion:
+        layer = busiest_layer(result, condition)
+        layer_budget = budget_table(result, condition, layer).set_index("payer")
+        sentences = [
+            _SENTENCES["taken"].format(
+                condition=condition,
+                inserted=_point_words(table.loc["inserted"], "value", ".1f"),
+                in_layer=f"{layer_budget.value['inserted']:.1f}",
+                layer=layer,
+            ),
+            _SENTENCES["paid"].format(changes=change_words),
+        ]
+    else:
+        sentences = [_SENTENCES["not_inserted"].format(condition=condition, changes=change_words)]
+
+    cause_words = _cause_words(result)
+    causes = [
+        f"{cause_words[cause]} {_point_words(question, cause)}"
+        for cause in known_causes(result, condition)
+    ]
+    if causes:
+        total = _point_words(question, "change")
+        sentences.append(_SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
+
+    return sentences
+
+
+def own_attention_words(result: Result, condition: str) -> str:
+    """How the question's attention to itself changes, as the end of the sentence "The question
+    attends …".
+
+    It says whether the attention rises or falls over all layers, by how many points, and the same
+    for the layer with the largest change.
+    """
+    layers = result[NAME].layer.values
+    changes = result[NAME].change.sel(condition=condition)
+    layer_changes = by_layer(result, changes, "question").estimate
+    layer = layers[np.abs(layer_changes).argmax()]
+
+    change = budget_table(result, condition).set_index("payer").loc["question"]
+    layer_budget = budget_table(result, condition, layer).set_index("payer").loc["question"]
+
+    amount = "similar"
+    if np.isnan(change.change_low):
+        amount = "unknown"
+    elif change.change_low > 0:
+        amount = "more"
+    elif change.change_high < 0:
+        amount = "less"
+
+    return (
+        f"{_OWN_ATTENTION[amount]}: {_point_words(change, 'change')} of 100 points over all layers,"
+        f" and {_point_words(layer_budget, 'change')} in layer {layer}, the largest change of"
+        f" {len(layers)} layers"
+    )
+
+
 def _panels(changed: Sequence[str]) -> go.Figure:
-    """A panel for the baseline and each condition; below them those of the changes, if any."""
+    """Empty panels: one for the baseline and each condition, and below them the changes."""
     titles = ["without (baseline)", *(f"with {name}" for name in changed)]
     columns = len(titles)
     if changed:
@@ -176,7 +288,7 @@ def _panels(changed: Sequence[str]) -> go.Figure:
 
 
 def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> None:
-    """What the question attends to in each layer, one bar a layer."""
+    """Draw what the question attends to in a condition, as one stacked bar per layer."""
     attention = result[NAME].attention.sel(condition=condition)
     for payer in payers(result):
         words = PAYER_WORDS[payer]
@@ -194,7 +306,7 @@ def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> No
 
 
 def _bars(figure: go.Figure, interval: Interval, layers: np.ndarray, **style: Any) -> None:
-    """A bar for each layer; its interval is shown on hover."""
+    """Draw one bar per layer; its interval is shown on hover."""
     figure.add_bar(
         x=layers,
         y=np.nan_to_num(interval.estimate),
@@ -205,32 +317,33 @@ def _bars(figure: go.Figure, interval: Interval, layers: np.ndarray, **style: An
 
 
 def _changes(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
-    """The lower row: the change by payer over all layers, and the causes for each condition."""
+    """Draw the lower row: the change of each payer over all layers, and the causes for each
+    condition."""
     _changes_by_payer(figure, result, conditions)
     for column, condition in enumerate(conditions, 2):
         _causes(figure, result, condition, column)
 
-    # The panels of causes have one range, so that conditions can be compared. Where an axis refers to
-    # another, plotly's name for "yaxis7" is "y7".
+    # The panels of causes have one range, so that conditions can be compared. Plotly refers to
+    # "yaxis7" as "y7".
     first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
     for column in range(3, len(conditions) + 2):
         figure.update_yaxes(matches=first_axis, row=2, col=column)
 
 
 def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
-    """The change of what each payer gets over all layers, one mark for each condition."""
-    apart = 0.8 / len(conditions)
+    """Draw the change of what each payer gets over all layers, one mark per condition."""
+    spacing = 0.8 / len(conditions)
     middle = (len(conditions) - 1) / 2
     for number, (condition, symbol) in enumerate(zip(conditions, cycle(_SYMBOLS))):
         table = budget_table(result, condition)
         draw.points(
             figure,
-            np.arange(len(table)) + apart * (middle - number),
+            np.arange(len(table)) + spacing * (middle - number),
             interval_of(table, "change"),
             condition,
             "#444",
             row=2,
-            sideways=True,  # so that the payers' names stand beside each other at any width
+            sideways=True,  # the payers' names, one above the other, fit at any width
             legend=_LOWER_LEGEND,
             marker=dict(size=8, symbol=symbol),
             customdata=table.payer,
@@ -242,12 +355,13 @@ def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[st
 
     names = [PAYER_WORDS[payer] for payer in payers(result)]
     figure.update_yaxes(draw.named_ticks(names), row=2, col=1)
-    # Not an axis of layers, as all others are.
+    # This is the only axis without layers, so it does not have their ticks.
     figure.update_xaxes(title_text="change (points)", tick0=None, dtick=None, row=2, col=1)
 
 
 def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> None:
-    """The question's change in each layer: a bar for each cause, and a line for their sum."""
+    """Draw the change of the question's attention to itself in each layer: a bar for each cause,
+    and a line for their sum."""
     dataset = result[NAME].sel(condition=condition)
     layers = dataset.layer.values
     words = _cause_words(result)
@@ -284,116 +398,15 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
 
 
 def _cause_words(result: Result) -> dict[str, str]:
-    """The causes in words; where positions cannot be moved, distance is one with hidden states."""
+    """The words for each cause; hidden states include distance if positions cannot be moved."""
     if result[NAME].attrs.get("one_cause"):
         return CAUSE_WORDS | {"hidden states": "distance and hidden states"}
     return CAUSE_WORDS
 
 
-def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageTable:
-    """The budget as a table of words, in points of 100: a row for each condition and payer, a
-    column for each cause.
-
-    Args:
-        result: A result with the budget.
-        conditions: The conditions; all but the baseline by default.
-    """
-    names = result.conditions[1:] if conditions is None else conditions
-    words = _cause_words(result)
-    known: set[str] = set()
-    for condition in names:
-        known.update(known_causes(result, condition))
-    causes = [cause for cause in words if cause in known]
-    columns = ["condition", "payer", "without", "with", "change (points of 100)"]
-    columns += [f"by {words[cause]}" for cause in causes]
-
-    rows = []
-    for condition in names:
-        for _, budget in budget_table(result, condition).iterrows():
-            row = [
-                condition,
-                PAYER_WORDS[budget.payer],
-                _point_words(budget, "baseline", ".1f"),
-                _point_words(budget, "value", ".1f"),
-            ]
-            for change in ("change", *causes):
-                row.append(_point_words(budget, change) if change in budget else "–")
-            rows.append(row)
-
-    return PageTable("As a table: who pays, and why", columns, rows)
-
-
-def budget_sentences(result: Result, condition: str) -> list[str]:
-    """The budget of a condition in words, the most important first: what the inserted tokens take,
-    who pays, and why the question's attention to itself changes.
-    """
-    table = budget_table(result, condition).set_index("payer")
-    question = table.loc["question"]
-    takes = "inserted" in table.index and table.change["inserted"] > 0
-
-    # The question's own change has a sentence of its own beside what the inserted tokens take.
-    left_out = ("inserted", "question") if takes else ("inserted",)
-    changes = [
-        f"{PAYER_WORDS[payer]} {_point_words(table.loc[payer], 'change')}"
-        for payer in reversed(table.index)
-        if payer not in left_out
-    ]
-    change_words = ", ".join(changes)
-
-    if takes:
-        layer = busiest_layer(result, condition)
-        layer_budget = budget_table(result, condition, layer).set_index("payer")
-        sentences = [
-            _SENTENCES["taken"].format(
-                condition=condition,
-                inserted=_point_words(table.loc["inserted"], "value", ".1f"),
-                most=f"{layer_budget.value['inserted']:.1f}",
-                layer=layer,
-            ),
-            _SENTENCES["paid"].format(changes=change_words),
-        ]
-    else:
-        sentences = [_SENTENCES["not_inserted"].format(condition=condition, changes=change_words)]
-
-    cause_words = _cause_words(result)
-    causes = [
-        f"{cause_words[cause]} {_point_words(question, cause)}"
-        for cause in known_causes(result, condition)
-    ]
-    if causes:
-        total = _point_words(question, "change")
-        sentences.append(_SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
-
-    return sentences
-
-
-def own_attention_words(result: Result, condition: str) -> str:
-    """Whether the question attends less to itself than without insertion: the change in points over
-    all layers, and in the layer where it is largest."""
-    layers = result[NAME].layer.values
-    changes = result[NAME].change.sel(condition=condition)
-    layer_changes = by_layer(result, changes, "question").estimate
-    layer = layers[np.abs(layer_changes).argmax()]
-
-    change = budget_table(result, condition).set_index("payer").loc["question"]
-    layer_budget = budget_table(result, condition, layer).set_index("payer").loc["question"]
-
-    amount = "similar"
-    if np.isnan(change.change_low):
-        amount = "unknown"
-    elif change.change_low > 0:
-        amount = "more"
-    elif change.change_high < 0:
-        amount = "less"
-
-    return (
-        f"{_OWN_ATTENTION[amount]}: {_point_words(change, 'change')} of 100 points over all layers,"
-        f" and {_point_words(layer_budget, 'change')} in layer {layer}, the largest change of"
-        f" {len(layers)} layers"
-    )
-
-
 def _point_words(budget: pd.Series, name: str, form: str = "+.1f") -> str:
-    """A number of points with its interval, which fewer than three prompts lack; with its sign by
-    default, as most are changes."""
+    """A number of points with its interval, if there are at least three prompts.
+
+    By default it has a sign, since most are changes.
+    """
     return number_words(interval_of(budget, name), form)

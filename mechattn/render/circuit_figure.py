@@ -18,22 +18,23 @@ from mechattn.render.words import in_digits, interval_of, number_words, says
 if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
 
-_ARC_POINTS = 9
+_ARC_POINTS = 9  # enough that an edge looks smooth
 _HEAD_OR_MLP = re.compile(r"L(\d+)(?:H(\d+)|MLP)")
-_WIDEST = 7.0  # pixels, of the edge with the largest score
-_BESIDE_THE_AXES = re.compile(r"L\d+H?|embedding|logits")  # of a node's name, what an axis says
-# Where an edge enters a head, so that its three inputs are told apart; of the figure's width, as
-# the circle of a head is as large in any model.
+_WIDEST = 7.0  # the width in pixels of the edge with the largest score
+# The part of a node's name that an axis shows, and that its circle therefore leaves out.
+_ON_THE_AXES = re.compile(r"L\d+H?|embedding|logits")
+# How far to the side of a head's middle an edge enters its queries and values, as a fraction of the
+# figure's width, because the circle of a head has the same size in any model.
 _SHIFT_OF_INPUT = {"q": -0.01, "v": 0.01}
 
 
 @declare("circuit")
 def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = None) -> go.Figure:
-    """Draw a circuit's edges between heads, MLPs, the embedding and the logits; wider edges have
-    larger scores. Layers without an edge are left out.
+    """Draw a circuit's edges between heads, MLPs, the embedding and the logits.
 
-    A positive score (vermilion) means that the other version's output raises the metric. An edge
-    enters a head on the left as queries, in the middle as keys, on the right as values.
+    Wider edges have larger scores. A positive score (vermilion) means that the other version's
+    output raises the metric. An edge enters a head on the left as queries, in the middle as keys
+    and on the right as values. Layers without an edge are left out.
 
     Args:
         circuit: The result of ``circuit``.
@@ -41,19 +42,19 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         q: As for ``Circuit.kept``.
 
     Returns:
-        The figure; on hover each edge has its score with its interval, its q and the score of a
+        The figure. On hover, an edge shows its score with its interval, its q and the score of a
         random direction.
     """
     table = circuit.table(size, q)
     heads = int(circuit.about["cfg"]["n_heads"])
 
-    # An edge to keys or values that heads share is drawn to each of these heads that writes.
-    drawn = {*table.writer, "logits"}
-    read_by = {
-        reader: [node for node in circuit.graph.nodes_after[reader] if node in drawn]
+    # Heads may share keys or values. An edge to these is drawn to each of the heads that writes.
+    writers = {*table.writer, "logits"}
+    nodes_of_reader = {
+        reader: [node for node in circuit.graph.nodes_after[reader] if node in writers]
         for reader in table.reader
     }
-    nodes = sorted({*table.writer, *chain.from_iterable(read_by.values())})
+    nodes = sorted({*table.writer, *chain.from_iterable(nodes_of_reader.values())})
     matches = [_HEAD_OR_MLP.match(node) for node in nodes]
     layers = sorted({int(match[1]) for match in matches if match})
     places = {node: _place(node, heads, layers) for node in nodes}
@@ -62,7 +63,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     _legend_of_edges(figure)
     largest = table.effect.abs().max()
     for _, edge in table[::-1].iterrows():  # the largest on top
-        for node in read_by[edge.reader]:
+        for node in nodes_of_reader[edge.reader]:
             _arc(figure, edge, places[edge.writer], places[node], largest, heads)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
@@ -72,20 +73,42 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     )
     figure.update_yaxes(draw.named_ticks(ticks), title_text="layer", showgrid=False)
 
-    carried = _faithfulness_words(circuit, size, q)
-    edges = int(circuit.graph.exists.sum())
+    faithfulness = _faithfulness_words(circuit, size, q)
+    edge_count = int(circuit.graph.exists.sum())
     about = circuit.about
     note = (
-        f"{about['metric']}; {len(table)} of {edges} edges, {about['method']}; ranked on"
-        f" {about['ranked_on']}. {carried}"
+        f"{about['metric']}; {len(table)} of {edge_count} edges, {about['method']}; ranked on"
+        f" {about['ranked_on']}. {faithfulness}"
     )
     heading = f"{about['model']}: circuit"
     draw.title_above_legend(figure, heading, note, 200 + 80 * len(ticks), top=110)
-    return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
+    return says(
+        figure, f"{len(table)} edges on paths from the embedding to the logits. {faithfulness}"
+    )
+
+
+def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
+    """Where a node is drawn, across and up.
+
+    The embedding is at height 0, the layers are above it in their order, and the logits are at the
+    top. The MLP of a layer is on the right of its heads and a little higher.
+    """
+    middle = (heads - 1) / 2
+    if name == "embedding":
+        return middle, 0
+    if name == "logits":
+        return middle, len(layers) + 1
+
+    match = _HEAD_OR_MLP.match(name)
+    assert match is not None  # every other node is a head or an MLP
+    height = layers.index(int(match[1])) + 1
+    if match[2]:
+        return float(match[2]), height
+    return heads + 0.3, height + 0.5
 
 
 def _legend_of_edges(figure: go.Figure) -> None:
-    """An entry of the legend for each colour of edges, which have none of their own."""
+    """Add an entry to the legend for each colour of edges, since single edges have none."""
     for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
         figure.add_scatter(
             x=[None],
@@ -96,47 +119,6 @@ def _legend_of_edges(figure: go.Figure) -> None:
         )
 
 
-def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
-    """A circle for each node, with what the axes do not say of its name."""
-    across, heights = np.reshape(list(places.values()), (-1, 2)).T
-    figure.add_scatter(
-        x=across,
-        y=heights,
-        mode="markers+text",
-        text=[_BESIDE_THE_AXES.sub("", node) for node in places],
-        hovertext=list(places),
-        hoverinfo="text",
-        textfont=dict(size=10),
-        showlegend=False,
-        marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
-    )
-
-
-def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> str:
-    """What the circuit carries on the half of the prompts that did not rank its edges."""
-    if q is not None:
-        return "What they carry was not measured: circuit(…, sizes=[…]) measures the first edges."
-    edges = circuit.size() if size is None else size
-    measured = circuit.curve[circuit.curve.edges == edges]
-    if measured.empty:
-        return f"What they carry was not measured; circuit(…, sizes=[{edges}]) measures a size."
-
-    faithful = measured.iloc[0]
-    interval = "(without an interval, as that of the whole effect holds 0)"
-    if np.isfinite(faithful.low):
-        interval = f"[{_share_words(faithful.low)}, {_share_words(faithful.high)}]"
-    return (
-        f"On the other half, the first {edges} edges carry"
-        f" {_share_words(faithful.faithfulness)} {interval} of the effect, as many random ones"
-        f" {_share_words(faithful.random)}."
-    )
-
-
-def _share_words(share: float) -> str:
-    """A share in whole percent, which may be negative."""
-    return in_digits(round(share, 2), ".0%")
-
-
 def _arc(
     figure: go.Figure,
     edge: pd.Series,
@@ -145,29 +127,30 @@ def _arc(
     largest: float,
     heads: int,
 ) -> None:
-    """Draw an edge; into a head it goes where that reads queries, keys or values.
+    """Draw an edge, which enters a head at the side of its queries, keys or values.
 
     Args:
-        figure: The figure that gets it.
+        figure: The figure.
         edge: A row of the circuit's table.
-        start: Where the writer is, across and up.
-        end: Where the reader is.
-        largest: The largest score of the circuit, whose edge is the widest.
-        heads: The heads of a layer, which are the figure's width.
+        start: The place of the writer, across and up.
+        end: The place of the reader.
+        largest: The largest absolute score of the circuit; its edge is the widest.
+        heads: The number of heads in a layer, which is the width of the figure.
     """
     _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
     x1 += heads * _SHIFT_OF_INPUT.get(reader_input, 0.0)
 
-    # Half a sine to the side, so that edges over several layers do not hide each other.
+    # An edge is bent by half a sine, so that edges over several layers do not hide each other. The
+    # bend is at most a third of the distance of two heads, and less for an edge to the next layer.
     fraction = np.linspace(0, 1, _ARC_POINTS)
     side = 1 if x1 >= x0 else -1
-    width = 0.35 * side * min(1.0, (y1 - y0) / 2)
-    bend = width * np.sin(np.pi * fraction)
+    largest_bend = 0.35 * side * min(1.0, (y1 - y0) / 2)
+    bend = largest_bend * np.sin(np.pi * fraction)
 
     q = edge.q_effect
-    if np.isnan(q):  # no effect lies below 0, so the comparison is with a random direction
+    if np.isnan(q):  # effects cannot be below 0, so a random direction is compared instead
         q = edge.q_beyond_random
     hover = (
         f"{edge.writer} → {edge.reader}<br>"
@@ -189,18 +172,43 @@ def _arc(
     )
 
 
-def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
-    """Where a node is drawn: the embedding at height 0, the layers above it in their order, each
-    with its MLP on the right, and the logits at the top."""
-    middle = (heads - 1) / 2
-    if name == "embedding":
-        return middle, 0
-    if name == "logits":
-        return middle, len(layers) + 1
+def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
+    """Draw a circle for each node, with the part of its name that the axes do not show."""
+    across, heights = np.reshape(list(places.values()), (-1, 2)).T
+    figure.add_scatter(
+        x=across,
+        y=heights,
+        mode="markers+text",
+        text=[_ON_THE_AXES.sub("", node) for node in places],
+        hovertext=list(places),
+        hoverinfo="text",
+        textfont=dict(size=10),
+        showlegend=False,
+        marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
+    )
 
-    match = _HEAD_OR_MLP.match(name)
-    assert match is not None  # every other node is a head or an MLP
-    height = layers.index(int(match[1])) + 1
-    if match[2]:
-        return float(match[2]), height
-    return heads + 0.3, height + 0.5
+
+def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> str:
+    """The share of the effect that the circuit carries, on the half of the prompts that did not
+    rank its edges; or that this was not measured, and how to measure it."""
+    if q is not None:
+        return "What they carry was not measured: circuit(…, sizes=[…]) measures the first edges."
+    edges = circuit.size() if size is None else size
+    measured = circuit.curve[circuit.curve.edges == edges]
+    if measured.empty:
+        return f"What they carry was not measured: circuit(…, sizes=[{edges}]) measures this size."
+
+    faithful = measured.iloc[0]
+    interval = "(without an interval, since that of the whole effect contains 0)"
+    if np.isfinite(faithful.low):
+        interval = f"[{_share_words(faithful.low)}, {_share_words(faithful.high)}]"
+    return (
+        f"On the other half, the first {edges} edges carry"
+        f" {_share_words(faithful.faithfulness)} {interval} of the effect, and the same number of"
+        f" random ones {_share_words(faithful.random)}."
+    )
+
+
+def _share_words(share: float) -> str:
+    """A share in whole percent; it may be negative."""
+    return in_digits(round(share, 2), ".0%")

@@ -1,4 +1,4 @@
-"""Figures of what attention focuses on beside what heads write there."""
+"""The figure of heads' updates by how much the query attends to the first token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-# Bounds of the attention to the first token, and how a sentence tells them.
+# Bounds of the attention to the first token, and their words in a sentence.
 _RANGES = (
     (0.0, impact.STRONGEST_ABOVE, "at most half"),
     (impact.STRONGEST_ABOVE, 1.0, "more than half"),
@@ -36,10 +36,10 @@ def focus_and_impact(
 ) -> go.Figure:
     """Plot the size of heads' updates by how much attention the query gives to the first token.
 
-    Above, a panel for each group of layers: an update's size over the mean of its layer (1 on the
-    line), as the median over queries and heads with the band of the quartiles, and the mean with
-    its 95 % interval over prompts. A head without impact would be at 0. Below, the share of queries
-    in each bin.
+    Each group of layers has a panel. Above is the size of updates divided by the mean of their
+    layer (1 at the line): the median over queries and heads with a band between the quartiles, and
+    the mean with its 95 % interval over prompts. A head without impact would be at 0. Below is the
+    share of queries in each bin.
 
     Args:
         result: A result with ``AttentionFocus(per_query=True)`` and
@@ -48,8 +48,8 @@ def focus_and_impact(
         segment: The segment of the queries.
 
     Raises:
-        OptionError: The two were not measured for each query, or there is no such condition or
-            segment.
+        OptionError: Focus and updates were not measured for each query and kept for each prompt, or
+            there is no such condition or segment.
 
     Source:
         The claim in the title is that of R. Claus, "Attention Focus Plots".
@@ -91,14 +91,8 @@ def focus_and_impact(
     return says(figure, _measured_answer(result, condition, segment))
 
 
-def _bin_words(rows: pd.DataFrame) -> list[str]:
-    """The attention of each bin, such as "0.5–0.9"."""
-    ends = zip(rows.above, rows.up_to, strict=True)
-    return [f"{above:g}–{up_to:g}" for above, up_to in ends]
-
-
 def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> None:
-    """The median with its quartiles, and the mean with its interval; nothing where no query is."""
+    """Draw the median with its quartiles and the mean with its interval, for bins with queries."""
     is_filled = (rows.queries > 0).to_numpy()
     place = np.flatnonzero(is_filled)
     rows = rows[is_filled]
@@ -128,8 +122,14 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
     )
 
 
+def _bin_words(rows: pd.DataFrame) -> list[str]:
+    """The attention of each bin, such as "0.5–0.9"."""
+    ends = zip(rows.above, rows.up_to, strict=True)
+    return [f"{above:g}–{up_to:g}" for above, up_to in ends]
+
+
 def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> None:
-    """A bar for each bin of attention: the share of the queries that are in it."""
+    """Draw the share of queries in each bin of attention as a bar."""
     words = _bin_words(rows)
     figure.add_bar(
         x=np.arange(len(rows)),
@@ -145,7 +145,7 @@ def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> Non
 
 
 def _measured_answer(result: Result, condition: str, segment: str) -> str:
-    """What the claim comes to in this result, in one sentence."""
+    """What this result shows about the claim, in words."""
     phrases = []
     for above, up_to, words in _RANGES:
         update_size, share = impact.impact_within(result, above, up_to, condition, segment)

@@ -1,6 +1,5 @@
-"""Figures of several models beside each other: received attention of a head of each, and the change
-of a segment's attention in each.
-"""
+"""Figures of several models side by side: received attention of one head per model, and the change
+of a segment's attention in each model."""
 
 from __future__ import annotations
 
@@ -62,20 +61,20 @@ def received_by_model(
     model.
 
     Dotted lines are dilution: what the original tokens would receive if they kept their attention
-    to each other, by segment. Where that is not known they are uniform attention, blue if it is the
-    same under both. Inserted spans are shaded.
+    to each other, by segment. If dilution is not known, they are uniform attention, blue if it is
+    the same under both conditions. Inserted spans are shaded.
 
     Args:
         results: One result per model.
         layer: The layer, from 0.
-        heads: The head of each model, from 0; or one number for all. By default the one that
-            changes most under the first condition, chosen on one half of each model's prompts; the
-            figure then shows the other half.
+        heads: The head of each model, from 0, or one number for all models. By default it is the
+            head that changes most under the first condition, chosen on one half of each model's
+            prompts; the figure then shows the other half.
         conditions: The two conditions, the first in orange and the second in green.
         null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
 
     Raises:
-        OptionError: There is no such layer, head, condition or null, there are not two conditions,
+        OptionError: There is no such layer, head, condition or null, the conditions are not two,
             the numbers of heads and models differ, or a head cannot be chosen.
     """
     results = several(results)
@@ -102,7 +101,7 @@ def received_by_model(
         for span in spans:
             shade(figure, span, 1, column)
 
-    counts = sorted({str(len(panel.prompts)) for panel in panels})
+    counts = map(str, sorted({len(panel.prompts) for panel in panels}))
     bands = f"bands: pointwise 95 % intervals{band_words(results[0])}"
     small_print = [
         f"mean over {', '.join(counts)} prompts, {bands}",
@@ -126,28 +125,6 @@ def received_by_model(
     return says(figure, *sentences)
 
 
-def _heads_of_models(
-    results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
-) -> list[Panel]:
-    """A panel for the head of each model: the one that was named, or that changes most."""
-    panels: list[Panel] = []
-    if heads is None:
-        for result in results:
-            panels += chosen_panels(result, [layer], 1, condition, "difference")
-        return panels
-
-    head_of_model = np.atleast_1d(heads).tolist()
-    if np.ndim(heads) == 0:
-        head_of_model *= len(results)
-    if len(head_of_model) != len(results):
-        raise OptionError(
-            f"heads={heads} for {len(results)} models: give one head per model, or one for all"
-        )
-    for result, head in zip(results, head_of_model, strict=True):
-        panels += listed_panels(result, [layer], [head])
-    return panels
-
-
 @declare(NAME, compares=True)
 def verdicts(
     results: Sequence[Result] | Result,
@@ -159,28 +136,30 @@ def verdicts(
     """Plot the change of a segment's attention in several models beside that under the null, one
     row each.
 
-    The number is that of ``result.verdict``: the change of the mean over all layers and heads, with
+    The change is that of ``result.verdict``: the change of the mean over all layers and heads, with
     its 95 % interval.
 
     Args:
-        results: Results of several models, or several results of one, in the order shown.
-        condition: The condition of all of them; by default the first of each that isn't the
+        results: Results of several models, or several results of one, in the order of the rows.
+        condition: The condition of all results; by default the first of each that isn't the
             baseline.
         segment: A segment that every prompt has.
-        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where one
-            of the results has no dilution.
+        null: As for :class:`mechattn.Contrast`. By default it is dilution, or uniform attention if
+            one of the results has no dilution.
 
     Raises:
         OptionError: There are no results, no such condition or segment, or fewer than 3 prompts.
     """
     results = several(results)
     names = [result.condition(condition) for result in results]
-    pairs = list(zip(results, names, strict=True))
+    named_results = list(zip(results, names, strict=True))
     if null is None:
-        null = common_null([Contrast(result, name, segment=segment) for result, name in pairs])
+        null = common_null(
+            [Contrast(result, name, segment=segment) for result, name in named_results]
+        )
 
     # Estimate, low and high end of each row, in percent.
-    verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]
+    verdict_list = [result.verdict(name, segment, null=null) for result, name in named_results]
     change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
     null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
 
@@ -188,7 +167,7 @@ def verdicts(
     rows = np.arange(len(verdict_list))
     _verdict_marks(figure, rows, change, null_change[:, 0], NULLS[null])
 
-    # Numbers stand above or below what they say, clear of the rule at 0.
+    # Each number is above or below its mark, clear of the rule at 0.
     low = min(0, change.min(), null_change.min())
     high = max(0, change.max(), null_change.max())
     near_zero = 0.2 * (high - low)
@@ -213,25 +192,37 @@ def verdicts(
     return says(figure, *sentences)
 
 
-def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
-    """The rows in words, and room for the numbers at the outermost points."""
-    width = high - low
-    left = 0.22 if low < 0 else 0.06
-    right = 0.22 if high > 0 else 0.06
-    figure.update_xaxes(
-        nticks=5,
-        title_text="change of attention<br>received (%)",
-        range=[low - left * width, high + right * width],
-    )
+def _heads_of_models(
+    results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
+) -> list[Panel]:
+    """The panel of each model, for the head that is given or the one that changes most.
 
-    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
-    figure.update_yaxes(draw.named_ticks(labels), range=[len(labels) - 0.5, -0.8])
+    Raises:
+        OptionError: The numbers of heads and models differ, a head does not exist, or a head cannot
+            be chosen.
+    """
+    panels: list[Panel] = []
+    if heads is None:
+        for result in results:
+            panels += chosen_panels(result, [layer], 1, condition, "difference")
+        return panels
+
+    head_of_model = np.atleast_1d(heads).tolist()
+    if np.ndim(heads) == 0:
+        head_of_model *= len(results)
+    if len(head_of_model) != len(results):
+        raise OptionError(
+            f"heads={heads} for {len(results)} models: give one head per model, or one for all"
+        )
+    for result, head in zip(results, head_of_model, strict=True):
+        panels += listed_panels(result, [layer], [head])
+    return panels
 
 
 def _verdict_marks(
     figure: go.Figure, rows: np.ndarray, change: np.ndarray, null: np.ndarray, null_name: str
 ) -> None:
-    """A bar from 0 to each change, its point with the interval, and a mark at the null."""
+    """Draw a bar from 0 to each change, its point with the interval, and a mark at the null."""
     figure.add_bar(
         x=change[:, 0],
         y=rows,
@@ -254,7 +245,14 @@ def _verdict_marks(
 
 
 def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift: float) -> None:
-    """The number of each row, above or below its mark; those near 0 beside it."""
+    """Write the number of each row above or below its mark, and to the side if it is near 0.
+
+    Args:
+        figure: The figure.
+        values: The number of each row, in percent.
+        near_zero: Numbers closer to 0 than this are written to the side, off the rule at 0.
+        shift: The height of the number over its mark, in pixels.
+    """
     for row, value in enumerate(values.round(3)):
         anchor = "center"
         if abs(value) < near_zero:
@@ -270,16 +268,30 @@ def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift
 
 
 def _words_of_rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
-    """What each row is: its model, its condition where they differ, and a number where that is not
-    enough.
-    """
+    """The label of each row: its model, its condition and its number of inserted tokens if rows
+    differ in them, and a running number if labels are still the same."""
     inserted = list(map(inserted_words, results, conditions))
     rows = []
     for result, condition, count in zip(results, conditions, inserted, strict=True):
         words = [model_caption(result)]
         if len(set(conditions)) > 1:
             words.append(condition)
-        if len(set(inserted)) > 1:  # what takes more tokens takes more attention
+        if len(set(inserted)) > 1:  # more inserted tokens take more attention
             words.append(count)
         rows.append(", ".join(words))
     return numbered(rows)
+
+
+def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
+    """Label the rows, and leave room for the numbers at the outermost points."""
+    width = high - low
+    left = 0.22 if low < 0 else 0.06
+    right = 0.22 if high > 0 else 0.06
+    figure.update_xaxes(
+        nticks=5,
+        title_text="change of attention<br>received (%)",
+        range=[low - left * width, high + right * width],
+    )
+
+    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
+    figure.update_yaxes(draw.named_ticks(labels), range=[len(labels) - 0.5, -0.8])

@@ -18,7 +18,8 @@ from mechattn.results.result import head_name
 if TYPE_CHECKING:
     from mechattn.patching.effects import Patching
 
-# What a map shows of a cell besides its effect: templates of plotly's, with the column's number.
+# Columns that the hover text of a map adds to the effect, as plotly templates with the column's
+# number.
 _HOVERED = {
     "share": "; %{{customdata[{number}]:.1%}} of the whole effect",
     "random": "<br>random direction %{{customdata[{number}]:.3g}}",
@@ -33,13 +34,13 @@ def patching_map(patching: Patching) -> go.Figure:
     (over the map) and at least a twentieth of the largest.
 
     Orange means that the answer's metric rose, blue that it fell. Rows and columns are the layers
-    and heads that were patched; a cell that was not is empty.
+    and heads that were patched; a cell that was not patched is empty.
 
     Args:
         patching: The result of ``patch``.
 
     Raises:
-        OptionError: The effects are not of heads, or of layers by segment.
+        OptionError: The effects are not by layer and one more label, such as head or segment.
     """
     if patching.labels[0] != "layer" or len(patching.labels) != 2:
         raise OptionError(
@@ -63,7 +64,7 @@ def patching_map(patching: Patching) -> go.Figure:
     figure = draw.head_map(
         table, "effect", q_column, hovered, hover, "effect", _effect_on(patching), across
     )
-    # On an axis of numbers cells grow into the place of layers and heads that were not patched.
+    # On an axis of numbers, cells would fill the gaps of layers and heads that were not patched.
     figure.update_layout(xaxis_type="category", yaxis_type="category")
     note = f"{patching.about['metric']}; {_run_words(patching)}"
     heading = f"{patching.about['model']}: patching effect by {across}"
@@ -78,31 +79,21 @@ def patching_map(patching: Patching) -> go.Figure:
     )
 
 
-def _largest_words(patching: Patching, table: pd.DataFrame) -> str:
-    """The cell with the largest effect, with its interval and its share of the whole effect."""
-    largest_row = int(np.nanargmax(table.effect.abs()))
-    largest = table.iloc[largest_row]
-    cell = table[patching.labels].iloc[largest_row].to_dict()
-    words = f"{_cell_words(cell)}, {number_words(interval_of(largest, 'effect'))}"
-    if "share" in table:
-        words += f", {largest.share:.0%} of the whole effect"
-    return words
-
-
 @declare("patching")
 def patching_effects(
     patching: Patching, top: int | None = 12, select: Literal["half"] | None = None
 ) -> go.Figure:
-    """Plot patching effects as points with 95 % intervals beside both controls, the largest first.
+    """Plot patching effects as points with 95 % intervals beside their controls.
 
     Filled points differ from 0 and from each control that was measured (all q < 0.05, and an
-    interval without 0). The controls stand a little lower. Those that are far off are at the edge,
-    with their number.
+    interval without 0). Controls are drawn a little lower. An effect from another prompt that is
+    far off is drawn at the edge, with its number.
 
     Args:
         patching: The result of ``patch``.
-        top: The number of rows; None for all.
-        select: "half" ranks them on one half of the prompts and draws the other half.
+        top: The number of rows, the largest effects first; None for all, in the order of the table
+            if ``select`` is None.
+        select: "half" ranks the rows on one half of the prompts and draws the other half.
 
     Raises:
         OptionError: There are too few prompts, or an option is not allowed.
@@ -112,7 +103,7 @@ def patching_effects(
     labels = [_cell_words(cell) for cell in cells]
     rows = np.arange(len(table))
 
-    # q_effect is NaN where no effect is below 0.
+    # q_effect is NaN if effects cannot be below 0; ``max`` then skips it.
     q = table.filter(regex="^q_").max(axis=1)
     has_interval_without_0 = table.effect_low * table.effect_high > 0
     differs = (q < 0.05) & has_interval_without_0
@@ -143,10 +134,51 @@ def patching_effects(
     return says(figure, f"{sentence}.")
 
 
+def _effect_on(patching: Patching) -> str:
+    """The title of an axis or colour bar of effects, with the metric that they change."""
+    return f"effect ({patching.about['metric']})"
+
+
+def _run_words(patching: Patching) -> str:
+    """How the effects were measured, and the whole effect."""
+    about = patching.about
+    return (
+        f"{about['direction']}, {about['method']}; n = {patching.units.words};"
+        f" whole effect {number_words(patching.whole)}"
+    )
+
+
+def _largest_words(patching: Patching, table: pd.DataFrame) -> str:
+    """The cell with the largest effect, with its interval and its share of the whole effect."""
+    largest_row = int(np.nanargmax(table.effect.abs()))
+    largest = table.iloc[largest_row]
+    cell = table[patching.labels].iloc[largest_row].to_dict()
+    words = f"{_cell_words(cell)}, {number_words(interval_of(largest, 'effect'))}"
+    if "share" in table:
+        words += f", {largest.share:.0%} of the whole effect"
+    return words
+
+
+def _cell_words(cell: dict[str, Any]) -> str:
+    """A cell in words: "L1H2", "layer 1" or the name of a set, then its segment or position."""
+    labels = dict(cell)
+    words = []
+    if "layer" in labels:
+        layer = labels.pop("layer")
+        head = labels.pop("head", None)
+        layer_words = f"layer {layer}"
+        if head is not None:
+            layer_words = head_name(layer, head)
+        words.append(layer_words)
+
+    words += map(str, labels.values())
+    return ", ".join(words)
+
+
 def _effect_points(
     figure: go.Figure, table: pd.DataFrame, differs: pd.Series, q: pd.Series, compared: str
 ) -> None:
-    """The effects with their intervals, a row each; those that differ are filled."""
+    """Draw the effects with their intervals, one per row; those that differ are filled."""
     rows = np.arange(len(table))
     for words, mask, fill in (
         (f"effect: differs {compared} (q < 0.05)", differs, WITH),
@@ -169,15 +201,15 @@ def _effect_points(
 def _control_points(
     figure: go.Figure, table: pd.DataFrame, places: np.ndarray
 ) -> tuple[float, float]:
-    """The controls of each row, where they were measured.
+    """Draw the controls of each row that were measured.
 
     Args:
-        figure: The figure that gets them.
-        table: The effects, a row each.
-        places: Where the controls of each row stand.
+        figure: The figure.
+        table: The effects, one per row.
+        places: The height at which the controls of each row are drawn.
 
     Returns:
-        The least and the largest number that is drawn, effects included.
+        The smallest and the largest number that is drawn, effects included.
     """
     drawn_values = table[["effect_low", "effect_high"]].values.ravel()
     low = drawn_values.min(initial=0.0)
@@ -194,9 +226,9 @@ def _control_points(
         )
 
     if "other_prompt" in table and table.other_prompt.notna().any():
-        # Another prompt may do a hundred times as much, beside which no effect could be seen.
-        reach = 0.5 * (high - low)
-        clipped = table.other_prompt.clip(low - reach, high + reach)
+        # The effect from another prompt may be a hundred times as large, and would hide all others.
+        room = 0.5 * (high - low)
+        clipped = table.other_prompt.clip(low - room, high + room)
         _other_prompts(figure, table.other_prompt, clipped, places)
         low = min(low, clipped.min())
         high = max(high, clipped.max())
@@ -207,7 +239,7 @@ def _control_points(
 def _other_prompts(
     figure: go.Figure, effects: pd.Series, clipped: pd.Series, places: np.ndarray
 ) -> None:
-    """The effects of other prompts; those that are far off are at the edge, with their number."""
+    """Draw the effects from another prompt; one that was clipped is marked, with its number."""
     is_left = effects < clipped
     is_right = effects > clipped
     numbers = effects.map(lambda effect: in_digits(effect, ".3g"))
@@ -228,33 +260,3 @@ def _other_prompts(
         meta=["x"],
         hovertemplate="%{y}: %{customdata:+.3g}",
     )
-
-
-def _cell_words(cell: dict[str, Any]) -> str:
-    """What a row is: "L1H2", "layer 1", a set's name; then its segment or position."""
-    labels = dict(cell)
-    words = []
-    if "layer" in labels:
-        layer = labels.pop("layer")
-        head = labels.pop("head", None)
-        layer_words = f"layer {layer}"
-        if head is not None:
-            layer_words = head_name(layer, head)
-        words.append(layer_words)
-
-    words += map(str, labels.values())
-    return ", ".join(words)
-
-
-def _run_words(patching: Patching) -> str:
-    """How the effects were measured, and the whole effect that they are part of."""
-    about = patching.about
-    return (
-        f"{about['direction']}, {about['method']}; n = {patching.units.words};"
-        f" whole effect {number_words(patching.whole)}"
-    )
-
-
-def _effect_on(patching: Patching) -> str:
-    """The words on an axis of effects, which are changes of the metric."""
-    return f"effect ({patching.about['metric']})"

@@ -19,36 +19,36 @@ from mechattn.render.draw import FONT
 from mechattn.render.words import sentence_of
 
 Column = Literal["single", "double"]
-_MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
+_MILLIMETRES = {"single": 85, "double": 170}  # the widths of the columns of most journals
 _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _PAGE_HEIGHT = 235 / 25.4 * _PIXELS  # the height of the text on a page
 _LETTER_SIZE = 8 / 72 * _PIXELS  # 8 points, in pixels
 _LINE_HEIGHT = 1.45 * _LETTER_SIZE
 _LETTER_WIDTH = 0.58 * _LETTER_SIZE  # the mean width of a letter
-_HEIGHT_IN_PRINT = 0.75  # a figure's height in print, of that on a screen
+_HEIGHT_IN_PRINT = 0.75  # a figure's height in print, as a fraction of that on a screen
 _FORMATS = (".pdf", ".svg", ".png")
-_PATIENCE = 100  # seconds; kaleido's own limit for a figure is 90
-# What a figure sets for the screen; in print the template decides.
+_PATIENCE = 100  # seconds for an attempt; kaleido's own limit for a figure is 90
+# Parts of the layout that a figure sets for the screen; in print the template decides.
 _OF_THE_SCREEN = ("font", "margin", "legend", "legend2", "sliders", "title")
 
 
 def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
-    """Copy a figure in the format of a paper: 85 or 170 mm wide, 8-point text, the legend below, no
-    title.
+    """Return a copy of a figure in the format of a paper: 85 or 170 mm wide, with 8-point text, the
+    legend below and no title.
 
     Args:
         figure: A figure of ``mechattn.render``, which is not changed.
-        column: "single" or "double".
+        column: "single" (85 mm) or "double" (170 mm).
 
     Raises:
-        OptionError: There is no such column, or a single one is too narrow for the panels beside
-            each other.
+        OptionError: There is no such column, or the figure has panels side by side, for which a
+            single column is too narrow.
     """
     check_choice(Column, column=column)
     side_by_side = len({axis.domain for axis in figure.select_xaxes()})
     if column == "single" and side_by_side > 1:
         raise OptionError(
-            f"{side_by_side} panels beside each other are too narrow in {_MILLIMETRES[column]} mm:"
+            f"{side_by_side} panels side by side are too narrow in {_MILLIMETRES[column]} mm:"
             " use column='double', or draw one panel, such as one head (heads=[0])"
         )
 
@@ -77,10 +77,64 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
     return paper
 
 
-def _template() -> go.layout.Template:
-    """Plotly's white page with the text of a paper, and the legend in as many rows as it needs
-    below the panels.
+def caption(figure: go.Figure) -> str:
+    """Return the title of a figure, its small print and its sentence as plain text, for the caption
+    in a paper.
+
+    Args:
+        figure: A figure of ``mechattn.render``, before :func:`for_paper`.
     """
+    title = str(figure.layout.title.text or "").replace("<br><sup>", "; ")
+    sentences = [without_markup(title), sentence_of(figure)]
+    cleaned = [" ".join(sentence.split()) for sentence in sentences if sentence]
+    return " ".join(sentence.removesuffix(".") + "." for sentence in cleaned)
+
+
+def without_markup(text: str) -> str:
+    """A text of a figure without plotly's tags, and with entities such as "&lt;" as letters."""
+    return unescape(re.sub("<[^>]*>", " ", text))
+
+
+def write_image(figure: go.Figure, path: str | Path, column: Column = "double") -> Path:
+    """Write a figure for a paper as PDF, SVG or PNG (300 dots per inch), and return its path.
+
+    Args:
+        figure: A figure of ``mechattn.render``.
+        path: A file that ends with .pdf, .svg or .png.
+        column: "single" (85 mm) or "double" (170 mm).
+
+    Raises:
+        OptionError: The path has another file extension, or the column is refused by
+            :func:`for_paper`.
+        OutputError: Kaleido or Chromium is not installed or does not respond, or the file cannot be
+            written.
+    """
+    path = Path(path)
+    if path.suffix not in _FORMATS:
+        raise OptionError(f'"{path.name}" should end with one of {", ".join(_FORMATS)}')
+    paper = for_paper(figure, column)
+    if find_spec("kaleido") is None:
+        raise OutputError('static figures need kaleido: pip install "mechattn[images]"')
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(paper, path)
+    except RuntimeError as error:
+        if "Chrome" not in str(error):  # plotly has no error class of its own for this
+            raise
+        raise OutputError(
+            "static figures need Chromium, which was not found: apt install chromium (Debian,"
+            " Ubuntu), brew install chromium (macOS), or plotly_get_chrome; set BROWSER_PATH if it"
+            " is installed elsewhere"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"cannot write to {path}: {error.strerror or error}") from None
+
+    return path
+
+
+def _template() -> go.layout.Template:
+    """Plotly's white template with the text size of a paper and the legend below the panels."""
     template = go.layout.Template(pio.templates["simple_white"])
     axis = dict(
         automargin=True,
@@ -94,7 +148,7 @@ def _template() -> go.layout.Template:
         xref="container",
         xanchor="center",
         y=0,
-        yref="container",  # at the figure's end, so that plotly keeps the panels above it
+        yref="container",  # at the end of the figure, where plotly keeps the panels above it
         yanchor="bottom",
         font_size=_LETTER_SIZE,
         traceorder="normal",
@@ -107,7 +161,7 @@ def _template() -> go.layout.Template:
         font=dict(family=FONT, size=_LETTER_SIZE),
         margin=dict(l=10, r=10, t=8, b=0),
         legend=legend,
-        shapedefaults_opacity=1,  # the white page's shapes are faded
+        shapedefaults_opacity=1,  # this template fades shapes
     )
     template.layout.xaxis.update(axis)
     template.layout.yaxis.update(axis)
@@ -117,8 +171,8 @@ def _template() -> go.layout.Template:
 
 
 def _wrapped(text: str | None, width: float) -> str:
-    """A title in lines that fit into a width in pixels, besides those that it has; "" if there is
-    none."""
+    """A title with further line breaks, so that it fits into a width in pixels; "" without a
+    title."""
     letters = max(8, int(width / _LETTER_WIDTH))
     lines = []
     for line in (text or "").split("<br>"):
@@ -126,79 +180,28 @@ def _wrapped(text: str | None, width: float) -> str:
     return "<br>".join(lines)
 
 
-def caption(figure: go.Figure) -> str:
-    """The title of a figure, its small print and its sentence, as plain text for the caption in a
-    paper.
-
-    Args:
-        figure: A figure of ``mechattn.render``, before :func:`for_paper`.
-    """
-    title = str(figure.layout.title.text or "").replace("<br><sup>", "; ")
-    sentences = [without_markup(title), sentence_of(figure)]
-    cleaned = [" ".join(sentence.split()) for sentence in sentences if sentence]
-    return " ".join(sentence.removesuffix(".") + "." for sentence in cleaned)
-
-
-def without_markup(text: str) -> str:
-    """A text of a figure without plotly's tags, and with its entities as the letters they are."""
-    return unescape(re.sub("<[^>]*>", " ", text))
-
-
-def write_image(figure: go.Figure, path: str | Path, column: Column = "double") -> Path:
-    """Write a figure for a paper as PDF, SVG or PNG (300 dots per inch).
-
-    Args:
-        figure: A figure of ``mechattn.render``.
-        path: A file that ends with .pdf, .svg or .png.
-        column: "single" (85 mm) or "double" (170 mm).
+def _write(figure: go.Figure, path: Path) -> None:
+    """Write a figure in up to two attempts with a time limit, since kaleido sometimes waits forever
+    for a Chromium that has ended.
 
     Raises:
-        OptionError: The path has another file extension.
-        OutputError: Kaleido or Chromium is not installed or does not respond, or the file cannot be
-            written.
-    """
-    path = Path(path)
-    if path.suffix not in _FORMATS:
-        raise OptionError(f'"{path.name}" should end with {", ".join(_FORMATS)}')
-    paper = for_paper(figure, column)
-    if find_spec("kaleido") is None:
-        raise OutputError('static figures need kaleido: pip install "mechattn[images]"')
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(paper, path)
-    except RuntimeError as error:
-        if "Chrome" not in str(error):  # plotly has no error of its own for a missing one
-            raise
-        raise OutputError(
-            "static figures need Chromium, which was not found: apt install chromium (Debian,"
-            " Ubuntu), brew install chromium (macOS), or plotly_get_chrome; set BROWSER_PATH if it"
-            " is installed elsewhere"
-        ) from None
-    except OSError as error:
-        raise OutputError(f"cannot write to {path}: {error.strerror or error}") from None
-
-    return path
-
-
-def _write(figure: go.Figure, path: Path) -> None:
-    """Draw with a time limit and two attempts, because kaleido sometimes waits forever for a
-    Chromium that is gone.
+        OutputError: Both attempts took too long.
     """
     scale = 300 / _PIXELS if path.suffix == ".png" else 1
     for _ in range(2):
         drawing: futures.Future[None] = futures.Future()
 
-        # Bound now: a late first attempt must not fill the second one's future.
+        # The default argument binds the future of this attempt: a late first attempt must not set
+        # that of the second.
         def attempt(drawing: futures.Future[None] = drawing) -> None:
-            """Draw; an error is raised again in the caller's thread."""
+            """Write the figure, or pass the error on to the thread that waits."""
             try:
                 figure.write_image(path, scale=scale)
                 drawing.set_result(None)
             except Exception as error:
                 drawing.set_exception(error)
 
-        # A daemon, like kaleido's own threads, so it does not keep Python from exiting.
+        # A daemon thread, like kaleido's own, does not keep Python from exiting.
         Thread(target=attempt, daemon=True).start()
         try:
             return drawing.result(_PATIENCE)

@@ -1,5 +1,5 @@
-"""Figures of the updates that heads add to the residual stream: magnitude, orientation,
-position."""
+"""Figures of the updates that heads add to the residual stream: their magnitude and orientation,
+also by position."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _AXIS = {
     "orientation": "cosine of update and residual stream",
 }
 _EXPONENTS = np.arange(-4, 2.5, 0.5)
-# Words for an axis of logarithms.
+# The ticks of an axis whose numbers are logarithms.
 _DECADES = {
     "tickvals": _EXPONENTS,
     "ticktext": [f"{10**exponent:.1g}" for exponent in _EXPONENTS],
 }
-_NULL_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
+_REFERENCE_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
 
 @declare(READINGS, report=[{}])
@@ -49,9 +49,10 @@ def update_histogram(
     """Plot the distribution over tokens of each head's update magnitude or orientation, with a
     slider for the layer.
 
-    The dotted line is 1 / heads for the magnitude and 0 (orthogonal to the residual stream) for the
-    orientation. (R. Claus, figures 7 and 8. These show a head's whole update; reading="top_target"
-    shows only the part from its strongest target, like the published ones.)
+    The dotted line is at 1 / (number of heads) for the magnitude, and at 0 (orthogonal to the
+    residual stream) for the orientation. By default a head's whole update is shown;
+    reading="top_target" shows only the part from its strongest target, as the published figures do
+    (R. Claus, figures 7 and 8).
 
     Args:
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
@@ -60,7 +61,8 @@ def update_histogram(
         reading: "mixed" or "top_target".
 
     Raises:
-        OptionError: The quantity was not measured.
+        OptionError: Updates were not measured in this reading, or there is no such condition,
+            quantity or reading.
     """
     check_choice(Quantity, quantity=quantity)
     updates = _updates(result, condition, reading)
@@ -68,16 +70,17 @@ def update_histogram(
     heads = counts.sizes["head"]
     if quantity == "magnitude":
         bins = _magnitude_bins(counts)
-        null = np.log10(1 / heads)
+        reference = np.log10(1 / heads)
         axis = _DECADES
     else:
         bins = _orientation_bins(counts)
-        null = 0.0
+        reference = 0.0
         axis = {}
 
-    bin_axis = f"{quantity}_bin"
-    totals = counts.sum(bin_axis)
-    shares = counts.isel({bin_axis: bins.drawn}) / totals.clip(1)  # an empty head has no share
+    bin_dim = f"{quantity}_bin"
+    totals = counts.sum(bin_dim)
+    # A head without counts has only zeros, and not NaN.
+    shares = counts.isel({bin_dim: bins.drawn}) / totals.clip(1)
     figure = _heatmaps(
         shares.transpose("layer", "head", ...),
         bins.middles,
@@ -87,8 +90,8 @@ def update_histogram(
         f", head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %",
     )
 
-    draw.rule(figure, **_NULL_RULE, x=null)
-    figure.update_xaxes(axis, title_text=_AXIS[quantity], range=_reach(figure, "x", null))
+    draw.rule(figure, **_REFERENCE_RULE, x=reference)
+    figure.update_xaxes(axis, title_text=_AXIS[quantity], range=_range(figure, "x", reference))
     figure.update_yaxes(title_text="head", **draw.steps(heads))
     return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
 
@@ -98,9 +101,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     """Plot orientation against magnitude of all heads' updates at all tokens, with a slider for the
     layer.
 
-    Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are
-    outside the map. One with negative orientation reduces the residual stream, one with positive
-    adds to it. (R. Claus, figure 9.)
+    Colours are shares of all updates. Updates below 0.0001 or above 100 times the norm of the
+    residual stream are outside the map. An update with positive orientation points along the
+    residual stream, one with negative orientation against it. (R. Claus, figure 9.)
 
     Args:
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
@@ -108,7 +111,8 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         reading: "mixed" or "top_target".
 
     Raises:
-        OptionError: The quantity was not measured.
+        OptionError: Updates were not measured in this reading, or there is no such condition or
+            reading.
     """
     updates = _updates(result, condition, reading)
     counts = summed(result, updates["joint_counts"])
@@ -127,48 +131,14 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     )
 
     head_count = int(result.provenance["model"]["heads"])
-    uniform = np.log10(1 / head_count)
-    draw.rule(figure, **_NULL_RULE, y=0)
-    draw.rule(figure, **_NULL_RULE, x=uniform)
-    figure.update_xaxes(_DECADES, title_text=_AXIS["magnitude"], range=_reach(figure, "x", uniform))
-    figure.update_yaxes(title_text=_AXIS["orientation"], range=_reach(figure, "y", 0.0))
+    reference = np.log10(1 / head_count)
+    draw.rule(figure, **_REFERENCE_RULE, y=0)
+    draw.rule(figure, **_REFERENCE_RULE, x=reference)
+    figure.update_xaxes(
+        _DECADES, title_text=_AXIS["magnitude"], range=_range(figure, "x", reference)
+    )
+    figure.update_yaxes(title_text=_AXIS["orientation"], range=_range(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
-
-
-def _heatmaps(
-    shares: xr.DataArray,
-    x: np.ndarray,
-    y: np.ndarray,
-    cell_words: np.ndarray | Sequence[Sequence[str]],
-    bar_title: str,
-    hover: str,
-) -> go.Figure:
-    """A map for each layer, of which a slider shows one; an empty bin is a gap.
-
-    Args:
-        shares: Shares of updates [layer, y, x], from 0 to 1.
-        x: The middles of the bins across.
-        y: The middles of the bins upwards, or the heads.
-        cell_words: Each bin in words [y, x], or in several [y, x, word].
-        bar_title: The title of the colours.
-        hover: What is said of a cell after its layer, as a template of plotly's.
-    """
-    figure = draw.panels()
-    for layer, layer_values in zip(shares.layer.values, shares.values, strict=True):
-        figure.add_heatmap(
-            x=x,
-            y=y,
-            z=draw.positive(100 * layer_values),
-            colorscale=draw.SEQUENTIAL,
-            reversescale=True,
-            zmin=0,
-            name=f"layer {layer}",
-            colorbar=dict(title=bar_title),
-            customdata=cell_words,
-            hovertemplate=f"layer {layer}{hover}<extra></extra>",
-        )
-
-    return figure
 
 
 @declare(READINGS)
@@ -178,8 +148,8 @@ def update_by_position(
     """Plot the mean magnitude of every head's update by position, with a slider for the layer (R.
     Claus, figure 10).
 
-    Positions are hidden if fewer than half of the prompts have them: late positions come only from
-    long prompts.
+    Positions that fewer than half of the prompts have are not shown, since only long prompts have
+    late positions.
 
     Args:
         result: A result with ``HeadUpdates(per_query=True)`` (or ``TopTargetUpdates``).
@@ -187,7 +157,8 @@ def update_by_position(
         reading: "mixed" or "top_target".
 
     Raises:
-        OptionError: The quantity was not measured for each token.
+        OptionError: Updates were not measured for each token in this reading, or there is no such
+            condition or reading.
     """
     updates = _updates(result, condition, reading)
     if "magnitude_at" not in updates:
@@ -209,7 +180,7 @@ def update_by_position(
         is_shown = np.isfinite(magnitude) & (counts >= prompts / 2)
         head, position = np.nonzero(is_shown)
         details = [f", n = {int(count)}" for count in counts[is_shown]]
-        if prompts == 1:
+        if prompts == 1:  # then a position has one token
             details = [f" “{tokens[index]}”" for index in position]
         point_words = f"layer {layer}, head %{{customdata}}, position %{{x}}%{{text}}"
         figure.add_scattergl(
@@ -224,14 +195,14 @@ def update_by_position(
             showlegend=False,
         )
 
-    draw.rule(figure, **_NULL_RULE, y=1 / heads)
+    draw.rule(figure, **_REFERENCE_RULE, y=1 / heads)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     return _by_layer(figure, result, updates, "head updates by position", 500)
 
 
 def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
-    """What was measured of a reading in a condition; both readings have the same names here."""
+    """The updates of a reading in a condition, with the same names for both readings."""
     check_choice(READINGS, reading=reading)
     check_condition(result, condition)
     dataset = result[READINGS[reading]].sel(condition=condition)
@@ -240,7 +211,7 @@ def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
 
 
 class _Bins(NamedTuple):
-    """The bins of an axis; those without an end there are not drawn."""
+    """The bins of an axis that are drawn: which they are, their middles, and their words."""
 
     drawn: slice
     middles: np.ndarray
@@ -248,33 +219,88 @@ class _Bins(NamedTuple):
 
 
 def _magnitude_bins(counts: xr.DataArray) -> _Bins:
-    """The bins on an axis of logarithms: the first begins at 0, and the last has no end."""
+    """The bins on a logarithmic axis, without the first, which begins at 0, and the open last."""
     edges = counts.magnitude_bin.values[1:]
     starts = np.log10(edges[:-1])
     return _Bins(slice(1, -1), _middles(starts), _ranges(edges))
 
 
 def _orientation_bins(counts: xr.DataArray) -> _Bins:
-    """The bins of cosines: the first, below −1, is empty, and the last has those of 1."""
+    """The bins of cosines, without the empty first one below −1; the last holds only 1."""
     starts = counts.orientation_bin.values[1:]
     return _Bins(slice(1, None), _middles(starts), _ranges([*starts, np.inf]))
 
 
 def _middles(starts: np.ndarray) -> np.ndarray:
-    """The middles of bins of one width."""
+    """The middles of bins that have the same width."""
     return starts + (starts[1] - starts[0]) / 2
 
 
 def _ranges(edges: Iterable[float]) -> list[str]:
-    """The bins between these edges in words."""
+    """The bins between these edges, in words."""
     return [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
+
+
+def _heatmaps(
+    shares: xr.DataArray,
+    x: np.ndarray,
+    y: np.ndarray,
+    cell_words: np.ndarray | Sequence[Sequence[str]],
+    bar_title: str,
+    hover: str,
+) -> go.Figure:
+    """A figure with a map for each layer, in which an empty bin is a gap.
+
+    Args:
+        shares: Shares of updates [layer, y, x], from 0 to 1.
+        x: The middles of the bins across.
+        y: The middles of the bins upwards, or the heads.
+        cell_words: The words of each bin for the hover text: one [y, x] or several [y, x, word].
+        bar_title: The title of the colour bar.
+        hover: The hover text of a cell after its layer, as a plotly template.
+    """
+    figure = draw.panels()
+    for layer, layer_values in zip(shares.layer.values, shares.values, strict=True):
+        figure.add_heatmap(
+            x=x,
+            y=y,
+            z=draw.positive(100 * layer_values),
+            colorscale=draw.SEQUENTIAL,
+            reversescale=True,
+            zmin=0,
+            name=f"layer {layer}",
+            colorbar=dict(title=bar_title),
+            customdata=cell_words,
+            hovertemplate=f"layer {layer}{hover}<extra></extra>",
+        )
+
+    return figure
+
+
+def _range(figure: go.Figure, axis: str, reference: float) -> list[float]:
+    """The range of an axis, which holds every bin that is filled in any layer, and the reference.
+
+    Args:
+        figure: Maps of the layers, which have the same bins.
+        axis: "x" or "y".
+        reference: The value of the dotted line.
+    """
+    ends = [reference]
+    other_axis = {"x": 0, "y": 1}[axis]  # the axis of z [y, x] over which bins are looked up
+    for trace in figure.data:
+        is_filled = np.isfinite(trace.z).any(other_axis)
+        ends += trace[axis][is_filled].tolist()
+
+    bins = figure.data[0][axis]
+    step = bins[1] - bins[0]
+    return [min(ends) - step, max(ends) + step]
 
 
 def _by_layer(
     figure: go.Figure, result: Result, updates: xr.Dataset, subject: str, height: int
 ) -> go.Figure:
-    """Set the title, a slider with one step per layer, and the sentence on the question's
-    tokens."""
+    """Finish a figure with one trace per layer: its title, a slider, and a sentence on the
+    question's tokens."""
     small_print = [str(updates.condition.values), count_words(result)]
     if updates.attrs["reading"] == "top_target":
         small_print.append("only the part from the strongest target")
@@ -300,22 +326,3 @@ def _by_layer(
     orientation = mean_words(result, question.orientation)
     means = f"magnitude {magnitude} of the residual stream's norm, cosine with it {orientation}"
     return says(figure, f"Question tokens, mean over layers and heads: {means}.")
-
-
-def _reach(figure: go.Figure, axis: str, null: float) -> list[float]:
-    """The range of an axis: from the first to the last bin that any layer fills, and to the null.
-
-    Args:
-        figure: Maps of the layers, which have their bins in common.
-        axis: "x" or "y".
-        null: The value under the null, which is on the axis too.
-    """
-    ends = [null]
-    other_axis = {"x": 0, "y": 1}[axis]  # of z, which is [y, x]
-    for trace in figure.data:
-        is_filled = np.isfinite(trace.z).any(other_axis)
-        ends += trace[axis][is_filled].tolist()
-
-    bins = figure.data[0][axis]
-    step = bins[1] - bins[0]
-    return [min(ends) - step, max(ends) + step]

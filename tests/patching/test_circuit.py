@@ -246,7 +246,7 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
     assert f"{top.writer} → {top.reader}" in figure.data[-2].hovertext
     nodes = figure.data[-1]
     assert len(set(zip(nodes.x, nodes.y))) == len(nodes.hovertext), "no two nodes at a place"
-    assert f"{len(table)} edges on a way from the embedding to the logits. " in sentence_of(figure)
+    assert f"{len(table)} edges on paths from the embedding to the logits. " in sentence_of(figure)
     assert "On the other half, the first 20 edges carry" in sentence_of(figure)
     assert "What they carry was not measured" in sentence_of(ma.render.circuit_map(found, size=19))
     with pytest.raises(OptionError, match="size='all': give a whole number"):

@@ -36,6 +36,7 @@ def test_a_caption_is_said_to_be_one():
         ),
 
         ('direction = "below"', 'direction = "under"', "direction.*'above' or 'below'"),
+        ('run = "answers"', 'run = "answers"\nquantities = ["l1"]', "answers have no quantities"),
         ("line = -2.0", 'lien = -2.0', r"lien.*there is no such key.*did you mean 'line'"),
         ('key = "attention_rises"', 'key = "attention_falls"', "'attention_falls' is given 2 times"),
         ('quote = "All heads', f'quote = "{"word " * 26}All heads', "it has 44 words; quote at most 25"),

@@ -137,7 +137,7 @@ def test_the_sentence_has_the_numbers_of_the_table(result):
     most = budget_table(result, "slash", layer).set_index("payer").value["inserted"]
     taken = table.value["inserted"]
     assert f"the inserted tokens take {taken:.1f} [" in words
-    assert f"({most:.1f} in layer {layer})" in words
+    assert f"({most:.1f} in layer {layer}, where attention moves most)" in words
     system = f"{table.change['system']:+.1f}".replace("-", "−")
     assert f"system text {system} [" in words
 

@@ -41,7 +41,7 @@ def test_the_caption_has_title_small_print_and_sentence(slash_result, toy):
 
 
 def test_what_cannot_be_a_column(figure):
-    too_narrow = r"3 panels beside each other are too narrow in 85 mm: .* draw one panel"
+    too_narrow = r"3 panels side by side are too narrow in 85 mm: .* draw one panel"
     with pytest.raises(OptionError, match=too_narrow):
         ma.render.for_paper(figure, "single")
     with pytest.raises(OptionError, match="choose one of 'single', 'double'"):
