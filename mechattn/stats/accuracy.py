@@ -236,8 +236,8 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> ShareInterval:
 
 
 def share_difference(d: np.ndarray) -> ShareInterval:
-    """The mean of units' differences between two shares, with a 95 % t interval that does not shrink
-    to 0 when few units differ.
+    """The mean of units' differences between two shares, with a 95 % t interval that does not
+    shrink to 0 when few units differ.
 
     Its standard deviation is that of :func:`share_deviation`.
 
@@ -262,8 +262,8 @@ def share_deviation(d: np.ndarray) -> float:
     """The standard deviation of units' differences, which stays above 0 when no unit differs.
 
     ``√max(s², w s² + (1 − w) · 2 / (n + 2))`` with ``w = differing_units / (differing_units + 3)``.
-    ``2 / (n + 2)`` is the variance of n + 2 units of which one is +1 and one −1, as Bonett and Price
-    (2012) add them to single answers.
+    ``2 / (n + 2)`` is the variance of n + 2 units of which one is +1 and one −1; Bonett and Price
+    (2012) add such a pair to single answers.
     """
     differing_units = int((d != 0).sum())
     weight = differing_units / (differing_units + _FEW_DIFFERING)
