@@ -86,6 +86,58 @@ def overlap_table(
     return table
 
 
+def jaccard(selected: np.ndarray, other: np.ndarray) -> float:
+    """``|A ∩ B| / |A ∪ B|`` of two masks [cell]; NaN if both are empty."""
+    union = int((selected | other).sum())
+    if not union:
+        return np.nan
+
+    intersection = int((selected & other).sum())
+    return intersection / union
+
+
+@cache  # most splits select as many cells
+def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
+    """The expected Jaccard index of two random subsets of these sizes, out of all cells.
+
+    ``Σ_i P(i) · i / (a + b − i)`` for sizes a and b, with i, the size of the intersection,
+    hypergeometric. NaN if both are empty.
+
+    Args:
+        size: The number of cells in the first subset.
+        other_size: The number in the second.
+        cells: The number of cells that both are drawn from.
+    """
+    if not size + other_size:
+        return np.nan
+
+    shared = np.arange(min(size, other_size) + 1)
+    probability = stats.hypergeom(cells, size, other_size).pmf(shared)
+    union = size + other_size - shared
+    expected = (probability * shared / union).sum()
+    return float(expected)
+
+
+def largest_means(values: np.ndarray, count: int) -> np.ndarray:
+    """Which columns of values [unit, cell] have the largest means, up to sign; of equal ones, the
+    earlier.
+    """
+    return largest(abs(values.mean(0)), count)
+
+
+def significant(values: np.ndarray, resamples: int) -> np.ndarray:
+    """Which columns of values [unit, cell] have q < 0.05 by the test of ``compare``."""
+    statistics = paired(values, None, resamples=resamples, bootstrap_ends=False)
+    return statistics.q < 0.05
+
+
+def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two random disjoint halves of n; if n is odd, one is left out."""
+    order = generator.permutation(n)
+    half = n // 2
+    return order[:half], order[half : 2 * half]
+
+
 def _different_conditions(contrast: Question, over: Sequence[str]) -> list[str]:
     """The names of conditions that are compared with each other."""
     are_different = len(set(over)) == len(over) >= 2
@@ -152,55 +204,3 @@ def _overlap(selections: list[np.ndarray], other_selections: list[np.ndarray]) -
         "selected": means.selected,
         "none_selected": splits.jaccard.isna().mean(),
     }
-
-
-def jaccard(selected: np.ndarray, other: np.ndarray) -> float:
-    """``|A ∩ B| / |A ∪ B|`` of two masks [cell]; NaN if both are empty."""
-    union = int((selected | other).sum())
-    if not union:
-        return np.nan
-
-    intersection = int((selected & other).sum())
-    return intersection / union
-
-
-@cache  # most splits select as many cells
-def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
-    """The expected Jaccard index of two random subsets of these sizes, out of all cells.
-
-    ``Σ_i P(i) · i / (a + b − i)`` for sizes a and b, with i, the size of the intersection,
-    hypergeometric. NaN if both are empty.
-
-    Args:
-        size: The number of cells in the first subset.
-        other_size: The number in the second.
-        cells: The number of cells that both are drawn from.
-    """
-    if not size + other_size:
-        return np.nan
-
-    shared = np.arange(min(size, other_size) + 1)
-    probability = stats.hypergeom(cells, size, other_size).pmf(shared)
-    union = size + other_size - shared
-    expected = (probability * shared / union).sum()
-    return float(expected)
-
-
-def largest_means(values: np.ndarray, count: int) -> np.ndarray:
-    """Which columns of values [unit, cell] have the largest means, up to sign; of equal ones, the
-    earlier.
-    """
-    return largest(abs(values.mean(0)), count)
-
-
-def significant(values: np.ndarray, resamples: int) -> np.ndarray:
-    """Which columns of values [unit, cell] have q < 0.05 by the test of ``compare``."""
-    statistics = paired(values, None, resamples=resamples, bootstrap_ends=False)
-    return statistics.q < 0.05
-
-
-def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Two random disjoint halves of n; if n is odd, one is left out."""
-    order = generator.permutation(n)
-    half = n // 2
-    return order[:half], order[half : 2 * half]

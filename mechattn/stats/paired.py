@@ -387,6 +387,27 @@ def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
     return ratio(third_moment, population_deviation**3)
 
 
+def without_rounding(difference: np.ndarray, rounding: np.ndarray | float) -> np.ndarray:
+    """The differences, with 0 in place of those that are not larger than the rounding error."""
+    return np.where(abs(difference) <= rounding, 0.0, difference)
+
+
+def false_discovery(p: np.ndarray) -> np.ndarray:
+    """Benjamini-Hochberg's q over all p that are not NaN.
+
+    Args:
+        p: The p of each test, in any shape; NaN if there is no test.
+
+    Returns:
+        The q of each test, in the same shape; NaN if there is no test.
+    """
+    q = np.full(p.shape, np.nan)
+    is_tested = ~np.isnan(p)
+    if is_tested.any():
+        q[is_tested] = stats.false_discovery_control(p[is_tested])
+    return q
+
+
 def _joined(blocks: list[Columns]) -> Columns:
     """The columns of all cells, from those of their blocks."""
     columns = {}
@@ -420,24 +441,3 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
 
 # A page computes about a hundred tables with the same draws.
 _kept_draws = lru_cache(maxsize=1)(_random_draws)
-
-
-def without_rounding(difference: np.ndarray, rounding: np.ndarray | float) -> np.ndarray:
-    """The differences, with 0 in place of those that are not larger than the rounding error."""
-    return np.where(abs(difference) <= rounding, 0.0, difference)
-
-
-def false_discovery(p: np.ndarray) -> np.ndarray:
-    """Benjamini-Hochberg's q over all p that are not NaN.
-
-    Args:
-        p: The p of each test, in any shape; NaN if there is no test.
-
-    Returns:
-        The q of each test, in the same shape; NaN if there is no test.
-    """
-    q = np.full(p.shape, np.nan)
-    is_tested = ~np.isnan(p)
-    if is_tested.any():
-        q[is_tested] = stats.false_discovery_control(p[is_tested])
-    return q

@@ -324,7 +324,7 @@ class _Reached:
 def _reached(
     d: np.ndarray, t: np.ndarray, cells: np.ndarray, counts: Counts, spreads: list[float]
 ) -> _Reached:
-    """Resample cells in the order of :func:`_nearest_first`; ``p_alone`` is for the first spread."""
+    """Resample cells in the order of :func:`_nearest_first`; ``p_alone`` is of the first spread."""
     resamples = sum(map(len, counts))
     furthest = np.zeros((2, len(spreads), resamples))
     p_alone = np.where(np.isnan(t), np.nan, 0.0)
