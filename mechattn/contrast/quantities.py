@@ -170,8 +170,10 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
 def values_beside_null(
     result: Result, quantity: str, segment: str, conditions: Sequence[str]
 ) -> tuple[xr.DataArray, xr.DataArray | None, Null]:
-    """The values of a quantity with at most one number for each head, and those of its null, as
-    lazy arrays [prompt, condition, layer, …].
+    """The values of a quantity with at most one number for each head, and those of its null
+    [prompt, condition, layer, …].
+
+    Nothing is read yet if the result is on disk.
 
     Args:
         result: A result with the quantity.
@@ -191,8 +193,9 @@ def values_beside_null(
     check_at_most_one_number(values, quantity)
 
     sides = [(result, condition) for condition in conditions if condition != BASELINE]
+    have_dilution = [has_dilution(side, quantity, segment) for side in sides]
     null_kind: Null = "uniform"
-    if sides and all(has_dilution(side, quantity, segment) for side in sides):
+    if have_dilution and all(have_dilution):
         null_kind = "dilution"
 
     null_name = f"{name}_{null_kind}"
@@ -228,9 +231,7 @@ def in_segment(variable: Values, segment: str | None) -> Values:
 
 
 def segment_of(variable: xr.DataArray, segment: str | None) -> str:
-    """The segment of a quantity as tables state it: "all" for None, and empty for a quantity without
-    segments.
-    """
+    """The segment as tables state it: "all" for None, and empty if the quantity has no segments."""
     if "segment" not in variable.dims:
         return ""
     if segment is None:

@@ -266,7 +266,7 @@ def test_two_results_of_the_same_prompts():
         ),
         (dict(condition="slash", to="slash"), "'slash' is compared with itself"),
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
-        (dict(condition="slash", top=3), 'top=3: say select="half" too'),
+        (dict(condition="slash", top=3), 'top=3: give select="half" too'),
         (
             dict(condition="slash", select="half", top=3, by="q"),
             "by='q': choose one of 'beyond', 'difference'",
