@@ -244,7 +244,7 @@ def test_two_results_of_the_same_prompts():
     assert_allclose(table.difference, 1)
     for other, message in (
         (made_up(values, prompts="b"), "different prompts"),
-        (made_up(values[..., :2]), "other heads"),
+        (made_up(values[..., :2]), "different heads"),
     ):
         with pytest.raises(OptionError, match=message):
             two.compare("other", to="other", quantity="quantity", other=other)
