@@ -44,7 +44,7 @@ FEWEST_CONDITIONS = 6
 class Verdict:
     """The change of a quantity between two conditions, over prompts and over all layers and heads.
 
-    Masks of heads are [layer, head].
+    Heads are masks [layer, head].
 
     Args:
         change: The relative change of each prompt's mean over layers and heads, as the geometric

@@ -24,8 +24,8 @@ RECEIVED = "received_attention"
 
 
 def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
-    """The values of units [unit, …] for an interval: those of prompts, or the means of their
-    groups.
+    """The values of prompts, or the means of their groups, from which an interval is computed
+    [unit, …].
     """
     prompt_values = values.transpose("prompt", ...).values.astype(np.float64)
     return units_in(result, values).means(prompt_values)

@@ -159,7 +159,7 @@ def _compared(table: pd.DataFrame) -> str:
 
     # The units, and whether heads were selected on one half of them.
     pairing = f"paired by {about['unit_kind']}"
-    n = 0  # a table without rows does not say how many
+    n = 0  # unknown in a table without rows
     if len(table):
         n = int(table.n.iloc[0])
         pairing += f" (n = {n})"

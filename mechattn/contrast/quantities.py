@@ -301,7 +301,7 @@ def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
 
 
 def check_present(values: xr.DataArray, quantity: str, segment: str | None, side: Side) -> None:
-    """Refuse values of which some prompts lack a cell that others have.
+    """Refuse values in which some prompts lack a cell that others have.
 
     A cell that all prompts lack is accepted, and left out later.
     """

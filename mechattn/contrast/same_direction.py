@@ -55,8 +55,7 @@ def agreement(
         blocks.append(_cosines(block.astype(np.float64), condition, others, over))
     cosines = np.concatenate(blocks)  # [prompt, other, layer]
 
-    # The cosine with each other condition, and how much larger the cosine with ``other``, the first
-    # of them, is.
+    # The cosine with each of the others, and the first one (with ``other``) minus each of them.
     unit_cosines = units.means(cosines)
     unit_differences = units.means(cosines[:, :1] - cosines)
     mean, low, high = t_interval(unit_cosines, level)

@@ -67,8 +67,8 @@ class Selection:
     Args:
         select: "half" selects cells on one half of the units and reports them on the other. None
             reports all cells on all units.
-        top: The number of cells to select: those furthest from 0, of which the furthest is the
-            first row. None selects the cells with q_difference < 0.05 and keeps their order.
+        top: The number of cells to select. They are the furthest from 0, and the furthest is in
+            the first row. None selects the cells with q_difference < 0.05 and keeps their order.
         by: The column that ranks the cells for ``top``: "difference" (the default), or "beyond",
             which is the difference too if no null is known.
 

@@ -71,7 +71,7 @@ def what_is_tested(
     all_values = np.concatenate(values, axis=1)
     check_cells(contrast, all_values.shape[1], left_out)
     all_labels = pd.concat(labels, ignore_index=True)
-    return Tested(all_values, units, all_labels, null=block.null)  # that of every block
+    return Tested(all_values, units, all_labels, null=block.null)  # the same in all blocks
 
 
 def several_tested(

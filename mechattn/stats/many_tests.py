@@ -78,8 +78,8 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]
 
     It is NaN if a unit has no value. A column is tried again with ten times the patterns until 100
     of them have at least as large a mean, the column is a finding, or the number of patterns that
-    ``paired`` uses is reached (after Besag and Clifford 1991). Its p is always that of the latest
-    patterns alone, so ``P(p ≤ α) ≤ α`` holds, except that a column just above the threshold of q is
+    ``paired`` uses is reached (after Besag and Clifford 1991). Its p comes from the latest patterns
+    alone, so ``P(p ≤ α) ≤ α`` holds, except that a column just above the threshold of q is
     tried once more. With up to 12 units all patterns are tried at once.
     """
     units, cells = d.shape
