@@ -29,7 +29,7 @@ from mechattn.results.result import Result, part_of, shared_units, units_of
 from mechattn.stats.intervals import Moments, check_level
 from mechattn.stats.units import RESAMPLES, Unit, Units
 
-_SINK_ABOVE = 0.3  # mean attention to one token above this is a sink, by convention
+_SINK_ABOVE = 0.3  # mean attention to one token above this is a sink (arXiv:2410.10781)
 _SHARE_WORTH_TELLING = 0.1  # of all heads: if fewer have a sink, its move is not reported
 
 

@@ -203,7 +203,7 @@ def power(
     check_counts(heads=heads)
     if prompts is not None:
         check_counts(3, prompts=prompts)
-    if effect is not None and abs(effect) < 0.01:
+    if effect is not None and not 0.01 <= abs(effect) < np.inf:
         raise OptionError(
             f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01,"
             " such as 0.5"
