@@ -85,9 +85,9 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     # Tables of evaluations have no smallest p, and tables without rows have no tests.
     smallest_p = [table.attrs.get("smallest_p", np.nan) for table in tables if len(table)]
     smallest_q_alone = len(stacked) * pd.Series(smallest_p, dtype=float).min()
-    terms = " + ".join(str(len(table)) for table in tables)
+    row_counts = " + ".join(str(len(table)) for table in tables)
     stacked.attrs = {
-        "family": f"{len(stacked)} tests in {len(tables)} tables ({terms})",
+        "family": f"{len(stacked)} tests in {len(tables)} tables ({row_counts})",
         "tables": [dict(table.attrs) for table in tables],
         "smallest_q_alone": float(np.minimum(1.0, smallest_q_alone)),
     }
@@ -132,8 +132,10 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
     for name in _QUESTION_COLUMNS:
         labels[name] = table.get(name, table.attrs.get(name, ""))
 
-    rest = table.drop(columns=[*labels], errors="ignore")
-    rest = rest.rename(columns={name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY})
-    numbered = rest.assign(**labels)[[*labels, *rest.columns]]
+    other_columns = table.drop(columns=[*labels], errors="ignore")
+    other_columns = other_columns.rename(
+        columns={name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY}
+    )
+    numbered = other_columns.assign(**labels)[[*labels, *other_columns.columns]]
     numbered.attrs = {}  # pd.concat would compare the attrs of all tables
     return numbered

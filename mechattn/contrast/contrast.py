@@ -146,14 +146,14 @@ class Contrast(Question):
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
         names = [self.result.condition(name) for name in sampled_conditions(conditions)]
-        tested, present = several_tested(self, names)
+        tested, common_cells = several_tested(self, names)
         units = tested[0].units
         units.refuse_below(FEWEST)
-        by_condition = [of_condition.values[:, present] for of_condition in tested]
+        by_condition = [of_condition.values[:, common_cells] for of_condition in tested]
         effects = np.stack(by_condition, axis=1)  # [unit, condition, cell]
         estimates = crossed(effects, self.level)
 
-        labels = tested[0].labels[present].reset_index(drop=True)
+        labels = tested[0].labels[common_cells].reset_index(drop=True)
         heads = labels.assign(**estimates._asdict())
         after_p = heads.columns.get_loc("p") + 1
         heads.insert(after_p, "q", false_discovery(estimates.p))
@@ -165,7 +165,7 @@ class Contrast(Question):
             "unit": units.unit,
             "null": tested[0].null,
             "level": self.level,
-            "family": f"{int(present.sum())} tests",
+            "family": f"{int(common_cells.sum())} tests",
         }
         return heads
 
@@ -307,23 +307,23 @@ class Contrast(Question):
         """
         check_choice(("half", None), select=select)
         self.check_alike()
-        cells = 0
+        cell_count = 0
         left_out: list[str] = []
         for block in layers_of(self):
-            cells += block.cells.size
+            cell_count += block.cells.size
             left_out += block.left_out
-        check_cells(self, cells, left_out)
+        check_cells(self, cell_count, left_out)
 
         n = self.units.n
         if select is not None:
             n = (n + 1) // 2  # the selecting half, which has one unit more if n is odd
-        tests = cells - len(left_out)
+        tests = cell_count - len(left_out)
         of_units = resolution(n, tests, q, self.resamples, self.units.kind)
         if draws is None:
             return of_units
         check_counts(FEWEST_DRAWS, draws=draws)
-        compared = draws * tests  # each random model has the same number of heads
-        return replace(of_units, random=random_words(draws, tests, compared, q))
+        random_heads = draws * tests  # each random model has the same number of heads
+        return replace(of_units, random=random_words(draws, tests, random_heads, q))
 
     def stability(
         self,

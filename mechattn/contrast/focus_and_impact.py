@@ -122,12 +122,12 @@ def layer_groups(layers: list[int]) -> list[tuple[str, list[int]]]:
 
     Empty groups are left out.
     """
-    early = [layer for layer in layers if layer < EARLY_LAYERS]
-    rest = [layer for layer in layers if layer >= EARLY_LAYERS]
-    middle = (len(rest) + 1) // 2
+    early_layers = [layer for layer in layers if layer < EARLY_LAYERS]
+    later_layers = [layer for layer in layers if layer >= EARLY_LAYERS]
+    middle = (len(later_layers) + 1) // 2
 
     groups = []
-    for group in (early, rest[:middle], rest[middle:]):
+    for group in (early_layers, later_layers[:middle], later_layers[middle:]):
         if len(group) == 1:
             groups.append((f"layer {group[0]}", group))
         elif group:

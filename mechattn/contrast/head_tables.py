@@ -57,8 +57,8 @@ def ranked_heads(
 
     blocks = []
     for layers in quantities.layer_blocks(result, quantity, segment):
-        part = part_of(result, "layer", layers)
-        values, null = quantities.values_of(part, condition, quantity, segment)
+        block_result = part_of(result, "layer", layers)
+        values, null = quantities.values_of(block_result, condition, quantity, segment)
         quantities.check_one_number(values, quantity)
         quantities.check_present(values, quantity, segment, (result, condition))
         block = _head_means(values, null, quantity, units, reported_units, level)
@@ -229,12 +229,12 @@ def _of_units(values: xr.DataArray, units: Units) -> np.ndarray:
 
 def _ranked_words(select: Literal["half"] | None, has_null: bool) -> str:
     """The prompts on which heads were ranked, and the null that is shown beside them, in words."""
-    words = "on the prompts that are shown"
+    ranked_words = "on the prompts that are shown"
     if select == "half":
-        words = "on one half of the prompts, shown on the other"
+        ranked_words = "on one half of the prompts, shown on the other"
     if has_null:
-        words += f", beside {quantities.NULLS['uniform']}"
-    return words
+        ranked_words += f", beside {quantities.NULLS['uniform']}"
+    return ranked_words
 
 
 def _median(values: pd.Series) -> float:

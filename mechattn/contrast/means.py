@@ -51,13 +51,13 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
         values = xr.concat(means_of_prompts, "prompt", join="exact")
         return _interval(over_units(result, values))
 
-    rest = [str(dim) for dim in values.dims if dim != "prompt"]
-    if not rest:
+    cell_dims = [str(dim) for dim in values.dims if dim != "prompt"]
+    if not cell_dims:
         return _interval(over_units(result, values))
 
     # All prompts are needed at once, so some layers (or positions …) are read at a time.
     intervals = []
-    for block in in_parts(values, rest[0], result.memory):
+    for block in in_parts(values, cell_dims[0], result.memory):
         unit_values = over_units(result, block)
         intervals.append(_interval(unit_values))
     means, lows, highs = zip(*intervals, strict=True)
@@ -169,11 +169,11 @@ def choose_heads(
             f"cannot choose heads on {len(prompts)} prompts (one half); name the heads, or run at"
             f" least {2 * FEWEST} prompts"
         )
-    half = part_of(result, "prompt", prompts)
+    choosing_result = part_of(result, "prompt", prompts)
     if condition == BASELINE:
-        distances = _from_uniform(half, layer)
+        distances = _from_uniform(choosing_result, layer)
     else:
-        tested = what_is_tested(Question(half, condition), layer, by=by)
+        tested = what_is_tested(Question(choosing_result, condition), layer, by=by)
         heads = pd.MultiIndex.from_frame(tested.labels)
         distances = pd.Series(abs(tested.values.mean(0)), heads)
 

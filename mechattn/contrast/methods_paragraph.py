@@ -158,42 +158,45 @@ def _compared(table: pd.DataFrame) -> str:
     quantity_words += f" as {about['scale']}s"
 
     # The units, and whether heads were selected on one half of them.
-    pairing = f"paired by {about['unit_kind']}"
+    pairing_words = f"paired by {about['unit_kind']}"
     n = 0  # unknown in a table without rows
     if len(table):
         n = int(table.n.iloc[0])
-        pairing += f" (n = {n})"
+        pairing_words += f" (n = {n})"
     if about["select"] == "half":
-        selected = "found"
+        selected_words = "found"
         if "top" in about:
-            selected = f"the {about['top']} largest"
-        pairing += f", {selected} on one half and reported on the other"
+            selected_words = f"the {about['top']} largest"
+        pairing_words += f", {selected_words} on one half and reported on the other"
 
     # The tests, and the family over which they are adjusted.
-    patterns = "all patterns of signs"
+    pattern_words = "all patterns of signs"
     if about["patterns"] is not None:
-        patterns = f"{about['patterns']:,} random patterns of signs"
+        pattern_words = f"{about['patterns']:,} random patterns of signs"
     if "resampled" in about:
-        patterns += f" of {about['resampled']}, which are also what the bootstrap resamples"
+        pattern_words += f" of {about['resampled']}, which are also what the bootstrap resamples"
 
-    tests = f"sign-flip tests ({patterns})"
+    test_words = f"sign-flip tests ({pattern_words})"
     if n >= FEWEST_FOR_ALL:
-        tests += (
+        test_words += (
             ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number"
             " (the largest p)"
         )
 
-    family = f"Benjamini-Hochberg over {about['family']}"
+    family_words = f"Benjamini-Hochberg over {about['family']}"
     if "null_random" in about:
-        family += (
+        family_words += (
             f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of"
             f" {about['null_random']}"
         )
 
-    compared = f"“{about['condition']}” was compared with “{about['to']}” in {quantity_words}"
-    intervals = f"{100 * about['level']:g} % t intervals"
-    tested = f"{tests} against {about['null']}"
-    return f"{compared}, {pairing}: {intervals}; {tested}; {family}; seed {about['seed']}."
+    comparison_words = (
+        f"“{about['condition']}” was compared with “{about['to']}” in {quantity_words}"
+    )
+    interval_words = f"{100 * about['level']:g} % t intervals"
+    tested_words = f"{test_words} against {about['null']}"
+    clauses = [interval_words, tested_words, family_words, f"seed {about['seed']}"]
+    return f"{comparison_words}, {pairing_words}: {'; '.join(clauses)}."
 
 
 def _several(value: Any) -> str:

@@ -47,16 +47,17 @@ def overlap_table(
     # The values by which cells are selected, in the cells that all conditions have.
     units = contrast.units
     bags = Bags.drawn(units.n, contrast.seed)
-    tested, present = several_tested(contrast, names, layer, bags, ranked_by)
-    cells = int(present.sum())
-    if top is not None and top >= cells:
+    tested, common_cells = several_tested(contrast, names, layer, bags, ranked_by)
+    cell_count = int(common_cells.sum())
+    if top is not None and top >= cell_count:
         raise OptionError(
-            f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05"
+            f"top={top!r}: give a number of heads below {cell_count}, or None for those with"
+            " q < 0.05"
         )
     units.refuse_below(fewest)
     values = {}
     for name, of_condition in zip(names, tested, strict=True):
-        values[name] = of_condition.values[:, present]
+        values[name] = of_condition.values[:, common_cells]
 
     # All conditions are split into the same halves of the units or bags.
     n = len(tested[0].values)
@@ -75,7 +76,7 @@ def overlap_table(
         "quantity": contrast.quantity,
         "segment": contrast.segment_name,
         "selection": selection_words,
-        "of": cells,
+        "of": cell_count,
         "unit": units.unit,
         "splits": splits,
         "seed": contrast.seed,
@@ -110,10 +111,10 @@ def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
     if not size + other_size:
         return np.nan
 
-    shared = np.arange(min(size, other_size) + 1)
-    probability = stats.hypergeom(cells, size, other_size).pmf(shared)
-    union = size + other_size - shared
-    expected = (probability * shared / union).sum()
+    shared_counts = np.arange(min(size, other_size) + 1)
+    probability = stats.hypergeom(cells, size, other_size).pmf(shared_counts)
+    union = size + other_size - shared_counts
+    expected = (probability * shared_counts / union).sum()
     return float(expected)
 
 

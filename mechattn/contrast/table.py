@@ -352,8 +352,8 @@ def _columns(cells: _Cells) -> pd.DataFrame:
         log_ratios = table[_DIFFERENCE].to_numpy()  # in the order of CHANGE
         table[CHANGE] = np.expm1(log_ratios)
         order = [*labels, *CHANGE, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
-    rest = table.columns.drop(order)
-    return table[[*order, *rest]].assign(scale=cells.last_block.scale)
+    other_columns = table.columns.drop(order)
+    return table[[*order, *other_columns]].assign(scale=cells.last_block.scale)
 
 
 def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def several_tested(
     # Cells are matched by their position, so their labels must agree.
     by_condition = [what_is_tested(of_condition, layer, bags, by) for of_condition in contrasts]
     labels = by_condition[0].labels
-    present = np.full(len(labels), True)
+    common_cells = np.full(len(labels), True)
     for name, tested in zip(names, by_condition, strict=True):
         for dim in labels:
             if not tested.labels[dim].equals(labels[dim]):
@@ -118,5 +118,5 @@ def several_tested(
                     f"{name!r} and {names[0]!r} have different {dim}s, so they cannot be combined;"
                     " compare each by itself"
                 )
-        present &= np.isfinite(tested.values).all(0)
-    return by_condition, present
+        common_cells &= np.isfinite(tested.values).all(0)
+    return by_condition, common_cells

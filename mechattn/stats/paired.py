@@ -107,14 +107,14 @@ def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.nda
     Returns:
         Sentences without a full stop, separated by semicolons; empty if there is no such cell.
     """
-    tests = q.size
+    test_count = q.size
     sentences = []
 
     significant_flips = false_discovery(p_flip) < 0.05
     disagreeing = int((significant_flips & (q >= 0.05)).sum())
     if disagreeing:
         sentences.append(
-            f"in {disagreeing} of {tests} tests sign flips alone would say q < 0.05, but the"
+            f"in {disagreeing} of {test_count} tests sign flips alone would say q < 0.05, but the"
             " bootstrap-t test, which allows for skewness, also as seen in other tests, does not"
         )
 
@@ -125,15 +125,15 @@ def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.nda
     controlled_from = 0
     if skewed:
         controlled_from = FEWEST_FOR_ALL
-    if 4 * skewed >= tests:
+    if 4 * skewed >= test_count:
         controlled_from = FEWEST_IF_SKEWED
-    if 4 * very_skewed >= tests > 0:
+    if 4 * very_skewed >= test_count > 0:
         controlled_from = units + 1  # no number of prompts is known to be enough
 
     if units < controlled_from and (q < 0.05).any():
         sentences.append(
             f"with {units} units q is not controlled where differences are skewed"
-            f" (|skewness| > 1 in {skewed} of {tests} tests)"
+            f" (|skewness| > 1 in {skewed} of {test_count} tests)"
         )
     return "; ".join(sentences)
 
@@ -301,10 +301,10 @@ class PairedStream:
 
         # A byte for each count of both kinds of resamples, and a bit for each sign.
         bytes_of_a_unit = 2 * self.resamples + patterns // 8
-        draw = _random_draws
+        draw_function = _random_draws
         if units * bytes_of_a_unit <= _MOST_KEPT:
-            draw = _kept_draws
-        return draw(units, self.resamples, patterns, self.seed)
+            draw_function = _kept_draws
+        return draw_function(units, self.resamples, patterns, self.seed)
 
     def _tests(self, columns: Columns, draws: Draws) -> Columns:
         """The p of tests for a mean of 0, and the ends of bootstrap intervals.

@@ -52,15 +52,15 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     mean_squares, df = _mean_squares(d)
 
     # The variances that these mean squares imply; a negative estimate counts as 0.
-    unit_squares, condition_squares, rest = mean_squares
-    unit_variance = np.maximum(0.0, (unit_squares - rest) / conditions)
-    condition_variance = np.maximum(0.0, (condition_squares - rest) / units)
+    unit_squares, condition_squares, rest_squares = mean_squares
+    unit_variance = np.maximum(0.0, (unit_squares - rest_squares) / conditions)
+    condition_variance = np.maximum(0.0, (condition_squares - rest_squares) / units)
 
     # The variance of the mean, and the prediction variance of a new condition in a new unit.
-    variance = unit_variance / units + condition_variance / conditions + rest / cells
-    new_from_units = (units + 1) / cells * (rest + conditions * unit_variance)
-    new_from_conditions = (conditions + 1) / cells * (rest + units * condition_variance)
-    new_from_rest = (cells - units - conditions - 1) / cells * rest
+    variance = unit_variance / units + condition_variance / conditions + rest_squares / cells
+    new_from_units = (units + 1) / cells * (rest_squares + conditions * unit_variance)
+    new_from_conditions = (conditions + 1) / cells * (rest_squares + units * condition_variance)
+    new_from_rest = (cells - units - conditions - 1) / cells * rest_squares
     new_parts = np.stack([new_from_units, new_from_conditions, new_from_rest])
     new_variance = new_parts.sum(0)
 
@@ -81,7 +81,7 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
         p=np.where(variance > 0, p, p_without_variance),
         condition_sd=np.sqrt(condition_variance),
         unit_sd=np.sqrt(unit_variance),
-        rest_sd=np.sqrt(rest),
+        rest_sd=np.sqrt(rest_squares),
         new_low=mean - new_half,
         new_high=mean + new_half,
     )
@@ -100,8 +100,8 @@ def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     df = np.array([units - 1, conditions - 1, rest_df])[:, None]
     unit_squares = conditions * unit_means.var(0, ddof=1)
     condition_squares = units * condition_means.var(0, ddof=1)
-    rest = (residuals**2).sum((0, 1)) / rest_df
-    return np.stack([unit_squares, condition_squares, rest]), df
+    rest_squares = (residuals**2).sum((0, 1)) / rest_df
+    return np.stack([unit_squares, condition_squares, rest_squares]), df
 
 
 def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:

@@ -49,19 +49,19 @@ def flipped(d: np.ndarray, signs: Signs) -> np.ndarray:
     count = np.where(np.isnan(means), np.nan, 0.0)
 
     # The values are copied only if some columns need not be tried.
-    tried = np.flatnonzero(~_beyond_all(d, patterns))
+    tried_columns = np.flatnonzero(~_beyond_all(d, patterns))
     values = d
-    if len(tried) < d.shape[1]:
-        values = d[:, tried]
+    if len(tried_columns) < d.shape[1]:
+        values = d[:, tried_columns]
     # An equal mean must count, although it was summed in a different order.
-    observed = abs(means)[tried] * (1 - 1e-12)
+    observed = abs(means)[tried_columns] * (1 - 1e-12)
 
     for packed in signs:
         bits = np.unpackbits(packed, axis=1, count=len(d))
         pattern = np.where(bits, -1.0, 1.0)
         flipped_means = abs(pattern @ values) / len(d)
         is_as_large = flipped_means >= observed
-        count[tried] += is_as_large.sum(0)
+        count[tried_columns] += is_as_large.sum(0)
 
     if len(d) <= MOST_EXACT:
         return count / patterns
@@ -89,8 +89,8 @@ def drawn_signs(n: int, patterns: int, generator: np.random.Generator) -> Signs:
         generator: The generator of random patterns.
     """
     if n <= MOST_EXACT:
-        numbers = np.arange(2**n)[:, None]
-        bits = (numbers >> np.arange(n)) & 1
+        pattern_numbers = np.arange(2**n)[:, None]
+        bits = (pattern_numbers >> np.arange(n)) & 1
         return [np.packbits(bits, axis=1)]
 
     blocks = []

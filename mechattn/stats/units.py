@@ -219,9 +219,9 @@ def power(
         raise OptionError("give effect=…, prompts=… or both: the one left out is computed")
 
     # Power grows with the number of prompts, so a binary search finds the first that is enough.
-    counts = range(3, _MOST_PLANNED)
-    enough = bisect_left(counts, sure, key=lambda n: power_of(abs(effect), n, heads))
-    return counts[enough]
+    prompt_counts = range(3, _MOST_PLANNED)
+    first_enough = bisect_left(prompt_counts, sure, key=lambda n: power_of(abs(effect), n, heads))
+    return prompt_counts[first_enough]
 
 
 def chance(n: int, tests: int, level: float, patterns: int) -> float:
