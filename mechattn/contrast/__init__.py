@@ -1,1 +1,1 @@
-"""One object for every comparison of two conditions, and what else is read off a result."""
+"""One object for every comparison of two conditions, and other tables of a result."""

@@ -13,7 +13,7 @@ from mechattn.results.result import by_head
 from mechattn.stats.paired import false_discovery
 
 _QUESTION_COLUMNS = ("models", "condition", "to", "quantity", "segment")
-# The columns of a result's table by those of an evaluation's, which has one test a row.
+# The columns of an evaluation's table, which has one test per row, and their names in a result's.
 _RESULT_COLUMNS = {
     "low": "difference_low",
     "high": "difference_high",
@@ -26,25 +26,27 @@ _COLUMNS_OF_A_FAMILY = ("q_beyond", "q_difference", "q_same", "p_family")
 def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Stack several tables of ``Result.compare``, with q-values over all of their tests together.
 
-    ``q`` is Benjamini-Hochberg over the p-values of what each row tests, all in one family:
-    ``q_beyond`` of a row with a null, ``q_difference`` of one without. If an effect was searched
-    for in several results, conditions or quantities, each row of each table was a chance to find
-    it.
+    If an effect was searched for in several results, conditions or quantities, each row of each
+    table was a chance to find it. Each row has one test in the family, and its q is
+    Benjamini-Hochberg over all of them: ``q_beyond`` if a null is known, and ``q_difference``
+    otherwise. ``q_difference`` of a row with a null is over the ``p_difference`` of all rows.
 
     Args:
-        tables: Tables from ``Result.compare(…, columns="all")``, or from
-            ``Evaluation.comparisons``, at least one.
+        tables: At least one table from ``Result.compare(…, columns="all")`` or
+            ``Evaluation.comparisons``.
 
     Returns:
-        The rows of all tables. New first columns: table (from 0, in the order given), models,
-        condition, to, quantity and segment. ``q_beyond``, ``q_difference`` and ``q_random`` are
-        over all tables; the original ones are ``q_beyond_of_table``, ``q_difference_of_table``,
-        ``q_same_of_table`` and ``p_family_of_table``. ``attrs`` state the family, each table's own
-        attributes ("tables") and the smallest q that a single test can reach ("smallest_q_alone";
-        NaN where all tables are of evaluations).
+        The rows of all tables. New first columns are table (from 0, in the order given), models,
+        condition, to, quantity and segment. ``q_beyond`` (if any row has a null), ``q_difference``
+        and ``q_random`` are over all tables. The original ones are ``q_beyond_of_table`` and
+        ``q_difference_of_table``; other columns that are adjusted within their table are
+        ``q_same_of_table`` and ``p_family_of_table``. ``attrs`` state the family, the attributes of
+        each table ("tables") and the smallest q that a single test can reach ("smallest_q_alone",
+        which is NaN if all tables are of evaluations).
 
     Raises:
-        OptionError: There are no tables, one has no p-values, or one is given twice.
+        OptionError: There are no tables, a table has no p-values or is already adjusted, or a table
+            is given twice.
 
     Source: Benjamini and Hochberg 1995.
     """
@@ -52,7 +54,7 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     numbered = [_numbered(number, table) for number, table in enumerate(tables)]
     stacked = by_head(pd.concat(numbered, ignore_index=True))
 
-    # What each row tests: what is beyond its null, or else the difference.
+    # Each row tests what is beyond its null, or the difference if it has no null.
     p_difference = stacked.p_difference.to_numpy(dtype=np.float64)
     p_beyond = np.full(len(stacked), np.nan)
     if "p_beyond" in stacked:
@@ -62,7 +64,7 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     q_tested = false_discovery(p_tested)
     q_difference = np.where(has_null, false_discovery(p_difference), q_tested)
 
-    # Each q stands behind its p.
+    # Each q follows its p.
     if has_null.any():
         after_p = stacked.columns.get_loc("p_beyond") + 1
         q_beyond = np.where(has_null, q_tested, np.nan)
@@ -71,7 +73,7 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     stacked.insert(after_p, "q_difference", q_difference)
 
     if "p_random" in stacked:
-        # Heads that one half of the prompts did not select were tested too, with a p of 1.
+        # Heads that the selecting half of the prompts left out count as tests with a p of 1.
         not_selected = 0
         for table in tables:
             if "p_random" in table:
@@ -80,39 +82,20 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
         q_random = false_discovery(np.append(p_both, np.ones(not_selected)))
         stacked["q_random"] = q_random[: len(stacked)]
 
-    # Tables of evaluations have no smallest p, and tables without a row make no tests.
+    # Tables of evaluations have no smallest p, and tables without rows have no tests.
     smallest_p = [table.attrs.get("smallest_p", np.nan) for table in tables if len(table)]
     smallest_q_alone = len(stacked) * pd.Series(smallest_p, dtype=float).min()
-    terms = " + ".join(str(len(table)) for table in tables)
+    row_counts = " + ".join(str(len(table)) for table in tables)
     stacked.attrs = {
-        "family": f"{len(stacked)} tests in {len(tables)} tables ({terms})",
+        "family": f"{len(stacked)} tests in {len(tables)} tables ({row_counts})",
         "tables": [dict(table.attrs) for table in tables],
         "smallest_q_alone": float(np.minimum(1.0, smallest_q_alone)),
     }
     return stacked
 
 
-def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
-    """A table with its number and its question as first columns, and what is adjusted for its own
-    tests under other names.
-    """
-    if "p_difference" not in table:
-        table = table.rename(columns=_RESULT_COLUMNS)
-
-    # A column says it where there is one, as each row then has its own.
-    labels = {"table": number}
-    for name in _QUESTION_COLUMNS:
-        labels[name] = table.get(name, table.attrs.get(name, ""))
-
-    rest = table.drop(columns=[*labels], errors="ignore")
-    rest = rest.rename(columns={name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY})
-    numbered = rest.assign(**labels)[[*labels, *rest.columns]]
-    numbered.attrs = {}  # so that pandas doesn't compare those of all tables to stack them
-    return numbered
-
-
 def _check_tables(tables: Any) -> None:
-    """Refuse what is no list of different tables with p-values."""
+    """Refuse anything but a list of different tables with p-values that are not adjusted yet."""
     is_sequence = isinstance(tables, (list, tuple)) and len(tables) > 0
     if not is_sequence or not all(isinstance(table, pd.DataFrame) for table in tables):
         raise OptionError(
@@ -134,3 +117,25 @@ def _check_tables(tables: Any) -> None:
                 f"table {number} has no column p_difference; give tables from"
                 " Result.compare(…, columns='all')"
             )
+
+
+def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
+    """A table with its number and its question as first columns.
+
+    Columns that are adjusted for the table's own tests are renamed.
+    """
+    if "p_difference" not in table:
+        table = table.rename(columns=_RESULT_COLUMNS)
+
+    # In a table with such a column, each row has its own value; otherwise attrs hold the table's.
+    labels = {"table": number}
+    for name in _QUESTION_COLUMNS:
+        labels[name] = table.get(name, table.attrs.get(name, ""))
+
+    other_columns = table.drop(columns=[*labels], errors="ignore")
+    other_columns = other_columns.rename(
+        columns={name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY}
+    )
+    numbered = other_columns.assign(**labels)[[*labels, *other_columns.columns]]
+    numbered.attrs = {}  # pd.concat would compare the attrs of all tables
+    return numbered

@@ -1,5 +1,5 @@
-"""Who pays for the attention that inserted tokens take, and why: means over prompts, with
-intervals.
+"""Which segments pay for the attention that inserted tokens take, and by which cause: means over
+prompts, with intervals.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
 NAME = "attention_budget"
-POINTS = 100  # attention is told in points of 100
+POINTS = 100  # attention is stated in points of 100
 CAUSES = ("distance", "mass", "hidden states")
-# In the order of a stack: the question lies on the ground, so that its change is seen at once.
+# In the order of a stack: the question is at the bottom, where its change is easiest to see.
 PAYERS = ("question", "inserted", "system", "template", "first", "answer", "changed")
 
 
 def budget_table(
     result: Result, condition: str | None = None, layer: int | None = None
 ) -> pd.DataFrame:
-    """Return how the question's attention changes, payer by payer and cause by cause, in points of
-    100.
+    """How much of the question's attention each segment (payer) gets, and how that changes by each
+    cause, in points of 100.
 
-    Each number is the mean over heads, layers and queries of the question, then over prompts, with
-    a 95 % t interval over prompts. A segment that a prompt lacks is paid nothing in it.
+    Each number is a mean over heads, layers and the queries of the question, then over prompts,
+    with a 95 % t interval over prompts. A segment that a prompt does not have counts as 0 in it.
 
     Args:
         result: A result with ``ma.analyses.AttentionBudget()``.
-        condition: The condition; the first that isn't the baseline by default.
-        layer: One layer; all by default.
+        condition: The condition; by default the first one other than the baseline.
+        layer: One layer; by default all.
 
     Returns:
-        A row for each payer: ``baseline``, ``value`` and ``change``; a column for each cause that
-        is known; and the ends of their intervals, such as ``change_low`` and ``mass_high``.
+        A row for each payer, with ``baseline``, ``value`` and ``change``, a column for each known
+        cause, and the ends of their intervals, such as ``change_low`` and ``mass_high``. The ends
+        are NaN with fewer than three prompts or groups.
 
     Raises:
         OptionError: The budget was not measured, or there is no such condition or layer.
@@ -48,15 +49,14 @@ def budget_table(
         check_layer(layer, dataset)
         dataset = dataset.sel(layer=[layer])
 
-    # The columns, of which each has a number for every payer.
-    changed = dataset.sel(condition=condition)
+    in_condition = dataset.sel(condition=condition)
     columns = {
         "baseline": dataset.attention.sel(condition=BASELINE),
-        "value": changed.attention,
-        "change": changed.change,
+        "value": in_condition.attention,
+        "change": in_condition.change,
     }
     for cause in known_causes(result, condition):
-        columns[cause] = changed.by_cause.sel(cause=cause)
+        columns[cause] = in_condition.by_cause.sel(cause=cause)
 
     rows = []
     for payer in payers(result):
@@ -98,29 +98,23 @@ def payers_and_causes(
 
 
 def by_layer(result: Result, values: xr.DataArray, payer: str) -> Interval:
-    """A payer's means over heads and prompts in each layer, in points of 100, with 95 % t intervals
-    over prompts.
+    """A payer's mean over heads and prompts in each layer, in points of 100, with 95 % t intervals
+    over prompts [layer].
     """
     mean, low, high = mean_over_prompts(result, _payer_values(values, payer), ["head"])
     return Interval(POINTS * mean, POINTS * low, POINTS * high)
 
 
-def _payer_values(values: xr.DataArray, payer: str) -> xr.DataArray:
-    """A payer's values, 0 where a prompt has no such segment, so that the payers add up to 1."""
-    is_measured = values.sel(segment="question", drop=True).notnull()
-    payer_values = values.sel(segment=payer, drop=True)
-    return payer_values.fillna(0).where(is_measured)
-
-
 def payers(result: Result) -> list[str]:
-    """The segments that have tokens, in the order of a stack."""
-    with_tokens = labels_where(result[NAME].attention.notnull(), "segment")
-    return [name for name in PAYERS if name in with_tokens]
+    """The segments with tokens in any prompt and condition, in the order of a stack."""
+    segments = labels_where(result[NAME].attention.notnull(), "segment")
+    return [name for name in PAYERS if name in segments]
 
 
 def known_causes(result: Result, condition: str) -> list[str]:
-    """The causes that are known of a condition's changes: none where the engine gave no queries and
-    keys.
+    """The causes for which a condition's changes are known.
+
+    There are none if the engine did not provide queries and keys.
     """
     by_cause = result[NAME].by_cause.sel(condition=condition, segment="question")
     known = labels_where(by_cause.notnull(), "cause")
@@ -128,10 +122,19 @@ def known_causes(result: Result, condition: str) -> list[str]:
 
 
 def busiest_layer(result: Result, condition: str) -> int:
-    """The layer in which the question's attention moves most, by the sum of what payers lose and
-    gain.
+    """The layer in which the question's attention moves most, by the sum of the payers' absolute
+    mean changes.
     """
     changes = result[NAME].change.sel(condition=condition)
     amounts = [abs(by_layer(result, changes, payer).estimate) for payer in payers(result)]
-    moved = np.sum(amounts, axis=0)
-    return int(changes.layer.values[moved.argmax()])
+    total_amounts = np.sum(amounts, axis=0)
+    return int(changes.layer.values[total_amounts.argmax()])
+
+
+def _payer_values(values: xr.DataArray, payer: str) -> xr.DataArray:
+    """A payer's values; 0 in prompts without such a segment, so that the attention of all payers
+    adds up to 1.
+    """
+    is_measured = values.sel(segment="question", drop=True).notnull()
+    payer_values = values.sel(segment=payer, drop=True)
+    return payer_values.fillna(0).where(is_measured)

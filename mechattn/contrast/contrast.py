@@ -1,6 +1,4 @@
-"""One object for every comparison of two conditions: it carries the question, and answers it in
-several forms.
-"""
+"""One object for every comparison of two conditions, which holds the question and answers it."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.units import Resolution, random_words, resolution
 
-# With fewer, the interval is that of a t distribution with 4 degrees of freedom or less.
+# With fewer conditions, the interval uses a t distribution with at most 4 degrees of freedom.
 FEWEST_CONDITIONS = 6
 
 
@@ -46,23 +44,26 @@ FEWEST_CONDITIONS = 6
 class Verdict:
     """The change of a quantity between two conditions, over prompts and over all layers and heads.
 
+    Heads are masks [layer, head].
+
     Args:
-        change: The change of each prompt's mean over layers and heads, so that heads count by how
-            much they receive, while the mean of ``compare``'s column ``change`` counts each alike;
-            a fraction (−0.2 is a fifth less), the geometric mean over prompts.
+        change: The relative change of each prompt's mean over layers and heads, as the geometric
+            mean over prompts (−0.2 is a fifth less). Heads count by how much they receive, while
+            the mean of ``compare``'s column ``change`` counts all heads alike.
         null: The same under the null.
-        below: The heads whose change is below the null's [layer, head]: q_beyond < 0.05, two-sided.
-        above: Those whose change is above the null's [layer, head].
-        rises: The heads in which the quantity itself rises, whatever the null does [layer, head]:
-            q_difference < 0.05.
-        falls: Those in which it falls [layer, head].
-        marked: Those in which it changes by more than ``margin``, or 5 % without one [layer, head].
+        below: The heads whose change is below the null's, with q_beyond < 0.05.
+        above: The heads whose change is above the null's, with q_beyond < 0.05.
+        rises: The heads in which the quantity itself rises, with q_difference < 0.05.
+        falls: The heads in which the quantity itself falls, with q_difference < 0.05.
+        marked: The heads with q_difference < 0.05 in which the quantity changes by more than
+            ``margin``, or by more than the default of
+            :func:`mechattn.contrast.table.marked` without one.
         n: The number of prompts or groups.
-        unit: Which of the two.
-        margin: The largest change that counts as none, if one was given.
-        same: The heads whose change is the null's to within ± margin [layer, head]: q_same < 0.05;
+        unit: The kind of unit: prompts or groups.
+        margin: The largest change that counts as none; None if it was not given.
+        same: The heads whose change is that of the null to within ± ``margin``, with q_same < 0.05;
             None without a margin.
-        null_kind: Which null it is.
+        null_kind: The kind of null.
     """
 
     change: Interval
@@ -80,11 +81,11 @@ class Verdict:
 
     @property
     def findable(self) -> bool:
-        """Whether ``n`` is enough for any head to pass q < 0.05, whatever it does."""
+        """Whether q < 0.05 is possible at all with ``n`` prompts or groups."""
         return resolution(self.n, self.above.size).together is not None
 
     def __repr__(self) -> str:
-        """The changes and counts of heads, without the mask of each head."""
+        """The changes and the numbers of heads, without the masks."""
         change = "{:.3f} [{:.3f}, {:.3f}]".format(*self.change)
         null = "{:.3f} [{:.3f}, {:.3f}]".format(*self.null)
         below = f"{int(self.below.sum())} of {self.below.size} heads below the null"
@@ -103,9 +104,9 @@ class Contrast(Question):
     same comparison. The arguments are those of :class:`mechattn.contrast.question.Question`.
 
     Raises:
-        OptionError: An argument is unknown; the methods raise it where the result has no such
-            condition, quantity or segment, the prompts differ, or there are fewer than 3 (or
-            groups).
+        OptionError: The null, scale, unit, level or number of resamples is not allowed. The methods
+            raise it if the result has no such condition, quantity or segment, if the prompts
+            differ, or if there are fewer than 3 prompts or groups.
     """
 
     def table(
@@ -118,12 +119,11 @@ class Contrast(Question):
         margin: float | None = None,
         columns: Columns = "main",
     ) -> pd.DataFrame:
-        """One row for each layer and head; see :meth:`mechattn.Result.compare`, which explains the
-        options.
+        """A row for each layer and head; :meth:`mechattn.Result.compare` explains the options.
 
         Raises:
-            OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in
-                memory.
+            OptionError: There is nothing to compare, there are too few prompts, or a layer does not
+                fit in memory.
         """
         check_choice(Columns, columns=columns)
         heads = comparison_table(self, Selection(select, top, by), random, margin)
@@ -135,8 +135,9 @@ class Contrast(Question):
         return main_columns(heads)
 
     def across(self, conditions: Sequence[str]) -> pd.DataFrame:
-        """The mean change over several conditions, such as fillers, as a sample of others; see
-        ``Result.across``.
+        """The mean change over several conditions, such as fillers, which are a sample of others.
+
+        :meth:`mechattn.Result.across` explains the columns.
 
         Args:
             conditions: At least six conditions; :attr:`condition` is not used.
@@ -145,14 +146,14 @@ class Contrast(Question):
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
         names = [self.result.condition(name) for name in sampled_conditions(conditions)]
-        tested, present = several_tested(self, names)
+        tested, common_cells = several_tested(self, names)
         units = tested[0].units
         units.refuse_below(FEWEST)
-        by_condition = [of_condition.values[:, present] for of_condition in tested]
+        by_condition = [of_condition.values[:, common_cells] for of_condition in tested]
         effects = np.stack(by_condition, axis=1)  # [unit, condition, cell]
         estimates = crossed(effects, self.level)
 
-        labels = tested[0].labels[present].reset_index(drop=True)
+        labels = tested[0].labels[common_cells].reset_index(drop=True)
         heads = labels.assign(**estimates._asdict())
         after_p = heads.columns.get_loc("p") + 1
         heads.insert(after_p, "q", false_discovery(estimates.p))
@@ -164,21 +165,22 @@ class Contrast(Question):
             "unit": units.unit,
             "null": tested[0].null,
             "level": self.level,
-            "family": f"{int(present.sum())} tests",
+            "family": f"{int(common_cells.sum())} tests",
         }
         return heads
 
     def by_prompt(self, head: str) -> pd.DataFrame:
-        """One row for each prompt: what one head does in it, the furthest from the null first, or
-        the largest difference where no null is known.
+        """A row for each prompt, with the values of one head.
 
-        Columns: prompt (its id), value, reference, difference and, where a null is known, beyond.
+        The columns are prompt (its id), value, reference, difference and, if a null is known,
+        beyond. The largest ``beyond`` comes first, up to sign, or the largest ``difference`` if no
+        null is known.
 
         Args:
             head: A head such as "L1H2".
 
         Raises:
-            OptionError: There is no such head, or no number for each head.
+            OptionError: There is no such head, or the quantity has no single number for each head.
         """
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
@@ -208,19 +210,19 @@ class Contrast(Question):
         """The relative change of each prompt's mean over layers and heads, and the same under the
         null.
 
-        A head counts by how much it receives, unlike in the mean of the table's ``change``, where
-        all count alike.
+        A head counts by how much it receives. In the mean of the table's ``change``, all heads
+        count alike.
 
         Args:
             layer: One layer; by default all.
 
         Returns:
-            Both changes with their intervals, as fractions; None in place of a null that is not
-            known.
+            Both changes with their intervals, as fractions. The second is None if no null is known.
 
         Raises:
-            OptionError: There is more than one number for each head, a value is not positive, so
-                there is no ratio, or there are too few prompts.
+            OptionError: There is more than one number for each head, the quantity may be 0 in the
+                baseline or is not positive in some prompt, so that it has no ratio, or there are
+                too few prompts.
         """
         self.check_alike()
         quantity = self.quantity
@@ -249,7 +251,7 @@ class Contrast(Question):
         return change, relative_change(means["null"], means["their_null"], units)
 
     def verdict(self, *, margin: float | None = None) -> Verdict:
-        """The overall change beside its null, and the heads that the table marks (q < 0.05).
+        """The overall change beside its null, and the heads with q < 0.05 in the table.
 
         Args:
             margin: The largest change that counts as none, as for :meth:`table`.
@@ -260,7 +262,7 @@ class Contrast(Question):
         change, null = self.overall()
         if null is None:
             raise OptionError(
-                f"{self.quantity!r} has no null in this result, and a verdict compares with it"
+                f"{self.quantity!r} has no null in this result, which a verdict compares it with"
             )
         heads = comparison_table(self, margin=margin, bootstrap_ends=False)
         variable = variable_of(self.result, self.quantity)
@@ -269,10 +271,10 @@ class Contrast(Question):
         head_index = variable.indexes["head"].get_indexer(heads["head"])
 
         def mask(rows: np.ndarray) -> np.ndarray:
-            """The rows of the table as [layer, head]."""
-            by_layer = np.zeros(shape, dtype=bool)
-            by_layer[layer_index, head_index] = rows
-            return by_layer
+            """A mask of the table's rows as a mask of heads [layer, head]."""
+            head_mask = np.zeros(shape, dtype=bool)
+            head_mask[layer_index, head_index] = rows
+            return head_mask
 
         differs = heads.q_beyond < 0.05
         changes = heads.q_difference < 0.05
@@ -297,31 +299,31 @@ class Contrast(Question):
     def resolution(
         self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
     ) -> Resolution:
-        """What the table can detect with these prompts; see :meth:`mechattn.Result.resolution`,
-        which explains the options.
+        """What the table can detect with these prompts; :meth:`mechattn.Result.resolution` explains
+        the options.
 
         Raises:
             OptionError: As for :meth:`table`, or q is not a probability.
         """
         check_choice(("half", None), select=select)
         self.check_alike()
-        cells = 0
+        cell_count = 0
         left_out: list[str] = []
         for block in layers_of(self):
-            cells += block.cells.size
+            cell_count += block.cells.size
             left_out += block.left_out
-        check_cells(self, cells, left_out)
+        check_cells(self, cell_count, left_out)
 
         n = self.units.n
         if select is not None:
-            n = (n + 1) // 2
-        tests = cells - len(left_out)
-        reachable = resolution(n, tests, q, self.resamples, self.units.kind)
+            n = (n + 1) // 2  # the selecting half, which has one unit more if n is odd
+        tests = cell_count - len(left_out)
+        of_units = resolution(n, tests, q, self.resamples, self.units.kind)
         if draws is None:
-            return reachable
+            return of_units
         check_counts(FEWEST_DRAWS, draws=draws)
-        compared = draws * tests  # as many heads in each random model
-        return replace(reachable, random=random_words(draws, tests, compared, q))
+        random_heads = draws * tests  # each random model has the same number of heads
+        return replace(of_units, random=random_words(draws, tests, random_heads, q))
 
     def stability(
         self,
@@ -333,32 +335,32 @@ class Contrast(Question):
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
-        """How much selections of heads on random disjoint halves overlap; see
-        :meth:`mechattn.Result.stability`, which explains the options.
+        """How much selections of heads on random disjoint halves overlap;
+        :meth:`mechattn.Result.stability` explains the options.
         """
         return overlap_table(self, top, by, layer, over, splits, patterns)
 
 
 def sampled_conditions(conditions: Sequence[str]) -> list[str]:
-    """The names of conditions that stand for others as a sample of them.
+    """The names of conditions that are a sample of other conditions.
 
     Raises:
-        OptionError: There are too few, or one is there twice.
+        OptionError: There are too few, or one is named twice.
     """
     names = list(conditions)
     has_repeats = len(set(names)) < len(names)
     if isinstance(conditions, str) or has_repeats or len(names) < FEWEST_CONDITIONS:
         raise OptionError(
             f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
-            " are the sample, and from fewer nothing can be said about others; ma.sweep makes"
-            " them"
+            " are a sample, and fewer say too little about other conditions; ma.sweep makes them"
         )
     return names
 
 
 def _means(contrast: Contrast) -> dict[str, np.ndarray]:
-    """Each prompt's mean over layers and heads [prompt] by the names of :class:`Aligned`: of both
-    conditions, and of those nulls that are known. Some layers are read at a time.
+    """Each prompt's means over layers and heads [prompt], by the fields of :class:`Aligned`.
+
+    A null that is not known is left out. Some layers are read at a time.
     """
     blocks, labels = in_blocks(contrast)
     sums: dict[str, np.ndarray] = {}

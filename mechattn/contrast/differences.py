@@ -1,6 +1,4 @@
-"""The differences between two conditions, prompt by prompt, and the differences that the null
-expects.
-"""
+"""The differences between two conditions in each prompt, and those that the null expects."""
 
 from __future__ import annotations
 
@@ -41,11 +39,11 @@ class Differences:
 
     Args:
         ours: The values of the condition [prompt, *cells].
-        theirs: Those of the condition that it is compared with [prompt, *cells].
+        theirs: The values of the condition that it is compared with [prompt, *cells].
         difference: ``log(ours / theirs)``, or ``ours − theirs`` [prompt, *cells].
         expected: The difference under the null [prompt, *cells]; None if no null is known.
         null: The null, in words.
-        cells: Which cells have a difference in every prompt [*cells].
+        cells: A mask of the cells that have a difference in every prompt [*cells].
         scale: The scale of the differences, the same in every block of layers.
         predicts_no_change: Whether the null is that nothing changes.
     """
@@ -70,8 +68,9 @@ class Differences:
         return names
 
     def rounding(self, units: Units, unit_indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """The largest mean difference over some units that counts as none [*cells]: how much two
-        float32 computations of the same number may differ.
+        """The largest mean difference over some units that counts as 0 [*cells].
+
+        It allows for the difference between two float32 computations of the same number.
         """
         if self.scale == "log-ratio":
             return np.full(self.cells.shape, ROUNDING)
@@ -80,8 +79,10 @@ class Differences:
 
 
 class Aligned(NamedTuple):
-    """The values of both conditions and of their nulls, with the same coordinates; a null lacks
-    dimensions along which it does not vary, such as head.
+    """The values of both conditions and of their nulls, with the same coordinates.
+
+    A null lacks dimensions along which it does not vary, such as head. It is None if it is not
+    known.
     """
 
     ours: xr.DataArray
@@ -115,26 +116,29 @@ def differences(contrast: Question, labels: Labels) -> Differences:
     for side_values in values:
         if side_values is None:
             continue
-        least = side_values.min("prompt", skipna=False)  # NaN if a prompt has none
+        minimum = side_values.min("prompt", skipna=False)  # NaN if a prompt has no value
         if scale == "log-ratio":
-            cells &= least > 0  # there is no ratio of what is 0 or negative
+            cells &= minimum > 0  # 0 and negative values have no ratio
         else:
-            cells &= least.notnull()
+            cells &= minimum.notnull()
     return Differences(
         ours, theirs, difference, expected, null_words, cells.values, scale, predicts_no_change
     )
 
 
 def layers_of(contrast: Question, resamples: int = 0) -> Iterator[Differences]:
-    """Yield the differences of a comparison, some layers at a time."""
+    """Yield the differences of a comparison, some layers at a time.
+
+    ``resamples`` is the number of resamples that must fit in memory beside them.
+    """
     contrasts, labels = in_blocks(contrast, resamples)
     for block_contrast in contrasts:
         yield differences(block_contrast, labels)
 
 
 def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], Labels]:
-    """The same question of some layers at a time, and the labels of its segment dimensions that can
-    be compared in any of them.
+    """The same question about each block of layers, and the labels of its segment dimensions that
+    can be compared in any block.
     """
     quantity = contrast.quantity
     layers = layer_blocks(contrast.result, quantity, contrast.segment, resamples)
@@ -150,8 +154,103 @@ def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], L
     return blocks, labels
 
 
+def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The labels (layer, head …) of the cells of a mask, by dimension [cell]."""
+    indices = np.argwhere(mask).T  # [dim, cell]
+    labels = {}
+    for dim, index in zip(block.difference.dims[1:], indices, strict=True):
+        labels[str(dim)] = block.difference[dim].values[index]
+    return labels
+
+
+def aligned(contrast: Question, labels: Labels) -> Aligned:
+    """The values of both conditions and of their nulls, with the same coordinates.
+
+    Raises:
+        OptionError: The results have different prompts, layers or heads, measured the quantity with
+            different options, or some prompts lack it in a cell that others have.
+    """
+    ours, null = _of_side(contrast, contrast.sides[0], labels)
+    theirs, their_null = _of_side(contrast, contrast.sides[1], labels)
+    quantity = contrast.quantity
+    for dim in ("prompt", "layer", "head"):
+        if dim not in ours.dims:
+            continue
+        if not np.array_equal(ours[dim].values, theirs[dim].values):
+            raise OptionError(
+                f"{quantity!r} has different {dim}s in the two results ({ours.sizes[dim]} and"
+                f" {theirs.sizes[dim]})"
+            )
+
+    # The options of the analysis, such as a threshold.
+    options = variable_of(contrast.result, quantity).attrs.get("options")
+    their_options = variable_of(contrast.reference, quantity).attrs.get("options")
+    if options != their_options:
+        raise OptionError(
+            f"{quantity!r} was measured with {options} in one result and {their_options} in the"
+            " other"
+        )
+    return Aligned(ours, theirs, null, their_null)
+
+
+def refuse_without_cells(contrast: Question) -> NoReturn:
+    """Raise the error that says why a comparison has no cell to compare.
+
+    Raises:
+        OptionError: Always.
+    """
+    for side in contrast.sides:
+        check_measured(side, contrast.quantity, contrast.segment)
+    if contrast.scale_used == "log-ratio":
+        raise OptionError(
+            f'{contrast.quantity!r} has no ratio in any cell; compare it with scale="difference"'
+        )
+    raise OptionError(f"{contrast.quantity!r} has no value in any cell")
+
+
+def check_cells(contrast: Question, cells: int, left_out: Sequence[str]) -> None:
+    """Refuse a comparison whose cells are all left out, and warn of some that are."""
+    if len(left_out) == cells:
+        refuse_without_cells(contrast)
+    if left_out:
+        names = ", ".join(left_out[:4])
+        if len(left_out) > 4:
+            names += " …"
+        warn(
+            f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} has no"
+            " value there, or it is 0 or negative in some prompt and has no ratio"
+            ' (scale="difference" needs none)'
+        )
+
+
+def _between(ours: xr.DataArray, theirs: xr.DataArray, scale: Scale) -> xr.DataArray:
+    """``log(ours / theirs)``, or ``ours − theirs``."""
+    if scale == "difference":
+        return ours - theirs
+    with np.errstate(divide="ignore", invalid="ignore"):  # cells without a ratio are left out later
+        log_ratio = ours / theirs
+        np.log(log_ratio.values, out=log_ratio.values)  # in place, as there may be many
+    return log_ratio
+
+
+def _inserts_alike(contrast: Question) -> bool:
+    """Whether two conditions insert the same number of tokens at the same places and do nothing
+    else. No change between them then happens by definition.
+    """
+    origins = []
+    for result, condition in contrast.sides:
+        if not stored_condition(result, condition).inserts_only:
+            return False
+        origin = result["sequences"].origin.sel(condition=condition)
+        origins.append(origin.values)
+    return np.array_equal(*origins)
+
+
 def _comparable(blocks: Sequence[Question], dim: str) -> set[object]:
-    """The segments of a dimension that have values in both conditions, in any block of layers."""
+    """The segments of a dimension that have values in both conditions, in any block of layers.
+
+    Segments that get no attention at all are left out.
+    """
     ours: set[object] = set()
     theirs: set[object] = set()
     attended: set[object] = set()
@@ -164,46 +263,9 @@ def _comparable(blocks: Sequence[Question], dim: str) -> set[object]:
             attended |= labels_where(values.fillna(0) != 0, dim)
 
     if dim == "to_segment":
-        # Attention to what comes later is 0 in every prompt and condition.
+        # Attention to later segments is 0 in every prompt and condition.
         return ours & theirs & attended
     return ours & theirs
-
-
-def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The layer, head … of each cell of a mask."""
-    indices = np.argwhere(mask).T  # [dim, cell]
-    labels = {}
-    for dim, index in zip(block.difference.dims[1:], indices, strict=True):
-        labels[str(dim)] = block.difference[dim].values[index]
-    return labels
-
-
-def aligned(contrast: Question, labels: Labels) -> Aligned:
-    """The values of both conditions and of their nulls, with the same coordinates.
-
-    Raises:
-        OptionError: The results have other prompts, layers or heads, or measured the quantity with
-            other options.
-    """
-    ours, null = _of_side(contrast, contrast.sides[0], labels)
-    theirs, their_null = _of_side(contrast, contrast.sides[1], labels)
-    quantity = contrast.quantity
-    for dim in ("prompt", "layer", "head"):
-        if dim not in ours.dims:
-            continue
-        if not np.array_equal(ours[dim].values, theirs[dim].values):
-            raise OptionError(
-                f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other"
-            )
-
-    # How the quantity was measured, such as with which threshold.
-    options = variable_of(contrast.result, quantity).attrs.get("options")
-    their_options = variable_of(contrast.reference, quantity).attrs.get("options")
-    if options != their_options:
-        raise OptionError(
-            f"{quantity!r} was measured with {options} in one result, {their_options} in the other"
-        )
-    return Aligned(ours, theirs, null, their_null)
 
 
 def _of_side(
@@ -215,7 +277,7 @@ def _of_side(
     segment = contrast.segment
     values, null = values_of(result, condition, quantity, segment, contrast.null_used)
 
-    # Only where labels are left out, as a selection copies the values, even one of all labels.
+    # Values are selected only if labels are left out: a selection copies, even if it keeps all.
     fewer_labels = {}
     for dim, comparable in labels.items():
         if comparable != values[dim].values.tolist():
@@ -230,56 +292,3 @@ def _of_side(
         if not np.array_equal(null[null_dim].values, values[null_dim].values):
             fewer_null_labels[null_dim] = values[null_dim]
     return values, null.sel(fewer_null_labels)
-
-
-def refuse_without_cells(contrast: Question) -> NoReturn:
-    """Say why a comparison has no cell to compare.
-
-    Raises:
-        OptionError: In any case.
-    """
-    for side in contrast.sides:
-        check_measured(side, contrast.quantity, contrast.segment)
-    if contrast.scale_used == "log-ratio":
-        raise OptionError(
-            f'{contrast.quantity!r} has no ratio in any cell; compare it with scale="difference"'
-        )
-    raise OptionError(f"{contrast.quantity!r} has no value in any cell")
-
-
-def check_cells(contrast: Question, cells: int, left_out: Sequence[str]) -> None:
-    """Refuse a comparison in which all cells are left out; warn of those that are."""
-    if len(left_out) == cells:
-        refuse_without_cells(contrast)
-    if left_out:
-        names = ", ".join(left_out[:4])
-        if len(left_out) > 4:
-            names += " …"
-        warn(
-            f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} is not"
-            " there, or it is 0 or negative in some prompt and has no ratio, which"
-            ' scale="difference" does not need'
-        )
-
-
-def _between(ours: xr.DataArray, theirs: xr.DataArray, scale: Scale) -> xr.DataArray:
-    """``log(ours / theirs)``, or ``ours − theirs``."""
-    if scale == "difference":
-        return ours - theirs
-    with np.errstate(divide="ignore", invalid="ignore"):  # in cells that are left out
-        log_ratio = ours / theirs
-        np.log(log_ratio.values, out=log_ratio.values)  # in place, as there may be many
-    return log_ratio
-
-
-def _inserts_alike(contrast: Question) -> bool:
-    """Whether two conditions insert as many tokens at the same places and differ in nothing else,
-    so that no change between them is there by definition.
-    """
-    origins = []
-    for result, condition in contrast.sides:
-        if not stored_condition(result, condition).inserts_only:
-            return False
-        origin = result["sequences"].origin.sel(condition=condition)
-        origins.append(origin.values)
-    return np.array_equal(*origins)

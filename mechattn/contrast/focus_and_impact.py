@@ -1,5 +1,5 @@
-"""What heads write where they look at the first token: each query's update, by its attention to
-that token.
+"""How much heads write when they look at the first token: the size of each query's update, by its
+attention to that token.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from mechattn.errors import OptionError, check_choice
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-# The edges of bins of a query's attention to the first token; a bin holds its upper edge, and the
-# lowest its lower one too.
+# The edges of bins of a query's attention to the first token. A bin includes its upper edge, and
+# the lowest bin its lower edge too.
 BIN_EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
-EARLY_LAYERS = 4  # where few heads look at the first token; a group of their own
-STRONGEST_ABOVE = 0.5  # with more, the first token is the strongest target, whatever the rest is
+EARLY_LAYERS = 4  # few heads look at the first token in these, so they are a group of their own
+STRONGEST_ABOVE = 0.5  # above this, the first token gets more attention than any other
 NEARLY_ALL = 0.99  # the lower edge of the last bin
 
 
 def focus_and_impact(
     result: Result, condition: str = BASELINE, segment: str = "question"
 ) -> pd.DataFrame:
-    """Bin queries by their attention to the first token, and give the size of their heads' updates
-    in each bin.
+    """The size of heads' updates, for queries binned by their attention to the first token.
 
-    ``impact = magnitude / mean magnitude of the layer``, the mean over all heads and over the
+    ``impact = magnitude / mean magnitude of the layer``; that mean is over all heads and the
     queries of the segment in the same prompt. Layers are in up to three groups: the first four, and
-    two halves of the rest.
+    the two halves of the rest.
 
     Args:
         result: A run with ``AttentionFocus(per_query=True)`` and ``HeadUpdates(per_query=True)``
@@ -43,13 +42,15 @@ def focus_and_impact(
         segment: The segment whose queries are binned.
 
     Returns:
-        A row for each group and bin: ``layers``, ``above`` and ``up_to`` (the bin), ``queries`` (of
-        all heads and prompts) and their ``share`` in the group, ``median``, ``quartile_low`` and
-        ``quartile_high`` of the impact over queries, its ``mean`` with a 95 % interval over prompts
-        (``low``, ``high``).
+        A row for each group of layers and bin, with the columns ``layers``; ``above`` and
+        ``up_to``, the edges of the bin; ``queries``, the number of queries of all heads and
+        prompts, and ``share``, their share of the group; ``quartile_low``, ``median`` and
+        ``quartile_high`` of the impact over queries; and its ``mean`` over prompts with a 95 %
+        interval (``low``, ``high``).
 
     Raises:
-        OptionError: Focus and updates were not measured for each query and kept for each prompt.
+        OptionError: There is no such condition or segment, no prompt has tokens of the segment, or
+            focus and updates were not measured for each query and kept for each prompt.
     """
     queries = _queries(result, condition, segment)
     bin_numbers = pd.cut(queries.first_mass, BIN_EDGES, labels=False, include_lowest=True)
@@ -85,20 +86,24 @@ def impact_within(
     condition: str = BASELINE,
     segment: str = "question",
 ) -> tuple[Interval, float]:
-    """The mean impact of queries that give the first token attention within these bounds, in all
-    but the early layers.
+    """The mean impact of queries whose attention to the first token is within bounds, in all but
+    the early layers.
 
-    The interval is over prompts. Of a model without later layers, all count.
+    In a model that has no other layers, the early ones count.
 
     Args:
         result: As for :func:`focus_and_impact`.
-        above: The queries' attention to the first token is above this; 0 includes 0 itself.
-        up_to: It is at most this.
+        above: The lower bound. It is not within the bounds, unless it is 0.
+        up_to: The upper bound, which is within the bounds.
         condition: The condition.
         segment: The segment of the queries.
 
     Returns:
-        The mean impact with its interval, and the queries' share of all queries in those layers.
+        The mean impact with its 95 % interval over prompts, and the share of these queries among
+        all queries of the layers.
+
+    Raises:
+        OptionError: As for :func:`focus_and_impact`.
     """
     queries = _queries(result, condition, segment)
     is_later = queries.layer >= EARLY_LAYERS
@@ -107,21 +112,22 @@ def impact_within(
 
     is_within = (queries.first_mass > above) & (queries.first_mass <= up_to)
     if above == 0:
-        is_within |= queries.first_mass == 0  # the lowest bin holds its lower edge too
+        is_within |= queries.first_mass == 0  # the lowest bin includes its lower edge too
     share = is_within.sum() / max(1, len(queries))
     return _over_prompts(result, queries[is_within]), float(share)
 
 
 def layer_groups(layers: list[int]) -> list[tuple[str, list[int]]]:
-    """The early layers and two halves of the rest, each with its name; empty groups are left
-    out.
+    """The early layers and the two halves of the rest, each with its name.
+
+    Empty groups are left out.
     """
-    early = [layer for layer in layers if layer < EARLY_LAYERS]
-    rest = [layer for layer in layers if layer >= EARLY_LAYERS]
-    middle = (len(rest) + 1) // 2
+    early_layers = [layer for layer in layers if layer < EARLY_LAYERS]
+    later_layers = [layer for layer in layers if layer >= EARLY_LAYERS]
+    middle = (len(later_layers) + 1) // 2
 
     groups = []
-    for group in (early, rest[:middle], rest[middle:]):
+    for group in (early_layers, later_layers[:middle], later_layers[middle:]):
         if len(group) == 1:
             groups.append((f"layer {group[0]}", group))
         elif group:
@@ -130,8 +136,8 @@ def layer_groups(layers: list[int]) -> list[tuple[str, list[int]]]:
 
 
 def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
-    """A row for each query of the segment, head and layer: its prompt (by number), layer, attention
-    to the first token and impact.
+    """A row for each query of the segment in each head, with the columns layer, first_mass (its
+    attention to the first token), impact and prompt (its index).
     """
     check_condition(result, condition)
     check_choice(SEGMENTS, segment=segment)
@@ -140,26 +146,29 @@ def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
     magnitudes = _of_each_query(result, "head_updates", "magnitude", condition)
     segments = result["sequences"].segment_index.sel(condition=condition)
     segments = segments.transpose("prompt", "pos").values
-    is_member = segments == SEGMENTS.index(segment)
-    if not is_member.any():
+    in_segment = segments == SEGMENTS.index(segment)  # [prompt, pos]
+    if not in_segment.any():
         raise OptionError(f"with {condition!r} no prompt has tokens of the segment {segment!r}")
 
     # One prompt at a time, as the values of all prompts and keys would take much more memory.
     blocks = []
-    for prompt, member in enumerate(is_member):
-        first_mass = masses.isel(prompt=prompt).values[..., member]
-        magnitude = magnitudes.isel(prompt=prompt).values[..., member]
+    for prompt, is_query in enumerate(in_segment):
+        first_mass = masses.isel(prompt=prompt).values[..., is_query]
+        magnitude = magnitudes.isel(prompt=prompt).values[..., is_query]
         prompt_rows = _of_prompt(first_mass, magnitude, masses.layer.values)
         blocks.append(prompt_rows.assign(prompt=prompt))
     return pd.concat(blocks, ignore_index=True)
 
 
 def _of_each_query(result: Result, analysis: str, quantity: str, condition: str) -> xr.DataArray:
-    """What an analysis measured of each query [prompt, layer, head, key]."""
+    """A quantity that an analysis measured for each query [prompt, layer, head, key].
+
+    Positions are in the dimension "key", although they are those of queries.
+    """
     name = f"{quantity}_at_per_prompt"
     if name not in result.datasets.get(analysis, {}):
         raise OptionError(
-            f"this result has no {analysis} of each query in each prompt; run it with"
+            f"this result has no {analysis} for each query of each prompt; run it with"
             " analyses=[AttentionFocus(per_query=True), HeadUpdates(per_query=True)],"
             ' keep="prompts"'
         )
@@ -175,16 +184,16 @@ def _of_prompt(first_mass: np.ndarray, magnitude: np.ndarray, layers: np.ndarray
         magnitude: The size of the update [layer, head, query].
         layers: The numbers of the layers.
     """
-    # The first query sees one key: it has no choice, and so no value.
+    # The first query sees only one key, so that it has no choice and no value.
     is_measured = np.isfinite(first_mass) & np.isfinite(magnitude)
     magnitude = np.where(is_measured, magnitude, 0).astype(np.float64)
 
-    # Divided by the mean of the layer, which is its sum over its count.
-    counts = is_measured.sum((1, 2), keepdims=True)
+    # impact = magnitude / mean, and the mean of a layer is its sum divided by its count.
+    layer_count = is_measured.sum((1, 2), keepdims=True)
     layer_sum = magnitude.sum((1, 2), keepdims=True)
     writes = layer_sum > 0
-    is_measured &= writes  # a layer that writes nothing has no share of it
-    impact = magnitude * counts / np.where(writes, layer_sum, 1)
+    is_measured &= writes  # there is no impact in a layer that writes nothing
+    impact = magnitude * layer_count / np.where(writes, layer_sum, 1)
 
     layer = np.broadcast_to(layers[:, None, None], impact.shape)
     columns = {
@@ -196,7 +205,10 @@ def _of_prompt(first_mass: np.ndarray, magnitude: np.ndarray, layers: np.ndarray
 
 
 def _over_prompts(result: Result, queries: pd.DataFrame) -> Interval:
-    """The mean over prompts of each prompt's mean; prompts without such queries are left out."""
+    """The mean over prompts of the mean impact of each prompt's queries, with a 95 % interval.
+
+    Prompts without queries are left out. All is NaN if there are no queries.
+    """
     means = queries.groupby("prompt").impact.mean()
     ids = result["sequences"].prompt.values
     means = means.reindex(range(len(ids)))

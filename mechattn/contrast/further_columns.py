@@ -1,5 +1,5 @@
-"""Columns that options add to a table of heads: beside the same run on random weights, and within a
-margin.
+"""Columns that options add to a table of heads: a comparison with the same run on random weights,
+and a test of whether changes are within a margin.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def check_random(random: Any, contrast: Question) -> None:
     """Refuse results that are too few, not from random models, or from a different run.
 
     Args:
-        random: What the user gave.
-        contrast: The comparison of the trained model.
+        random: The value that the user gave.
+        contrast: The question about the trained model.
 
     Raises:
-        OptionError: With what is wrong, and how to run random models.
+        OptionError: The results cannot be used; the error says why and what to do.
     """
     is_sequence = isinstance(random, (list, tuple))
     if not is_sequence or not all(isinstance(draw, Result) for draw in random):
@@ -61,7 +61,7 @@ def check_random(random: Any, contrast: Question) -> None:
                 " conditions, analyses and seed of the result"
             )
 
-    # Weights without a stored hash are taken to be different, as each then has its own number.
+    # Weights without a stored hash count as different: the run's number stands for the hash.
     runs = [contrast.result, *random]
     hashes = set()
     for number, run in enumerate(runs):
@@ -80,22 +80,21 @@ def with_random(
     units: Units,
     unit_indices: np.ndarray,
 ) -> pd.DataFrame:
-    """Return the table with the columns null_random, random_low, random_high, p_random and
-    q_random.
+    """The table with the columns null_random, random_low, random_high, p_random and q_random.
 
     ``p_random`` ranks a head's mean difference among those of random heads
-    (:func:`mechattn.stats.random_effects.against_draws`); ``q_random`` is Benjamini-Hochberg over
-    the larger of it and the p of the table, of all heads.
+    (:func:`mechattn.stats.random_effects.against_draws`). ``q_random`` is Benjamini-Hochberg over
+    the larger of ``p_random`` and the p that the table tests, of all heads.
 
     Args:
-        table: A table of some cells, in any order.
+        table: A table of some or all cells, in any order.
         random: The results of random models.
-        contrast: The comparison.
+        contrast: The question that the table answers.
         units: The units of all prompts.
-        unit_indices: Those that the table reports.
+        unit_indices: The units that the table reports.
     """
-    # The mean difference of each cell in the model, and in each random one. Its null is not used;
-    # the uniform one is never refused.
+    # The mean differences in the model and in each random model. Nulls are not used here, and the
+    # uniform one is never refused.
     means, rounding = _mean_differences(contrast, units, unit_indices)
     draws = []
     for draw in random:
@@ -106,22 +105,22 @@ def with_random(
     head_axis = None
     if "head" in means.dims:
         head_axis = means.dims.index("head")
-    beside = against_draws(
+    against_random = against_draws(
         means.values, np.stack(draws), head_axis, table.attrs["level"], rounding.values
     )
 
     columns = pd.DataFrame(
         {
-            "null_random": beside.mean.ravel(),
-            "random_low": beside.low.ravel(),
-            "random_high": beside.high.ravel(),
-            "p_random": beside.p.ravel(),
+            "null_random": against_random.mean.ravel(),
+            "random_low": against_random.low.ravel(),
+            "random_high": against_random.high.ravel(),
+            "p_random": against_random.p.ravel(),
         },
         index=means.to_series().index,
     )
     extended = table.join(columns, on=list(means.dims))
 
-    # Of cells that the other half of the prompts did not select, p is 1.
+    # p is 1 in cells that the other half of the prompts did not select.
     p_of_units = table[f"p_{table.attrs['tested']}"]
     p_of_rows = np.maximum(p_of_units, extended.p_random)
     not_selected = columns.p_random.count() - extended.p_random.count()
@@ -133,19 +132,52 @@ def with_random(
     tests = int(np.isfinite(p_both).sum())
     extended.attrs = table.attrs | {
         "null_random": (
-            f"random weights ({kind_words}): {len(random)} draws, {beside.compared} heads compared"
+            f"random weights ({kind_words}): {len(random)} draws,"
+            f" {against_random.compared} heads compared"
         ),
-        "smallest_p_random": 1 / (beside.compared + 1),
+        "smallest_p_random": 1 / (against_random.compared + 1),
         "tests_random": tests,
-        "resolution_random": random_words(len(random), tests, beside.compared),
+        "resolution_random": random_words(len(random), tests, against_random.compared),
     }
     return extended
+
+
+def _difference_of_runs(draw: Result, result: Result, conditions: Sequence[str]) -> str | None:
+    """How the run of a random model differs from that of the result, in words that follow its
+    name; None if it does not differ.
+    """
+    model = draw.provenance["model"]
+    if model.get("random_weights") is None:
+        return f"comes from {model['name']}, whose weights are not random"
+    for detail in ("architecture", "layers", "heads", "parameters"):
+        if model.get(detail) != result.provenance["model"].get(detail):
+            return f"comes from a model with different {detail}"
+    if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
+        return "has different prompts"
+
+    for name in conditions:
+        if name not in draw.conditions:
+            return f"has no condition {name!r}"
+        if stored_condition(draw, name) != stored_condition(result, name):
+            return f"has a different condition named {name!r}"
+        if _tokens(draw, name) != _tokens(result, name):
+            return f"read different tokens with {name!r}, so its seed or tokenizer differs"
+    return None
+
+
+def _tokens(result: Result, condition: str) -> list[list[int]]:
+    """The tokens of each prompt.
+
+    They are without padding, which depends on the other conditions of a run.
+    """
+    rows = result["sequences"].tokens.sel(condition=condition).values
+    return [row[row != PADDING].tolist() for row in rows]
 
 
 def _mean_differences(
     contrast: Question, units: Units, unit_indices: np.ndarray
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """The mean difference of each cell over some units, and how large a one counts as none
+    """The mean difference of each cell over some units, and the largest that is 0 but for rounding
     [*cells].
     """
     means = []
@@ -155,52 +187,26 @@ def _mean_differences(
         mean = block.difference[0].copy(data=unit_differences.mean(0))
         means.append(mean)
         rounding.append(mean.copy(data=block.rounding(units, unit_indices)))
-    if len(means) == 1:  # so is a quantity without layers
+    if len(means) == 1:  # a quantity without layers cannot be concatenated along them
         return means[0], rounding[0]
     return xr.concat(means, "layer"), xr.concat(rounding, "layer")
-
-
-def _difference_of_runs(draw: Result, result: Result, conditions: Sequence[str]) -> str | None:
-    """How the run of a random model differs from that of the result, in words that continue its
-    name; None if it does not.
-    """
-    model = draw.provenance["model"]
-    if model.get("random_weights") is None:
-        return f"comes from {model['name']}, whose weights are not random"
-    for detail in ("architecture", "layers", "heads", "parameters"):
-        if model.get(detail) != result.provenance["model"].get(detail):
-            return f"comes from a model with other {detail}"
-    if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
-        return "has other prompts"
-
-    for name in conditions:
-        if name not in draw.conditions:
-            return f"has no condition {name!r}"
-        if stored_condition(draw, name) != stored_condition(result, name):
-            return f"has a different condition named {name!r}"
-        if _tokens(draw, name) != _tokens(result, name):
-            return f"read other tokens with {name!r}, so its seed or tokenizer differs"
-    return None
-
-
-def _tokens(result: Result, condition: str) -> list[list[int]]:
-    """The tokens of each prompt, without padding, which depends on the other conditions of a
-    run.
-    """
-    rows = result["sequences"].tokens.sel(condition=condition).values
-    return [row[row != PADDING].tolist() for row in rows]
 
 
 # Within a margin.
 
 
 def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
-    """Add q_same: whether the tested difference d lies within ± margin, by two one-sided t tests
-    (Schuirmann 1987).
+    """The table with the column q_same, the q of two one-sided t tests that the tested difference
+    lies within ± margin.
 
-    ``p = max(P(T > (d + bound) / error), P(T < (d − bound) / error))`` with n − 1 degrees of
-    freedom. The bounds of a log-ratio are ``±log(1 + margin)``, so that a change and its reverse
-    count alike, as is usual for ratios: 5 % allows −4.8 % to +5 %.
+    ``p = max(P(T > (difference + bound) / error), P(T < (difference − bound) / error))`` with n − 1
+    degrees of freedom. The bounds of a log-ratio are ``±log(1 + margin)``, so that a change and its
+    reverse count alike, as is usual for ratios: 5 % allows −4.8 % to +5 %.
+
+    Raises:
+        OptionError: The margin is not a positive number.
+
+    Source: Schuirmann 1987.
     """
     check_margin(margin)
     bound = margin
@@ -208,14 +214,14 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
         bound = np.log1p(margin)
 
     # The standard error, from the t interval.
-    name = table.attrs["tested"]
-    low = table[f"{name}_low"]
-    high = table[f"{name}_high"]
+    tested = table.attrs["tested"]
+    low = table[f"{tested}_low"]
+    high = table[f"{tested}_high"]
     freedom = table.n - 1
     error = (high - low) / 2 / t_quantile(table.attrs["level"], freedom)
 
     # One test at each end; both must reject.
-    difference = table[name]
+    difference = table[tested]
     p_above_lower_bound = stats.t.sf((difference + bound) / error, freedom)
     p_below_upper_bound = stats.t.cdf((difference - bound) / error, freedom)
     p = np.maximum(p_above_lower_bound, p_below_upper_bound)

@@ -1,4 +1,4 @@
-"""Tables of heads: those with the largest values of a quantity, and which kind of sink each has."""
+"""Tables of heads: those with the largest values of a quantity, and the kind of sink of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mechattn.results.result import Result, by_head, part_of, units_of
 from mechattn.stats.intervals import FEWEST, shrunken, t_interval
 from mechattn.stats.units import Unit, Units, halves_of
 
-# What an analysis of sinks measured that their kinds depend on.
+# The quantities of AttentionSinks on which the kind of a sink depends.
 _SINK_QUANTITIES = [
     "sinks",
     "strongest_position",
@@ -46,7 +46,7 @@ def ranked_heads(
         quantity = _first_quantity(result)
     units = units_of(result, unit)
 
-    # Heads are ranked on one half of the units and reported on the other, or both on all.
+    # Heads are ranked on one half of the units and reported on the other, or on all units.
     if select is None:
         units.refuse_below(FEWEST)
         reported_units = np.arange(units.n)
@@ -57,8 +57,8 @@ def ranked_heads(
 
     blocks = []
     for layers in quantities.layer_blocks(result, quantity, segment):
-        part = part_of(result, "layer", layers)
-        values, null = quantities.values_of(part, condition, quantity, segment)
+        block_result = part_of(result, "layer", layers)
+        values, null = quantities.values_of(block_result, condition, quantity, segment)
         quantities.check_one_number(values, quantity)
         quantities.check_present(values, quantity, segment, (result, condition))
         block = _head_means(values, null, quantity, units, reported_units, level)
@@ -68,10 +68,10 @@ def ranked_heads(
     if table.ranked_by.isna().all():
         raise quantities.absent_error(units.prompts, quantity, segment, (result, condition))
 
-    if select is None:  # the largest of the other half are not too large
-        nearer_mean = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
+    if select is None:  # heads that are ranked on other units need no correction
+        shrunken_means = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
         after_mean = table.columns.get_loc(quantity) + 1
-        table.insert(after_mean, "shrunken", nearer_mean)
+        table.insert(after_mean, "shrunken", shrunken_means)
     ranked = table.sort_values("ranked_by", ascending=False, kind="stable")
     ranked = ranked.dropna(subset="ranked_by")[:top]
     ranked = by_head(ranked.drop(columns=["error", "ranked_by"]).reset_index(drop=True))
@@ -86,69 +86,6 @@ def ranked_heads(
     return ranked
 
 
-def _head_means(
-    values: xr.DataArray,
-    null: xr.DataArray | None,
-    quantity: str,
-    units: Units,
-    reported_units: np.ndarray,
-    level: float,
-) -> pd.DataFrame:
-    """The mean of each head of some layers with its interval and standard error, and that of its
-    null.
-
-    Args:
-        values: The values of these layers [prompt, layer, head].
-        null: Those under uniform attention, which broadcast with them; None if they have no null.
-        quantity: The name of the column of means.
-        units: The units of the prompts.
-        reported_units: Those that count.
-        level: The level of the intervals.
-    """
-    unit_values = _of_units(values, units)[reported_units]
-    uniform = np.nan
-    if null is not None:
-        uniform = _of_units(null.broadcast_like(values), units)[reported_units].mean(0)
-
-    mean, low, high = t_interval(unit_values, level)
-    layer_indices, head_indices = np.indices(values.shape[1:]).reshape(2, -1)
-    columns = {
-        "layer": values.layer.values[layer_indices],
-        "head": values["head"].values[head_indices],
-        quantity: mean,
-        "low": low,
-        "high": high,
-        "uniform": uniform,
-        "n": len(reported_units),
-        "error": stats.sem(unit_values),
-    }
-    return pd.DataFrame(columns)
-
-
-def _ranked_words(select: Literal["half"] | None, has_null: bool) -> str:
-    """On which prompts heads were ranked, and beside what they are shown."""
-    words = "on the prompts that are shown"
-    if select == "half":
-        words = "on one half of the prompts, shown on the other"
-    if has_null:
-        words += f", beside {quantities.NULLS['uniform']}"
-    return words
-
-
-def _first_quantity(result: Result) -> str:
-    """The quantity that is ranked by default."""
-    names = quantities.head_quantities(result)
-    if not names:
-        raise OptionError("this result has no number for each head; name a quantity of another run")
-    return names[0]
-
-
-def _of_units(values: xr.DataArray, units: Units) -> np.ndarray:
-    """The means of each unit's prompts [unit, layer × head]."""
-    prompt_values = values.transpose("prompt", "layer", "head").values
-    return units.means(prompt_values.reshape(len(prompt_values), -1))
-
-
 def sink_kinds(
     result: Result,
     condition: str = BASELINE,
@@ -159,13 +96,17 @@ def sink_kinds(
 ) -> pd.DataFrame:
     """Classify the sink of each head, from a run with ``ma.analyses.AttentionSinks()``.
 
-    A head has a sink if, in more than ``rate_above`` of the prompts, some key's mean attention is
-    above the analysis's threshold; otherwise its kind is "no sink". "nop": the values of its
-    strongest key are small, ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending there adds little.
-    "broadcast": the values are not small, but the head's output has a low effective rank (exp of
-    the entropy of the shares of its singular values), ``rank < rank_below``, so it adds much the
-    same to every token. "neither": none of these. The thresholds are conventions: see how many
-    heads of each kind there are under others.
+    A head has a sink if some key's mean attention is above the analysis's threshold in more than
+    ``rate_above`` of the prompts. Its kind is the first of these that applies:
+
+    - "no sink": it has no sink.
+    - "nop": the value vector of its strongest key is small, ``‖v_sink‖ / mean ‖v‖ < value_below``,
+      so that attending there adds little.
+    - "broadcast": its output has a low effective rank (exp of the entropy of the shares of its
+      singular values), ``rank < rank_below``, so that it adds much the same to every token.
+    - "neither": none of these.
+
+    The thresholds are conventions: also look at the number of heads of each kind under other ones.
 
     Args:
         result: A run with ``AttentionSinks``.
@@ -175,11 +116,12 @@ def sink_kinds(
         rate_above: The threshold of the share of prompts.
 
     Returns:
-        One row per head: layer, head, ``sink_rate``, ``position`` (the most common position of the
-        strongest key; −1 for none), ``value_ratio`` and ``output_rank`` (medians over the prompts
-        with a sink), ``massive_overlap`` (the share of those prompts in which the strongest key is
-        also the place of the layer's largest massive activation; NaN if no prompt has one),
-        ``kind``.
+        A row for each head: layer, head; ``sink_rate``, the share of prompts with a sink;
+        ``position``, the most common position of the strongest key (−1 if no prompt has a sink);
+        ``value_ratio`` and ``output_rank``, medians over the prompts with a sink;
+        ``massive_overlap``, the share of the prompts with a sink and a massive activation in which
+        the strongest key is at the position of the layer's largest one (NaN if there are no such
+        prompts); and ``kind``.
 
     Source: The two kinds are those of arXiv:2606.08105 (known from its abstract only; the
     thresholds are ours).
@@ -191,8 +133,8 @@ def sink_kinds(
     thresholds = {"value_below": value_below, "rank_below": rank_below, "rate_above": rate_above}
     if value_below < 0 or rank_below < 1 or not 0 <= rate_above <= 1:
         raise OptionError(
-            f"thresholds={thresholds}: value_below is 0 or more, rank_below 1 or more, and"
-            " rate_above a share"
+            f"thresholds={thresholds}: give value_below from 0, rank_below from 1, and rate_above"
+            " from 0 to 1"
         )
     if "attention_sinks" not in result.datasets:
         raise OptionError(
@@ -231,6 +173,70 @@ def sink_kinds(
     return table
 
 
+def _first_quantity(result: Result) -> str:
+    """The quantity by which heads are ranked by default."""
+    names = quantities.head_quantities(result)
+    if not names:
+        raise OptionError("this result has no quantity with one number for each head")
+    return names[0]
+
+
+def _head_means(
+    values: xr.DataArray,
+    null: xr.DataArray | None,
+    quantity: str,
+    units: Units,
+    reported_units: np.ndarray,
+    level: float,
+) -> pd.DataFrame:
+    """A row for each head of some layers: its mean with interval and standard error, and the mean
+    of its null.
+
+    Args:
+        values: The values of these layers [prompt, layer, head].
+        null: The values under uniform attention, which broadcast with ``values``; None if there are
+            none.
+        quantity: The name of the column of means.
+        units: The units of the prompts.
+        reported_units: The units that count.
+        level: The level of the intervals.
+    """
+    unit_values = _of_units(values, units)[reported_units]
+    uniform = np.nan
+    if null is not None:
+        uniform = _of_units(null.broadcast_like(values), units)[reported_units].mean(0)
+
+    mean, low, high = t_interval(unit_values, level)
+    layer_indices, head_indices = np.indices(values.shape[1:]).reshape(2, -1)
+    columns = {
+        "layer": values.layer.values[layer_indices],
+        "head": values["head"].values[head_indices],
+        quantity: mean,
+        "low": low,
+        "high": high,
+        "uniform": uniform,
+        "n": len(reported_units),
+        "error": stats.sem(unit_values),
+    }
+    return pd.DataFrame(columns)
+
+
+def _of_units(values: xr.DataArray, units: Units) -> np.ndarray:
+    """The mean of each unit's prompts [unit, layer × head]."""
+    prompt_values = values.transpose("prompt", "layer", "head").values
+    return units.means(prompt_values.reshape(len(prompt_values), -1))
+
+
+def _ranked_words(select: Literal["half"] | None, has_null: bool) -> str:
+    """The prompts on which heads were ranked, and the null that is shown beside them, in words."""
+    ranked_words = "on the prompts that are shown"
+    if select == "half":
+        ranked_words = "on one half of the prompts, shown on the other"
+    if has_null:
+        ranked_words += f", beside {quantities.NULLS['uniform']}"
+    return ranked_words
+
+
 def _median(values: pd.Series) -> float:
-    """The median, NaN if any value is."""
+    """The median, which is NaN if any value is."""
     return float(values.median(skipna=False))

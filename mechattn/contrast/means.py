@@ -1,10 +1,9 @@
-"""What figures show: means over prompts with their t intervals, by layer, over everything or at
-each position, and what the null gives at each position.
+"""The means that figures show: over prompts with t intervals, by layer, over everything or at each
+position, and the null at each position.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,8 +24,8 @@ RECEIVED = "received_attention"
 
 
 def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
-    """The values of units [unit, …], of which an interval is computed: those of prompts, or the
-    means of their groups.
+    """The values of prompts, or the means of their groups, from which an interval is computed
+    [unit, …].
     """
     prompt_values = values.transpose("prompt", ...).values.astype(np.float64)
     return units_in(result, values).means(prompt_values)
@@ -41,10 +40,10 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
         over: The dimensions to average over within a prompt.
 
     Returns:
-        The mean and the ends of its interval at each place of the remaining dimensions; the ends
+        The mean and the ends of its interval for each cell of the remaining dimensions; the ends
         are NaN with fewer than three prompts or groups.
     """
-    # Means over dimensions of a prompt are small, so some prompts are read at a time.
+    # The means of each prompt are small, so some prompts are read at a time.
     if over:
         means_of_prompts = []
         for block in in_parts(values, "prompt", result.memory):
@@ -52,13 +51,13 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
         values = xr.concat(means_of_prompts, "prompt", join="exact")
         return _interval(over_units(result, values))
 
-    rest = [str(dim) for dim in values.dims if dim != "prompt"]
-    if not rest:
+    cell_dims = [str(dim) for dim in values.dims if dim != "prompt"]
+    if not cell_dims:
         return _interval(over_units(result, values))
 
-    # Otherwise all prompts are needed at once, so some layers (or positions …) are read at a time.
+    # All prompts are needed at once, so some layers (or positions …) are read at a time.
     intervals = []
-    for block in in_parts(values, rest[0], result.memory):
+    for block in in_parts(values, cell_dims[0], result.memory):
         unit_values = over_units(result, block)
         intervals.append(_interval(unit_values))
     means, lows, highs = zip(*intervals, strict=True)
@@ -66,18 +65,15 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
 
 
 def overall_mean(result: Result, values: xr.DataArray) -> Interval:
-    """The mean over prompts of each prompt's mean over everything else."""
+    """The mean over prompts of each prompt's mean over all other dimensions, with its 95 % t
+    interval.
+    """
     everything_else = [str(dim) for dim in values.dims if dim != "prompt"]
     return mean_over_prompts(result, values, everything_else)
 
 
-def _interval(values: np.ndarray) -> Interval:
-    """The t interval of values [unit, …]; its ends are NaN where there are too few units."""
-    return Moments.of(values).interval()
-
-
 def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
-    """The sum over prompts, a block of them at a time."""
+    """The sum over prompts, which are read some at a time."""
     blocks = in_parts(values, "prompt", result.memory)
     total = next(blocks).sum("prompt")
     for block in blocks:
@@ -86,29 +82,29 @@ def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
 
 
 class Positions(NamedTuple):
-    """Means over prompts at the positions that enough prompts have, and their intervals; all
-    [position].
-    """
+    """Means over prompts, with intervals, at the positions that enough prompts have [position]."""
 
     at: np.ndarray  # the positions, from 0
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    n: np.ndarray  # how many prompts have the position
+    n: np.ndarray  # the number of prompts that have the position
 
 
 def at_positions(
     dataset: xr.Dataset, quantity: str, place: dict[str, object], prompts: np.ndarray
 ) -> Positions:
-    """A quantity of one head at each position that at least half of the prompts have, and at least
-    10 of them, or all if there are fewer.
+    """A quantity at each position that enough prompts have, as means over prompts.
+
+    Enough is at least half of the prompts and at least 10, or all of them if there are fewer than
+    10.
 
     Args:
         dataset: An analysis's dataset with the quantity, its count and its variance.
         quantity: The quantity, such as "received".
-        place: The condition, layer and head.
-        prompts: The indices of those that count; unless these are all, the values of each prompt
-            must be stored.
+        place: The condition, layer and head; empty if the dataset is already that of one head.
+        prompts: The indices of the prompts that count. Unless these are all prompts, the values of
+            each prompt must be stored.
     """
     head_dataset = dataset.sel(place)
     if len(prompts) < dataset.sizes["prompt"]:
@@ -141,23 +137,23 @@ def choose_heads(
     prompts: np.ndarray,
     by: Ranking = "difference",
 ) -> list[tuple[int, int]]:
-    """The ``count`` heads, of a layer or of all, whose attention to the question changes most on
-    some prompts.
+    """The heads whose received attention of the question changes most on some prompts.
 
-    In a condition, those with the largest difference from the baseline, or with ``by="beyond"``
-    from the null: the choice of ``Result.compare(…, select="half", top=count, by=…)`` if the
-    prompts are one half. In the baseline, those furthest from uniform attention.
+    In a condition, these are the heads with the largest mean difference from the baseline, or with
+    ``by="beyond"`` from the null. If the prompts are the first half of the units,
+    ``Result.compare(…, select="half", top=count, by=…)`` chooses the same heads. In the baseline,
+    they are the heads furthest from uniform attention.
 
     Args:
         result: A result with received attention of each prompt.
-        layer: A layer; all of them where it is None.
+        layer: One layer; None for all layers.
         count: The number of heads.
         condition: The condition.
         prompts: The indices of the prompts to choose by.
-        by: What ranks the heads of a condition.
+        by: The difference by which the heads of a condition are ranked.
 
     Returns:
-        Pairs of a layer and a head, in this order.
+        Pairs of a layer and a head, sorted by layer and head.
 
     Raises:
         OptionError: The positions of each prompt were not kept, or there are too few heads or
@@ -168,29 +164,36 @@ def choose_heads(
             "choosing heads on one half of the prompts needs the positions of each prompt:"
             ' run with keep="prompts", or name the heads'
         )
-    half = part_of(result, "prompt", prompts)
+    if len(prompts) < FEWEST:
+        raise OptionError(
+            f"cannot choose heads on {len(prompts)} prompts (one half); name the heads, or run at"
+            f" least {2 * FEWEST} prompts"
+        )
+    choosing_result = part_of(result, "prompt", prompts)
     if condition == BASELINE:
-        distances = _from_uniform(half, layer)
+        distances = _from_uniform(choosing_result, layer)
     else:
-        tested = what_is_tested(Question(half, condition), layer, by=by)
+        tested = what_is_tested(Question(choosing_result, condition), layer, by=by)
         heads = pd.MultiIndex.from_frame(tested.labels)
         distances = pd.Series(abs(tested.values.mean(0)), heads)
 
-    if not 1 <= count <= len(distances) or len(prompts) < FEWEST:
-        raise OptionError(
-            f"cannot choose {count} of {len(distances)} heads on {len(prompts)} prompts (one half);"
-            f" name the heads, or run at least {2 * FEWEST} prompts"
-        )
+    if not 1 <= count <= len(distances):
+        raise OptionError(f"cannot choose {count} of {len(distances)} heads")
 
     chosen = distances[largest(distances.to_numpy(), count)]
     return sorted(chosen.index.tolist())
 
 
-def _from_uniform(result: Result, layer: int | None) -> pd.Series:
-    """How far each head's attention to the question in the baseline is from uniform attention, by
-    layer and head.
+def _interval(values: np.ndarray) -> Interval:
+    """The mean and t interval of values [unit, …]; the ends are NaN with fewer than three units."""
+    return Moments.of(values).interval()
 
-    ``|mean over prompts of log(received / uniform)|``
+
+def _from_uniform(result: Result, layer: int | None) -> pd.Series:
+    """The distance of each head's attention to the question from uniform attention, in the
+    baseline, by layer and head.
+
+    ``|mean over units of log(received / uniform)|``
     """
     values, uniform = values_of(result, BASELINE, "received", "question")
     assert uniform is not None  # received attention always has it
@@ -209,18 +212,18 @@ def _from_uniform(result: Result, layer: int | None) -> pd.Series:
 def uniform_at_positions(
     dataset: xr.Dataset, quantity: str, place: dict[str, object], prompts: np.ndarray
 ) -> np.ndarray:
-    """What uniform attention would give at each position, as the mean over prompts.
+    """The mean over prompts of what each position would receive under uniform attention.
 
     Args:
         dataset: The dataset of received attention.
-        quantity: The quantity whose null it is, such as "received" or "received_by_origin".
+        quantity: The quantity to which the null belongs: "received" or "received_by_origin".
         place: The condition, layer and head.
         prompts: The indices of the prompts that count.
 
     Returns:
-        Attention that a query pays to each position, as a fraction [position].
+        The attention that a query pays to each position, as a fraction [position].
     """
-    name = quantity.replace("received", "received_uniform", 1)  # as it is stored
+    name = quantity.replace("received", "received_uniform", 1)  # its name in the dataset
     return _mean_line(dataset, name, place, prompts)
 
 
@@ -232,31 +235,32 @@ def dilution_at_positions(
     head: int,
     prompts: np.ndarray,
 ) -> np.ndarray:
-    """What original tokens would receive if they kept their attention to each other, by position.
+    """What each position would receive if the original tokens kept their attention to each other.
 
     ``null[k] = baseline[k] · mean over prompts of dilution[s] / baseline[s]``, where s is the
-    segment of token k in a prompt: only that of a whole segment is stored, and all of its tokens
-    are taken to lose the same share. NaN for inserted tokens.
+    segment of token k in a prompt. The null is stored for whole segments only, and all tokens of a
+    segment are taken to lose the same share. It is NaN for inserted tokens.
 
     Args:
         result: A result with received attention and its dilution null.
-        quantity: "received_by_origin", by the position in the baseline, or "received", by that in
+        quantity: "received_by_origin" for positions in the baseline, or "received" for positions in
             the condition.
         condition: The condition.
         layer: The layer.
         head: The head.
-        prompts: The indices of the prompts that count, of the baseline too.
+        prompts: The indices of the prompts that count, in both conditions.
 
     Returns:
-        Attention that a query pays to each position, as a fraction [position].
+        The attention that a query pays to each position, as a fraction [position]; NaN at positions
+        that no prompt has.
     """
     dataset = result[RECEIVED]
     place = {"condition": BASELINE, "layer": layer, "head": head}
     baseline = _mean_line(dataset, "received_by_origin", place, prompts)
-    left = share_left(dataset, condition).sel(layer=layer, head=head)
-    share_by_segment = left.isel(prompt=prompts).transpose("prompt", "segment").values
+    segment_shares = share_left(dataset, condition).sel(layer=layer, head=head)
+    segment_shares = segment_shares.isel(prompt=prompts).transpose("prompt", "segment")
 
-    # The token of the baseline at each position [prompt, pos], and its segment.
+    # The baseline's position of the token at each position, and its segment [prompt, pos].
     by_position = result["sequences"].isel(prompt=prompts).transpose("prompt", "pos", ...)
     segments = by_position.segment_index.sel(condition=BASELINE).values
     positions_of = condition
@@ -267,16 +271,16 @@ def dilution_at_positions(
     origins = np.where(is_original, origins, 0)  # any index that exists; its value is not used
     segment_of_origin = np.take_along_axis(segments, origins, axis=1)
 
-    shares = np.take_along_axis(share_by_segment, segment_of_origin, axis=1)
+    shares = np.take_along_axis(segment_shares.values, segment_of_origin, axis=1)
     values = np.where(is_original, baseline[origins] * shares, np.nan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # positions that no prompt has
-        return np.nanmean(values, axis=0)
+    return Moments.of(values).known_mean
 
 
 def share_left(dataset: xr.Dataset, condition: str) -> xr.DataArray:
-    """What dilution leaves to each segment's tokens, as a fraction of what they receive in the
-    baseline [prompt, layer, head, segment]; NaN where they receive nothing.
+    """What each segment's tokens receive under dilution, as a fraction of what they receive in the
+    baseline [prompt, layer, head, segment].
+
+    It is NaN if they receive nothing in the baseline.
     """
     null = dataset.received_by_segment_dilution.sel(condition=condition, drop=True)
     baseline = dataset.received_by_segment.sel(condition=BASELINE, drop=True)
@@ -287,24 +291,23 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
     """The mean over prompts of :func:`share_left` for each token of the baseline
     [layer, head, key].
     """
-    left = share_left(result[RECEIVED], condition)
-    left = left.transpose("layer", "head", "prompt", "segment")
+    segment_shares = share_left(result[RECEIVED], condition)
+    segment_shares = segment_shares.transpose("layer", "head", "prompt", "segment")
 
     segments = result["sequences"].segment_index.sel(condition=BASELINE)
     segments = segments.transpose("prompt", "pos").values
-    numbers = np.arange(len(SEGMENTS))[:, None, None]
-    is_segment = (segments == numbers).astype(np.float64)  # [segment, prompt, key]
+    segment_indices = np.arange(len(SEGMENTS))[:, None, None]
+    is_segment = (segments == segment_indices).astype(np.float64)  # [segment, prompt, key]
 
-    # Products that are summed over prompts and segments, as the share of each prompt, head and
-    # position would take much memory.
+    # Matrix products sum over prompts and segments: the share of each prompt, head and position
+    # would take much memory.
     layer_means = []
     over_prompts_and_segments = ([1, 2], [1, 0])  # their axes in both factors
-    for shares in left:
-        is_known = np.isfinite(shares.values)
-        known_shares = np.where(is_known, shares.values, 0)
-        known = is_known.astype(np.float64)
+    for layer_shares in segment_shares:
+        is_known = np.isfinite(layer_shares.values)
+        known_shares = np.where(is_known, layer_shares.values, 0)
         total = np.tensordot(known_shares, is_segment, over_prompts_and_segments)
-        count = np.tensordot(known, is_segment, over_prompts_and_segments)
+        count = np.tensordot(is_known.astype(float), is_segment, over_prompts_and_segments)
         layer_means.append(ratio(total, count))
     return np.stack(layer_means)
 
@@ -312,7 +315,7 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
 def _mean_line(
     dataset: xr.Dataset, name: str, place: dict[str, object], prompts: np.ndarray
 ) -> np.ndarray:
-    """The mean of a quantity at each position, over some prompts or all."""
+    """The mean of a quantity over these prompts at each position."""
     if len(prompts) < dataset.sizes["prompt"]:
         per_prompt = dataset[f"{name}_per_prompt"].isel(prompt=prompts)
         return per_prompt.mean("prompt").sel(place).values

@@ -1,4 +1,4 @@
-"""Writes the methods paragraph of a result; every number in it comes from the result."""
+"""The methods paragraph of a result; every number in it comes from the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
     """
     about = result.provenance
     for number, table in enumerate(tables):
-        if "patterns" not in getattr(table, "attrs", {}):  # as only its tables say
+        if "patterns" not in getattr(table, "attrs", {}):  # only tables of compare have it
             raise OptionError(
                 f"table {number} has no record of how it was made; give tables from Result.compare"
             )
@@ -34,14 +34,14 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
         _analyses(about),
     ]
 
-    # The nulls that were computed: the names of their variables end with theirs.
-    names: set[str] = set()
+    # The nulls that were computed: the names of their variables end with their kind.
+    variable_names: set[str] = set()
     for dataset in result.datasets.values():
-        names |= set(map(str, dataset))
+        variable_names |= set(map(str, dataset))
     nulls = []
     for kind, words in NULLS.items():
         ending = f"_{kind}"
-        if any(name.endswith(ending) for name in names):
+        if any(name.endswith(ending) for name in variable_names):
             nulls.append(words)
     if nulls:
         null_words = _and(sorted(nulls))
@@ -53,7 +53,7 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
     return " ".join(sentences)
 
 
-# How each engine of the provenance measures attention.
+# How each engine measures attention, by its name in the provenance.
 _ENGINES = {
     "streaming": "in blocks of query rows, without storing the pattern",
     "fused": "by two calls of a fused kernel",
@@ -63,7 +63,7 @@ _LIBRARIES = ("mechattn", "transformer-lens", "transformers", "torch")
 
 
 def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -> str:
-    """The model, how it was measured, with which libraries, and whether it was verified."""
+    """A sentence on the model, the engine and the libraries, and one on whether it was verified."""
     layers = f"{model['layers']} layers of {model['heads']} heads"
     size = f"{model['parameters']:,} parameters, {layers}, {model['dtype']}"
     if model.get("revision"):
@@ -95,7 +95,9 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
 
 
 def _prompts(result: Result) -> str:
-    """How many prompts there were, of which template, and what the unit was."""
+    """A sentence on the prompts, their template and the unit, and how much prompts repeat each
+    other.
+    """
     prompts = result.provenance["prompts"]
     units = units_of(result)
     unit = "group"
@@ -108,20 +110,20 @@ def _prompts(result: Result) -> str:
     sentence = (
         f"The run used {units.words} ({details}), and the unit of replication was the {unit}."
     )
-    # How much the prompts repeat each other; empty if they don't, or groups take account of it.
+    # The words are empty if the prompts do not repeat each other or groups take account of it.
     return f"{sentence} {alike_words(result)}".strip()
 
 
 def _conditions(result: Result) -> str:
-    """What each condition does, and how many tokens it inserts."""
+    """A sentence on what each condition does and the number of tokens that it inserts."""
     stored = result.provenance["conditions"]
     phrases = []
     for name in result.conditions:
         if name == BASELINE:
             continue
 
-        written = stored[name]["written"]
-        phrases.append(f"“{name}” ({written}; {inserted_words(result, name)})")
+        call = stored[name]["written"]
+        phrases.append(f"“{name}” ({call}; {inserted_words(result, name)})")
 
     if not phrases:
         return "The prompts were read unchanged."
@@ -129,7 +131,7 @@ def _conditions(result: Result) -> str:
 
 
 def _analyses(about: Mapping[str, Any]) -> str:
-    """The analyses with their options, and the layers."""
+    """A sentence on the analyses with their options, and on the layers."""
     phrases = []
     for name, options in about["analyses"].items():
         words = name.replace("_", " ")
@@ -148,61 +150,64 @@ def _analyses(about: Mapping[str, Any]) -> str:
 
 
 def _compared(table: pd.DataFrame) -> str:
-    """How one table was computed, from its attributes."""
+    """A sentence on how a table was computed, from its attributes."""
     about = table.attrs
-    quantity = about["quantity"]
+    quantity_words = about["quantity"]
     if about["segment"] != "all":
-        quantity += f" of the {about['segment']}"
-    quantity += f" as {about['scale']}s"
+        quantity_words += f" of the {about['segment']}"
+    quantity_words += f" as {about['scale']}s"
 
     # The units, and whether heads were selected on one half of them.
-    pairing = f"paired by {about['unit_kind']}"
-    units = 0
+    pairing_words = f"paired by {about['unit_kind']}"
+    n = 0  # unknown in a table without rows
     if len(table):
-        units = int(table.n.iloc[0])
-        pairing += f" (n = {units})"
+        n = int(table.n.iloc[0])
+        pairing_words += f" (n = {n})"
     if about["select"] == "half":
-        selected = "found"
+        selected_words = "found"
         if "top" in about:
-            selected = f"the {about['top']} largest"
-        pairing += f", {selected} on one half and reported on the other"
+            selected_words = f"the {about['top']} largest"
+        pairing_words += f", {selected_words} on one half and reported on the other"
 
     # The tests, and the family over which they are adjusted.
-    patterns = "all patterns of signs"
+    pattern_words = "all patterns of signs"
     if about["patterns"] is not None:
-        patterns = f"{about['patterns']:,} random patterns of signs"
+        pattern_words = f"{about['patterns']:,} random patterns of signs"
     if "resampled" in about:
-        patterns += f" of {about['resampled']}, which are also what the bootstrap resamples"
+        pattern_words += f" of {about['resampled']}, which are also what the bootstrap resamples"
 
-    tests = f"sign-flip tests ({patterns})"
-    if units >= FEWEST_FOR_ALL:
-        tests += (
+    test_words = f"sign-flip tests ({pattern_words})"
+    if n >= FEWEST_FOR_ALL:
+        test_words += (
             ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number"
             " (the largest p)"
         )
 
-    family = f"Benjamini-Hochberg over {about['family']}"
+    family_words = f"Benjamini-Hochberg over {about['family']}"
     if "null_random" in about:
-        family += (
+        family_words += (
             f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of"
             f" {about['null_random']}"
         )
 
-    compared = f"“{about['condition']}” was compared with “{about['to']}” in {quantity}"
-    intervals = f"{100 * about['level']:g} % t intervals"
-    tested = f"{tests} against {about['null']}"
-    return f"{compared}, {pairing}: {intervals}; {tested}; {family}; seed {about['seed']}."
+    comparison_words = (
+        f"“{about['condition']}” was compared with “{about['to']}” in {quantity_words}"
+    )
+    interval_words = f"{100 * about['level']:g} % t intervals"
+    tested_words = f"{test_words} against {about['null']}"
+    clauses = [interval_words, tested_words, family_words, f"seed {about['seed']}"]
+    return f"{comparison_words}, {pairing_words}: {'; '.join(clauses)}."
 
 
 def _several(value: Any) -> str:
-    """A value of the provenance, which merged results may have several of."""
+    """A value of the provenance in words; in merged results it may be a list."""
     if isinstance(value, (list, tuple)):
         return _and([str(entry) for entry in value])
     return str(value)
 
 
 def _and(phrases: Sequence[str]) -> str:
-    """Phrases as an enumeration: "a, b and c"."""
+    """An enumeration of phrases: "a, b and c"."""
     if len(phrases) <= 1:
         return "".join(phrases)
     return f"{', '.join(phrases[:-1])} and {phrases[-1]}"

@@ -1,5 +1,5 @@
-"""Where the numbers of a quantity are in a result, and those of its null; read in blocks that fit
-in its memory.
+"""The variables of a result that hold a quantity and its null, and their values in blocks that fit
+in memory.
 """
 
 from __future__ import annotations
@@ -40,25 +40,29 @@ _NULL_NEEDS = {
 
 _HEAD_DIMS = {"prompt", "condition", "layer", "head"}
 
-# Arrays [prompt, cell] of float64 in memory at the same time in a comparison: measured 4 to 6.
+# Arrays [prompt, cell] of float64 in memory at the same time in a comparison: 4 to 6 were measured.
 _ARRAYS_AT_ONCE = 8
-_ARRAYS_KEPT = 6  # arrays [unit or bag, cell] that are kept for resampling, of all layers
+_ARRAYS_KEPT = 6  # arrays [unit or bag, cell] of all layers that are kept for resampling
 
 
-# Which variable a quantity is.
+# The variable that holds a quantity.
 
 
 def variable_of(result: Result, quantity: str) -> xr.DataArray:
-    """The variable that holds a quantity."""
+    """The variable that holds a quantity for each prompt.
+
+    Raises:
+        OptionError: As for :func:`dataset_of`.
+    """
     dataset, name = dataset_of(result, quantity)
     return dataset[name]
 
 
 def dataset_of(result: Result, quantity: str) -> tuple[xr.Dataset, str]:
-    """The dataset that has a quantity for each prompt, and the variable's name.
+    """The dataset that holds a quantity for each prompt, and the name of its variable.
 
     Raises:
-        OptionError: No analysis measured it for each prompt; the error says which would.
+        OptionError: No analysis measured it for each prompt; the error names one that does.
     """
     if not isinstance(quantity, str):
         raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
@@ -68,7 +72,7 @@ def dataset_of(result: Result, quantity: str) -> tuple[xr.Dataset, str]:
             if name in dataset and "prompt" in dataset[name].dims:
                 return dataset, name
 
-    # What there is instead, and the analysis that measures this quantity.
+    # Name the quantities that were measured, and the analysis that measures this one.
     measured = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
     hint = f"there are {', '.join(measured)}: name one with quantity=…"
     for analysis in ANALYSES:
@@ -78,8 +82,9 @@ def dataset_of(result: Result, quantity: str) -> tuple[xr.Dataset, str]:
 
 
 def head_quantities(result: Result) -> list[str]:
-    """The quantities with one number for each head of a prompt, or of a segment of it, named as in
-    ``result.compare``; "received" comes first.
+    """The quantities with one number for each head in each prompt, or in each segment of a prompt.
+
+    They have the names of ``result.compare``, and "received" comes first.
     """
     allowed_dims = _HEAD_DIMS | {"segment"}
     names = _quantities(result, lambda dims: _HEAD_DIMS <= dims <= allowed_dims)
@@ -88,7 +93,7 @@ def head_quantities(result: Result) -> list[str]:
 
 
 def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[str]:
-    """The names of what was measured with such dimensions, without nulls."""
+    """The names of the quantities whose dimensions satisfy ``has_dims``, without nulls."""
     null_endings = tuple(f"_{kind}" for kind in NULLS)
     names = []
     for dataset_name, dataset in result.datasets.items():
@@ -101,28 +106,28 @@ def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[st
     return list(dict.fromkeys(names))  # each once, in this order
 
 
-# Its values in a condition and a segment, and those of its null.
+# The values of a quantity and of its null, in a condition and a segment.
 
 
 def values_of(
     result: Result, condition: str, quantity: str, segment: str | None, kind: Null = "uniform"
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null.
+    """The values of a quantity in a condition [prompt, layer, head, …], and those of its null.
 
     Args:
         result: A result with the quantity.
         condition: One of its conditions.
         quantity: The quantity, such as "received".
-        segment: A segment; all of them, as a further dimension, where it is None.
-        kind: Which null.
+        segment: A segment; None for all segments, as a further dimension.
+        kind: The kind of null.
 
     Returns:
-        The values, and those of the null; None in place of a uniform null that is not known, as
-        many quantities have none.
+        The values, and those of the null. The latter are None if the uniform null is asked for and
+        the quantity has none.
 
     Raises:
-        OptionError: There is no such condition, quantity or segment, or no such null, unless it is
-            the uniform one.
+        OptionError: There is no such condition, quantity or segment, or the quantity has no
+            dilution or blind null.
     """
     check_condition(result, condition)
     dataset, name = dataset_of(result, quantity)
@@ -140,7 +145,7 @@ def values_of(
 
 
 def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
-    """Whether every number of a quantity in a condition has its dilution null."""
+    """Whether every value of a quantity in a condition has a dilution null."""
     result, condition = side
     dataset, name = dataset_of(result, quantity)
     null_name = f"{name}_dilution"
@@ -165,18 +170,20 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
 def values_beside_null(
     result: Result, quantity: str, segment: str, conditions: Sequence[str]
 ) -> tuple[xr.DataArray, xr.DataArray | None, Null]:
-    """The values of a quantity with at most one number for each head, and those of its null; unread
+    """The values of a quantity with at most one number for each head, and those of its null
     [prompt, condition, layer, …].
+
+    Nothing is read yet if the result is on disk.
 
     Args:
         result: A result with the quantity.
         quantity: The quantity, such as "received".
-        segment: The segment, where the quantity has segments.
+        segment: The segment. It is not used if the quantity has no segments.
         conditions: The conditions that are shown. The null is dilution if all of them but the
             baseline have it, and otherwise uniform attention.
 
     Returns:
-        The values, those of the null (None if there is none), and which null it is.
+        The values, those of the null (None if there is none), and the kind of null.
 
     Raises:
         OptionError: The quantity has more than one number for each head.
@@ -185,8 +192,8 @@ def values_beside_null(
     values = in_segment(dataset[name], segment)
     check_at_most_one_number(values, quantity)
 
-    changed = [condition for condition in conditions if condition != BASELINE]
-    have_dilution = [has_dilution((result, condition), quantity, segment) for condition in changed]
+    sides = [(result, condition) for condition in conditions if condition != BASELINE]
+    have_dilution = [has_dilution(side, quantity, segment) for side in sides]
     null_kind: Null = "uniform"
     if have_dilution and all(have_dilution):
         null_kind = "dilution"
@@ -198,21 +205,22 @@ def values_beside_null(
 
 
 def values_in(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
-    """A variable's float64 values in a condition and a segment."""
+    """A variable's values in a condition and a segment, as float64 [prompt, layer, head, …]."""
     values = in_segment(variable.sel(condition=condition), segment)
     values = values.astype(np.float64, copy=False)
 
     first_dims = [dim for dim in ("prompt", "layer", "head") if dim in values.dims]
     values = values.transpose(*first_dims, ...)
-    return values.reset_coords(drop=True)  # the names of the condition and of the segment
+    return values.reset_coords(drop=True)  # these name the condition and the segment
 
 
 def in_segment(variable: Values, segment: str | None) -> Values:
-    """The values of a variable or a dataset in a segment; all of them if it has no segments, or
-    None is named.
+    """The values of a variable or a dataset in a segment.
+
+    They are returned whole if they have no segments or ``segment`` is None.
 
     Raises:
-        OptionError: It has segments, but not this one.
+        OptionError: They have segments, but not this one.
     """
     if "segment" not in variable.dims or segment is None:
         return variable
@@ -223,9 +231,7 @@ def in_segment(variable: Values, segment: str | None) -> Values:
 
 
 def segment_of(variable: xr.DataArray, segment: str | None) -> str:
-    """The segment of a quantity's numbers as tables state it: "all" where None is named, and empty
-    for a quantity without segments.
-    """
+    """The segment as tables state it: "all" for None, and empty if the quantity has no segments."""
     if "segment" not in variable.dims:
         return ""
     if segment is None:
@@ -234,20 +240,20 @@ def segment_of(variable: xr.DataArray, segment: str | None) -> str:
 
 
 def labels_where(mask: xr.DataArray, dim: str) -> set[object]:
-    """The labels of a dimension at which any value of a mask is true."""
+    """The labels of a dimension for which any value of a mask is true."""
     other_dims = [name for name in mask.dims if name != dim]
     has_any = mask.any(other_dims).values
     return set(mask[dim].values[has_any].tolist())
 
 
 def inserted_counts(result: Result, condition: str) -> np.ndarray:
-    """How many tokens a condition inserts into each prompt [prompt]."""
+    """The number of tokens that a condition inserts into each prompt [prompt]."""
     origin = result["sequences"].origin.sel(condition=condition)
     return (origin == INSERTED).sum("pos").values
 
 
 def inserted_words(result: Result, condition: str) -> str:
-    """How many tokens a condition inserts, in words; a range where prompts differ."""
+    """The number of tokens that a condition inserts, in words; a range if prompts differ."""
     counts = inserted_counts(result, condition)
     fewest = counts.min()
     most = counts.max()
@@ -260,7 +266,7 @@ def inserted_words(result: Result, condition: str) -> str:
     return f"{most} tokens inserted"
 
 
-# What is refused.
+# Checks.
 
 
 def check_condition(result: Result, condition: str) -> None:
@@ -280,25 +286,26 @@ def check_one_number(values: xr.DataArray, quantity: str) -> None:
 
 
 def check_at_most_one_number(values: xr.DataArray, quantity: str) -> None:
-    """Refuse values with several numbers for a head; one for a layer or for its blocks is fine."""
-    further = [str(dim) for dim in values.dims if dim not in {*_HEAD_DIMS, "block"}]
-    if further:
-        words = ", ".join(further)
+    """Refuse values with several numbers for each head; one for each layer or block is accepted."""
+    further_dims = [str(dim) for dim in values.dims if dim not in {*_HEAD_DIMS, "block"}]
+    if further_dims:
+        words = ", ".join(further_dims)
         raise OptionError(f"{quantity!r} has more than one number for each head ({words})")
 
 
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
-    """Refuse a layer that does not exist or was not measured."""
+    """Refuse a layer that was not measured."""
     measured = dataset.layer.values.tolist()
     if layer not in measured:
         raise OptionError(f"layer {layer!r} was not measured; the result has {measured}")
 
 
 def check_present(values: xr.DataArray, quantity: str, segment: str | None, side: Side) -> None:
-    """Refuse values that some prompts lack in a cell that others have; a cell that all lack is left
-    out elsewhere.
+    """Refuse values in which some prompts lack a cell that others have.
+
+    A cell that all prompts lack is accepted, and left out later.
     """
-    # The minimum is NaN if any value is: this is fast, and nearly always all are there.
+    # The minimum is NaN if any value is. This is fast, and nearly always there is no NaN.
     if not np.isnan(values.values.min(initial=np.inf)):
         return
 
@@ -311,7 +318,7 @@ def check_present(values: xr.DataArray, quantity: str, segment: str | None, side
 
 
 def check_measured(side: Side, quantity: str, segment: str | None) -> None:
-    """Refuse a condition in which some prompts have a quantity in no cell."""
+    """Refuse a condition in which some prompts have no value of a quantity in any cell."""
     result, condition = side
     variable = variable_of(result, quantity)
     values = in_segment(variable.sel(condition=condition), segment)
@@ -326,7 +333,7 @@ def check_measured(side: Side, quantity: str, segment: str | None) -> None:
 
 
 def absent_error(count: int, quantity: str, segment: str | None, side: Side) -> OptionError:
-    """The error for a condition in which this number of prompts lack a quantity."""
+    """The error for a condition in which ``count`` prompts lack a quantity."""
     result, condition = side
     if segment == "inserted" and not inserted_counts(result, condition).any():
         return OptionError(
@@ -355,18 +362,17 @@ def absent_error(count: int, quantity: str, segment: str | None, side: Side) -> 
 def slices(
     count: int, bytes_of_one: int, memory: str, what: str, bytes_of_resamples: int = 0
 ) -> list[slice]:
-    """Split layers or prompts into blocks that fit into memory, beside what is resampled of all of
-    them.
+    """Split layers or prompts into blocks that fit in memory.
 
     Args:
         count: The number of layers or prompts.
-        bytes_of_one: What each takes.
-        memory: What may be used, such as "8GiB".
-        what: What each is, for the error.
-        bytes_of_resamples: What is kept for resampling, of all of them together.
+        bytes_of_one: The memory that each needs.
+        memory: The memory that may be used, such as "8GiB".
+        what: The words for one of them in the error.
+        bytes_of_resamples: The memory for resampling, which all of them need together.
 
     Returns:
-        One ``slice(None)`` if everything fits; else slices of as many as fit at a time.
+        One ``slice(None)`` if everything fits, and otherwise slices that are as long as fits.
 
     Raises:
         MemoryOptionError: Not even one fits.
@@ -388,7 +394,7 @@ def slices(
 
 
 def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArray]:
-    """Yield the values of some layers or prompts at a time."""
+    """Yield the values in blocks of layers or prompts that fit in memory."""
     count = values.sizes[dim]
     bytes_of_one = 8 * _ARRAYS_AT_ONCE * values.size // max(1, count)
     for block in slices(count, bytes_of_one, memory, f"one {dim} of {values.name!r}"):
@@ -403,8 +409,8 @@ def layer_blocks(
     Args:
         result: A result with the quantity.
         quantity: The quantity, such as "received".
-        segment: A segment; all of them where it is None.
-        resamples: The number of resamples; 0 where nothing is resampled.
+        segment: A segment; None for all segments.
+        resamples: The number of resamples; 0 if nothing is resampled.
 
     Raises:
         MemoryOptionError: Not even one layer fits.
@@ -414,17 +420,17 @@ def layer_blocks(
     prompts = sizes["prompt"]
     layers = sizes.get("layer", 1)
     conditions = sizes.get("condition", 1)
-    stored = variable.size // (prompts * conditions)  # numbers of a prompt and condition
-    cells = stored
+    stored_cells = variable.size // (prompts * conditions)
+    cells = stored_cells
     if segment is not None:
         cells //= sizes.get("segment", 1)
 
-    # What is read of both conditions, and what is computed from it.
-    bytes_read = 2 * variable.dtype.itemsize * prompts * stored
+    # All stored segments of both conditions are read, and one or all segments are computed with.
+    bytes_read = 2 * variable.dtype.itemsize * prompts * stored_cells
     bytes_computed = 8 * _ARRAYS_AT_ONCE * prompts * cells
     bytes_of_a_layer = (bytes_read + bytes_computed) // layers
 
-    # What is kept of all layers: counts of both kinds of resamples, signs as bits, and values.
+    # Of all layers, counts of both kinds of resamples, signs as bits, and values are kept.
     bytes_of_resamples = 0
     if resamples:
         bytes_of_patterns = patterns_needed(resamples, cells) // 8

@@ -1,5 +1,5 @@
-"""What a comparison asks: a quantity, two conditions, a null, units and levels; whether they can be
-compared; and whether a condition takes the sink from the first token.
+"""The question of a comparison (a quantity, two conditions, a null, units and levels), whether it
+can be asked, and whether a condition takes the sink from the first token.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mechattn.results.result import Result, part_of, shared_units, units_of
 from mechattn.stats.intervals import Moments, check_level
 from mechattn.stats.units import RESAMPLES, Unit, Units
 
-_SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
-_SHARE_WORTH_TELLING = 0.1  # of all heads: where fewer have a sink, its move is not told
+_SINK_ABOVE = 0.3  # mean attention to one token above this is a sink (arXiv:2410.10781)
+_SHARE_WORTH_TELLING = 0.1  # of all heads: if fewer have a sink, its move is not reported
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which quantity is compared between which conditions, and how.
+    """The quantity, the two conditions and the options of a comparison.
 
     Args:
         result: The result that contains ``condition``.
@@ -43,22 +43,24 @@ class Question:
         to: The condition to compare it with.
         quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
         segment: The segment; None for all of them, which makes the family of tests larger.
-        other: The result that contains ``to``, for the same prompts; this one by default.
-        null: "dilution": the original tokens keep their attention to each other, and give way to
-            the inserted ones in equal parts; the default where the quantity has it. "uniform": all
-            keys get the same; the default elsewhere. "blind", for models that add something to
-            their scores besides content (ALiBi, learned sinks): the softmax of these terms alone.
-        scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0
-            in some prompt) is left out, with a warning that names it.
+        other: The result that contains ``to``, for the same prompts; by default ``result``.
+        null: "dilution": the original tokens keep their attention to each other, and all lose the
+            same share to the inserted ones. It is the default if the quantity has it. "uniform":
+            all keys get the same attention. It is the default otherwise. "blind", for models that
+            add something to their scores besides content (ALiBi, learned sinks): the softmax of
+            these terms alone.
+        scale: "log-ratio" or "difference"; by default that of the quantity. A cell without a ratio
+            (0 or negative in some prompt) is left out, with a warning that names it.
         unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, with the
             means over their prompts; "prompt" uses single prompts.
-        matched: Refuse two conditions that insert different numbers of tokens.
+        matched: Whether to refuse two conditions that insert different numbers of tokens.
         level: The level of the intervals.
         resamples: The number of resamples for bootstrap and sign flips.
         seed: The seed of the resampling.
 
     Raises:
-        OptionError: A null, scale, unit or level is unknown.
+        OptionError: The null, scale or unit is unknown, the level is not a number from 0.5 to below
+            1, or ``resamples`` is not a positive whole number.
     """
 
     result: Result
@@ -93,7 +95,7 @@ class Question:
 
     @cached_property
     def null_used(self) -> Null:
-        """The null, as asked for or by default."""
+        """The null that was asked for, or the default."""
         if self.null is not None:
             return self.null
         if all(has_dilution(side, self.quantity, self.segment) for side in self.sides):
@@ -102,8 +104,9 @@ class Question:
 
     @property
     def scale_used(self) -> Scale:
-        """The scale, as asked for or by default: that of differences for a quantity that may be 0
-        in the baseline.
+        """The scale that was asked for, or the default.
+
+        The default is "difference" for a quantity that may be 0 in the baseline.
         """
         if self.scale is not None:
             return self.scale
@@ -114,7 +117,7 @@ class Question:
 
     @property
     def segment_name(self) -> str:
-        """The segment as tables state it, "all" for all of them."""
+        """The segment as tables state it; "all" for all segments."""
         if self.segment is None:
             return "all"
         return self.segment
@@ -134,29 +137,29 @@ class Question:
         return shared_units(self.result, self.reference, self.unit)
 
     def of_parts(self, part: Callable[[Result], Result]) -> Self:
-        """The same question of a part of each result, with the null of the whole."""
+        """The same question about a part of each result, with the null of the whole."""
         other = self.other
         if other is not None:
             other = part(other)
         return replace(self, result=part(self.result), other=other, null=self.null_used)
 
     def of_layers(self, block: slice) -> Self:
-        """The same question of a block of layers."""
+        """The same question about a block of layers."""
         return self.of_parts(lambda result: part_of(result, "layer", block))
 
     def at_layer(self, layer: int | None) -> Self:
-        """The same question of one layer; of all where it is None."""
+        """The same question about one layer; about all layers if it is None."""
         if layer is None:
             return self
         check_layer(layer, variable_of(self.result, self.quantity))
         return self.of_parts(lambda result: result.sel(layer=layer))
 
     def check_alike(self) -> None:
-        """Refuse two results of different prompts, a condition beside itself, and two conditions
-        that insert different numbers of tokens.
+        """Refuse conditions that cannot be compared prompt by prompt.
 
         Raises:
-            OptionError: They cannot be compared prompt by prompt.
+            OptionError: The results have different prompts, a condition is compared with itself, or
+                ``matched`` is set and both conditions insert tokens, but different numbers of them.
         """
         hashes = {result.provenance["prompts"]["hash"] for result, _ in self.sides}
         if len(hashes) > 1:
@@ -178,13 +181,13 @@ class Question:
         their_counts = inserted_counts(self.reference, self.to)
         if not counts.any() or not their_counts.any():
             return
-        differing = np.flatnonzero(counts != their_counts)
-        if len(differing):
-            prompt = differing[0]
+        differing_prompts = np.flatnonzero(counts != their_counts)
+        if len(differing_prompts):
+            prompt = differing_prompts[0]
             raise OptionError(
                 f"{self.condition!r} inserts {counts[prompt]} tokens, {self.to!r}"
-                f" {their_counts[prompt]}, so their difference would be one of length too. Give"
-                " both the same count, or say matched=False"
+                f" {their_counts[prompt]}, so they differ in length too. Give both the same count,"
+                " or matched=False"
             )
 
 
@@ -192,21 +195,21 @@ class Question:
 class FirstToken:
     """The attention to the first token of the baseline, without and with a condition.
 
-    Attention is that of a counted query, as a fraction, averaged over the queries of a prompt, then
-    over prompts. A head has its sink there if it pays more than 0.3 in the baseline, and has lost
-    it if it pays less than half of that in the condition.
+    Attention is a fraction, as a mean over the counted queries of a prompt, then over prompts or
+    groups. A head has its sink at the token if it pays it more than 0.3 in the baseline. It has
+    lost the sink if it pays less than half as much in the condition.
 
     Args:
-        text: The text of the token, in the first prompt.
+        text: The text of the token in the first prompt.
         text_now: The text of the token that comes first in the condition, in the first prompt.
-        before: Attention in the baseline, mean over layers and heads.
-        after: The same in the condition.
-        now: Attention to the token that comes first in the condition, mean over layers and heads;
-            NaN if not stored.
-        sink_heads: The number of heads that have their sink there in the baseline.
-        lost_heads: The number of these that have lost it in the condition.
+        before: The attention to the token in the baseline, as a mean over layers and heads.
+        after: The attention to the token in the condition, as a mean over layers and heads.
+        now: The attention to the token that comes first in the condition, as a mean over layers and
+            heads; NaN if it is not stored.
+        sink_heads: The number of heads that have their sink at the token in the baseline.
+        lost_heads: The number of these heads that have lost it in the condition.
         heads: The number of heads in all layers.
-        preceded: Whether the condition puts tokens before the first token of the baseline.
+        preceded: Whether the condition puts tokens before the token in any prompt.
     """
 
     text: str
@@ -221,23 +224,23 @@ class FirstToken:
 
     @property
     def moved(self) -> bool:
-        """Whether the sink has moved: at least a tenth of all heads have it there in the baseline,
-        and at least half of these have lost it.
+        """Whether the sink has moved: at least a tenth of all heads have it in the baseline, and at
+        least half of these have lost it.
         """
         is_worth_telling = self.sink_heads >= _SHARE_WORTH_TELLING * self.heads
         return is_worth_telling and 2 * self.lost_heads >= self.sink_heads
 
 
 def first_token(result: Result, condition: str) -> FirstToken | None:
-    """How much attention the first token of the baseline gets, without and with a condition.
+    """The attention that the first token of the baseline gets, without and with a condition.
 
     Args:
-        result: A result with received attention.
+        result: A result.
         condition: A condition.
 
     Returns:
-        None for the baseline, or where the attention to the first token was not measured
-        (``skip_first``).
+        The attention; None if the condition is the baseline, or if the attention to the first token
+        was not measured (without ``ReceivedAttention``, or with ``skip_first``).
 
     Raises:
         OptionError: There is no such condition.
@@ -277,10 +280,11 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
 
 
 def first_token_words(result: Result, condition: str) -> str:
-    """What happens to the first token where a condition puts tokens before it or takes its sink, in
-    two sentences; otherwise "".
+    """Two sentences on the baseline's first token, if a condition puts tokens before it or takes
+    its sink; otherwise "".
 
-    They say how much attention the token held and holds, and that it is counted by itself.
+    They state the attention to it without and with the condition, and that it is a segment of its
+    own.
     """
     token = first_token(result, condition)
     if token is None or not (token.preceded or token.moved):
@@ -306,8 +310,9 @@ def first_token_words(result: Result, condition: str) -> str:
 
 
 def _head_means(result: Result, masses: xr.DataArray) -> np.ndarray:
-    """The mean over prompts or groups of each head's attention [layer, head], read some layers at a
-    time.
+    """The mean over prompts or groups of each head's attention [layer, head].
+
+    Some layers are read at a time.
     """
     units = units_of(result)
     means = []
@@ -318,7 +323,7 @@ def _head_means(result: Result, masses: xr.DataArray) -> np.ndarray:
 
 
 def _first_text(sequences: xr.Dataset, condition: str) -> str:
-    """The text of the first position in the first prompt; empty if no texts are stored."""
+    """The text at the first position of the first prompt; empty if no texts are stored."""
     if "first_prompt_text" not in sequences:
         return ""
     return str(sequences.first_prompt_text.sel(condition=condition).isel(pos=0).item())

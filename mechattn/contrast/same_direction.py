@@ -47,7 +47,7 @@ def agreement(
     units = units_of(result, unit)
     units.refuse_below(FEWEST)
 
-    # Some prompts at a time.
+    # Some prompts are read at a time.
     product = result["mlp_activations"].change_product
     product = product.transpose("prompt", "layer", "condition", "other_condition")
     blocks = []
@@ -55,7 +55,7 @@ def agreement(
         blocks.append(_cosines(block.astype(np.float64), condition, others, over))
     cosines = np.concatenate(blocks)  # [prompt, other, layer]
 
-    # Each cosine, and how far that with ``other``, the first, is beyond it.
+    # The cosine with each of the others, and the first one (with ``other``) minus each of them.
     unit_cosines = units.means(cosines)
     unit_differences = units.means(cosines[:, :1] - cosines)
     mean, low, high = t_interval(unit_cosines, level)
@@ -79,28 +79,28 @@ def agreement(
 
 
 def _cosines(product: xr.DataArray, condition: str, others: Sequence[str], over: str) -> np.ndarray:
-    """The cosines [prompt, other, layer] of a condition's change from ``over`` with the changes of
-    others; NaN if one changes nothing.
+    """The cosines of a condition's change from ``over`` with those of other conditions [prompt,
+    other, layer]; NaN if one of the two changes nothing.
 
     ``⟨a − o, b − o⟩ / (‖a − o‖ ‖b − o‖)`` with
     ``⟨a − o, b − o⟩ = ⟨a, b⟩ − (⟨a, o⟩ + ⟨o, b⟩) + ⟨o, o⟩``, where a, b and o are the changes from
-    the baseline of the condition, another one and ``over``.
+    the baseline in the condition, in another one and in ``over``.
 
     Args:
         product: ``⟨a, b⟩`` [prompt, layer, condition, other_condition].
         condition: The condition.
-        others: Those that it is compared with.
+        others: The conditions that it is compared with.
         over: The condition from which changes are measured.
     """
     second_over = product.sel(other_condition=over, drop=True)
     first_over = product.sel(condition=over, drop=True)
     changes = product - (second_over + first_over) + second_over.sel(condition=over, drop=True)
 
-    each_other = xr.DataArray(list(others), dims="other")
-    from_condition = changes.sel(condition=condition, drop=True)
-    products = from_condition.sel(other_condition=each_other)
-    squared_norm = from_condition.sel(other_condition=condition, drop=True)
-    squared_norms = changes.sel(condition=each_other, other_condition=each_other)
+    other_names = xr.DataArray(list(others), dims="other")
+    of_condition = changes.sel(condition=condition, drop=True)
+    products = of_condition.sel(other_condition=other_names)
+    squared_norm = of_condition.sel(other_condition=condition, drop=True)
+    squared_norms = changes.sel(condition=other_names, other_condition=other_names)
 
     dims = ("prompt", "other", "layer")
     products = products.transpose(*dims)

@@ -1,5 +1,5 @@
-"""The table of a comparison, layer by layer and head by head, some layers at a time where memory is
-short.
+"""The table of a comparison, with a row for each layer and head, computed some layers at a time if
+memory is short.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from mechattn.stats.paired import Paired, PairedStream
 from mechattn.stats.units import MOST_EXACT, Bags, Units, halves_of, patterns_needed, resolution
 
 # The fewest units of a half that selects by q < 0.05. With 6, the two most extreme of 2⁶ sign
-# patterns give p = 0.03, so that this can be reached at all. So few are lenient: where measured
-# values were centred, so that nothing changes, a table had some q < 0.05 in 23 % of draws of 12
-# units (24: 10 %, 64: 7 %).
+# patterns give p = 0.03, so that q < 0.05 is possible. Such a small half selects too much: for
+# measured values that were centred, so that nothing changes, a table had some q < 0.05 in 23 % of
+# draws of 12 units (24: 10 %, 64: 7 %).
 FEWEST_TO_SELECT = 6
 
-# The columns of a table whose names are not those of the fields of Paired.
+# The columns of a table that are not named like the fields of Paired.
 _COLUMN_NAMES = {
     "low": "difference_low",
     "high": "difference_high",
@@ -54,7 +54,7 @@ DEFAULT_MARGINS = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a po
 _TEST_COLUMNS = ["q_beyond", "q_difference", "n"]
 _DIFFERENCE = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
 DIFFERENCE_COLUMNS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
-_OPTION_COLUMNS = ["q_same", "q_random"]  # that margin=… and random=… add
+_OPTION_COLUMNS = ["q_same", "q_random"]  # added by margin=… and random=…
 
 Columns = Literal["main", "all"]
 Ranking = Literal["beyond", "difference"]
@@ -62,17 +62,19 @@ Ranking = Literal["beyond", "difference"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cells a table reports: all of them, or those that one half of the prompts selects, the
-    ``top`` furthest from 0 ``by`` a column or those with q < 0.05.
+    """The cells that a table reports: all of them, or those that one half of the units selects.
 
     Args:
-        select: "half" selects on one half of the units; None reports all cells on all units.
-        top: The number of cells to select; None for those with q < 0.05.
-        by: What ranks them: the difference (the default), or what is beyond the null. Where no null
-            is known, it is the difference all the same.
+        select: "half" selects cells on one half of the units and reports them on the other. None
+            reports all cells on all units.
+        top: The number of cells to select. They are the furthest from 0, and the furthest is in
+            the first row. None selects the cells with q_difference < 0.05 and keeps their order.
+        by: The column that ranks the cells for ``top``: "difference" (the default), or "beyond",
+            which is the difference too if no null is known.
 
     Raises:
-        OptionError: An option is unknown, or ``top`` or ``by`` is given where nothing is selected.
+        OptionError: An option is unknown, ``top`` is given without ``select``, or ``by`` without
+            ``top``.
     """
 
     select: Literal["half"] | None = None
@@ -86,16 +88,16 @@ class Selection:
             check_counts(top=self.top)
         if self.top is not None and self.select is None:
             raise OptionError(
-                f'top={self.top}: say select="half" too, which ranks heads on one half of the'
-                " prompts and reports them on the other; the largest of many, on the prompts that"
-                " made them so, have too optimistic intervals"
+                f'top={self.top}: give select="half" too, which ranks heads on one half of the'
+                " prompts and reports them on the other. On the prompts by which they were ranked,"
+                " the largest of many have intervals that are too optimistic"
             )
         if self.by is not None and self.top is None:
-            raise OptionError(f"by={self.by!r} ranks heads, so say top=… too, how many of them")
+            raise OptionError(f"by={self.by!r} ranks heads: give top=… too, the number of heads")
 
     @property
     def fewest(self) -> int:
-        """The fewest units: both halves need as many as an interval, or a test."""
+        """The fewest units: each half needs enough for an interval or a test."""
         if self.select is None:
             return FEWEST
         if self.top is not None:
@@ -103,10 +105,10 @@ class Selection:
         return 2 * FEWEST_TO_SELECT
 
     def distances(self, statistics: Paired) -> np.ndarray:
-        """How far each cell is from 0, in what ranks it.
+        """The distance of each cell from 0 in the column that ranks it [cell].
 
         Args:
-            statistics: The statistics of the selecting half, of all cells.
+            statistics: The statistics of all cells on the selecting half.
         """
         has_null = not np.isnan(statistics.beyond).all()
         if self.by == "beyond" and has_null:
@@ -114,10 +116,10 @@ class Selection:
         return abs(statistics.difference)
 
     def selected(self, statistics: Paired) -> np.ndarray:
-        """Which cells the selecting half selects.
+        """A mask of the cells that the selecting half selects [cell].
 
         Args:
-            statistics: The statistics of the selecting half, of all cells.
+            statistics: The statistics of all cells on the selecting half.
         """
         if self.top is None:
             return statistics.q_difference < 0.05
@@ -136,8 +138,18 @@ def comparison_table(
     margin: float | None = None,
     bootstrap_ends: bool = True,
 ) -> pd.DataFrame:
-    """All columns of :meth:`mechattn.contrast.contrast.Contrast.table`, which explains the options;
-    the ends of bootstrap intervals take most of the time.
+    """The table of a comparison, with all columns.
+
+    Args:
+        contrast: The question of the comparison.
+        selection: The cells to report.
+        random: As for :meth:`mechattn.Result.compare`.
+        margin: As for :meth:`mechattn.Result.compare`.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals, which takes most of the
+            time.
+
+    Raises:
+        OptionError: There is nothing to compare, there are too few units, or an option is refused.
     """
     contrast.check_alike()
     if random is not None:
@@ -148,67 +160,67 @@ def comparison_table(
     # Cells are selected on one half of the units, and reported on the other.
     reported_units = np.arange(units.n)
     masks = None
-    distances = None  # by which the rows are ordered
+    distances = None  # the rows are ordered by these
     if selection.select is not None:
         selecting_units, reported_units = halves_of(units.n)
-        selecting = _cell_statistics(contrast, units, selecting_units, bootstrap_ends=False)
-        is_selected = selection.selected(selecting.statistics)
-        masks = _selected(selecting.masks, is_selected)
+        candidates = _cell_statistics(contrast, units, selecting_units, bootstrap_ends=False)
+        is_selected = selection.selected(candidates.statistics)
+        masks = _selected(candidates.masks, is_selected)
         if selection.top is not None:
-            distances = selection.distances(selecting.statistics)[is_selected]
+            distances = selection.distances(candidates.statistics)[is_selected]
 
     cells = _cell_statistics(contrast, units, reported_units, masks, bootstrap_ends)
-    count = sum(mask.size for mask in cells.masks)
-    check_cells(contrast, count, cells.left_out)
+    cell_count = sum(mask.size for mask in cells.masks)
+    check_cells(contrast, cell_count, cells.left_out)
 
-    heads = _columns(cells)
-    heads.attrs = _about(contrast, selection, cells, units)
-    heads = heads.assign(**_labelling(contrast, heads))
+    table = _columns(cells)
+    table.attrs = _about(contrast, selection, cells, units)
+    table = table.assign(**_labelling(contrast, table))
 
     # Further columns, and the order of the ranking.
     if margin is not None:
-        heads = with_equivalence(heads, margin)
+        table = with_equivalence(table, margin)
     if random is not None:
-        heads = with_random(heads, random, contrast, units, reported_units)
+        table = with_random(table, random, contrast, units, reported_units)
     if distances is not None:
         furthest_first = np.argsort(-distances, kind="stable")
-        heads = heads.iloc[furthest_first].reset_index(drop=True)
-    return by_head(heads)
+        table = table.iloc[furthest_first].reset_index(drop=True)
+    return by_head(table)
 
 
 def largest(sizes: np.ndarray, count: int) -> np.ndarray:
-    """Which of some numbers are the largest; of equal ones the earlier, and NaN last."""
+    """A mask of the ``count`` largest numbers; of equal numbers the earlier, and NaN last."""
     largest_first = np.argsort(-sizes, kind="stable")
     mask = np.zeros(sizes.shape, dtype=bool)
     mask[largest_first[:count]] = True
     return mask
 
 
-def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
+def main_columns(table: pd.DataFrame) -> pd.DataFrame:
     """The columns of a table that a paper prints: the change with its interval and its null, q and
     n.
     """
-    effect = _DIFFERENCE
-    if "change" in heads:
-        effect = CHANGE
-    labels = heads.columns[: heads.columns.get_loc(effect[0])]
-    option_columns = heads.columns.intersection(_OPTION_COLUMNS)
+    effect_columns = _DIFFERENCE
+    if "change" in table:
+        effect_columns = CHANGE
+    label_columns = table.columns[: table.columns.get_loc(effect_columns[0])]
+    option_columns = table.columns.intersection(_OPTION_COLUMNS)
 
-    return heads[[*labels, *effect, *_TEST_COLUMNS, *option_columns]]
+    return table[[*label_columns, *effect_columns, *_TEST_COLUMNS, *option_columns]]
 
 
 def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
-    """Which rows of a table change by more than a margin, and not by chance: those that a map of
-    heads marks.
+    """The rows of a table that a map of heads marks: those with a significant change of more than a
+    margin.
 
-    With hundreds of heads and tens of prompts even a change of 0.5 % has q < 0.05, so significance
-    alone would mark all.
+    With hundreds of heads and tens of prompts, even a change of 0.5 % has q < 0.05, so that
+    significance alone would mark nearly all.
 
     Args:
         table: A table from ``Result.compare``.
-        margin: The largest change that is not worth a mark, in the unit of ``change`` (0.05 is 5
-            %), or of ``difference`` for a quantity that is compared by differences. By default
-            0.05, or 0.005: half a point of 100 of the attention.
+        margin: The largest change that is not marked, in the unit of ``change`` (0.05 is 5 %), or
+            of ``difference`` in a table without ``change``. By default it is 0.05 or, for a
+            difference, 0.005 (half a point of 100 of the attention).
 
     Returns:
         A mask of rows: ``q_difference < 0.05`` and ``|change| > margin``.
@@ -216,16 +228,16 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
     Raises:
         OptionError: The margin is not a positive number.
     """
-    effect = "difference"
+    effect_column = "difference"
     scale = "difference"
     if "change" in table:
-        effect = "change"
+        effect_column = "change"
         scale = "log-ratio"
     if margin is None:
         margin = DEFAULT_MARGINS[scale]
     else:
         check_margin(margin)
-    is_large = table[effect].abs() > margin
+    is_large = table[effect_column].abs() > margin
     return np.asarray(is_large & (table.q_difference < 0.05))
 
 
@@ -234,14 +246,14 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """The cells of all blocks of layers that a table reports, and their statistics."""
+    """The cells that a table reports, of all blocks of layers, and their statistics."""
 
     means: pd.DataFrame  # a row for each cell: its layer, head …, value and reference
     statistics: Paired
-    masks: list[np.ndarray]  # which cells of each block they are [*cells]
+    masks: list[np.ndarray]  # the cells of each block that are reported [*cells]
     left_out: list[str]  # the names of cells without a difference
-    last_block: Differences  # its scale, null and dimensions are those of all
-    bags: Bags | None  # which are resampled in place of units
+    last_block: Differences  # its scale, null and dimensions are those of all blocks
+    bags: Bags | None  # the bags that are resampled in place of units
 
 
 def _cell_statistics(
@@ -251,24 +263,24 @@ def _cell_statistics(
     masks: Sequence[np.ndarray] | None = None,
     bootstrap_ends: bool = True,
 ) -> _Cells:
-    """The statistics of some units, over all cells with a difference or over those of the masks.
+    """The statistics of some units, in all cells with a difference or in those of the masks.
 
     Args:
-        contrast: The comparison.
+        contrast: The question of the comparison.
         units: The units of all prompts.
-        unit_indices: Those that count.
+        unit_indices: The units that count.
         masks: The cells of each block [*cells]; by default those with a difference.
         bootstrap_ends: Whether to compute the ends of bootstrap intervals.
 
     Raises:
-        OptionError: No cell has a difference.
+        OptionError: No cell has a difference, and no masks are given.
     """
     stream = PairedStream(
         len(unit_indices), contrast.level, contrast.resamples, contrast.seed, bootstrap_ends
     )
 
     def unit_values(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """The values of the units that count, in the mask's cells [unit, cell]."""
+        """The values of the units that count, in the cells of the mask [unit, cell]."""
         counted_units = units.means(values)[unit_indices]
         return counted_units[:, mask]
 
@@ -302,11 +314,11 @@ def _cell_statistics(
 
 
 def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.ndarray]:
-    """The masks of blocks without the cells that are not selected.
+    """The masks of the selected cells of each block.
 
     Args:
-        masks: The cells with statistics, of each block [*cells].
-        is_selected: Which of these, counted over all blocks, are selected [cell].
+        masks: The cells with statistics of each block [*cells].
+        is_selected: A mask of the selected ones among these, over all blocks [cell].
     """
     ends = np.cumsum([mask.sum() for mask in masks])
     selected_masks = []
@@ -321,42 +333,44 @@ def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.n
 
 
 def _columns(cells: _Cells) -> pd.DataFrame:
-    """The columns of a table in their order: fractions, where there are ratios, and tests come
-    first, then differences with their intervals, and the rest.
+    """The columns of a table in their order.
+
+    Labels come first. With ratios, the changes as fractions follow, then tests, then differences;
+    without ratios, differences, then tests. The rest comes last.
     """
     statistics = {}
     for field in fields(Paired):
         name = _COLUMN_NAMES.get(field.name, field.name)
         statistics[name] = getattr(cells.statistics, field.name)
-    heads = cells.means.assign(**statistics)
+    table = cells.means.assign(**statistics)
     if cells.last_block.expected is None:
-        heads = heads.assign(p_beyond=np.nan, q_beyond=np.nan)
+        table = table.assign(p_beyond=np.nan, q_beyond=np.nan)
 
     labels = list(cells.means.columns.drop(["value", "reference"]))
     order = [*labels, *DIFFERENCE_COLUMNS, *_TEST_COLUMNS]
     if cells.last_block.scale == "log-ratio":
-        log_ratios = heads[_DIFFERENCE].to_numpy()  # in the order of CHANGE
-        heads[CHANGE] = np.expm1(log_ratios)
+        log_ratios = table[_DIFFERENCE].to_numpy()  # in the order of CHANGE
+        table[CHANGE] = np.expm1(log_ratios)
         order = [*labels, *CHANGE, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
-    rest = heads.columns.drop(order)
-    return heads[[*order, *rest]].assign(scale=cells.last_block.scale)
+    other_columns = table.columns.drop(order)
+    return table[[*order, *other_columns]].assign(scale=cells.last_block.scale)
 
 
 def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
-    """What a table records about its question, its null and its tests."""
+    """The attributes of a table: its question, its null and its tests."""
     tests = len(cells.statistics.p)
     n = cells.statistics.n
-    reachable = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
+    of_units = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
 
     models = {str(result.provenance["model"]["name"]) for result, _ in contrast.sides}
     dims = " × ".join(map(str, cells.last_block.difference.dims[1:]))
-    tested = "beyond"
+    tested_column = "beyond"
     if cells.last_block.expected is None:
-        tested = "difference"
+        tested_column = "difference"
 
-    patterns = None  # all were tried
+    sign_patterns = None  # all patterns were tried
     if n > MOST_EXACT:
-        patterns = patterns_needed(contrast.resamples, tests)
+        sign_patterns = patterns_needed(contrast.resamples, tests)
 
     about: dict[str, Any] = {
         "condition": contrast.condition,
@@ -371,14 +385,14 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         "models": ", ".join(sorted(models)),
         "null": cells.last_block.null,
         "predicts_no_change": cells.last_block.predicts_no_change,
-        "tested": tested,
+        "tested": tested_column,
         "left_out": cells.left_out,
         "family": f"{tests} tests: {dims}",
         "unit": units.unit,
         "unit_kind": units.kind,
-        "smallest_p": reachable.smallest_p,
-        "resolution": str(reachable),
-        "patterns": patterns,
+        "smallest_p": of_units.smallest_p,
+        "resolution": str(of_units),
+        "patterns": sign_patterns,
         "skewed": cells.statistics.skewed,
         "alike": alike_words(contrast.result),
     }
@@ -386,16 +400,18 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         about["resampled"] = cells.bags.words
     if selection.top is not None:
         about["top"] = selection.top
-        about["ranked_by"] = tested if selection.by == "beyond" else "difference"
+        about["ranked_by"] = tested_column if selection.by == "beyond" else "difference"
     return about
 
 
-def _labelling(contrast: Question, heads: pd.DataFrame) -> dict[str, Any]:
-    """The last columns, which say what the numbers are where a table is a file."""
-    columns = {name: heads.attrs[name] for name in ("quantity", "condition", "to")}
-    if "segment" not in heads:
+def _labelling(contrast: Question, table: pd.DataFrame) -> dict[str, Any]:
+    """Columns with the same value in every row, which explain the numbers in a saved table, since a
+    file has no attributes.
+    """
+    columns = {name: table.attrs[name] for name in ("quantity", "condition", "to")}
+    if "segment" not in table:
         variable = variable_of(contrast.result, contrast.quantity)
         columns["segment"] = segment_of(variable, contrast.segment)
-    if "change" in heads:
+    if "change" in table:
         columns["change_units"] = "fraction"  # of the reference
-    return {**columns, "level": contrast.level, "n_of": heads.attrs["unit"]}
+    return {**columns, "level": contrast.level, "n_of": table.attrs["unit"]}

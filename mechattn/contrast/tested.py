@@ -1,4 +1,4 @@
-"""The numbers that a table tests, of every unit: for selections on halves, and for samples of
+"""The numbers of each unit that a table tests, for selections on halves and for samples of
 conditions.
 """
 
@@ -20,7 +20,7 @@ from mechattn.stats.units import Bags, Units
 
 
 class Tested(NamedTuple):
-    """What a table tests: a number for each unit, or bag of units, and cell."""
+    """The numbers that a table tests, for each cell and each unit or bag of units."""
 
     values: np.ndarray  # [unit or bag, cell]; NaN in cells that are left out
     units: Units
@@ -34,13 +34,13 @@ def what_is_tested(
     bags: Bags | None = None,
     by: Ranking = "beyond",
 ) -> Tested:
-    """What the table tests, of all layers or one: by default differences less those of the null.
+    """The numbers that a table tests: by default the differences minus those of the null.
 
     Args:
-        contrast: The comparison.
+        contrast: The question of the comparison.
         layer: One layer; by default all.
-        bags: Bags of units, whose means are then returned.
-        by: "beyond" subtracts the null where it is known; "difference" does not.
+        bags: Bags of units; their means take the place of single units.
+        by: "beyond" subtracts the null if it is known; "difference" does not.
 
     Raises:
         OptionError: The conditions cannot be compared, or no cell has a difference.
@@ -71,7 +71,7 @@ def what_is_tested(
     all_values = np.concatenate(values, axis=1)
     check_cells(contrast, all_values.shape[1], left_out)
     all_labels = pd.concat(labels, ignore_index=True)
-    return Tested(all_values, units, all_labels, null=block.null)  # that of every block
+    return Tested(all_values, units, all_labels, null=block.null)  # the same in all blocks
 
 
 def several_tested(
@@ -81,19 +81,19 @@ def several_tested(
     bags: Bags | None = None,
     by: Ranking = "beyond",
 ) -> tuple[list[Tested], np.ndarray]:
-    """What the tables of several conditions test, and the cells that all have.
+    """The numbers that the tables of several conditions test, and the cells that all of them have.
 
-    Their labels must be the same, and their nulls where ``by`` is "beyond".
+    The labels of cells must be the same in all conditions, and with ``by="beyond"`` the nulls too.
 
     Args:
-        contrast: The comparison, with any of the conditions.
+        contrast: The question of the comparison; its own condition is not used.
         names: The conditions.
         layer: As for :func:`what_is_tested`.
         bags: As for :func:`what_is_tested`.
         by: As for :func:`what_is_tested`.
 
     Returns:
-        The numbers of each condition, and a mask of the cells that all have [cell].
+        The numbers of each condition, and a mask of the cells that all conditions have [cell].
 
     Raises:
         OptionError: Nulls or labels differ, or a condition cannot be compared.
@@ -104,19 +104,19 @@ def several_tested(
         words = ", ".join(f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True))
         raise OptionError(
             f"the conditions have different nulls by default ({words}), so what is beyond them"
-            ' cannot be taken together; give one for all, such as null="uniform"'
+            ' cannot be combined; give one null for all, such as null="uniform"'
         )
 
-    # Cells are matched by their place, so their labels must agree.
+    # Cells are matched by their position, so their labels must agree.
     by_condition = [what_is_tested(of_condition, layer, bags, by) for of_condition in contrasts]
     labels = by_condition[0].labels
-    present = np.full(len(labels), True)
+    common_cells = np.full(len(labels), True)
     for name, tested in zip(names, by_condition, strict=True):
         for dim in labels:
             if not tested.labels[dim].equals(labels[dim]):
                 raise OptionError(
-                    f"{name!r} has other {dim}s than {names[0]!r}, so they cannot be taken"
-                    " together; compare each by itself"
+                    f"{name!r} and {names[0]!r} have different {dim}s, so they cannot be combined;"
+                    " compare each by itself"
                 )
-        present &= np.isfinite(tested.values).all(0)
-    return by_condition, present
+        common_cells &= np.isfinite(tested.values).all(0)
+    return by_condition, common_cells

@@ -12,7 +12,7 @@ from mechattn.errors import OptionError
 from mechattn.stats.units import Units
 
 FEWEST = 3  # prompts or groups that an interval needs
-_ROWS = 64  # observations in a block, see row_blocks
+_ROWS = 64  # observations in a block; see row_blocks
 
 
 class Interval(NamedTuple):
@@ -25,15 +25,14 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Per-cell count, mean and sum of squared deviations (M2) in float64, mergeable; NaN means
-    absent.
+    """The count, mean and sum of squared deviations (M2) of each cell's observations, in float64.
 
-    Merging follows Chan, Golub and LeVeque (1979); a float32 sum of squares would lose a small
-    spread.
+    Moments of two sets of observations can be merged (Chan, Golub and LeVeque 1979). A float32 sum
+    of squares would lose a small spread.
 
     Args:
         n: The number of observations of each cell.
-        mean: Their mean; 0 where there are none.
+        mean: Their mean; 0 in cells without observations.
         m2: The sum of their squared deviations from the mean.
     """
 
@@ -43,10 +42,10 @@ class Moments:
 
     @classmethod
     def of(cls, values: np.ndarray) -> Moments:
-        """Moments of observations stacked along the first axis.
+        """The moments of observations along the first axis.
 
         Args:
-            values: Observations [observation, *cells]; NaN marks an absent one.
+            values: Observations [observation, *cells]; NaN is left out.
         """
         n = (~np.isnan(values)).sum(axis=0, dtype=np.float64)
 
@@ -64,8 +63,9 @@ class Moments:
 
     @classmethod
     def from_statistics(cls, n: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> Moments:
-        """Restore moments from stored statistics: NaN is the mean of no values, or the variance of
-        fewer than two.
+        """Restore moments from stored statistics.
+
+        The stored mean of no values is NaN, and so is the variance of fewer than two.
         """
         n = n.astype(np.float64)
         known_mean = np.where(n > 0, mean, 0.0)
@@ -77,8 +77,8 @@ class Moments:
         """The moments of both sets of observations together.
 
         ``M2 = M2₁ + M2₂ + δ² n₁ n₂ / (n₁ + n₂)`` with δ the difference of the means. The last axis
-        may be longer in one, as positions are: cells that the other lacks have no observations in
-        it.
+        may have different lengths, as for positions. A cell that one of them lacks has no
+        observations there.
         """
         length = max(self.n.shape[-1], other.n.shape[-1])
         first = self._padded(length)
@@ -92,7 +92,7 @@ class Moments:
         return Moments(n, mean, m2)
 
     def _padded(self, length: int) -> Moments:
-        """These moments with cells without observations appended to the last axis."""
+        """These moments, with cells without observations appended to the last axis."""
         widths = [(0, 0)] * self.n.ndim
         widths[-1] = (0, length - self.n.shape[-1])
         padded = [np.pad(moment, widths) for moment in (self.n, self.mean, self.m2)]
@@ -100,7 +100,7 @@ class Moments:
 
     @property
     def variance(self) -> np.ndarray:
-        """Unbiased variance; NaN below two observations."""
+        """The unbiased variance; NaN with fewer than two observations."""
         return ratio(self.m2, self.n - 1)
 
     @property
@@ -109,7 +109,7 @@ class Moments:
         return np.where(self.n > 0, self.mean, np.nan)
 
     def interval(self, level: float = 0.95) -> Interval:
-        """The t interval for the mean; its ends are NaN below 3 observations."""
+        """The t interval of the mean; its ends are NaN with fewer than three observations."""
         error = np.sqrt(ratio(self.variance, self.n))
         half = t_quantile(level, self.n - 1) * error
         half = np.where(self.n >= FEWEST, half, np.nan)
@@ -122,11 +122,11 @@ def ratio(
     denominator: np.ndarray,
     otherwise: np.ndarray | float = np.nan,
 ) -> np.ndarray:
-    """``numerator / denominator`` where the denominator is above 0.
+    """``numerator / denominator`` where the denominator is above 0, and ``otherwise`` elsewhere.
 
     Args:
         numerator: Numbers that broadcast with the denominators.
-        denominator: What they are divided by.
+        denominator: The denominators.
         otherwise: The value where a denominator is 0, negative or NaN.
     """
     is_positive = denominator > 0
@@ -135,11 +135,11 @@ def ratio(
 
 
 def t_quantile(level: float, freedom: np.ndarray | float) -> np.ndarray:
-    """``t((1 + level) / 2)``: how many standard errors a t interval reaches on each side.
+    """The number of standard errors that a t interval reaches on each side: ``t((1 + level) / 2)``.
 
     Args:
         level: The level of the interval.
-        freedom: Degrees of freedom; infinitely many give the normal quantile, none or fewer NaN.
+        freedom: Degrees of freedom. Infinity gives the normal quantile; 0 or less gives NaN.
 
     Raises:
         OptionError: The level is not a number from 0.5 to below 1.
@@ -151,7 +151,7 @@ def t_quantile(level: float, freedom: np.ndarray | float) -> np.ndarray:
 
 
 def check_level(level: float) -> None:
-    """Refuse what cannot be the level of an interval.
+    """Refuse a value that cannot be the level of an interval.
 
     Raises:
         OptionError: The level is not a number from 0.5 to below 1.
@@ -161,16 +161,17 @@ def check_level(level: float) -> None:
 
 
 def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
-    """Student's t interval for the mean along the first axis; NaN values are left out.
+    """The mean along the first axis, with Student's t interval.
 
-    ``mean ± t(level, n − 1) · s / √n``
+    ``mean ± t((1 + level) / 2, n − 1) · s / √n``
 
     Args:
-        values: Numbers of prompts or groups [unit, *cells].
+        values: Numbers of prompts or groups [unit, *cells]; NaN is left out.
         level: The level of the interval.
 
     Returns:
-        The mean of each cell and the ends of its interval [*cells], in the unit of the values.
+        The mean of each cell and the ends of its interval [*cells], in the unit of the values. The
+        ends are NaN in cells with fewer than three values.
 
     Raises:
         OptionError: There are fewer than three units, or the level is not a number from 0.5 to
@@ -186,26 +187,27 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def row_blocks(values: np.ndarray) -> list[slice]:
-    """Split rows into blocks so small that what is computed from one stays in the processor's
-    cache, which makes :meth:`Moments.of` three times as fast.
+    """Split rows into blocks that fit in the processor's cache with what is computed from them.
+
+    This makes :meth:`Moments.of` three times as fast.
     """
     starts = range(0, len(values), _ROWS)
     return [slice(start, start + _ROWS) for start in starts]
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray) -> Interval:
-    """The ratio of two means over the same units, with Fieller's 95 % interval; NaN where the mean
-    below could be 0.
+    """The ratio of two means over the same units, with Fieller's 95 % interval.
 
-    The ratios r whose ``mean(above − r · below)`` a t test doesn't tell from 0: an interval if the
-    mean of ``below`` differs from 0 at this level.
+    The interval holds every ratio r for which a t test does not tell ``mean(above − r · below)``
+    from 0. It is bounded only if the mean of ``below`` differs from 0 at this level.
 
     Args:
         above: Numerators [unit, *cells].
         below: Denominators [unit], the same for all cells.
 
     Returns:
-        The ratio of each cell and the ends of its interval [*cells].
+        The ratio of each cell and the ends of its interval [*cells]; all are NaN if the mean of
+        ``below`` does not differ from 0.
 
     Source: Fieller 1954.
     """
@@ -217,7 +219,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray) -> Interval:
     products = np.tensordot(below_deviations, above_deviations, axes=1)
     covariance = products / (n - 1)
 
-    # The ends are the roots of a r² − 2 b r + c, where the mean below differs from 0 (a > 0).
+    # The ends are the roots of a r² − 2 b r + c. The mean below differs from 0 if a > 0.
     squared_critical = t_quantile(0.95, n - 1) ** 2 / n
     a = mean_below**2 - squared_critical * below.var(ddof=1)
     b = mean_above * mean_below - squared_critical * covariance
@@ -244,18 +246,18 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """Move estimates towards their mean by as much as their errors explain their differences.
+    """Move estimates towards their mean, the more so the larger their errors are.
 
     ``mean + τ² / (τ² + error²) · (estimate − mean)`` with ``τ² = max(0, variance of the estimates −
-    mean of error²)``. The largest of many estimates is too large (the winner's curse); the largest
-    of these is not, if true values are about normal.
+    mean of error²)``. The largest of many estimates is too large on average (the winner's curse).
+    The largest moved estimate is not, if the true values are roughly normal.
 
     Args:
         estimate: Estimates [cell]; NaN is left out.
         error: Their standard errors [cell], in the same unit.
 
     Returns:
-        The moved estimates [cell]; unchanged if fewer than three are known.
+        The moved estimates [cell]; all are unchanged if fewer than three are known.
 
     Source: Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
     """
@@ -275,15 +277,14 @@ def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
 def relative_change(
     values: np.ndarray, baseline: np.ndarray, units: Units | None = None
 ) -> Interval:
-    """The geometric mean of relative changes over prompts, with a 95 % interval: that of the mean
-    log-ratio by t.
+    """The geometric mean of relative changes over prompts, with a 95 % t interval.
 
-    ``exp(mean log(value / baseline)) − 1``; if units are groups, the mean over groups of each
-    group's mean.
+    ``exp(mean log(value / baseline)) − 1``; the interval is computed for the mean log-ratio. If
+    units are groups, it is the mean over groups of each group's mean.
 
     Args:
         values: Positive numbers of each prompt [prompt, *cells].
-        baseline: Those of the baseline [prompt, *cells].
+        baseline: Positive numbers of the baseline [prompt, *cells].
         units: The groups of the prompts; single prompts by default.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Tests of very many cells, such as all edges of a model: each as far as a finding needs it."""
+"""Tests of very many cells, such as all edges of a model, with most work on possible findings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.units import MOST_EXACT, MOST_SINGLE, RESAMPLES, patterns_needed
 
 _SEED = 0  # of sign flips and resamples
-_MANY = 4000  # cells; up to so many are tested by `paired`, in a second or two
-_LEVEL = 0.05  # of q: a cell below it is a finding
-_FIRST_PATTERNS = 1000  # of signs, that are tried on every cell
-_ENOUGH_SEEN = 100  # patterns with as large a mean, after which a cell is tried no further
+_MANY = 4000  # cells: `paired` tests this number in a second or two
+_LEVEL = 0.05  # a cell with a q below this is a finding
+_FIRST_PATTERNS = 1000  # sign patterns that are tried on every cell
+_ENOUGH_SEEN = 100  # patterns with at least as large a mean: p is then known to about 10 %
 _COLUMNS = 1000  # cells at a time, so that 2,000 patterns of them take 16 MB
-_OTHERS = 1000  # cells without a finding that are resampled with those that may be one
+_OTHERS = 1000  # cells that are no findings, resampled together with the possible findings
 
 
 class PairedTests(NamedTuple):
-    """Two-sided p and q of every cell, and where the tests disagree, in words."""
+    """Two-sided p and q of every cell, and in words where skewed differences make tests
+    disagree or unreliable.
+    """
 
     p: np.ndarray
     q: np.ndarray
@@ -37,14 +39,14 @@ class PairedTests(NamedTuple):
 
 
 def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
-    """Test whether the mean of each column is 0, as :func:`paired` does, at a cost that allows for
-    70,000 columns.
+    """Test whether the mean of each column is 0, as :func:`paired` does, for up to about 70,000
+    columns.
 
-    ``p = max(p of sign flips, p of the bootstrap-t test)``; ``q`` is Benjamini-Hochberg over all
-    columns that are known in every unit. Up to 4,000 columns, and any of more than 2,000 units, are
-    tested by ``paired`` itself. Of more columns, the bootstrap-t test is made only where sign flips
-    alone give q < 0.05: p can only rise, so no other column is a finding, and what is found does
-    not depend on their p.
+    ``p = max(p of sign flips, p of the bootstrap-t test)``. ``q`` is Benjamini-Hochberg over all
+    columns without a NaN. ``paired`` itself tests up to 4,000 columns, and any number of columns of
+    more than 2,000 units. Otherwise only columns with q < 0.05 by sign flips alone have the
+    bootstrap-t test. It can only raise p, so no other column is a finding, and the findings do not
+    depend on the p of others.
 
     Args:
         d: Differences [unit, cell]; a column with a NaN is not tested.
@@ -72,13 +74,13 @@ def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
 
 
 def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]:
-    """The p of sign flips of each column: the share of patterns with as large a mean; NaN where a
-    unit has no value.
+    """The p of sign flips of each column: the share of patterns with at least as large a mean.
 
-    A column is tried again with ten times as many patterns until 100 have as large a mean, or it is
-    a finding (after Besag and Clifford 1991). Each time its p is that of the new patterns alone, so
-    ``P(p ≤ α) ≤ α`` holds, except that a column just above the threshold of q is tried once more.
-    Up to 12 units all patterns are tried at once.
+    It is NaN if a unit has no value. A column is tried again with ten times the patterns until 100
+    of them have at least as large a mean, the column is a finding, or the number of patterns that
+    ``paired`` uses is reached (after Besag and Clifford 1991). Its p comes from the latest patterns
+    alone, so ``P(p ≤ α) ≤ α`` holds, except that a column just above the threshold of q is
+    tried once more. With up to 12 units all patterns are tried at once.
     """
     units, cells = d.shape
     generator = np.random.default_rng(_SEED)
@@ -88,7 +90,7 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]
     columns = np.flatnonzero(~np.isnan(d).any(0))
 
     while True:
-        # The same patterns for all columns, some of which are in memory at a time.
+        # All columns share the patterns, and some columns are in memory at a time.
         signs = drawn_signs(units, patterns, generator)
         for start in range(0, len(columns), _COLUMNS):
             block = columns[start : start + _COLUMNS]
@@ -106,12 +108,13 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]
 def _p_of_resamples(
     d: Float[np.ndarray, "unit cell"], possible: np.ndarray
 ) -> Float[np.ndarray, " possible"]:
-    """The p of the bootstrap-t test of possible findings, with some other cells as their family."""
+    """The p of the bootstrap-t test of possible findings; some other cells stand for the rest of
+    their family.
+    """
     units = len(d)
     generator = np.random.default_rng(_SEED)
     counts = resampling.resample_sequentially(units, RESAMPLES, generator)
 
-    # Cells without a finding stand for the rest of the family.
     tested = np.flatnonzero(~np.isnan(d).any(0))
     shuffled = generator.permutation(np.setdiff1d(tested, possible))
     resampled = np.concatenate([possible, shuffled[:_OTHERS]])

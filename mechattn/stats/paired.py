@@ -14,15 +14,16 @@ from mechattn.stats.intervals import Moments, ratio, row_blocks
 from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.units import RESAMPLES, Bags, detectable_size, patterns_needed
 
-FEWEST_FOR_BOOTSTRAP = 20
-# Below, false findings among skewed differences are more than 5 % (docs/concepts/intervals.md).
+FEWEST_FOR_BOOTSTRAP = 20  # prompts for pointwise bootstrap-t intervals
+# With fewer prompts, more than 5 % of tables of skewed differences have a false finding
+# (docs/concepts/intervals.md).
 FEWEST_IF_SKEWED = 96
 VERY_SKEWED = 5  # lognormal, σ = 2, 96 prompts: some q < 0.05 in 43 % of tables without an effect
-# For simultaneous intervals and bootstrap-t tests: a sequential resample then holds seven distinct
-# prompts, and coverage was measured from here on.
+# Prompts for simultaneous intervals and bootstrap-t tests: a sequential resample of ten holds seven
+# distinct prompts, and coverage was measured from ten prompts on.
 FEWEST_FOR_ALL = 10
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
-_MOST_KEPT = 2**26  # bytes of draws that are kept for the next table
+_MOST_KEPT = 2**26  # bytes (64 MiB): draws up to this size are kept for the next table
 # The ends of bootstrap intervals, pointwise and simultaneous.
 _BOOTSTRAP_ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
 # Statistics of cells by name: each [cell], or the values to resample [unit or bag, cell].
@@ -34,25 +35,27 @@ class Paired:
     """Paired statistics over ``n`` prompts for each cell (such as layer × head), as arrays in the
     shape of the cells.
 
-    ``difference``, ``null`` and ``beyond`` are means: of the difference, of that under the null,
-    such as uniform attention, and of what remains. Tests are of ``beyond``; without a null they are
-    of the difference itself, and null, beyond and its intervals are NaN. ``effect_size`` is the
-    tested mean divided by its standard deviation (d_z).
+    ``difference``, ``null`` and ``beyond`` are means: of the difference, of the difference under
+    the null (such as uniform attention), and of the first minus the second. ``beyond`` is tested.
+    If no null is known, the difference itself is tested, and ``null``, ``beyond`` and its intervals
+    are NaN. ``effect_size`` is the tested mean divided by its standard deviation (d_z).
 
-    ``low`` and ``high`` are the ends of t intervals. The bootstrap-t ones are NaN below 20 prompts.
-    The simultaneous ones, over all cells by the studentised bootstrap of the largest and the
-    smallest t, are NaN below 10. Coverage of these at nominal 95 %, measured with 1 to 256 cells:
-    93 to 98 % for normal data; for lognormal data (σ = 1) 88 to 97 % at 10 prompts, 92 to 99 % at
-    20, 95 to 99 % at 64; for σ = 2 13 to 64 % at 20 and 91 to 95 % at 64.
+    ``low`` and ``high`` are the ends of t intervals. Those of the bootstrap-t are NaN with fewer
+    than 20 prompts. The simultaneous ones hold for all cells together, by the studentised bootstrap
+    of the largest and the smallest t, and are NaN with fewer than 10. Their coverage at nominal 95
+    %, measured with 1 to 256 cells: 93 to 98 % for normal data; for lognormal data (σ = 1) 88 to 97
+    % with 10 prompts, 92 to 99 % with 20 and 95 to 99 % with 64; for σ = 2, 13 to 64 % with 20 and
+    91 to 95 % with 64.
 
-    ``p`` is two-sided, that the mean is 0: the larger of the sign-flip test's (``p_flip``), which
-    is exact if differences are symmetric, and from 10 prompts on the bootstrap-t test's, which
-    allows for ``skewness``. ``p_family`` is adjusted for all cells together (step-down over the
-    largest t, Romano and Wolf): the probability that any cell without an effect is below 0.05 is 5
-    %. ``q`` is Benjamini-Hochberg over all cells' p. ``detectable`` is the smallest mean, up to
-    sign, that q < 0.05 finds with 80 % power if no other cell has an effect (of a t test; measured
-    with 32 heads 71 % at 20 prompts and 75 % at 64); NaN with too few prompts for any.
-    ``p_difference`` and ``q_difference`` are of the difference itself, whatever is tested.
+    ``p`` is two-sided, for a mean of 0. It is ``p_flip`` of the sign-flip test, which is exact if
+    differences are symmetric; from 10 prompts on it is the larger of that and the p of the
+    bootstrap-t test, which allows for ``skewness``. ``p_family`` is adjusted for all cells together
+    (step-down over the largest t, Romano and Wolf): the probability that it is below 0.05 in any
+    cell without an effect is 5 %. ``q`` is Benjamini-Hochberg over the p of all cells.
+    ``detectable`` is the smallest mean, up to sign, that q < 0.05 finds with 80 % power if no other
+    cell has an effect, and NaN with too few prompts. It is that of a t test; the measured power
+    with 32 heads is 71 % with 20 prompts and 75 % with 64. ``p_difference`` and ``q_difference``
+    are always those of the difference itself.
 
     Means and the ends of their intervals are in the unit of the differences, such as log-ratios.
     """
@@ -85,52 +88,52 @@ class Paired:
 
     @property
     def skewed(self) -> str:
-        """Where the tests disagree or cannot be relied on because differences are skewed; empty if
-        there is nothing to say.
+        """In words, where skewed differences make the tests disagree or unreliable; otherwise
+        empty.
         """
         return skewed_words(self.n, self.skewness, self.p_flip, self.q)
 
 
 def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.ndarray) -> str:
-    """Where sign flips and the bootstrap-t test disagree, or cannot be relied on, because
-    differences are skewed; in words.
+    """In words, where skewed differences make sign flips and the bootstrap-t test disagree or
+    unreliable.
 
     Args:
         units: The number of prompts or groups.
         skewness: The third standardised moment of each cell's differences.
-        p_flip: The p of sign flips, of each cell.
-        q: The q of both tests together, of each cell.
+        p_flip: Each cell's p of sign flips.
+        q: Each cell's q of both tests together.
 
     Returns:
-        Sentences without a full stop, separated by semicolons; empty if there is nothing to say.
+        Sentences without a full stop, separated by semicolons; empty if there is no such cell.
     """
-    tests = q.size
+    test_count = q.size
     sentences = []
 
     significant_flips = false_discovery(p_flip) < 0.05
     disagreeing = int((significant_flips & (q >= 0.05)).sum())
     if disagreeing:
         sentences.append(
-            f"in {disagreeing} of {tests} tests sign flips alone would say q < 0.05, but the"
+            f"in {disagreeing} of {test_count} tests sign flips alone would say q < 0.05, but the"
             " bootstrap-t test, which allows for skewness, also as seen in other tests, does not"
         )
 
     skewed = int((abs(skewness) > 1).sum())
     very_skewed = int((abs(skewness) > VERY_SKEWED).sum())
 
-    # The fewest units at which q is controlled, by how many tests are skewed, and how much.
+    # The fewest units with which q is controlled: more where a quarter of the tests is skewed.
     controlled_from = 0
     if skewed:
         controlled_from = FEWEST_FOR_ALL
-    if 4 * skewed >= tests:
+    if 4 * skewed >= test_count:
         controlled_from = FEWEST_IF_SKEWED
-    if 4 * very_skewed >= tests > 0:
+    if 4 * very_skewed >= test_count > 0:
         controlled_from = units + 1  # no number of prompts is known to be enough
 
     if units < controlled_from and (q < 0.05).any():
         sentences.append(
             f"with {units} units q is not controlled where differences are skewed"
-            f" (|skewness| > 1 in {skewed} of {tests} tests)"
+            f" (|skewness| > 1 in {skewed} of {test_count} tests)"
         )
     return "; ".join(sentences)
 
@@ -149,13 +152,15 @@ def paired(
 
     Args:
         difference: Differences between two conditions [prompt, *cells], or [group, *cells].
-        null: The differences under the null, which broadcast with them; by default no difference.
+        null: The differences under the null, which broadcast with ``difference``; by default 0.
             None if no null is known: ``beyond`` is then NaN, and the difference is tested.
         level: The level of the intervals.
-        resamples: The number of resamples and of sign patterns, which many cells increase.
+        resamples: The number of resamples. It is also the number of random sign patterns, of which
+            many cells need more.
         seed: The seed of the resampling.
-        rounding: The largest difference that counts as none.
-        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``.
+        rounding: The largest difference that counts as 0.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``, which
+            takes most of the time.
     """
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
@@ -176,22 +181,21 @@ def paired(
 
 
 class PairedStream:
-    """Paired statistics for cells that are added in blocks, so that the values of all cells never
-    have to fit in memory.
+    """Paired statistics of cells that are added in blocks.
 
-    All cells share the draws, which preserves the correlation of their errors for simultaneous
-    intervals. There are two kinds of resamples, since the largest t of many cells is far off in
-    plain resamples of few units (stats/resampling.py). Means, t intervals, effect sizes and
-    detectable differences use single units. With more than 2,000 units, the bootstrap and the sign
-    flips use the means of random bags of units (stats/units.py). Most of the time goes
-    into the ends of bootstrap intervals; without ``bootstrap_ends`` these and ``p_family`` are NaN.
+    Of each cell, only its statistics and the values of its units or bags are kept. All cells share
+    the draws, which preserves the correlation of their errors for simultaneous intervals. There are
+    two kinds of resamples, since the largest t of many cells is far off in plain resamples of few
+    units (stats/resampling.py). Means, t intervals, effect sizes and detectable differences use
+    single units. With more than 2,000 units, the bootstrap and the sign flips use the means of
+    random bags of units (stats/units.py).
 
     Args:
         n: The number of units.
-        level: The level of the intervals.
-        resamples: The number of resamples and of sign patterns, which many cells increase.
-        seed: The seed of the resampling.
-        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``.
+        level: As for :func:`paired`.
+        resamples: As for :func:`paired`.
+        seed: As for :func:`paired`.
+        bootstrap_ends: As for :func:`paired`; without them they and ``p_family`` are NaN.
     """
 
     def __init__(
@@ -203,7 +207,7 @@ class PairedStream:
         self.seed = seed
         self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
-        # The columns of each block of cells: of the difference, of what is beyond the null, others.
+        # The columns of each block of cells.
         self._differences: list[Columns] = []
         self._beyond: list[Columns] = []
         self._others: list[Columns] = []
@@ -214,7 +218,7 @@ class PairedStream:
         Args:
             d: Their differences [unit, cell].
             expected: The differences under the null [unit, cell]; None if no null is known.
-            rounding: The largest difference that counts as none, of each cell or of all.
+            rounding: The largest difference that counts as 0, for each cell or for all.
         """
         null = np.full(d.shape[1], np.nan)
         tested = d
@@ -223,7 +227,7 @@ class PairedStream:
             null = without_rounding(expected.mean(0), rounding)
         tested = without_rounding(tested, rounding)
 
-        # Often there is nothing to subtract, and one summary does for both.
+        # If nothing is subtracted, one summary serves both.
         difference = self._summary(d)
         beyond = difference
         if not np.array_equal(d, tested):
@@ -241,8 +245,7 @@ class PairedStream:
         self._others.append(others)
 
     def _summary(self, d: np.ndarray) -> Columns:
-        """What tests and intervals of some cells need: their moments, and the values to
-        resample."""
+        """The :func:`summary` of some cells, and their values of units or bags to resample."""
         values = d
         if self.bags is not None:
             values = self.bags.means(d)
@@ -257,7 +260,7 @@ class PairedStream:
         units, cells = beyond["values"].shape
         draws = self._draws_for(units, cells)
 
-        # Tests of what is beyond the null, and of the difference itself where it is not the same.
+        # The difference has tests of its own only if it is not what is beyond the null.
         tests = self._tests(beyond, draws)
         difference_tests = tests
         p_difference = tests["p"]
@@ -266,7 +269,7 @@ class PairedStream:
             p_difference = np.where(others["is_rounding"], 1.0, difference_tests["p"])
             p_difference = np.where(without_null, tests["p"], p_difference)
 
-        # What is beyond a null is unknown where there is none.
+        # Without a null, what is beyond it is unknown.
         ends = {}
         difference_ends = difference | difference_tests
         beyond_ends = beyond | tests
@@ -293,19 +296,20 @@ class PairedStream:
         )
 
     def _draws_for(self, units: int, cells: int) -> Draws:
-        """The random draws for all cells; kept for the next table where they are small."""
+        """The random draws for all cells; small ones are kept for the next table."""
         patterns = patterns_needed(self.resamples, cells)
 
         # A byte for each count of both kinds of resamples, and a bit for each sign.
         bytes_of_a_unit = 2 * self.resamples + patterns // 8
-        draw = _random_draws
+        draw_function = _random_draws
         if units * bytes_of_a_unit <= _MOST_KEPT:
-            draw = _kept_draws
-        return draw(units, self.resamples, patterns, self.seed)
+            draw_function = _kept_draws
+        return draw_function(units, self.resamples, patterns, self.seed)
 
     def _tests(self, columns: Columns, draws: Draws) -> Columns:
-        """The tests of a mean of 0, and the ends of bootstrap intervals; NaN with too few units, or
-        without ``bootstrap_ends``.
+        """The p of tests for a mean of 0, and the ends of bootstrap intervals.
+
+        The ends and ``p_family`` are NaN with too few units or without ``bootstrap_ends``.
         """
         values = columns["values"]
         mean = columns["mean"]
@@ -345,8 +349,8 @@ class PairedStream:
 def summary(d: np.ndarray, level: float = 0.95) -> Columns:
     """The mean, the standard deviation and the t interval (low, high) of each column.
 
-    A column that some unit lacks has no mean and no deviation, so no test; only the interval of the
-    other units.
+    If some unit has no value in a column, its mean and deviation are NaN, so that it is not tested;
+    its interval is that of the other units.
 
     Args:
         d: Values [unit, cell].
@@ -367,11 +371,11 @@ def summary(d: np.ndarray, level: float = 0.95) -> Columns:
 
 
 def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
-    """The third standardised moment of each column, from its :func:`summary`; NaN where nothing
+    """The third standardised moment of each column, from its :func:`summary`; NaN if nothing
     varies.
 
-    ``mean((d − mean)³) / s³``, with n rather than n − 1 below s². ``scipy.stats.skew`` is the same,
-    but holds three more arrays of the size of ``d``.
+    ``mean((d − mean)³) / s³``, where s² is divided by n rather than n − 1. ``scipy.stats.skew``
+    gives the same, but holds three more arrays of the size of ``d``.
     """
     n = len(d)
     third_moment = np.zeros(d.shape[1])
@@ -383,8 +387,29 @@ def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
     return ratio(third_moment, population_deviation**3)
 
 
+def without_rounding(difference: np.ndarray, rounding: np.ndarray | float) -> np.ndarray:
+    """The differences, with 0 in place of those that are not larger than the rounding error."""
+    return np.where(abs(difference) <= rounding, 0.0, difference)
+
+
+def false_discovery(p: np.ndarray) -> np.ndarray:
+    """Benjamini-Hochberg's q over all p that are not NaN.
+
+    Args:
+        p: The p of each test, in any shape; NaN if there is no test.
+
+    Returns:
+        The q of each test, in the same shape; NaN if there is no test.
+    """
+    q = np.full(p.shape, np.nan)
+    is_tested = ~np.isnan(p)
+    if is_tested.any():
+        q[is_tested] = stats.false_discovery_control(p[is_tested])
+    return q
+
+
 def _joined(blocks: list[Columns]) -> Columns:
-    """The columns of all cells, from those of blocks of cells."""
+    """The columns of all cells, from those of their blocks."""
     columns = {}
     for name in blocks[0]:
         block_columns = [block[name] for block in blocks]
@@ -393,7 +418,7 @@ def _joined(blocks: list[Columns]) -> Columns:
 
 
 class Draws(NamedTuple):
-    """The random draws for a number of units: both kinds of resamples, and signs."""
+    """The random draws for a number of units: both kinds of resamples, and sign patterns."""
 
     plain: resampling.Counts
     sequential: resampling.Counts
@@ -401,9 +426,8 @@ class Draws(NamedTuple):
 
 
 def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
-    """Draw the resamples that n units are enough for, and the signs: in this order, which decides
-    every number.
-    """
+    """Draw the resamples for which n units are enough, and the sign patterns."""
+    # Every number depends on the order of these draws.
     generator = np.random.default_rng(seed)
     plain: resampling.Counts = []
     sequential: resampling.Counts = []
@@ -415,26 +439,5 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     return Draws(plain, sequential, signs)
 
 
-# A page makes a hundred tables with the same draws.
+# A page computes about a hundred tables with the same draws.
 _kept_draws = lru_cache(maxsize=1)(_random_draws)
-
-
-def without_rounding(difference: np.ndarray, rounding: np.ndarray | float) -> np.ndarray:
-    """Differences, with 0 in place of those no larger than the rounding error."""
-    return np.where(abs(difference) <= rounding, 0.0, difference)
-
-
-def false_discovery(p: np.ndarray) -> np.ndarray:
-    """Benjamini-Hochberg's q over all p that are not NaN.
-
-    Args:
-        p: The p of each test, in any shape; NaN where there is no test.
-
-    Returns:
-        The q of each test, in the same shape; NaN where there is no test.
-    """
-    q = np.full(p.shape, np.nan)
-    tested = ~np.isnan(p)
-    if tested.any():
-        q[tested] = stats.false_discovery_control(p[tested])
-    return q

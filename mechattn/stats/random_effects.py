@@ -9,19 +9,21 @@ from scipy import stats
 
 from mechattn.stats.intervals import t_quantile
 
-FEWEST_DRAWS = 3  # of random models: each is left out in turn, and two others have a spread
+FEWEST_DRAWS = 3  # random models: each is left out in turn, and two others must remain
+# The smallest divisor of a distance: no z is infinite, even if random heads do not vary at all.
+_TINY = np.sqrt(np.finfo(float).tiny)
 
 
 class Crossed(NamedTuple):
-    """Estimates for each cell of units crossed with conditions."""
+    """Estimates of each cell, from units crossed with conditions."""
 
     mean: np.ndarray
     low: np.ndarray  # the interval for other units and other conditions
     high: np.ndarray
-    p: np.ndarray  # two-sided, that the mean is 0
-    condition_sd: np.ndarray  # between conditions
-    unit_sd: np.ndarray
-    rest_sd: np.ndarray  # of what neither unit nor condition explains
+    p: np.ndarray  # two-sided, for a mean of 0
+    condition_sd: np.ndarray  # the standard deviation between conditions
+    unit_sd: np.ndarray  # the standard deviation between units
+    rest_sd: np.ndarray  # the standard deviation of the rest
     new_low: np.ndarray  # the prediction interval for a new condition in a new unit
     new_high: np.ndarray
 
@@ -30,17 +32,17 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     """Estimate ``d[unit, condition, cell] = mean + unit + condition + rest``, with random units and
     conditions.
 
-    Variances by analysis of variance (as REML gives them where none is 0), ``var(mean) = σ²_unit /
-    units + σ²_condition / conditions + σ²_rest / (units · conditions)``, degrees of freedom by
-    Satterthwaite.
+    The variances are those of an analysis of variance (and of REML, if none is 0):
+    ``var(mean) = σ²_unit / units + σ²_condition / conditions + σ²_rest / (units · conditions)``.
+    The degrees of freedom are Satterthwaite's.
 
     Args:
         d: One number for each prompt or group, condition and cell [unit, condition, cell].
         level: The level of the intervals.
 
     Returns:
-        Estimates of each cell, in the unit of ``d``. Where nothing varies, an interval has no
-        width, and p is 1 for a mean of 0 and otherwise 0.
+        Estimates of each cell, in the unit of ``d``. If nothing varies in a cell, its intervals
+        have no width, and p is 1 for a mean of 0 and otherwise 0.
 
     Source: Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
     """
@@ -49,20 +51,20 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     mean = d.mean((0, 1))
     mean_squares, df = _mean_squares(d)
 
-    # The variances that these mean squares imply; a negative estimate counts as none.
-    unit_squares, condition_squares, rest = mean_squares
-    unit_variance = np.maximum(0.0, (unit_squares - rest) / conditions)
-    condition_variance = np.maximum(0.0, (condition_squares - rest) / units)
+    # The variances that these mean squares imply; a negative estimate counts as 0.
+    unit_squares, condition_squares, rest_squares = mean_squares
+    unit_variance = np.maximum(0.0, (unit_squares - rest_squares) / conditions)
+    condition_variance = np.maximum(0.0, (condition_squares - rest_squares) / units)
 
-    # The variance of the mean, and that of a new condition in a new unit, which has three parts.
-    variance = unit_variance / units + condition_variance / conditions + rest / cells
-    new_from_units = (units + 1) / cells * (rest + conditions * unit_variance)
-    new_from_conditions = (conditions + 1) / cells * (rest + units * condition_variance)
-    new_from_rest = (cells - units - conditions - 1) / cells * rest
+    # The variance of the mean, and the prediction variance of a new condition in a new unit.
+    variance = unit_variance / units + condition_variance / conditions + rest_squares / cells
+    new_from_units = (units + 1) / cells * (rest_squares + conditions * unit_variance)
+    new_from_conditions = (conditions + 1) / cells * (rest_squares + units * condition_variance)
+    new_from_rest = (cells - units - conditions - 1) / cells * rest_squares
     new_parts = np.stack([new_from_units, new_from_conditions, new_from_rest])
     new_variance = new_parts.sum(0)
 
-    # Satterthwaite's degrees of freedom of both; 0 / 0 where a cell doesn't vary at all.
+    # Satterthwaite's degrees of freedom of both; 0 / 0 in cells that do not vary at all.
     with np.errstate(invalid="ignore", divide="ignore"):
         mean_df = (variance * cells) ** 2 / (mean_squares**2 / df).sum(0)
         mean_df = np.clip(mean_df, 1, df[-1])
@@ -79,7 +81,7 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
         p=np.where(variance > 0, p, p_without_variance),
         condition_sd=np.sqrt(condition_variance),
         unit_sd=np.sqrt(unit_variance),
-        rest_sd=np.sqrt(rest),
+        rest_sd=np.sqrt(rest_squares),
         new_low=mean - new_half,
         new_high=mean + new_half,
     )
@@ -98,14 +100,13 @@ def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     df = np.array([units - 1, conditions - 1, rest_df])[:, None]
     unit_squares = conditions * unit_means.var(0, ddof=1)
     condition_squares = units * condition_means.var(0, ddof=1)
-    rest = (residuals**2).sum((0, 1)) / rest_df
-    return np.stack([unit_squares, condition_squares, rest]), df
+    rest_squares = (residuals**2).sum((0, 1)) / rest_df
+    return np.stack([unit_squares, condition_squares, rest_squares]), df
 
 
 def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:
-    """``t((1 + level) / 2, df) √variance``; degrees of freedom are NaN where nothing varies, and
-    any other number then gives 0.
-    """
+    """``t((1 + level) / 2, df) √variance``; 0 where nothing varies."""
+    # The degrees of freedom are NaN where nothing varies; any number then gives 0.
     known_df = np.nan_to_num(df, nan=1.0)
     return t_quantile(level, known_df) * np.sqrt(variance)
 
@@ -116,8 +117,8 @@ class AgainstDraws(NamedTuple):
     mean: np.ndarray  # over the heads of the same layer in all draws
     low: np.ndarray  # the prediction interval for a head of another draw
     high: np.ndarray
-    p: np.ndarray  # two-sided, by the rank among random heads; NaN if there are none
-    compared: int  # heads of random models; ``1 / (compared + 1)`` is the smallest p
+    p: np.ndarray  # two-sided, by the rank among random heads
+    compared: int  # the number of random heads; ``1 / (compared + 1)`` is the smallest p
 
 
 def against_draws(
@@ -130,37 +131,37 @@ def against_draws(
     """Test whether a model's heads could be those of one more random model.
 
     ``z = |value − mean| / s`` with the mean and the standard deviation s over the heads of the
-    layer in all draws; ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``; the prediction
-    interval is ``mean ± s · z`` for the smallest z that a share ``level`` of random heads does not
-    exceed.
+    layer in all draws, and ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``. The
+    prediction interval is ``mean ± s · z`` with the smallest z that a share ``level`` of random
+    heads does not exceed.
 
-    The z of a random head uses the mean and s of the other draws, so z include the variation
-    between draws. The z of all layers are ranked together.
+    The z of a random head uses the mean and s of the other draws, so that it includes the variation
+    between draws. The random heads of all layers are ranked together.
 
     Args:
         heads: The values of the model [*cells].
-        draws: Those of at least 3 random models [draw, *cells].
-        head_axis: Which of the cells' axes counts heads; None if no axis does.
+        draws: The values of at least 3 random models [draw, *cells].
+        head_axis: The axis of the cells that counts heads; None if no axis does.
         level: The level of the prediction interval.
-        rounding: The largest difference that counts as none [*cells].
+        rounding: The largest difference that counts as 0 [*cells].
 
     Returns:
-        The comparison of each cell; p is NaN where it or the random heads of its layer have no
-        value.
+        The comparison of each cell. p is NaN in a cell without a value, and in a layer whose random
+        heads have no values.
     """
-    # Heads of a layer are alike in random models, so their moments are taken together.
+    # The heads of a layer are exchangeable in random models, so their moments are taken together.
     axes: tuple[int, ...] = (0,)
     if head_axis is not None:
         axes = (0, head_axis + 1)
 
     def z_of(values: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-        """The distance from the mean in standard deviations, none of which is below rounding."""
+        """The distance from the mean in standard deviations, which are at least ``rounding``."""
         distance = abs(values - mean)
         distance = np.where(distance <= rounding, 0.0, distance)
-        smallest = np.maximum(rounding, np.finfo(float).tiny)  # nothing is divided by 0
+        smallest = np.maximum(rounding, _TINY)
         return distance / np.maximum(deviation, smallest)
 
-    # The z of random heads, where each draw in turn stands in for the model.
+    # The z of random heads: each draw in turn stands in for the model.
     z_of_draws = []
     for index, draw in enumerate(draws):
         others = np.delete(draws, index, axis=0)
@@ -171,15 +172,15 @@ def against_draws(
     random_z = np.sort(np.concatenate(z_of_draws))
     compared = len(random_z)
 
-    # How many of them are at least as far off as each head of the model.
+    # The number of random heads that are at least as far off as each head of the model.
     mean, deviation = _moments(draws, axes)
     z = z_of(heads, mean, deviation)
-    nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # equal but for rounding is as far
+    nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # a z that differs by rounding is as far
     p = (1 + compared - nearer) / (1 + compared)
     p = np.where(np.isfinite(z), p, np.nan)
 
-    # The interval holds a share ``level`` of random heads; of too few heads it has no end.
-    rank = int(np.ceil(level * (compared + 1) - 1e-9))  # 0.95 · 20 is 19, and not the next number
+    # The interval holds a share ``level`` of random heads; with too few of them it is infinite.
+    rank = int(np.ceil(level * (compared + 1) - 1e-9))  # 0.95 · 20 may be just above 19
     furthest_z = np.inf
     if rank <= compared:
         furthest_z = random_z[rank - 1]
@@ -190,8 +191,9 @@ def against_draws(
 
 
 def _moments(draws: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The mean and standard deviation over draws and heads, in the shape of the cells; NaN with
-    fewer than 2 values.
+    """The mean and standard deviation over draws and heads, in the shape of the cells.
+
+    The mean of no values is NaN, and so is the standard deviation of fewer than two.
     """
     finite = np.ma.masked_invalid(draws)
     mean = finite.mean(axes, keepdims=True).filled(np.nan)[0]

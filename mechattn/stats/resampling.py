@@ -1,5 +1,5 @@
-"""Tests and intervals of many means by resampling: sign flips, and the bootstrap-t, pointwise and
-simultaneous.
+"""Tests and intervals of many means by resampling: sign flips, and the pointwise and the
+simultaneous bootstrap-t.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from mechattn.stats.units import MOST_EXACT
 
 _PATTERNS = 2000  # random sign patterns in a block
 _SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own; see _studentised
-_ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
-_ROWS = 2000  # resamples in memory at a time, of at most 2,000 prompts or bags
+_ROUNDING = 1e-12  # of a cell's largest value: a smaller standard deviation counts as 0
+_ROWS = 2000  # resamples in memory at a time: 32 MB as float64 with 2,000 prompts or bags
 _COLUMNS = 100  # cells in memory at a time
 _PILOT = 500  # resamples that tell which cells lie far out
-_FAR = 3  # a t this many times as far out as any t* of the pilot is beyond all
+_FAR = 3  # a t this many times as far out as any t* of the pilot counts as beyond all t*
 
 # How often each prompt is in each resample [resample, prompt], in blocks of resamples.
 Counts = list[np.ndarray]
-# Sign patterns as bits, 1 for −1 [pattern, prompt / 8], in blocks of patterns.
+# Sign patterns as packed bits, 1 for −1 [pattern, prompt / 8], in blocks of patterns.
 Signs = list[np.ndarray]
 
 
@@ -33,35 +33,35 @@ Signs = list[np.ndarray]
 def flipped(d: np.ndarray, signs: Signs) -> np.ndarray:
     """The two-sided p of sign flips for a mean of 0, for each column of d [prompt, cell].
 
-    ``count / patterns``, where ``count`` patterns have as large a mean, up to 12 prompts, where all
-    are tried; ``(1 + count) / (1 + patterns)`` of random patterns with more. The test is exact if
-    differences are symmetric about 0.
+    ``count`` is the number of patterns that give at least as large a mean. Up to 12 prompts, where
+    all patterns are tried, p is ``count / patterns``; with more, where they are random, it is
+    ``(1 + count) / (1 + patterns)``. The test is exact if differences are symmetric about 0.
 
     Args:
         d: Differences [prompt, cell].
         signs: Sign patterns from :func:`drawn_signs`.
 
     Returns:
-        The p of each cell [cell]; NaN where a prompt has no value.
+        The p of each cell [cell]; NaN in a cell that lacks a prompt's value.
     """
     patterns = sum(map(len, signs))
     means = d.mean(0)
     count = np.where(np.isnan(means), np.nan, 0.0)
 
-    # The values are copied only where some columns need not be tried.
-    tried = np.flatnonzero(~_beyond_all(d, patterns))
+    # The values are copied only if some columns need not be tried.
+    tried_columns = np.flatnonzero(~_beyond_all(d, patterns))
     values = d
-    if len(tried) < d.shape[1]:
-        values = d[:, tried]
-    # Equal means count as as large, although they were summed in another order.
-    observed = abs(means)[tried] * (1 - 1e-12)
+    if len(tried_columns) < d.shape[1]:
+        values = d[:, tried_columns]
+    # An equal mean must count, although it was summed in a different order.
+    observed = abs(means)[tried_columns] * (1 - 1e-12)
 
     for packed in signs:
         bits = np.unpackbits(packed, axis=1, count=len(d))
         pattern = np.where(bits, -1.0, 1.0)
         flipped_means = abs(pattern @ values) / len(d)
         is_as_large = flipped_means >= observed
-        count[tried] += is_as_large.sum(0)
+        count[tried_columns] += is_as_large.sum(0)
 
     if len(d) <= MOST_EXACT:
         return count / patterns
@@ -69,10 +69,11 @@ def flipped(d: np.ndarray, signs: Signs) -> np.ndarray:
 
 
 def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
-    """The columns whose mean any of the patterns reaches with a probability below 1e-15, so that
-    they need not be tried.
+    """A mask of the columns that need not be tried: with a probability of less than 1e-15 any of
+    the random patterns gives as large a mean.
 
-    ``patterns · P(|Σ s d| ≥ |Σ d|) ≤ patterns · 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963).
+    ``patterns · P(|Σ s d| ≥ |Σ d|) ≤ patterns · 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963). As
+    ``(Σ d)² ≤ n Σ d²``, there are none up to 12 prompts, where all patterns are tried.
     """
     squares = (d**2).sum(0)
     smallest = 2 * squares * np.log(2e15 * patterns)
@@ -80,16 +81,16 @@ def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
 
 
 def drawn_signs(n: int, patterns: int, generator: np.random.Generator) -> Signs:
-    """All 2ⁿ sign patterns of up to 12 prompts, or random ones of more.
+    """All 2ⁿ sign patterns of up to 12 prompts, or random sign patterns of more.
 
     Args:
         n: The number of prompts.
         patterns: The number of random patterns.
-        generator: Where they come from.
+        generator: The generator of random patterns.
     """
     if n <= MOST_EXACT:
-        numbers = np.arange(2**n)[:, None]
-        bits = (numbers >> np.arange(n)) & 1
+        pattern_numbers = np.arange(2**n)[:, None]
+        bits = (pattern_numbers >> np.arange(n)) & 1
         return [np.packbits(bits, axis=1)]
 
     blocks = []
@@ -103,12 +104,12 @@ def drawn_signs(n: int, patterns: int, generator: np.random.Generator) -> Signs:
 
 
 def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
-    """The plain bootstrap: n prompts, drawn with replacement.
+    """Draw resamples of the plain bootstrap: n prompts with replacement.
 
     Args:
         n: The number of prompts, or of bags.
         resamples: The number of resamples.
-        generator: Where the draws come from.
+        generator: The generator of the draws.
 
     Returns:
         How often each prompt was drawn, in blocks [resample, prompt] of uint8.
@@ -122,24 +123,24 @@ def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
 
 
 def resample_sequentially(n: int, resamples: int, generator: np.random.Generator) -> Counts:
-    """The sequential bootstrap: prompts, drawn with replacement until ⌊n (1 − 1/e)⌋ + 1 of them are
-    distinct.
+    """Draw resamples of the sequential bootstrap: prompts with replacement, until
+    ⌊n (1 − 1/e)⌋ + 1 of them are distinct.
 
     A plain resample has about that number of distinct prompts on average, but may have far fewer.
-    It then has almost no spread and an enormous t, which the maximum over many cells picks up: with
-    256 cells, the simultaneous intervals of normal data covered 1.00 (10 prompts) and 0.99 (20),
-    and at 10 prompts they were 1.6 times as wide.
+    It then has almost no spread and an enormous t, which the maximum over many cells picks up. With
+    plain resamples and 256 cells, simultaneous intervals of normal data covered 1.00 (10 prompts)
+    and 0.99 (20) instead of 0.95, and with 10 prompts they were 1.6 times as wide.
 
     Args:
         n: The number of prompts, or of bags.
         resamples: The number of resamples.
-        generator: Where the draws come from.
+        generator: The generator of the draws.
 
     Returns:
         How often each prompt was drawn, in blocks [resample, prompt] of uint8.
 
-    Source: Rao, Pathak and Koltchinskii 1997. As accurate as the plain one to second order: Babu,
-    Pathak and Rao 1999.
+    Source: Rao, Pathak and Koltchinskii 1997. It is as accurate as the plain bootstrap to second
+    order: Babu, Pathak and Rao 1999.
     """
     distinct_on_average = n * (1 - np.exp(-1))
     distinct_needed = int(distinct_on_average) + 1
@@ -149,7 +150,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
         counts = np.zeros((rows, n), dtype=np.uint8)
         distinct = np.zeros(rows, dtype=int)
         unfinished = np.arange(rows)
-        # One more prompt for each resample that has too few distinct ones.
+        # Add one more prompt to each resample that has too few distinct ones.
         while unfinished.size:
             prompt = generator.integers(n, size=unfinished.size)
             is_new = counts[unfinished, prompt] == 0
@@ -161,31 +162,30 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
 
 
 def _block_sizes(count: int, most: int) -> list[int]:
-    """The sizes of blocks of at most ``most`` rows, so that few are unpacked at a time."""
+    """The sizes of blocks of at most ``most`` rows that make up ``count`` rows."""
     return [min(most, count - start) for start in range(0, count, most)]
 
 
 def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """The standard deviations of columns, with 0 in place of what is rounding error.
+    """The standard deviations of columns, with 0 in place of rounding errors.
 
     Args:
-        deviation: Standard deviations [cell].
-        d: The values that they are of [prompt, cell].
+        deviation: The standard deviation of each column [cell].
+        d: The columns [prompt, cell].
     """
     largest = abs(d).max(0, initial=0.0)
     return np.where(deviation <= _ROUNDING * largest, 0.0, deviation)
 
 
 def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """The quantiles of t* for each column of d [prompt, cell] that give the ends of its bootstrap-t
-    interval.
+    """The quantiles of t* that give the ends of each column's bootstrap-t interval.
 
-    ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n`` at a level of 0.95, with
-    ``t* = (mean* − mean) / (s* / √n*)`` of each resample, whose size is n*.
+    At a level of 0.95 it is ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with
+    ``t* = (mean* − mean) / (s* / √n*)`` in a resample of size n*.
 
     Args:
         d: Differences [prompt, cell].
-        counts: Resamples of these prompts.
+        counts: Resamples of the prompts.
         level: The level of the intervals.
 
     Returns:
@@ -203,30 +203,33 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
 
 
 def t_of(mean: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """``mean / error``; with an error of 0 infinite, but 0 for a mean of 0."""
-    without_error = np.where(mean == 0, 0.0, np.copysign(np.inf, mean))
+    """``mean / error``, which is NaN if the mean is.
+
+    With an error of 0 it is infinite, but 0 for a mean of 0.
+    """
+    without_error = np.where(mean == 0, 0.0, mean + np.copysign(np.inf, mean))  # NaN stays NaN
     return ratio(mean, error, otherwise=without_error)
 
 
 @dataclass(frozen=True, eq=False)
 class Tails:
-    """Resampled t of many cells: the extreme ones over all cells, and how far out each cell's own t
-    lies.
+    """The tails of resampled t over many cells, and the p of each cell's t.
 
-    ``family`` is the two-sided p of each cell adjusted for all of them (step-down): twice the share
-    of resamples in which any of the cells that are no further out has a t* as far out, and no
-    smaller than the p of the cells further out. ``p`` is that of a cell alone, twice the share of
-    its own t* that are as far out, but at least ``family / cells``: it counts in steps of
-    1/resamples, and a sample without its long tail looks symmetric. That family has another
-    smallest spread (:func:`_smallest_for_p`), so that a cell with all of its spread in one prompt
-    does not decide for others.
+    ``family`` is adjusted for all cells (step-down). It is twice the share of resamples in which
+    some cell has a t* as far out as this cell's t, counting only cells whose own t is not further
+    out. It is at least the ``family`` of every cell that is further out. ``p`` is that of a cell
+    alone: twice the share of its own t* that are as far out. It is at least ``family / cells``,
+    since it counts in steps of 1 / resamples, and since a sample in which a long tail is not seen
+    looks symmetric. The ``family`` of that bound has a different smallest spread
+    (:func:`_smallest_for_p`), so that a cell with all of its spread in one prompt does not decide
+    for the others.
 
     Args:
-        upper: The upper quantile of the largest t* of each resample over all cells, or 0. The lower
-            end of simultaneous intervals is ``mean − upper · s / √n``.
-        lower: The lower quantile of the smallest t*, or 0, for the upper end.
+        upper: The upper quantile over resamples of the largest t* of all cells, at least 0. The
+            lower end of simultaneous intervals is ``mean − upper · s / √n``.
+        lower: The lower quantile of the smallest t*, at most 0, for their upper end.
         p: Two-sided p of each cell alone [cell].
-        family: Two-sided p of each cell, adjusted for all of them [cell].
+        family: Two-sided p of each cell, adjusted for all cells [cell].
     """
 
     upper: float
@@ -238,25 +241,25 @@ class Tails:
 def tails(d: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
     """Compare the t of each column of d [prompt, cell] with resamples of all columns.
 
-    A resample uses the same prompts in all cells, which preserves their correlation; each tail is
-    treated by itself, which preserves skewness. A t more than three times as far out as any t* of
-    the first 500 resamples counts as further out than all.
+    A resample uses the same prompts in all cells, which preserves their correlation. Each tail is
+    treated by itself, which preserves skewness. A t that is more than three times as far out as any
+    t* of the first 500 resamples counts as further out than all t*.
 
     Args:
         d: Differences [prompt, cell].
-        t: The t of each column [cell]; NaN for those that are not tested.
-        counts: Resamples of these prompts.
+        t: The t of each column [cell]; NaN if it is not tested.
+        counts: Resamples of the prompts.
         level: The level of the simultaneous intervals.
 
     Returns:
-        The tails, in the order of the columns; the p of a column that is not tested are NaN.
+        The tails, in the order of the columns; both p are NaN in a column that is not tested.
 
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     order = _nearest_first(t)
     t = _infinite_where_far(d, t, order, counts)
-    for_family = 1  # in the list of spreads
     spreads = [_smallest_for_p(len(d), len(order)), _SMALLEST_SPREAD]
+    for_family = 1  # the index of the second spread
     reached = _reached(d, t, order, counts, spreads)
     p = _p_of_each_cell(reached, len(order), len(order))
     largest = reached.furthest[0, for_family]
@@ -272,16 +275,16 @@ def tails(d: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
 def p_values(
     d: np.ndarray, t: np.ndarray, counts: Counts, family_size: int | None = None
 ) -> np.ndarray:
-    """Return ``tails(…).p`` without the rest, in less time, as cells that are further out than all
-    t* are not resampled.
+    """The ``p`` of :func:`tails` alone, in less time: cells that are further out than all t* are
+    not resampled.
 
     Args:
         d: Differences [prompt, cell].
-        t: The t of each column [cell]; NaN for those that are not tested.
-        counts: Resamples of these prompts.
-        family_size: The number of cells in the family, of which the columns may be a sample: a
-            cell's part of the family's p is then estimated from these columns, and at most
-            ``1 / family_size``. By default the number of columns that are tested.
+        t: The t of each column [cell]; NaN if it is not tested.
+        counts: Resamples of the prompts.
+        family_size: The number of cells in the family; by default the number of columns that are
+            tested. If the columns are a sample of the family, the lower bound ``family / cells`` of
+            p is estimated from them and is at most ``1 / family_size``.
     """
     order = _nearest_first(t)
     if family_size is None:
@@ -293,8 +296,9 @@ def p_values(
 
 
 def _nearest_first(t: np.ndarray) -> np.ndarray:
-    """The cells that are tested, the nearest to 0 first, so that the extremes up to a cell are
-    those of the cells that are no further out.
+    """The indices of the tested cells, in the order of their distance from 0.
+
+    The extremes of the cells up to a place are then those of all cells that are not further out.
     """
     order = np.argsort(abs(t), kind="stable")
     return order[~np.isnan(t[order])]
@@ -306,10 +310,10 @@ class _Reached:
 
     Args:
         p_alone: Twice the share of a cell's own t* that reach its t [cell].
-        p_family: Twice the share of the extreme t* of all cells that are no further out
-            [spread, cell].
-        furthest: The furthest t* of all cells in the upper and in the lower tail, there with its
-            sign changed [tail, spread, resample].
+        p_family: Twice the share of resamples in which the most extreme t* of the cells that are
+            not further out reaches its t [spread, cell].
+        furthest: The furthest t* of all cells in the upper and in the lower tail, in the latter
+            with its sign changed [tail, spread, resample].
     """
 
     p_alone: np.ndarray
@@ -320,7 +324,7 @@ class _Reached:
 def _reached(
     d: np.ndarray, t: np.ndarray, cells: np.ndarray, counts: Counts, spreads: list[float]
 ) -> _Reached:
-    """Resample cells, which come the nearest first; ``p_alone`` is of the first of the spreads."""
+    """Resample cells in the order of :func:`_nearest_first`; ``p_alone`` is of the first spread."""
     resamples = sum(map(len, counts))
     furthest = np.zeros((2, len(spreads), resamples))
     p_alone = np.where(np.isnan(t), np.nan, 0.0)
@@ -336,7 +340,7 @@ def _reached(
             p_alone[cell] = min(1.0, 2 * own_count / resamples)
             p_family[:, cell] = np.minimum(1.0, 2 * (1 + family_count) / (1 + resamples))
 
-    # Step down: no p is smaller than those of the cells further out.
+    # Step down: no p is smaller than the p of a cell that is further out.
     furthest_first = cells[::-1]
     p_by_distance = p_family[:, furthest_first]
     p_family[:, furthest_first] = np.maximum.accumulate(p_by_distance, axis=1)
@@ -344,7 +348,7 @@ def _reached(
 
 
 def _p_of_each_cell(reached: _Reached, tested: int, family_size: int) -> np.ndarray:
-    """A cell's own p, which is at least its part of the family's."""
+    """The p of each cell alone, which is at least its part of the family's p."""
     part_of_family = reached.p_family[0] / max(1, tested)
     part_of_family = np.minimum(part_of_family, 1 / max(1, family_size))
     return np.maximum(reached.p_alone, part_of_family)
@@ -353,8 +357,8 @@ def _p_of_each_cell(reached: _Reached, tested: int, family_size: int) -> np.ndar
 def _infinite_where_far(
     d: np.ndarray, t: np.ndarray, order: np.ndarray, counts: Counts
 ) -> np.ndarray:
-    """The t, made infinite where the first few resamples show it so far out that none will reach
-    it.
+    """The t of each cell, made infinite if it is far further out than every t* of the first
+    resamples.
     """
     pilot = [counts[0][:_PILOT]]
     furthest = 0.0
@@ -364,11 +368,11 @@ def _infinite_where_far(
 
 
 def _smallest_for_p(n: int, cells: int) -> float:
-    """The smallest spread for p.
+    """The smallest spread of a resample for p, as a fraction of the cell's own.
 
-    A resample without the prompt that makes all of a cell's spread has a t* of 1 / smallest. So
-    that such a cell does not hide one with an effect, this is no more than the t that one cell
-    among many needs to be found.
+    If one prompt makes all of a cell's spread, a resample without it has a t* of about
+    1 / smallest spread. That is at most the t that one cell among many needs to be found, so that
+    such a cell does not hide one with an effect.
     """
     one_sided = 0.025 / max(1, cells)
     needed_t = stats.t.ppf(1 - one_sided, n - 1)
@@ -378,7 +382,9 @@ def _smallest_for_p(n: int, cells: int) -> float:
 def _t_star_by_columns(
     d: np.ndarray, order: np.ndarray, counts: Counts, spreads: list[float]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield a few columns of d at a time, in this order, and their t* [cell, spread, resample]."""
+    """Yield the indices of some columns at a time, in this order, and their t*
+    [cell, spread, resample].
+    """
     for start in range(0, len(order), _COLUMNS):
         columns = order[start : start + _COLUMNS]
         t_star = _studentised(d[:, columns], counts, spreads)
@@ -386,9 +392,10 @@ def _t_star_by_columns(
 
 
 def _studentised(d: np.ndarray, counts: Counts, spreads: list[float]) -> np.ndarray:
-    """t* [cell, spread, resample] for each smallest spread; 0 in cells without spread.
+    """The t* of some cells, with each smallest spread [cell, spread, resample]; 0 in cells without
+    spread.
 
-    ``t* = (mean* − mean) / max(s* / √n*, smallest · s / √n)``. If one prompt causes all of a cell's
+    ``t* = (mean* − mean) / max(s* / √n*, smallest · s / √n)``. If one prompt makes all of a cell's
     spread, a resample without it has none, and its infinite t* would make all simultaneous
     intervals infinite.
 
@@ -400,16 +407,16 @@ def _studentised(d: np.ndarray, counts: Counts, spreads: list[float]) -> np.ndar
     n, cells = d.shape
     deviation = d.std(0, ddof=1)
     deviation = without_noise(deviation, d)
-    # In units of each cell's own spread, so that one smallest error suits all.
+    # In units of each cell's own spread, so that all cells have the same smallest error.
     scaled = ratio(d - d.mean(0), deviation, otherwise=0.0)
-    # One product with the counts gives the sums of values and of squares.
+    # One product with the counts gives both the sums of values and the sums of squares.
     powers = np.concatenate([scaled, scaled**2], axis=1).T
 
     resamples = sum(map(len, counts))
     t_star = np.empty((cells, len(spreads), resamples))
     start = 0
     for block in counts:
-        size = block.sum(1, dtype=np.float64)  # n*, in which sequential resamples differ
+        size = block.sum(1, dtype=np.float64)  # n*, which differs between sequential resamples
         stop = start + len(size)
 
         weights = block.T.astype(np.float64)  # [prompt, resample]

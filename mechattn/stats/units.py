@@ -1,5 +1,6 @@
-"""Units of replication (prompts, groups of prompts, or random bags where there are many), and what
-tests over them can find: the smallest p and q, and the power of one test among many."""
+"""Units of replication (prompts, groups of prompts, or random bags of very many units), and what
+tests over them can find: the smallest p and q, and the power of one test among many.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +17,41 @@ from scipy import optimize, sparse, stats
 
 from mechattn.errors import OptionError, check_counts
 
-Unit = Literal["auto", "prompt"]  # groups where there are any, or prompts all the same
-RESAMPLES = 9999  # by default
-MOST_EXACT = 12  # prompts: all 4,096 sign patterns are tried
+Unit = Literal["auto", "prompt"]  # "auto": groups if there are any; "prompt": always prompts
+RESAMPLES = 9999  # the default
+MOST_EXACT = 12  # units: up to this number, all sign patterns (4,096) are tried
 MOST_SINGLE = 2000  # units: up to this number, each is resampled on its own
 _MOST_BAGS = 1000
-_SURE = 0.9  # ``fewest`` units let a test pass alone with at least this probability
-_MOST_UNITS = 200  # that ``fewest`` considers
-_MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 takes
+_SURE = 0.9  # with ``fewest`` units, a test passes alone with at least this probability
+_MOST_UNITS = 200  # the largest ``fewest`` that is considered
+_MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 needs
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """The smallest p and q that sign flips over n units can reach in a family of tests
-    (Benjamini-Hochberg).
+    """What sign flips over n units can find in a family of tests (Benjamini-Hochberg).
 
     Args:
         n: The number of units: prompts, or groups of prompts.
         unit: The kind of unit, such as "prompts".
         tests: The number of tests in the family.
         level: The level of q below which a test is a finding.
-        smallest_p: The smallest possible p: ``2^(1 − n)`` if all patterns of signs are tried (up to
-            12 units), and ``1 / (1 + patterns)`` if they are drawn. It is also the smallest q, that
-            of tests which all reach it.
-        smallest_q: The q of one test at that p if no other test is significant:
-            ``tests · smallest_p``.
-        together: The number of tests that must reach the smallest p for their q to pass; None if
-            all don't suffice.
-        chance: The probability that a test whose differences all have one sign passes by itself: 0
-            or 1 up to 12 units; with more units, a drawn pattern may by chance equal that of the
-            data.
+        smallest_p: The smallest possible p: ``2^(1 − n)`` up to 12 units, as all sign patterns are
+            tried, and ``1 / (1 + patterns)`` with more, as they are drawn. If all tests reach it,
+            it is also their q.
+        smallest_q: The q of one test at that p if all other tests have a p of 1: ``tests ·
+            smallest_p``, at most 1.
+        together: The number of tests that must reach the smallest p together for their q to be
+            below the level; None if even all of them are too few.
+        chance: The probability that one test alone has q below the level if all of its differences
+            have the same sign. Up to 12 units it is 0 or 1; with more, drawn patterns may by chance
+            repeat the signs of the data.
         fewest: The smallest number of units with which that probability is at least 90 %; None if
-            no number is enough, as too few patterns of signs are drawn for so low a level.
-        detectable: The effect (d_z) that one test finds with 80 % power if no other has an effect.
-        random: What draws of random weights can show (:func:`random_words`); empty unless their
-            number is named.
+            no number is enough, because too few patterns are drawn for so low a level.
+        detectable: The effect (d_z) that one test finds with 80 % power if no other has an effect;
+            NaN if there are too few units.
+        random: What draws of random weights can show (:func:`random_words`); empty if their number
+            is not named.
     """
 
     n: int
@@ -66,12 +67,12 @@ class Resolution:
     random: str = ""
 
     def __str__(self) -> str:
-        """These figures in a sentence, and the one about random weights, if any."""
+        """What the units can find, in words, and the words about random weights, if any."""
         sentences = [self._sentence_about_units(), self.random]
         return "; ".join(filter(None, sentences))
 
     def _sentence_about_units(self) -> str:
-        """Whether one test alone can pass, and otherwise what it takes, in words."""
+        """Whether one test alone can have q below the level, and otherwise what that needs."""
         start = f"with {self.n} {self.unit} and {self.tests} tests"
         smallest = f"(smallest p {self.smallest_p:.2g})"
         if self.fewest is None:
@@ -101,8 +102,10 @@ class Resolution:
 
 
 def random_words(draws: int, tests: int, compared: int, level: float = 0.05) -> str:
-    """What draws of random weights can show: the smallest ``q_random`` of one head alone,
-    ``tests / (compared + 1)``, and how many draws would do where that is not below the level.
+    """What draws of random weights can show, in words.
+
+    It is the smallest ``q_random`` of one head alone, ``tests / (compared + 1)``. If that is not
+    below the level, the number of draws that are enough follows.
 
     Args:
         draws: The number of random models.
@@ -112,19 +115,20 @@ def random_words(draws: int, tests: int, compared: int, level: float = 0.05) -> 
     """
     if not compared:
         return f"with {draws} draws there is no head of a random model to compare with"
-    smallest = tests / (compared + 1)
+    smallest_q = tests / (compared + 1)
     sentence = (
-        f"with {draws} draws the smallest q_random of one head alone is {min(1.0, smallest):.2g}"
+        f"with {draws} draws the smallest q_random of one head alone is {min(1.0, smallest_q):.2g}"
     )
-    if smallest < level:
+    if smallest_q < level:
         return sentence
     fewest_draws = floor(draws * (tests / level - 1) / compared) + 1
     return f"{sentence}; {fewest_draws} draws would do"
 
 
 def patterns_needed(resamples: int, cells: int) -> int:
-    """The number of sign patterns: at least 20 for each cell, so that one cell alone can have
-    q < 0.05, as the smallest p is ``1 / (1 + patterns)``.
+    """The number of random sign patterns: ``resamples``, but at least 20 for each cell.
+
+    The smallest p is ``1 / (1 + patterns)``, so that one cell alone can have q < 0.05.
     """
     return max(resamples, 20 * cells)
 
@@ -138,7 +142,7 @@ def resolution(
         n: The number of units: prompts, or groups of prompts.
         tests: The number of tests in the family.
         level: The level of q below which a test is a finding.
-        resamples: The number of sign patterns at least, where they are drawn.
+        resamples: The least number of sign patterns, if they are drawn.
         unit: The kind of unit, such as "prompts".
 
     Raises:
@@ -151,7 +155,7 @@ def resolution(
     if n <= MOST_EXACT:
         smallest_p = 2.0 ** (1 - n)
 
-    # m tests at the smallest p have q = tests · smallest_p / m, which is to be below the level.
+    # m tests at the smallest p have q = tests · smallest_p / m, which must be below the level.
     needed = floor(tests * smallest_p / level) + 1
     together: int | None = needed
     if needed > tests:
@@ -174,22 +178,24 @@ def resolution(
 def power(
     heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8
 ) -> float:
-    """Plan a comparison: how surely q < 0.05 finds one head, how large an effect it finds, or how
-    many prompts it takes.
+    """Plan a comparison: the power to find one head by q < 0.05, the effect that is found, or the
+    number of prompts that finding it needs.
 
-    ``P(|T| > t(1 − 0.05 / (2 heads), prompts − 1))`` for noncentral T with ``effect · √prompts``:
-    one head with an effect among heads without one. More heads with effects are found more easily.
+    The power is ``P(|T| > t(1 − 0.05 / (2 heads), prompts − 1))`` for noncentral T with
+    ``effect · √prompts``, for one head with an effect among heads without one. If more heads have
+    effects, they are found more easily.
 
     Args:
         heads: The number of tests in the table, such as layers × heads.
         effect: The mean of the tested difference divided by its standard deviation over prompts
             (d_z).
         prompts: The number of prompts, or of groups.
-        sure: The power to reach, where effect or prompts is left out.
+        sure: The power to reach. It is not used if both effect and prompts are given.
 
     Returns:
-        The power (0 where q cannot be reached), the effect or the number of prompts: what is not
-        given.
+        With effect and prompts, the power, which is 0 if q < 0.05 is impossible. With prompts, the
+        smallest effect that is found, NaN if there are too few prompts. With effect, the smallest
+        number of prompts.
 
     Raises:
         OptionError: Both effect and prompts are left out, or a number is out of range.
@@ -197,7 +203,7 @@ def power(
     check_counts(heads=heads)
     if prompts is not None:
         check_counts(3, prompts=prompts)
-    if effect is not None and abs(effect) < 0.01:
+    if effect is not None and not 0.01 <= abs(effect) < np.inf:
         raise OptionError(
             f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01,"
             " such as 0.5"
@@ -210,50 +216,37 @@ def power(
     if prompts is not None:
         return detectable_size(prompts, heads, sure=sure)
     if effect is None:
-        raise OptionError("give effect=…, prompts=… or both: what is left out is computed")
+        raise OptionError("give effect=…, prompts=… or both: the one left out is computed")
 
     # Power grows with the number of prompts, so a binary search finds the first that is enough.
-    counts = range(3, _MOST_PLANNED)
-    enough = bisect_left(counts, sure, key=lambda n: power_of(abs(effect), n, heads))
-    return counts[enough]
-
-
-@lru_cache(maxsize=64)  # the tables of a page ask for the same
-def _fewest(tests: int, level: float, patterns: int) -> int | None:
-    """The smallest number of units with which one test alone passes with a probability of at least
-    90 %; None if there is none.
-    """
-    fewest = _MOST_UNITS
-    if chance(fewest, tests, level, patterns) < _SURE:
-        return None
-    while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= _SURE:
-        fewest -= 1
-    return fewest
+    prompt_counts = range(3, _MOST_PLANNED)
+    first_enough = bisect_left(prompt_counts, sure, key=lambda n: power_of(abs(effect), n, heads))
+    return prompt_counts[first_enough]
 
 
 def chance(n: int, tests: int, level: float, patterns: int) -> float:
-    """The probability that a test whose differences all have one sign has q below the level by
-    itself.
+    """The probability that one test alone has q below the level, if all of its differences have the
+    same sign.
 
-    ``tests · p < level``, where p is ``2^(1 − n)`` up to 12 units, and ``(1 + hits) / (1 +
-    patterns)`` with binomial hits otherwise: drawn patterns that keep all signs, or flip all.
+    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``. With more it is
+    ``(1 + hits) / (1 + patterns)``, with a binomial number of hits: drawn patterns that keep all
+    signs or flip all.
     """
-    extreme = 2.0 ** (1 - n)
+    hit_rate = 2.0 ** (1 - n)
     if n <= MOST_EXACT:
-        return float(tests * extreme < level)
+        return float(tests * hit_rate < level)
 
     most_hits = ceil(level * (1 + patterns) / tests) - 2
-    return float(stats.binom.cdf(most_hits, patterns, extreme))
+    return float(stats.binom.cdf(most_hits, patterns, hit_rate))
 
 
 def power_of(
     effect: float, n: int, tests: int = 1, level: float = 0.05, resamples: int = RESAMPLES
 ) -> float:
-    """The probability that a t test over n units finds an effect (d_z), if none of the other tests
-    finds one.
+    """The probability that a t test over n units finds an effect (d_z), if no other test finds one.
 
-    ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q <
-    level asks of a test alone; times the probability that sign flips can be as small.
+    It is ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``, as one
+    test alone needs for q < level, times the :func:`chance` that the p of sign flips is as small.
     """
     reachable = chance(n, tests, level, patterns_needed(resamples, tests))
     critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
@@ -268,15 +261,16 @@ def power_of(
 def detectable_size(
     n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8, resamples: int = RESAMPLES
 ) -> float:
-    """The effect (d_z) that a test finds with probability ``sure`` (:func:`power_of`); NaN where no
-    effect is large enough.
+    """The effect (d_z) that a test finds with probability ``sure`` (:func:`power_of`).
+
+    It is NaN if no effect is large enough, and 0 if none is needed.
     """
     patterns = patterns_needed(resamples, tests)
     if n < 3 or chance(n, tests, level, patterns) <= sure:
         return float("nan")
 
     def excess_power(effect: float) -> float:
-        """Power beyond what is asked for: below 0 where the effect is too small."""
+        """The power minus ``sure``; negative if the effect is too small."""
         return power_of(effect, n, tests, level, resamples) - sure
 
     if excess_power(0.0) >= 0:
@@ -286,6 +280,19 @@ def detectable_size(
         large_enough *= 2
 
     return float(optimize.brentq(excess_power, 0.0, large_enough))
+
+
+@lru_cache(maxsize=64)  # the tables of a page have the same arguments
+def _fewest(tests: int, level: float, patterns: int) -> int | None:
+    """The smallest number of units with which :func:`chance` is at least 90 %; None if even 200 are
+    too few.
+    """
+    fewest = _MOST_UNITS
+    if chance(fewest, tests, level, patterns) < _SURE:
+        return None
+    while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= _SURE:
+        fewest -= 1
+    return fewest
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,7 +305,7 @@ class Units:
 
     @classmethod
     def grouped(cls, groups: Sequence[str]) -> Units:
-        """One unit per group; if no two prompts share a group, each prompt is a unit."""
+        """Units from the group of each prompt; prompts are the units if no two share a group."""
         group_of_prompt, names = pd.factorize(np.array(groups, dtype=object))
         if len(names) == len(groups):
             return cls(len(groups))
@@ -334,11 +341,10 @@ class Units:
 
     @property
     def inflation(self) -> float:
-        """The largest factor by which the variance of a mean over prompts can exceed that over
-        independent ones.
+        """The largest factor by which grouping can raise the variance of a mean over prompts.
 
         ``Σ m_g² / n`` for n prompts, m_g of them in group g: Kish's design effect at a correlation
-        of 1 within groups.
+        of 1 within groups, compared with independent prompts.
         """
         if self.group_of_prompt is None:
             return 1.0
@@ -346,10 +352,10 @@ class Units:
         return float((sizes**2).sum() / self.prompts)
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each unit's prompts, for values [prompt, …]; NaN is left out.
+        """The mean of each unit's prompts [unit, …], for values [prompt, …]; NaN is left out.
 
-        ``means[g] = mean of values[i] over the prompts i of group g``; where prompts are the units,
-        the values themselves.
+        ``means[g] = mean of values[i] over the prompts i of group g``. If prompts are the units,
+        these are the values themselves, not a copy.
         """
         if self.group_of_prompt is None:
             return values
@@ -359,8 +365,7 @@ class Units:
         return means.to_numpy().reshape(self.n, *cells)
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """The prompts of one half of the units, and the others, so that no group is on both
-        sides."""
+        """The indices of the prompts of one half of the units, and those of the other half."""
         if self.group_of_prompt is None:
             return halves_of(self.n)
         units_of_half, _ = halves_of(self.n)
@@ -378,7 +383,7 @@ class Units:
         Args:
             fewest: The number that it needs.
             why: What they are needed for, as the end of a sentence, such as " for two halves".
-            instead: What can be done other than to add groups, as the end of that sentence.
+            instead: The alternative to more groups, as the end of that sentence.
 
         Raises:
             OptionError: There are fewer.
@@ -393,10 +398,10 @@ class Units:
 
 
 def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The indices of two halves of n units, which are the same at each call; if n is odd, the first
-    has one more.
+    """The indices of two random halves of n units, the same at each call.
 
-    They are drawn at random, as in many files two classes of prompts alternate.
+    If n is odd, the first has one more. They are random because in many files two classes of
+    prompts alternate.
     """
     order = np.random.default_rng(n).permutation(n)
     middle = (n + 1) // 2
@@ -405,10 +410,10 @@ def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """Random bags of units that are resampled in place of very many units: ``⌊n / m⌋`` bags of
-    ``m = ⌈n / 1000⌉``.
+    """Random bags of units, which are resampled in place of very many units.
 
-    Units that are left over go to the first bags, one to each.
+    There are ``⌊n / m⌋`` bags of ``m = ⌈n / 1000⌉`` units. Units that are left over go to the first
+    bags, one to each.
     """
 
     order: np.ndarray  # the units, one bag after another
@@ -416,7 +421,7 @@ class Bags:
 
     @classmethod
     def drawn(cls, n: int, seed: int) -> Bags | None:
-        """Draw bags of n units; None for up to 2,000, which are resampled one by one."""
+        """Draw bags of n units; None for up to 2,000 units, which are resampled one by one."""
         if n <= MOST_SINGLE:
             return None
         count = resampled_count(n)
@@ -424,7 +429,7 @@ class Bags:
         sizes = np.full(count, size)
         sizes[:left_over] += 1
         ends = np.cumsum(sizes)
-        generator = np.random.default_rng([seed, 1])  # another stream than that of the resamples
+        generator = np.random.default_rng([seed, 1])  # independent of the stream of resamples
         return cls(order=generator.permutation(n), starts=ends - sizes)
 
     @property
@@ -442,7 +447,7 @@ class Bags:
         return words
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each bag's units, for values [unit, …]."""
+        """The mean of each bag's units [bag, …], for values [unit, …]."""
         units = len(self.order)
         row_starts = np.append(self.starts, units)
         membership = sparse.csr_array(  # 1 where a unit is in a bag [bag, unit]

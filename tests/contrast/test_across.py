@@ -58,7 +58,7 @@ def test_conditions_with_different_nulls_are_refused(result):
     name = "received_by_segment_dilution"
     without = dataset.assign({name: dataset[name].where(dataset.condition != "=")})
     other = replace(result, datasets=result.datasets | {"received_attention": without})
-    with pytest.raises(OptionError, match=r"'=': uniform.*give one for all"):
+    with pytest.raises(OptionError, match=r"'=': uniform.*give one null for all"):
         other.across(FILLERS)
     table = other.across(FILLERS, null="uniform")
     pd.testing.assert_frame_equal(table, result.across(FILLERS, null="uniform"))

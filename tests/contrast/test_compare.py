@@ -244,7 +244,7 @@ def test_two_results_of_the_same_prompts():
     assert_allclose(table.difference, 1)
     for other, message in (
         (made_up(values, prompts="b"), "different prompts"),
-        (made_up(values[..., :2]), "other heads"),
+        (made_up(values[..., :2]), "different heads"),
     ):
         with pytest.raises(OptionError, match=message):
             two.compare("other", to="other", quantity="quantity", other=other)
@@ -266,7 +266,7 @@ def test_two_results_of_the_same_prompts():
         ),
         (dict(condition="slash", to="slash"), "'slash' is compared with itself"),
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
-        (dict(condition="slash", top=3), 'top=3: say select="half" too'),
+        (dict(condition="slash", top=3), 'top=3: give select="half" too'),
         (
             dict(condition="slash", select="half", top=3, by="q"),
             "by='q': choose one of 'beyond', 'difference'",

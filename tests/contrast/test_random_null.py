@@ -127,7 +127,7 @@ def test_random_models_of_another_run_are_refused(trained, random, toy, prompts)
         return ma.run(drawn, some, conditions, seed=seed)
 
     for other, why in (
-        (run(prompts[6:9], {"slash": CONDITIONS["slash"]}), "has other prompts"),
+        (run(prompts[6:9], {"slash": CONDITIONS["slash"]}), "has different prompts"),
         (
             run(prompts[:6], {"slash": CONDITIONS["sentence"]}),
             "has a different condition named 'slash'",
@@ -136,7 +136,7 @@ def test_random_models_of_another_run_are_refused(trained, random, toy, prompts)
         with pytest.raises(OptionError, match=rf"random\[2\] {why}.*run ma.run_random with"):
             trained.compare("slash", random=[*random[:2], other], columns="all")
     other = run(prompts[:6], CONDITIONS, seed=1)
-    with pytest.raises(OptionError, match=r"read other tokens with 'sentence', so its seed"):
+    with pytest.raises(OptionError, match=r"read different tokens with 'sentence', so its seed"):
         trained.compare("sentence", random=[*random[:2], other], columns="all")
     assert len(trained.compare("slash", random=[*random[:2], other], columns="all")) == 32, (
         "slashes are the same with any seed"

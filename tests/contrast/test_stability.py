@@ -144,7 +144,7 @@ def test_what_it_refuses():
         (dict(top=HEADS), f"top=60: give a number of heads below {HEADS}"),
         (dict(top=None), "10 prompts; give at least 12"),
         (dict(condition="c0", over=["c0", "c1"]), "condition=… or over="),
-        (dict(top=None, by="beyond"), "by='beyond' ranks heads, so say top="),
+        (dict(top=None, by="beyond"), "by='beyond' ranks heads: give top="),
     ):
         with pytest.raises(OptionError, match=message):
             ask(result, **options)

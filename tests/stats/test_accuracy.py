@@ -86,7 +86,7 @@ def test_detectable_where_answers_hardly_differ(disagreement):
 
 @pytest.mark.parametrize(("first", "second"), [([], []), ([True], [True, False, True])])
 def test_answers_that_are_not_paired_are_refused(first, second):
-    with pytest.raises(OptionError, match="give one of each to every problem"):
+    with pytest.raises(OptionError, match="give one answer per problem for each condition"):
         paired_accuracy(first, second)
 
 

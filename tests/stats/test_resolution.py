@@ -104,6 +104,6 @@ def test_a_comparison_is_planned_by_leaving_out_one_number():
     assert enough_prompts >= 0.8 > one_less
     assert ma.power(784, effect=-0.5) == prompts
     assert ma.power(784, effect=ma.power(784, prompts=64), prompts=64) == pytest.approx(0.8)
-    for wrong in (dict(), dict(effect=0.0), dict(effect=0.5, prompts=2)):
+    for wrong in (dict(), dict(effect=0.0), dict(effect=np.nan), dict(effect=0.5, prompts=2)):
         with pytest.raises(OptionError, match="give"):
             ma.power(784, **wrong)
