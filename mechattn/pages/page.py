@@ -13,8 +13,8 @@ from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,
     answer_sentences,
-    changes,
     picture,
+    picture_rows,
     shown_conditions,
     verdict_sentences,
 )
@@ -229,7 +229,7 @@ def _template_values(
     from mechattn import __version__
 
     results = [model.result for model in models]
-    rows = changes(models)
+    rows = picture_rows(models)
     provenance_rows: list[tuple[str, str]] = []
     for result in results:
         provenance_rows += flat(result.provenance)
@@ -247,7 +247,7 @@ def _template_values(
         "data": page_json(models),
         "answer": answer_sentences(models),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
-        "changes": rows,
+        "rows": rows,
         "picture": picture(rows),
         "verdicts": list(chain.from_iterable(map(verdict_sentences, models))),
         "models": models,
