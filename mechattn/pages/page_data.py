@@ -21,7 +21,13 @@ import xarray as xr
 from mechattn.axes import BASELINE, INSERTED, PADDING, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, shares_by_position
-from mechattn.contrast.quantities import has_dilution, head_quantities, layer_blocks, variable_of
+from mechattn.contrast.quantities import (
+    has_dilution,
+    head_quantities,
+    layer_blocks,
+    segment_of,
+    variable_of,
+)
 from mechattn.contrast.table import DEFAULT_MARGINS, comparison_table, marked
 from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed
@@ -155,11 +161,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
         ``values`` and its ``changes`` from the baseline, or in ``missing`` why there are none.
     """
     variable = variable_of(result, quantity)
-    segment = ""
-    words = quantity
-    if "segment" in variable.dims:
-        segment = "question"
-        words = quantity_words(quantity, segment)
+    segment = segment_of(variable, "question")
 
     values: dict[str, Any] = {}
     changes: dict[str, Any] = {}
@@ -178,7 +180,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     return {
         "name": quantity,
         "segment": segment,
-        "words": words.replace("_", " "),
+        "words": quantity_words(quantity, segment).replace("_", " "),
         "units": str(variable.attrs.get("units", "")),
         "about": str(variable.attrs.get("description", "")),
         "values": values,

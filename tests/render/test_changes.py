@@ -115,6 +115,8 @@ def test_a_null_of_no_change_is_said_once(measured):
     small_print = figure.layout.title.text.replace("<br>", " ")
     assert small_print.count("no difference") == 1
     assert "predicts" not in small_print
+    figure = ma.render.change_map(measured, "slash", "value_drain")
+    assert "value_drain, change" in figure.layout.title.text, "it has no segments"
 
 
 def test_changes_by_condition(measured):
