@@ -315,16 +315,14 @@ def _means(
 
 
 def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
-    """Where inserted tokens are, and what they receive [layer, head, key]; None if prompts
-    differ, or other tokens stand between them."""
+    """Where the inserted tokens are, and what they receive [layer, head, key].
+
+    None if they are not one span that all prompts share.
+    """
     span = inserted_span(result, condition)
     if span is None:
         return None
     start, last = span
-    origin = result["sequences"].origin.sel(condition=condition).isel(prompt=0).values
-    if (origin[start : last + 1] != INSERTED).any():
-        return None
-
     dataset = result[RECEIVED].isel(key=slice(start, last + 1)).sel(condition=condition)
     mean, relative_half_width = _means(dataset, "received", ("layer", "head", "key"))
     null = dataset["received_uniform"].transpose("layer", "key").values

@@ -194,22 +194,6 @@ def scale_by_layer(
     )
 
 
-def _head_lines(figure: go.Figure, result: Result, scale: xr.DataArray) -> None:
-    """Thin lines through the means of heads, sorted within each layer."""
-    means = mean_over_prompts(result, scale.transpose("prompt", "layer", "head")).estimate
-    for line in np.sort(means, axis=1).T:
-        figure.add_scatter(
-            x=scale.layer.values,
-            y=line,
-            mode="lines",
-            showlegend=False,
-            hoverinfo="skip",
-            line=dict(width=0.7, color=faint(WITH, 0.45)),
-            row=1,
-            col=1,
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class _LayerQuantity:
     """What a figure by layer shows: a quantity of some conditions, with its null.
@@ -292,10 +276,36 @@ def _has_values(result: Result, values: xr.DataArray) -> bool:
     return any(bool(block.notnull().any()) for block in blocks)
 
 
-def _over_heads(result: Result, values: xr.DataArray) -> Interval:
-    """The mean over prompts, and over heads where there are any."""
-    over = ["head"] if "head" in values.dims else []
-    return mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
+def _strips(
+    figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
+) -> None:
+    """A point for each head beside its layer, the largest on the left."""
+    mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
+    layer_count, head_count = mean.shape
+    columns = {"low": low.ravel(), "high": high.ravel(), "mean": mean.ravel()}
+    axes = [values.layer.values, values["head"].values]
+    places = pd.MultiIndex.from_product(axes, names=["layer", "head"])
+    table = pd.DataFrame(columns, places).reset_index()
+    table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
+    offsets = np.zeros(1)  # a single head stands at its layer
+    if head_count > 1:
+        offsets = np.linspace(-0.3, 0.3, head_count)
+    hover = (
+        "L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
+    )
+    figure.add_scatter(
+        x=table.layer + np.tile(offsets, layer_count),
+        y=table["mean"],
+        customdata=table[["layer", "head", "low", "high"]].to_numpy(),
+        mode="markers",
+        showlegend=False,
+        name=name,
+        meta=["layer", "head", "low", "high"],
+        marker=dict(size=4, color=colour),
+        hovertemplate=f"{hover}<extra></extra>",
+        row=1,
+        col=column,
+    )
 
 
 def _null_line(
@@ -316,6 +326,12 @@ def _null_line(
         showlegend=False,
         hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>",
     )
+
+
+def _over_heads(result: Result, values: xr.DataArray) -> Interval:
+    """The mean over prompts, and over heads where there are any."""
+    over = ["head"] if "head" in values.dims else []
+    return mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
 
 
 def _titled(
@@ -353,33 +369,17 @@ def _sentence(layer_quantity: _LayerQuantity) -> str:
     return f"{name} ({variable.attrs['units']}), mean over {over}: {'; '.join(phrases)}."
 
 
-def _strips(
-    figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
-) -> None:
-    """A point for each head beside its layer, the largest on the left."""
-    mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
-    layer_count, head_count = mean.shape
-    columns = {"low": low.ravel(), "high": high.ravel(), "mean": mean.ravel()}
-    axes = [values.layer.values, values["head"].values]
-    places = pd.MultiIndex.from_product(axes, names=["layer", "head"])
-    table = pd.DataFrame(columns, places).reset_index()
-    table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
-    offsets = np.zeros(1)  # a single head stands at its layer
-    if head_count > 1:
-        offsets = np.linspace(-0.3, 0.3, head_count)
-    hover = (
-        "L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
-    )
-    figure.add_scatter(
-        x=table.layer + np.tile(offsets, layer_count),
-        y=table["mean"],
-        customdata=table[["layer", "head", "low", "high"]].to_numpy(),
-        mode="markers",
-        showlegend=False,
-        name=name,
-        meta=["layer", "head", "low", "high"],
-        marker=dict(size=4, color=colour),
-        hovertemplate=f"{hover}<extra></extra>",
-        row=1,
-        col=column,
-    )
+def _head_lines(figure: go.Figure, result: Result, scale: xr.DataArray) -> None:
+    """Thin lines through the means of heads, sorted within each layer."""
+    means = mean_over_prompts(result, scale.transpose("prompt", "layer", "head")).estimate
+    for line in np.sort(means, axis=1).T:
+        figure.add_scatter(
+            x=scale.layer.values,
+            y=line,
+            mode="lines",
+            showlegend=False,
+            hoverinfo="skip",
+            line=dict(width=0.7, color=faint(WITH, 0.45)),
+            row=1,
+            col=1,
+        )

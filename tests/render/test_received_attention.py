@@ -172,10 +172,16 @@ def test_choosing_needs_the_prompts(toy, prompts):
 
 
 def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
-    result = ma.run(toy, prompts[:4], {"random": ma.MeaninglessTokens(count=5, place="random")})
+    conditions = {
+        "random": ma.MeaninglessTokens(count=5, place="random"),
+        "arm": ma.Baseline().under(ma.interventions.ARM()),
+    }
+    result = ma.run(toy, prompts[:4], conditions)
     figure = ma.render.received_attention(result, layer=0, heads=[0])
     assert not figure.layout.shapes
-    assert "differ between prompts" in figure.layout.title.text
+    assert "not one span" in figure.layout.title.text.replace("<br>", " ")
+    without_insertion = ma.render.received_attention(result, 0, [0], "arm")
+    assert "inserted" not in without_insertion.layout.title.text
 
 
 def test_the_baseline_alone_is_drawn_with_its_null(toy):
