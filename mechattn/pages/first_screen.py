@@ -165,7 +165,7 @@ class Picture:
     step: float
 
     def place(self, value: float | np.ndarray) -> float:
-        """The distance of a relative change from the start of the axis, in percent of its length."""
+        """The place of a relative change, from 0 at the start of the axis to 100 at its end."""
         fraction = float(value - self.start) / (self.end - self.start)
         return round(100 * fraction, 3)
 

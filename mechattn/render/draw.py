@@ -18,8 +18,8 @@ from plotly.subplots import make_subplots
 from mechattn.axes import BASELINE
 from mechattn.stats.intervals import Interval
 
-# Okabe and Ito (2008), "Color universal design". Their contrast is at least 3 to 1 on white, and that
-# of their replacements in DARK on a dark background.
+# Okabe and Ito (2008), "Color universal design". Their contrast is at least 3 to 1 on white, and
+# that of their replacements in DARK on a dark background.
 WITHOUT = "#0072b2"  # blue: the reference, such as the baseline or the null
 WITH = "#d55e00"  # vermilion: with the inserted tokens
 THIRD = "#009e73"  # green: a control
@@ -294,8 +294,9 @@ def rule(
     column: int = 1,
     row: int = 1,
 ) -> None:
-    """Draw a line across a panel at a value with a meaning, such as no change: vertical at ``x``, or
-    horizontal at ``y``.
+    """Draw a line across a panel at a value with a meaning, such as no change.
+
+    It is vertical at ``x``, or horizontal at ``y``.
 
     Draw the contents of the panel first, as plotly adds no such line to an empty panel.
     """

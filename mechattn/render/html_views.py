@@ -31,8 +31,8 @@ from mechattn.results.result import Result, head_name
 from mechattn.store.atomic_writes import check_writable, write_whole
 
 DIGITS = 3  # decimal places of an attention map; more would only make the page larger
-# The start of a tag in the head of each page of mechattn, before any style or script. A page may add
-# its version to it.
+# The start of a tag in the head of each page of mechattn, before any style or script. A page may
+# add its version to it.
 GENERATOR = '<meta name="generator" content="mechattn'
 _HEAD_BYTES = 2**16  # the bytes at the start of a file in which this tag is searched for
 Script = Literal["circuitsvis", "plotly"]
@@ -244,7 +244,7 @@ def squeezed(text: str) -> str:
 
 @cache
 def view_script(script: Script = "circuitsvis") -> str:
-    """The script of the installed circuitsvis (1.3 MB) or plotly (4.5 MB), which a page needs once."""
+    """The script of the installed circuitsvis (1.3 MB) or plotly (4.5 MB). A page needs it once."""
     if script == "plotly":
         import plotly.offline
 
@@ -321,7 +321,7 @@ def save_page(path: str | Path, text: str, force: bool = False) -> Path:
     """
     check_page_place(path, force)
     path = Path(path)
-    write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
+    write_whole(path, lambda whole: whole.write_text(text, encoding="utf-8"))
     return path
 
 

@@ -98,7 +98,7 @@ def model_caption(result: Result) -> str:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names, where each name that occurs several times is followed by "result 1", "result 2" …"""
+    """The names; those that occur several times are followed by "result 1", "result 2" and so on."""
     numbered_names = []
     for index, name in enumerate(names):
         if names.count(name) > 1:
@@ -298,7 +298,7 @@ def received_title_end(result: Result, options: Mapping[str, Any]) -> str:
         layers = f"layer {', '.join(map(str, np.atleast_1d(options['layer'])))}"
     choice = "chosen"
     if options.get("heads") is not None:
-        # The user named them, or a page lists the first ones as it has too few prompts to choose by.
+        # The user named them, or a page with too few prompts to choose by lists the first ones.
         choice = "not chosen"
     return f", {layers}, heads {choice} by the data, condition “{condition}”"
 

@@ -16,7 +16,6 @@ from mechattn.pages.first_screen import (
     control_sentence,
     own_attention_sentence,
     picture,
-    picture_rows,
 )
 from mechattn.pages.page import subtitle
 from mechattn.render.words import percent, percent_words
@@ -43,14 +42,6 @@ def change(model, condition, measured, null):
 
 
 LESS = (-0.2, -0.22, -0.18)
-
-
-def test_the_rows_are_those_of_the_verdict(slash_result):
-    (row,) = picture_rows([ShownModel(slash_result)])
-    verdict = slash_result.verdict("slash")
-    assert row.condition == "slash"
-    assert row.verdict.change == verdict.change
-    assert row.verdict.null == verdict.null
 
 
 def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy):
