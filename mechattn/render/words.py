@@ -98,7 +98,7 @@ def model_caption(result: Result) -> str:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names; those that occur several times are followed by "result 1", "result 2" and so on."""
+    """The names; one that occurs several times is followed by "result 1", "result 2" and so on."""
     numbered_names = []
     for index, name in enumerate(names):
         if names.count(name) > 1:
