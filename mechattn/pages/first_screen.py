@@ -177,7 +177,7 @@ class Picture:
     def ticks(self) -> list[tuple[float, str]]:
         """The place and the text of each label."""
         ticks = []
-        # arange omits its end, or not where rounding passes it, so the end is half a step further.
+        # The end is half a step further, so that rounding cannot remove the last label.
         for value in np.arange(self.start, self.end + self.step / 2, self.step):
             is_zero = abs(value) <= self.step / 2
             label = "0"
@@ -262,24 +262,6 @@ def change_sentence(rows: Sequence[PictureRow]) -> str:
     )
 
 
-def _direction(intervals: Sequence[Interval]) -> Direction:
-    """Whether all intervals are below 0, or all above it; "unclear" otherwise."""
-    if all(interval.high < 0 for interval in intervals):
-        return "falls"
-    if all(interval.low > 0 for interval in intervals):
-        return "rises"
-    return "unclear"
-
-
-def _range_words(changes: np.ndarray, form: str) -> str:
-    """The range of some relative changes in percent, from the lowest to the highest."""
-    lowest = percent_number(changes.min(), form)
-    highest = percent_number(changes.max(), form)
-    if lowest == highest:
-        return f"{lowest}\u00a0%"
-    return f"{lowest} to {highest}\u00a0%"
-
-
 def control_sentence(models: Sequence[ShownModel]) -> str:
     """How each model's first condition differs from its matched control, as a sentence for each
     pair of names.
@@ -303,20 +285,6 @@ def control_sentence(models: Sequence[ShownModel]) -> str:
         )
         sentences.append(sentence)
     return " ".join(sentences)
-
-
-def _counted_directions(intervals: Sequence[Interval]) -> str:
-    """The range of the changes, and in how many models each direction is clear."""
-    counts = Counter(_direction([interval]) for interval in intervals)
-    count_words = ", ".join(
-        f"{words} in {counts[direction]}"
-        for direction, words in DIRECTION_WORDS.items()
-        if direction in counts
-    )
-    estimates = [interval.estimate for interval in intervals]
-    lowest = percent(min(estimates))
-    highest = percent(max(estimates))
-    return f"{lowest} to {highest} ({count_words} of {len(intervals)} models)"
 
 
 def layer_sentence(model: ShownModel) -> str:
@@ -414,3 +382,35 @@ def verdict_sentences(model: ShownModel) -> list[str]:
         sentences.append(f"{caption}: {words}")
 
     return sentences
+
+
+def _direction(intervals: Sequence[Interval]) -> Direction:
+    """Whether all intervals are below 0, or all above it; "unclear" otherwise."""
+    if all(interval.high < 0 for interval in intervals):
+        return "falls"
+    if all(interval.low > 0 for interval in intervals):
+        return "rises"
+    return "unclear"
+
+
+def _range_words(changes: np.ndarray, form: str) -> str:
+    """The range of some relative changes in percent, from the lowest to the highest."""
+    lowest = percent_number(changes.min(), form)
+    highest = percent_number(changes.max(), form)
+    if lowest == highest:
+        return f"{lowest}\u00a0%"
+    return f"{lowest} to {highest}\u00a0%"
+
+
+def _counted_directions(intervals: Sequence[Interval]) -> str:
+    """The range of the changes, and in how many models each direction is clear."""
+    counts = Counter(_direction([interval]) for interval in intervals)
+    count_words = ", ".join(
+        f"{words} in {counts[direction]}"
+        for direction, words in DIRECTION_WORDS.items()
+        if direction in counts
+    )
+    estimates = [interval.estimate for interval in intervals]
+    lowest = percent(min(estimates))
+    highest = percent(max(estimates))
+    return f"{lowest} to {highest} ({count_words} of {len(intervals)} models)"
