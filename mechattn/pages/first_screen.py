@@ -129,11 +129,11 @@ class ShownModel:
     @property
     def problems(self) -> dict[str, list[str]]:
         """The conditions that have no verdict, by the reason."""
-        conditions: dict[str, list[str]] = {}
+        conditions_by_problem: dict[str, list[str]] = {}
         for row in self.rows:
             if row.verdict is None:
-                conditions.setdefault(row.problem, []).append(row.condition)
-        return conditions
+                conditions_by_problem.setdefault(row.problem, []).append(row.condition)
+        return conditions_by_problem
 
     def control_of(self, condition: str) -> OtherCondition | None:
         """The matched control of a condition, with its verdict and the change from it.
@@ -141,11 +141,11 @@ class ShownModel:
         None if the condition has no such control, or if one of the two has no verdict.
         """
         verdicts = self.verdicts
-        control = matched_control(self.result, condition)
-        if control is None or not {condition, control} <= set(verdicts):
+        control_name = matched_control(self.result, condition)
+        if control_name is None or not {condition, control_name} <= set(verdicts):
             return None
-        change, _ = Contrast(self.result, condition, to=control).overall()
-        return OtherCondition(control, verdicts[control], change)
+        difference, _ = Contrast(self.result, condition, to=control_name).overall()
+        return OtherCondition(control_name, verdicts[control_name], difference)
 
 
 @dataclass(frozen=True)
@@ -331,10 +331,10 @@ def shown_conditions(result: Result) -> list[str]:
     condition = result.shown_condition()
     if condition == BASELINE:
         return []
-    control = matched_control(result, condition)
-    if control is None:
+    control_name = matched_control(result, condition)
+    if control_name is None:
         return [condition]
-    return [condition, control]
+    return [condition, control_name]
 
 
 def budget_answer(result: Result) -> list[str]:
@@ -359,10 +359,12 @@ def own_attention_sentence(result: Result, condition: str) -> str:
     """How the question's attention to itself changes with a condition, and with its control if it
     has one."""
     words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}."
-    control = matched_control(result, condition)
-    if control is not None:
-        control_words = own_attention_words(result, control)
-        words += f" With the control “{control}”, which is as long, it attends {control_words}."
+    control_name = matched_control(result, condition)
+    if control_name is not None:
+        control_words = own_attention_words(result, control_name)
+        words += (
+            f" With the control “{control_name}”, which is as long, it attends {control_words}."
+        )
     return words
 
 

@@ -78,8 +78,10 @@ MISSING = {
 
 def page_json(models: Sequence[ShownModel]) -> str:
     """The data of all models of a page, each with its caption, as compressed JSON."""
-    names = captions([model.result for model in models])
-    data = [{"name": name} | model_data(model) for name, model in zip(names, models, strict=True)]
+    model_names = captions([model.result for model in models])
+    data = [
+        {"name": name} | model_data(model) for name, model in zip(model_names, models, strict=True)
+    ]
     return squeezed(json.dumps({"models": data}, separators=(",", ":"), allow_nan=False))
 
 
@@ -105,8 +107,8 @@ def model_data(model: ShownModel) -> dict[str, Any]:
     """
     result = model.result
     layers = measured_layers(result)
-    names = head_quantities(result)
-    heads = int(result.provenance["model"]["heads"]) if names else 0
+    quantity_names = head_quantities(result)
+    heads = int(result.provenance["model"]["heads"]) if quantity_names else 0
 
     start = model.start
     if start is not None:
@@ -119,7 +121,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
     with warnings.catch_warnings():
         # Comparisons warn of heads that are left out, which are empty on the map.
         warnings.simplefilter("ignore")
-        for name in names:
+        for name in quantity_names:
             quantity = head_values(result, name, layers, heads)
             if quantity["values"]:
                 quantities.append(quantity)
@@ -428,16 +430,16 @@ def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
         keys: The number of positions.
     """
     sequences = result["sequences"].sel(condition=BASELINE)
-    names = []
+    segment_names = []
     for indices in sequences.segment_index.values[:, :keys].T:
         present = indices[indices != PADDING]
         if not len(present):
             break
-        names.append(SEGMENTS[int(np.bincount(present).argmax())])
+        segment_names.append(SEGMENTS[int(np.bincount(present).argmax())])
 
     runs = []
     first = 0
-    for name, run in groupby(names):
+    for name, run in groupby(segment_names):
         last = first + len(list(run)) - 1
         runs.append((name, first, last))
         first = last + 1

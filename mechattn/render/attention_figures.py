@@ -303,16 +303,16 @@ def by_position(
             means_of_lines = []
             for line in lines:
                 means_of_lines.append(_draw_line(figure, panel, line, column, row))
-            for null in _null_lines(panel, lines, means_of_lines, null_kind):
+            for null_line in _null_lines(panel, lines, means_of_lines, null_kind):
                 draw.dotted(
                     figure,
-                    null.positions,
-                    null.values,
-                    null.label,
-                    null.colour,
+                    null_line.positions,
+                    null_line.values,
+                    null_line.label,
+                    null_line.colour,
                     column=column,
                     row=row,
-                    legendgroup=null.label,
+                    legendgroup=null_line.label,
                     hovertemplate="%{y:.4f}",
                 )
             _cut_first_token(figure, means_of_lines, lines, column, row)
@@ -441,25 +441,25 @@ def _null_lines(
 ) -> list[_NullLine]:
     """The null of each line of a panel, for lines that have one.
 
-    If uniform attention is the same for all lines, one null stands for all.
+    If uniform attention is the same for all lines, only one of them is returned.
     """
-    nulls = []
+    null_lines = []
     for line, means in zip(lines, means_of_lines, strict=True):
         values = _null_values(panel, line, null_kind)
         if values is not None:
             label = f"{null_kind}, {line.label}"
-            nulls.append(_NullLine(means.at, values[means.at], label, line.colour))
+            null_lines.append(_NullLine(means.at, values[means.at], label, line.colour))
 
-    if null_kind == "uniform" and len(nulls) > 1:
-        first, *others = nulls
+    if null_kind == "uniform" and len(null_lines) > 1:
+        first, *others = null_lines
         are_same = [
-            np.array_equal(first.positions, null.positions)
-            and np.allclose(first.values, null.values)
-            for null in others
+            np.array_equal(first.positions, null_line.positions)
+            and np.allclose(first.values, null_line.values)
+            for null_line in others
         ]
         if all(are_same):  # drawn separately, the last would hide the others
             return [first._replace(label="uniform attention", colour=WITHOUT)]
-    return nulls
+    return null_lines
 
 
 def _null_values(panel: Panel, line: PositionLine, null_kind: Null) -> np.ndarray | None:
@@ -503,20 +503,20 @@ def _cut_first_token(
         largest = max(largest, upper[means.at > 0].max(initial=0.0))
     if largest <= 0:
         return
-    top = 1.08 * largest  # leaves a margin above the lines
-    figure.update_yaxes(range=[0, top], row=row, col=column)
+    axis_end = 1.08 * largest  # leaves a margin above the lines
+    figure.update_yaxes(range=[0, axis_end], row=row, col=column)
 
     text_lines = ["↑ first token:"]
     for means, line in zip(means_of_lines, lines, strict=True):
         # One number, or none if too few prompts have the token.
         for value in means.mean[means.at == 0]:
-            if value > top:
+            if value > axis_end:
                 text_lines.append(f"{value:.2g} {line.label}")
 
     if len(text_lines) > 1:
         figure.add_annotation(
             x=0,
-            y=top,
+            y=axis_end,
             text="<br>".join(text_lines),
             align="left",
             xanchor="left",

@@ -180,11 +180,11 @@ def changes(
         figure.update_xaxes(title_text=option_words(over))
     figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
 
-    heads = "mean over layers and heads"
+    averaged = "mean over layers and heads"
     if layer is not None:
-        heads = f"mean over the heads of layer {layer}"
+        averaged = f"mean over the heads of layer {layer}"
     bars = "bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    draw.title(figure, heading, f"{heads}; n = {count_words(result)}; {bars}", 440)
+    draw.title(figure, heading, f"{averaged}; n = {count_words(result)}; {bars}", 440)
     return says(figure, *sentences)
 
 
@@ -221,14 +221,14 @@ def _map_small_print(
         significant: The number of significant heads, in words.
         against: The null, in words.
     """
-    count = count_words(contrast.result)
+    prompts = count_words(contrast.result)
     if "resampled" in about:
-        count += f", tested by {about['resampled']}"
+        prompts += f", tested by {about['resampled']}"
 
     phrases = [
         f"“{contrast.condition}”{_relative_to(contrast.to)}",
         f"{significant} at q < 0.05",
-        f"n = {count}",
+        f"n = {prompts}",
         against,
     ]
     if about["smallest_p"] >= 0.05:  # q is never smaller
@@ -248,8 +248,10 @@ def _difference_sentence(contrast: Contrast, table: pd.DataFrame) -> str:
     """The number of heads that changed, and the head that changed most."""
     significant = f"{_significant(table, 'difference')} changed{_relative_to(contrast.to)}"
     null = f"; {table.attrs['null']}" if contrast.to == BASELINE else ""
-    head = _head_words(_furthest(table, "difference"))
-    return f"{significant} at q < 0.05{null}. The largest change is in {head}{_selected(table)}."
+    head_words = _head_words(_furthest(table, "difference"))
+    return (
+        f"{significant} at q < 0.05{null}. The largest change is in {head_words}{_selected(table)}."
+    )
 
 
 def _beyond_sentence(contrast: Contrast, table: pd.DataFrame) -> str:

@@ -74,7 +74,7 @@ def condition_colours(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def positive(values: np.ndarray) -> np.ndarray:
-    """Replace zeros with NaN, which a logarithmic axis leaves out."""
+    """Replace numbers that are not positive with NaN, as a logarithmic axis cannot show them."""
     return np.where(values > 0, values, np.nan)
 
 
@@ -452,8 +452,11 @@ def take_heading(figure: go.Figure) -> str:
 
 
 def map_height(table: pd.DataFrame) -> int:
-    """The height in pixels of a map with a row for each layer: 24 pixels per row, and 160 for title
-    and axis."""
+    """The height in pixels of a map with a row for each layer.
+
+    A row has 24 pixels, and title and axis have 160. The height is at least 320, so that the colour
+    bar is not too short for its title.
+    """
     return max(320, 160 + 24 * table.layer.nunique())
 
 

@@ -87,11 +87,11 @@ def pattern(
     _check_prompt(prompt, dataset)
     heads = check_heads(heads, dataset["head"].values.tolist(), layer)
 
-    names = [head_name(layer, head) for head in heads]
+    head_names = [head_name(layer, head) for head in heads]
     maps, tokens = _map(result, layer, heads, condition, prompt)
     start = f"{model_caption(result)}, layer {layer}"
     if not difference:
-        return _heads_view(maps, tokens, names, f"{start}, condition “{condition}”")
+        return _heads_view(maps, tokens, head_names, f"{start}, condition “{condition}”")
 
     baseline_maps, baseline_tokens = _map(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
@@ -105,7 +105,7 @@ def pattern(
     return _heads_view(
         change,
         baseline_tokens,
-        names,
+        head_names,
         caption,
         minValue=-reach,
         maxValue=reach,
@@ -159,8 +159,8 @@ def received_text(
         head_words = f"heads {', '.join(map(str, shown_heads))}"
     received = received.isel(prompt=prompt).sel(layer=layer, head=shown_heads).mean("head")
 
-    names = list(dict.fromkeys([BASELINE, condition]))
-    values = received.sel(condition=names).values
+    conditions = list(dict.fromkeys([BASELINE, condition]))
+    values = received.sel(condition=conditions).values
     finite = np.sort(values[np.isfinite(values)])  # positions beyond the end of a prompt are NaN
     # A prompt of one token has no value, and all tokens of a prompt may receive nothing.
     top = float(finite[-2:].min(initial=1.0)) or 1.0
@@ -168,7 +168,7 @@ def received_text(
     start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
     body = ""
     lines = 0
-    for name, token_values in zip(names, values, strict=True):
+    for name, token_values in zip(conditions, values, strict=True):
         tokens = prompt_tokens(result, name, prompt)
         caption = f"{start}: attention received, “{name}”"
         body += _coloured_tokens(caption, tokens, token_values[: len(tokens)], top)
@@ -346,7 +346,7 @@ def _map(
 def _heads_view(
     maps: np.ndarray,
     tokens: list[str],
-    names: list[str],
+    head_names: list[str],
     caption: str,
     **colours: Any,
 ) -> View:
@@ -355,24 +355,24 @@ def _heads_view(
     Args:
         maps: The attention, or its change [head, query, key].
         tokens: The tokens of the prompt.
-        names: The names of the heads.
+        head_names: The names of the heads.
         caption: The caption above the maps.
         colours: Options of circuitsvis on the range and the colours.
     """
     properties = {
         "attention": np.round(maps.astype(np.float64), DIGITS).tolist(),
-        "attentionHeadNames": names,
+        "attentionHeadNames": head_names,
         "tokens": tokens,
         **colours,
         "maskUpperTri": True,
     }
 
     data = in_script(json.dumps(properties, separators=(",", ":")))
-    # Equal views have equal names, so that a notebook does not change when it is run again.
+    # Equal views have equal ids, so that a notebook does not change when it is run again.
     digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
-    name = f"view-{digest[:12]}"
-    script = f'CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})'
-    return View(_figure(caption, f'<div id="{name}"></div>') + f"<script>{script}</script>")
+    view_id = f"view-{digest[:12]}"
+    script = f'CircuitsVis.render("{view_id}", CircuitsVis.AttentionHeads, {data})'
+    return View(_figure(caption, f'<div id="{view_id}"></div>') + f"<script>{script}</script>")
 
 
 def _figure(caption: str, content: str) -> str:

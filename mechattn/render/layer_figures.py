@@ -224,7 +224,7 @@ class _LayerQuantity:
     def of(
         cls, result: Result, quantity: str, segment: str, conditions: Sequence[str] | None
     ) -> _LayerQuantity:
-        """The quantity in those of the conditions in which some prompt has a value.
+        """The quantity in the conditions in which at least one prompt has a value.
 
         Raises:
             OptionError: There is no such quantity, segment or condition, the quantity has several

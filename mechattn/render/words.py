@@ -279,13 +279,13 @@ def choice_words(
     except OptionError:
         return ""
 
-    heads = "the heads"
+    head_words = "the heads"
     if layer is not None:
-        heads = f"the heads of layer {layer}"
+        head_words = f"the heads of layer {layer}"
     shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
     by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
     return (
-        f"Of {heads} that either of two random halves of the prompts chooses,"
+        f"Of {head_words} that either of two random halves of the prompts chooses,"
         f" both choose {shared} ({by_chance} by chance)."
     )
 
@@ -465,11 +465,11 @@ def heads_words(verdict: Verdict) -> str:
     if margin is None:
         margin = DEFAULT_MARGINS["log-ratio"]
     by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
-    heads = _count_of("head", verdict.falls.size)
+    head_words = _count_of("head", verdict.falls.size)
     falling, rising = heads_that_change(verdict)
     if not falling and not rising:
-        return f"Of {heads}, none changes {by_more}"
-    return f"Of {heads}, {falling} fall and {rising} rise {by_more}"
+        return f"Of {head_words}, none changes {by_more}"
+    return f"Of {head_words}, {falling} fall and {rising} rise {by_more}"
 
 
 def heads_that_change(verdict: Verdict) -> tuple[int, int]:
@@ -483,11 +483,11 @@ def _change_sentence(result: Result, condition: str, verdict: Verdict, segment: 
     """The change of received attention in percent, and that of the segment's mass in points of 100
     if it was measured."""
     dataset = result["received_attention"]
-    layers = _count_of("layer", dataset.sizes["layer"])
-    heads = _count_of("head", dataset.sizes["head"])
+    layer_words = _count_of("layer", dataset.sizes["layer"])
+    head_words = _count_of("head", dataset.sizes["head"])
     words = (
         f"With “{condition}”, attention received by the {segment} changes by"
-        f" {percent_words(verdict.change)} over {layers} × {heads}"
+        f" {percent_words(verdict.change)} over {layer_words} × {head_words}"
     )
 
     if "mass_by_segment" in dataset:
