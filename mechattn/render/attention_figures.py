@@ -114,7 +114,7 @@ def received_attention(
     Args:
         result: A result with received attention.
         layer: The layer, from 0. A list such as [0, 1, 2] shows the same heads of each layer. With
-            None, heads are named or chosen of all layers.
+            None, heads have names such as "L1H2", or are chosen from all layers.
         heads: The heads, from 0, or by name, such as "L1H2".
         condition: The condition in orange. By default it is the first that isn't the baseline, or
             the baseline if there is no other.
