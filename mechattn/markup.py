@@ -1,4 +1,4 @@
-"""HTML for notebooks: tables, and tokens on the colours of their segments; tables in Markdown."""
+"""HTML for notebooks (tables, and tokens coloured by their segments), and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from mechattn.errors import visible
 
-# Faint backgrounds, so that the notebook's text stays readable in light and dark themes.
+# The background of each segment. They are faint, so that the text of a notebook stays readable in
+# light and dark themes.
 GROUNDS = {
     "first": "rgba(128,128,128,.18)",
     "template": "rgba(128,128,128,.18)",
@@ -20,12 +21,18 @@ GROUNDS = {
     "changed": "rgba(230,150,30,.32)",
 }
 _LEFT = "text-align:left;vertical-align:top"
-# A token keeps its spaces, and its direction does not turn its neighbours'.
+# A token keeps its spaces, and its writing direction does not affect its neighbours.
 AS_WRITTEN = "white-space:pre-wrap;unicode-bidi:isolate"
 
 
 def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str] = ()) -> str:
-    """Rows of text as a table."""
+    """An HTML table of text, which is escaped.
+
+    Args:
+        rows: The cells of each row.
+        caption: The caption, if there is one.
+        header: The names of the columns, if they are shown.
+    """
     parts = []
     if caption:
         style = f"{_LEFT};font-weight:600"
@@ -37,14 +44,13 @@ def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str
     return f"<table>{''.join(parts)}</table>"
 
 
-def _row(tag: str, cells: Sequence[Any]) -> str:
-    """A row of a table, with these tags around its cells."""
-    row = "".join(f'<{tag} style="{_LEFT}">{html.escape(str(cell))}</{tag}>' for cell in cells)
-    return f"<tr>{row}</tr>"
-
-
 def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
-    """Tokens with their segment as background colour, and a legend of the segments."""
+    """HTML of tokens on the background colours of their segments, with a legend.
+
+    Args:
+        texts: The text and the segment of each token.
+        caption: The words before the legend.
+    """
     texts = list(texts)
     present = {segment for _, segment in texts}
     legend = " ".join(_token(name, name) for name in GROUNDS if name in present)
@@ -54,21 +60,30 @@ def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
 
 
 def fields_table(value: Any) -> str:
-    """A dataclass as a table of its fields, for ``_repr_html_``."""
+    """An HTML table of the fields of a dataclass, for ``_repr_html_``."""
     rows = [(field.name, repr(getattr(value, field.name))) for field in fields(value) if field.repr]
     return table(rows, type(value).__name__)
 
 
+def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown. A "|" in a cell is escaped."""
+    lines = []
+    for row in [header, *rows]:
+        cells = [str(cell).replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join(lines)
+
+
+def _row(tag: str, cells: Sequence[Any]) -> str:
+    """A row of an HTML table. ``tag`` is "td", or "th" for a header."""
+    row = "".join(f'<{tag} style="{_LEFT}">{html.escape(str(cell))}</{tag}>' for cell in cells)
+    return f"<tr>{row}</tr>"
+
+
 def _token(text: str, segment: str) -> str:
-    """A token on the background of its segment."""
+    """HTML of a token on the background colour of its segment."""
     return (
         f'<span title="{segment}" style="background:{GROUNDS[segment]};padding:2px;margin:1px;'
         f'border-radius:3px;{AS_WRITTEN}">{html.escape(text)}</span>'
     )
-
-
-def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Rows of text as a table in Markdown."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in [header, *rows]]
-    lines.insert(1, "|---" * len(header) + "|")
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a page embeds: compressed arrays and libraries, and its own ES modules as one script."""
+"""What a page embeds: packed arrays, compressed libraries, and its own ES modules as one script."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from mechattn.render.html_views import in_script, squeezed, view_script
 
 Kind = Literal["f4", "f2", "u2"]
 Packed = dict[str, Any]
-EXACT = 250_000  # numbers: larger arrays are stored in half precision
-# In half precision numbers are multiplied by this, so that probabilities keep all eleven bits down
-# to 6e-8.
+# The most numbers of an array in single precision, which then takes 1 MB. Larger arrays are stored
+# in half precision.
+EXACT = 250_000
+# In half precision numbers are multiplied by this, so that probabilities down to 6e-8 keep all
+# eleven bits.
 SCALE = 1024.0
-# Each module comes after those that it imports.
+# The ES modules of the page. Each comes after those that it imports.
 MODULES = (
     "data",
     "drawing",
@@ -42,7 +44,17 @@ _EXPORT = re.compile(r"^export ((?:async )?function|const|let) (\w+)", re.MULTIL
 
 
 def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
-    """Pack an array for JSON; with "u2" whole numbers from 0 to 65,535."""
+    """Pack an array for JSON.
+
+    Args:
+        values: The numbers.
+        kind: "f4" and "f2" are single and half precision. "u2" takes whole numbers from 0 to 65,535
+            and stores NaN as 0.
+
+    Returns:
+        The shape, the kind, and in ``data`` the bytes as base64. With "f2" the numbers are
+        multiplied by ``SCALE``.
+    """
     numbers = np.asarray(values, dtype=np.float64)
     if kind == "f2":
         numbers = numbers * SCALE
@@ -54,7 +66,7 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
 
 
 def kind_for(size: int) -> Kind:
-    """Single precision for small arrays, half precision for large ones."""
+    """The kind of an array with this number of elements: "f4" up to ``EXACT``, and "f2" above."""
     return "f4" if size <= EXACT else "f2"
 
 
@@ -64,7 +76,13 @@ def template(name: str) -> str:
 
 
 def joined(modules: dict[str, str]) -> str:
-    """Join ES modules, each in a function of its own: a page opened from a file cannot import."""
+    """Join ES modules into one script, as a page that is opened from a file cannot import modules.
+
+    Each module is in a function of its own, so that they share no names.
+
+    Args:
+        modules: The text of each module by its name, each after those that it imports.
+    """
     functions = []
     for name, text in modules.items():
         exported = ", ".join(match[2] for match in _EXPORT.finditer(text))
@@ -77,7 +95,7 @@ def joined(modules: dict[str, str]) -> str:
 
 @cache
 def page_script() -> str:
-    """The page's own script, with the colours of the figures."""
+    """The script of a page, with the colours of figures and of the map of heads."""
     text = joined({name: template(f"{name}.js") for name in MODULES})
     colours = {"figures": _dark_colours(), "map": _map_colours()}
     return text.replace("/*COLOURS*/ {}", in_script(json.dumps(colours)))
@@ -85,26 +103,26 @@ def page_script() -> str:
 
 @cache
 def packed_plotly() -> str:
-    """plotly's script, compressed to a third and unpacked only when needed."""
+    """The script of plotly, compressed to a third. A page unpacks it to draw its first figure."""
     return squeezed(view_script("plotly"))
 
 
 def _map_colours() -> dict[str, list[str]]:
-    """The colours of the map of heads in either light: no change, less, more."""
+    """The colours of the map of heads on a light and a dark page: no change, less, more."""
     light = [NEUTRAL, WITHOUT, WITH]
     return {"light": light, "dark": [DARK[colour] for colour in light]}
 
 
 def _dark_colours() -> dict[str, str]:
-    """The replacement for each colour of the figures on a dark background, and for their bands."""
+    """The replacement of each colour of figures on a dark page, and of the colours of bands."""
     colours = dict(DARK)
     for light, dark in DARK.items():
-        # faint() takes six digits: not "#444", nor a colour such as "rgba(255, 255, 255, 0.75)".
+        # faint() takes colours of six digits, not "#444" or "rgba(255, 255, 255, 0.75)".
         if len(light) == len(dark) == len("#rrggbb"):
             colours[_band_start(light)] = _band_start(dark)
     return colours
 
 
 def _band_start(colour: str) -> str:
-    """The beginning of a band's colour of any opacity, such as "rgba(1, 2, 3"."""
+    """The beginning of the colour of a band, up to its opacity, such as "rgba(1, 2, 3"."""
     return faint(colour).rpartition(",")[0]

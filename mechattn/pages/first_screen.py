@@ -1,4 +1,4 @@
-"""The first screen of a page: the verdicts on its models as a picture, in words and in a table."""
+"""The first screen of a page: the verdicts on its models as a picture and in sentences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SENTENCES = {
         "With “{condition}”, the attention that a token of the question receives from all tokens"
         " after it changes on average by {amount}{unsure}."
     ),
-    # Of several models, by the direction in all of them.
+    # For several models: the attention rises in all of them, falls in all, or neither is clear.
     "rises": (
         "With “{condition}”, each token of the question receives on average {amount} more attention"
         " than without it, in {models} models."
@@ -59,13 +59,21 @@ DIRECTION_WORDS: dict[Direction, str] = {
     "falls": "less",
     "unclear": "no clear difference",
 }
+# The distances that two labels of the axis may have, as relative changes.
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-MOST_TICKS = 6
+MOST_TICKS = 6  # labels, which then keep their distance on a phone too
 
 
 @dataclass(frozen=True)
-class Change:
-    """A row of the picture: a model, a condition, and the verdict or why there is none."""
+class PictureRow:
+    """A row of the picture: a model, a condition, and the verdict on it.
+
+    Args:
+        model: The caption of the model.
+        condition: The condition.
+        verdict: The verdict; None if it could not be computed.
+        problem: Why there is no verdict; empty if there is one.
+    """
 
     model: str
     condition: str
@@ -74,7 +82,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """The change with its interval, or why there is none."""
+        """The change with its interval, or else the problem."""
         if self.verdict is None:
             return self.problem
         return percent_words(self.verdict.change)
@@ -86,7 +94,7 @@ class ShownModel:
 
     Args:
         result: The result of the model.
-        maps: A result with attention maps of a few prompts; ``result`` itself by default.
+        maps: A result with attention maps of a few prompts; by default ``result`` itself.
         start: The layer and head that are selected when the page opens.
     """
 
@@ -95,78 +103,81 @@ class ShownModel:
     start: tuple[int, int] | None = None
 
     @cached_property
-    def changes(self) -> list[Change]:
-        """The change with each condition, or why there is none; empty without received
-        attention."""
-        rows: list[Change] = []
+    def rows(self) -> list[PictureRow]:
+        """A row of the picture for each condition but the baseline; no rows if the result has no
+        received attention."""
+        rows: list[PictureRow] = []
         if "received_attention" not in self.result.datasets:
             return rows
 
         name = model_caption(self.result)
         for condition in self.result.conditions[1:]:
             try:
-                rows.append(Change(name, condition, self.result.verdict(condition)))
+                rows.append(PictureRow(name, condition, self.result.verdict(condition)))
             except MemoryOptionError:
                 raise
-            # Too few prompts for an interval, or a prompt without a question.
-            except OptionError as error:
-                rows.append(Change(name, condition, None, f"no verdict, since {error}"))
+            except OptionError as error:  # such as too few prompts for an interval
+                problem = f"no verdict, since {error}"
+                rows.append(PictureRow(name, condition, None, problem))
         return rows
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
         """The verdict on each condition that has one."""
-        return {row.condition: row.verdict for row in self.changes if row.verdict is not None}
+        return {row.condition: row.verdict for row in self.rows if row.verdict is not None}
 
     @property
     def problems(self) -> dict[str, list[str]]:
-        """Each reason why there is no verdict, with the conditions that have none for it."""
-        conditions: dict[str, list[str]] = {}
-        for row in self.changes:
+        """The conditions that have no verdict, by the reason."""
+        conditions_by_problem: dict[str, list[str]] = {}
+        for row in self.rows:
             if row.verdict is None:
-                conditions.setdefault(row.problem, []).append(row.condition)
-        return conditions
+                conditions_by_problem.setdefault(row.problem, []).append(row.condition)
+        return conditions_by_problem
 
     def control_of(self, condition: str) -> OtherCondition | None:
-        """The matched control of a condition, and the change from it; None if one of the two has no
-        verdict."""
+        """The matched control of a condition, with its verdict and the change from it.
+
+        None if the condition has no such control, or if one of the two has no verdict.
+        """
         verdicts = self.verdicts
-        control = matched_control(self.result, condition)
-        if control is None or not {condition, control} <= set(verdicts):
+        control_name = matched_control(self.result, condition)
+        if control_name is None or not {condition, control_name} <= set(verdicts):
             return None
-        change, _ = Contrast(self.result, condition, to=control).overall()
-        return OtherCondition(control, verdicts[control], change)
+        difference, _ = Contrast(self.result, condition, to=control_name).overall()
+        return OtherCondition(control_name, verdicts[control_name], difference)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Points with whiskers on one axis.
+    """The changes of all rows as points with whiskers on one axis.
 
     Args:
-        rows: A point for each, if it has a verdict.
-        start: Where the axis starts, as a relative change.
-        end: Where it ends.
-        step: From one label to the next; 0 has one.
+        rows: The rows. Each row with a verdict gets a point.
+        start: The relative change at which the axis starts; a multiple of ``step``, at most 0.
+        end: The relative change at which it ends; a multiple of ``step``, at least 0.
+        step: The distance between two labels.
     """
 
-    rows: Sequence[Change]
+    rows: Sequence[PictureRow]
     start: float
     end: float
     step: float
 
     def place(self, value: float | np.ndarray) -> float:
-        """Where a change stands, in percent of the axis."""
-        share = float(value - self.start) / (self.end - self.start)
-        return round(100 * share, 3)
+        """The place of a relative change, from 0 at the start of the axis to 100 at its end."""
+        fraction = float(value - self.start) / (self.end - self.start)
+        return round(100 * fraction, 3)
 
     def length(self, interval: Interval) -> float:
-        """The length of a whisker, in percent of the axis."""
+        """The length of an interval's whisker, in percent of the axis."""
         return round(self.place(interval.high) - self.place(interval.low), 3)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """The places of the labels, and their words."""
+        """The place and the text of each label."""
         ticks = []
+        # The end is half a step further, so that rounding cannot remove the last label.
         for value in np.arange(self.start, self.end + self.step / 2, self.step):
             is_zero = abs(value) <= self.step / 2
             label = "0"
@@ -177,43 +188,52 @@ class Picture:
 
     @property
     def description(self) -> str:
-        """All of it in words."""
+        """The points in words, for readers who cannot see the picture."""
         return "; ".join(
             f"{row.model}, {row.condition}: {row.words}" for row in self.rows if row.verdict
         )
 
 
-def changes(models: Sequence[ShownModel]) -> list[Change]:
-    """The change of the question's attention for each model and condition."""
+def picture_rows(models: Sequence[ShownModel]) -> list[PictureRow]:
+    """The rows of all models, each with the caption of its model."""
     rows = []
     names = captions([model.result for model in models])
     for name, model in zip(names, models, strict=True):
-        rows += [replace(row, model=name) for row in model.changes]
+        rows += [replace(row, model=name) for row in model.rows]
     return rows
 
 
 def captions(results: Sequence[Result]) -> list[str]:
-    """The caption of each result: its model, numbered if several results have the same model."""
+    """The caption of each result's model. Captions of the same model are numbered."""
     return numbered([model_caption(result) for result in results])
 
 
-def picture(rows: Sequence[Change]) -> Picture | None:
-    """Draw the rows on one axis; None if there is nothing to draw."""
+def picture(rows: Sequence[PictureRow]) -> Picture | None:
+    """The rows on an axis that contains 0 and all intervals; None if no row has a verdict.
+
+    The axis has at most ``MOST_TICKS`` labels, unless the largest of ``TICK_STEPS`` gives more.
+    """
     intervals = [row.verdict.change for row in rows if row.verdict is not None]
     if not intervals:
         return None
 
     lowest = min(0.0, *(float(interval.low) for interval in intervals))
     highest = max(0.0, *(float(interval.high) for interval in intervals))
-    fitting_steps = [step for step in TICK_STEPS if (highest - lowest) / step <= MOST_TICKS]
-    step = min(fitting_steps, default=TICK_STEPS[-1])
-    start = float(np.floor(lowest / step) * step)
-    end = float(np.ceil(highest / step) * step)
+    for step in TICK_STEPS:
+        first = np.floor(lowest / step)
+        last = np.ceil(highest / step)
+        if last - first < MOST_TICKS:  # one label more than steps
+            break
+    start = float(first * step)
+    end = float(last * step)
     return Picture(rows, start, max(end, start + step), step)
 
 
-def change_sentence(rows: Sequence[Change]) -> str:
-    """The picture in words: how attention changes with the first condition."""
+def change_sentence(rows: Sequence[PictureRow]) -> str:
+    """The picture in a sentence: how attention changes with the first condition that has a verdict.
+
+    If no row has a verdict, the sentence is the problem of the first. Without rows it is empty.
+    """
     if not rows:
         return ""
     conditions = [row.condition for row in rows if row.verdict is not None]
@@ -224,7 +244,7 @@ def change_sentence(rows: Sequence[Change]) -> str:
     intervals = [
         row.verdict.change for row in rows if row.verdict is not None and row.condition == condition
     ]
-    unsure_count = sum(_direction([change]) == "unclear" for change in intervals)
+    unsure_count = sum(_direction([interval]) == "unclear" for interval in intervals)
     unsure = UNSURE if unsure_count else ""
     if len(intervals) == 1:
         amount = percent_words(intervals[0])
@@ -233,7 +253,7 @@ def change_sentence(rows: Sequence[Change]) -> str:
     if unsure_count:
         unsure += f" in {unsure_count} of them"
     direction = _direction(intervals)
-    estimates = np.array([change.estimate for change in intervals])
+    estimates = np.array([interval.estimate for interval in intervals])
     amount = _range_words(estimates, "+.1f")
     if direction != "unclear":
         amount = _range_words(abs(estimates), ".1f")  # the sentence says "more" or "less"
@@ -242,28 +262,12 @@ def change_sentence(rows: Sequence[Change]) -> str:
     )
 
 
-def _direction(intervals: Sequence[Interval]) -> Direction:
-    """On which side of 0 all of the intervals are."""
-    if all(change.high < 0 for change in intervals):
-        return "falls"
-    if all(change.low > 0 for change in intervals):
-        return "rises"
-    return "unclear"
-
-
-def _range_words(changes: np.ndarray, form: str) -> str:
-    """The smallest relative change and the largest, whatever their signs, in percent."""
-    by_size = sorted(changes, key=abs)
-    smallest = percent_number(by_size[0], form)
-    largest = percent_number(by_size[-1], form)
-    if smallest == largest:
-        return f"{smallest}\u00a0%"
-    return f"{smallest} to {largest}\u00a0%"
-
-
 def control_sentence(models: Sequence[ShownModel]) -> str:
-    """How the first condition differs from its matched control, in the models that have both; empty
-    if no model has a control."""
+    """How each model's first condition differs from its matched control, as a sentence for each
+    pair of names.
+
+    Models without a control, or without a verdict on one of the two, are left out.
+    """
     differences: dict[tuple[str, str], list[Interval]] = {}  # by condition and control
     for model in models:
         condition = model.result.shown_condition()
@@ -272,31 +276,22 @@ def control_sentence(models: Sequence[ShownModel]) -> str:
             differences.setdefault((condition, control.name), []).append(control.difference)
 
     sentences = []
-    for (condition, name), intervals in differences.items():
+    for (condition, control_name), intervals in differences.items():
         amount = percent_words(intervals[0])
         if len(intervals) > 1:
             amount = _counted_directions(intervals)
-        words = SENTENCES["control"].format(condition=condition, control=name, amount=amount)
-        sentences.append(words)
+        sentence = SENTENCES["control"].format(
+            condition=condition, control=control_name, amount=amount
+        )
+        sentences.append(sentence)
     return " ".join(sentences)
 
 
-def _counted_directions(intervals: Sequence[Interval]) -> str:
-    """The range of changes, and in how many models they are clear."""
-    counts = Counter(_direction([change]) for change in intervals)
-    count_words = ", ".join(
-        f"{words} in {counts[direction]}"
-        for direction, words in DIRECTION_WORDS.items()
-        if direction in counts
-    )
-    estimates = [change.estimate for change in intervals]
-    low = percent(min(estimates))
-    high = percent(max(estimates))
-    return f"{low} to {high} ({count_words} of {len(intervals)} models)"
-
-
 def layer_sentence(model: ShownModel) -> str:
-    """In which layer attention changes most with the first condition; empty without a verdict."""
+    """The layer in which attention changes most with the first condition.
+
+    Empty if that condition has no verdict, or if the result has one layer.
+    """
     condition = model.result.shown_condition()
     if condition not in model.verdicts:
         return ""
@@ -305,10 +300,12 @@ def layer_sentence(model: ShownModel) -> str:
 
 
 def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
-    """The answer of a page, the most important sentence first; of several models, what is said of
-    each alone is left out."""
+    """The answer of a page, the most important sentence first.
+
+    For several models, the budget and the layer of the largest change are left out.
+    """
     budget: list[str] = []
-    received_sentences = [change_sentence(changes(models))]
+    received_sentences = [change_sentence(picture_rows(models))]
     if len(models) == 1:
         budget = budget_answer(models[0].result)
         received_sentences.append(layer_sentence(models[0]))
@@ -320,47 +317,62 @@ def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
 
     results = [model.result for model in models]
     first_tokens = [first_token_words(result, result.shown_condition()) for result in results]
+    if len(models) > 1:
+        named_words = zip(captions(results), first_tokens, strict=True)
+        first_tokens = [f"{caption}: {words}" for caption, words in named_words if words]
     return list(filter(None, [*budget, *first_tokens, received]))
 
 
 def shown_conditions(result: Result) -> list[str]:
-    """The first condition that isn't the baseline, and its matched control, as far as there are
-    any."""
+    """The first condition that isn't the baseline, and its matched control if it has one.
+
+    Empty if the result has only the baseline.
+    """
     condition = result.shown_condition()
     if condition == BASELINE:
         return []
-    control = matched_control(result, condition)
-    if control is None:
+    control_name = matched_control(result, condition)
+    if control_name is None:
         return [condition]
-    return [condition, control]
+    return [condition, control_name]
 
 
 def budget_answer(result: Result) -> list[str]:
-    """How the question's attention to itself changes with the first condition, and what its tokens
-    and those of its control take; empty without a budget."""
+    """How the question's attention to itself changes with the first condition, and what the
+    inserted tokens take with it and with its control.
+
+    Empty if the result has no attention budget, or only the baseline.
+    """
     conditions = shown_conditions(result)
     if not conditions or "attention_budget" not in result.datasets:
         return []
 
     sentences = [own_attention_sentence(result, conditions[0])]
     for name in conditions:
-        taken = budget_sentences(result, name)[:2]
-        sentences.append(" ".join(taken))
+        # A third sentence, on the causes, is left to the figure below.
+        main_sentences = budget_sentences(result, name)[:2]
+        sentences.append(" ".join(main_sentences))
     return sentences
 
 
 def own_attention_sentence(result: Result, condition: str) -> str:
-    """How the question's attention to itself changes with a condition and with its control."""
+    """How the question's attention to itself changes with a condition, and with its control if it
+    has one."""
     words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}."
-    control = matched_control(result, condition)
-    if control is not None:
-        beside = own_attention_words(result, control)
-        words += f" With the control “{control}”, which is as long, it attends {beside}."
+    control_name = matched_control(result, condition)
+    if control_name is not None:
+        control_words = own_attention_words(result, control_name)
+        words += (
+            f" With the control “{control_name}”, which is as long, it attends {control_words}."
+        )
     return words
 
 
 def verdict_sentences(model: ShownModel) -> list[str]:
-    """The verdict on each condition in words, beside its control, or why there is none."""
+    """The verdict on each condition in words, with its control if it has one.
+
+    Conditions without a verdict come first, with the reason.
+    """
     result = model.result
     caption = model_caption(result)
     sentences = []
@@ -372,3 +384,35 @@ def verdict_sentences(model: ShownModel) -> list[str]:
         sentences.append(f"{caption}: {words}")
 
     return sentences
+
+
+def _direction(intervals: Sequence[Interval]) -> Direction:
+    """Whether all intervals are below 0, or all above it; "unclear" otherwise."""
+    if all(interval.high < 0 for interval in intervals):
+        return "falls"
+    if all(interval.low > 0 for interval in intervals):
+        return "rises"
+    return "unclear"
+
+
+def _range_words(changes: np.ndarray, form: str) -> str:
+    """The range of some relative changes in percent, from the lowest to the highest."""
+    lowest = percent_number(changes.min(), form)
+    highest = percent_number(changes.max(), form)
+    if lowest == highest:
+        return f"{lowest}\u00a0%"
+    return f"{lowest} to {highest}\u00a0%"
+
+
+def _counted_directions(intervals: Sequence[Interval]) -> str:
+    """The range of the changes, and in how many models each direction is clear."""
+    counts = Counter(_direction([interval]) for interval in intervals)
+    count_words = ", ".join(
+        f"{words} in {counts[direction]}"
+        for direction, words in DIRECTION_WORDS.items()
+        if direction in counts
+    )
+    estimates = [interval.estimate for interval in intervals]
+    lowest = percent(min(estimates))
+    highest = percent(max(estimates))
+    return f"{lowest} to {highest} ({count_words} of {len(intervals)} models)"

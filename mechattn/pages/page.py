@@ -13,8 +13,8 @@ from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,
     answer_sentences,
-    changes,
     picture,
+    picture_rows,
     shown_conditions,
     verdict_sentences,
 )
@@ -37,7 +37,7 @@ from mechattn.results.result import Result, alike_words
 
 CHANGING_MOST = HeadChoice()
 Figures = Sequence[Drawing]
-# The page of docs/concepts on each analysis.
+# The pages of docs/concepts, with the analyses that they explain.
 CONCEPTS = {
     "received-attention": ("received_attention", "attention_map"),
     "attention-focus": ("attention_focus", "score_decomposition"),
@@ -54,6 +54,7 @@ CONCEPTS = {
     ),
     "mlp-activations": ("mlp_activations",),
 }
+# Where a condition inserts tokens, in words.
 PLACES = {
     "before_question": "before the question",
     "start": "at the start",
@@ -62,6 +63,7 @@ PLACES = {
     "before_answer": "before the answer",
     "random": "at a random place in the question",
 }
+# What conditions insert that draw their tokens at random, in words.
 RANDOM_TOKENS = {
     "RandomTokens": "random tokens",
     "RandomSentence": "random sentences",
@@ -71,13 +73,13 @@ RANDOM_TOKENS = {
 
 @dataclass(frozen=True)
 class About:
-    """What a page says of itself.
+    """The title of a page and how it was made.
 
     Args:
         title: The heading.
-        subtitle: The line below it.
-        command: The command line that wrote the page, for the record.
-        lead: The file of a template that stands in place of the first screen, and its values.
+        subtitle: The line below the heading.
+        command: The command line that wrote the page, which is shown with the provenance.
+        lead: The file of a template that replaces the first screen, and the values for it.
     """
 
     title: str
@@ -91,7 +93,7 @@ def browse(result: Result, maps: Result | None = None) -> View:
 
     Args:
         result: A result.
-        maps: A result with attention maps of a few prompts; ``result`` itself by default.
+        maps: A result with attention maps of a few prompts; by default ``result`` itself.
     """
     about = About(f"mechattn: {model_caption(result)}", subtitle([result]))
     values = _template_values(about, [ShownModel(result, maps)], [])
@@ -110,18 +112,24 @@ def results_page(
     force: bool = False,
     choice: HeadChoice = CHANGING_MOST,
 ) -> Path:
-    """Write a page with each figure once per result, or once if the figure compares models.
+    """Write a page of some results.
+
+    A figure of one result is drawn once for each of them, and a figure that compares results once.
 
     Args:
-        results: The results, each with its verdicts and a tab of its own on the map.
-        path: The page.
+        results: The results. Each has its verdicts and a tab on the map.
+        path: The HTML file.
         figures: Figures with their options, besides those that lead the page.
-        command: The command line, for the record.
-        force: Replace a page that mechattn did not write.
-        choice: Which heads the lines that lead the page show.
+        command: The command line, which is shown with the provenance.
+        force: Replace a file that mechattn did not write.
+        choice: The heads that the figures at the top of the page show.
+
+    Returns:
+        The path.
 
     Raises:
-        OptionError: A figure cannot be drawn, or the page takes more memory than is allowed.
+        OptionError: A figure cannot be drawn.
+        MemoryOptionError: The page needs more memory than is allowed.
         OutputError: The page cannot be written.
     """
     check_page_place(path, force)
@@ -134,7 +142,14 @@ def results_page(
 def sections_of(
     results: Sequence[Result], figures: Figures, choice: HeadChoice
 ) -> tuple[list[Section], list[str]]:
-    """The sections of a page of results, and which figures cannot be drawn, and why."""
+    """The sections of a page, and a sentence on each of the figures that cannot be drawn.
+
+    Figures that draw neither a result nor several are left out.
+
+    Raises:
+        OptionError: A figure that leads the page cannot be drawn.
+        MemoryOptionError: The page needs more memory than is allowed.
+    """
     for result in results:
         check_memory(result)
 
@@ -153,25 +168,6 @@ def sections_of(
     return sections + compared, missing + not_compared
 
 
-def _drawn_sections(
-    subject: str, results: Result | Sequence[Result], figures: Figures
-) -> tuple[list[Section], list[str]]:
-    """A section for each figure that draws a "result", or "results" beside each other; and which of
-    them cannot be drawn, and why."""
-    sections = []
-    missing = []
-    for draw, options in figures:
-        if FIGURES[draw.__name__].subject != subject:
-            continue
-        try:
-            sections.append(drawn_section(draw, results, options))
-        except MemoryOptionError:
-            raise
-        except OptionError as error:
-            missing.append(f"{draw.__name__}: {error}")
-    return sections, missing
-
-
 def write_results(
     results: Sequence[Result],
     path: str | Path,
@@ -180,7 +176,7 @@ def write_results(
     force: bool,
     choice: HeadChoice,
 ) -> Path:
-    """Write the page of some results with these sections."""
+    """Write a page of some results with sections that were drawn before. Returns the path."""
     captions = ", ".join(map(model_caption, results))
     about = About(f"mechattn: {captions}", subtitle(results), command)
     models = [ShownModel(result, start=choice.named_head(result)) for result in results]
@@ -194,8 +190,10 @@ def write_page(
     sections: Sequence[Section],
     force: bool = False,
 ) -> Path:
-    """Write one HTML file that makes no network requests; its content security policy forbids
-    them."""
+    """Write a page as one HTML file. Returns the path.
+
+    The page makes no network requests, which its content security policy forbids.
+    """
     environment = _environment()
     values = _template_values(about, models, sections)
     if about.lead is not None:
@@ -206,8 +204,47 @@ def write_page(
     return save_page(path, text, force)
 
 
+def subtitle(results: Sequence[Result]) -> str:
+    """The subtitle of a page of results: the number of prompts, what the first condition and its
+    control insert, and whether prompts are much alike."""
+    prompt_counts = sorted({result["sequences"].sizes["prompt"] for result in results})
+    subject = "Attention"
+    if any(len(result.conditions) > 1 for result in results):
+        subject = "Attention with and without inserted tokens"
+    counts = ", ".join(map(str, prompt_counts))
+    noun = "prompt" if prompt_counts == [1] else "prompts"
+    sentences = [f"{subject}, {counts} {noun}."]
+    sentences += map(_inserted_words, results)
+    sentences += map(alike_words, results)
+    return " ".join(filter(None, dict.fromkeys(sentences)))
+
+
+def concepts(results: Sequence[Result]) -> list[str]:
+    """The files of the docs that explain what was measured and how it was compared."""
+    measured = set(chain.from_iterable(result.datasets for result in results))
+    names = [name for name, analyses in CONCEPTS.items() if measured.intersection(analyses)]
+    return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested values as rows of a label and a text, where the label joins the names by spaces.
+
+    Args:
+        values: The values by name.
+        prefix: The beginning of each label.
+    """
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        label = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            rows += flat(value, f"{label} ")
+        else:
+            rows.append((label, str(value)))
+    return rows
+
+
 def _environment() -> Any:
-    """The templates, with the functions that they call."""
+    """The jinja2 environment with the templates and the functions that they call."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -225,11 +262,11 @@ def _environment() -> Any:
 def _template_values(
     about: About, models: Sequence[ShownModel], sections: Sequence[Section]
 ) -> dict[str, Any]:
-    """The values for the templates."""
+    """The values that the templates show."""
     from mechattn import __version__
 
     results = [model.result for model in models]
-    rows = changes(models)
+    rows = picture_rows(models)
     provenance_rows: list[tuple[str, str]] = []
     for result in results:
         provenance_rows += flat(result.provenance)
@@ -247,7 +284,7 @@ def _template_values(
         "data": page_json(models),
         "answer": answer_sentences(models),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
-        "changes": rows,
+        "rows": rows,
         "picture": picture(rows),
         "verdicts": list(chain.from_iterable(map(verdict_sentences, models))),
         "models": models,
@@ -259,22 +296,36 @@ def _template_values(
     }
 
 
-def subtitle(results: Sequence[Result]) -> str:
-    """The subtitle of a page of stored results."""
-    prompt_counts = sorted({result["sequences"].sizes["prompt"] for result in results})
-    subject = "Attention"
-    if any(len(result.conditions) > 1 for result in results):
-        subject = "Attention with and without inserted tokens"
-    counts = ", ".join(map(str, prompt_counts))
-    noun = "prompt" if prompt_counts == [1] else "prompts"
-    sentences = [f"{subject}, {counts} {noun}."]
-    sentences += map(_inserted_words, results)
-    sentences += map(alike_words, results)
-    return " ".join(filter(None, dict.fromkeys(sentences)))
+def _drawn_sections(
+    subject: str, results: Result | Sequence[Result], figures: Figures
+) -> tuple[list[Section], list[str]]:
+    """The sections of the figures with one subject, and a sentence on each of those that cannot be
+    drawn.
+
+    Args:
+        subject: "result" or "results", as for :class:`Declared`.
+        results: The result, or the results that are drawn in one figure.
+        figures: Figures with their options. Those with another subject are left out.
+    """
+    sections = []
+    missing = []
+    for draw, options in figures:
+        if FIGURES[draw.__name__].subject != subject:
+            continue
+        try:
+            sections.append(drawn_section(draw, results, options))
+        except MemoryOptionError:
+            raise
+        except OptionError as error:
+            missing.append(f"{draw.__name__}: {error}")
+    return sections, missing
 
 
 def _inserted_words(result: Result) -> str:
-    """What the first condition and its control insert, and where."""
+    """What the first condition and its control insert, and where, as a sentence.
+
+    Empty if neither inserts a fixed number of tokens.
+    """
     phrases = []
     for name in shown_conditions(result):
         stored = stored_condition(result, name)
@@ -287,7 +338,10 @@ def _inserted_words(result: Result) -> str:
 
 
 def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
-    """Such as “55 tokens of “/” before the question”; empty if nothing of a count is inserted."""
+    """What a condition inserts, such as “55 tokens of “/” before the question”.
+
+    Empty if the condition has no place or no number of tokens.
+    """
     place = PLACES.get(options.get("place", ""))
     count = options.get("count")
     if place is None or not count:
@@ -297,23 +351,4 @@ def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
         return f"{count} tokens of “{visible(plain(text))}” {place}"
     if kind in RANDOM_TOKENS:
         return f"{count} tokens of {RANDOM_TOKENS[kind]} {place}"
-    return f"{count} tokens {place}"  # such as Counting, or a kind of the user's own
-
-
-def concepts(results: Sequence[Result]) -> list[str]:
-    """The files of the docs that say what was measured and how it was compared."""
-    measured = set(chain.from_iterable(result.datasets for result in results))
-    names = [name for name, analyses in CONCEPTS.items() if measured.intersection(analyses)]
-    return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Flatten nested values into table rows."""
-    rows: list[tuple[str, str]] = []
-    for name, value in values.items():
-        label = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            rows += flat(value, f"{label} ")
-        else:
-            rows.append((label, str(value)))
-    return rows
+    return f"{count} tokens {place}"  # such as Counting, or a class of the user

@@ -1,9 +1,9 @@
-"""The data of a page as JSON: the map of heads, by condition and as a change; and on each head its
-curves over positions, the coloured text, and its patterns.
+"""The data of a page as JSON: the numbers of all heads in each condition and their changes; and for
+each head its curves over positions, the coloured text, and its patterns.
 
 The scripts of the page (``templates/data.js``) read what is returned here. Arrays are packed by
-``embedded.packed``; a number for each head is [layer, head].
-Where there is nothing to show, ``missing`` says why.
+``embedded.packed``. Arrays with a number for each head are [layer, head]. If a part of the page has
+nothing to show, its ``missing`` says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ import xarray as xr
 from mechattn.axes import BASELINE, INSERTED, PADDING, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, shares_by_position
-from mechattn.contrast.quantities import has_dilution, head_quantities, layer_blocks, variable_of
+from mechattn.contrast.quantities import (
+    has_dilution,
+    head_quantities,
+    layer_blocks,
+    segment_of,
+    variable_of,
+)
 from mechattn.contrast.table import DEFAULT_MARGINS, comparison_table, marked
 from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed
@@ -37,7 +43,7 @@ from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result
 from mechattn.stats.units import RESAMPLES
 
-# A t interval is symmetric, so half of it is enough.
+# The columns of a comparison on the map. A t interval is symmetric, so half its width is enough.
 CHANGE_COLUMNS = (
     "difference",
     "half",
@@ -51,7 +57,7 @@ CHANGE_COLUMNS = (
 
 RECEIVED = "received_attention"
 MOST_PATTERN_NUMBERS = 3_000_000  # numbers in all patterns together: 8 MB of the page
-MOST_PROMPTS = 3
+MOST_PROMPTS = 3  # whose patterns a page holds
 # Why a part of a page is empty.
 MISSING = {
     "curves": "The run did not measure received attention by position (ma.ReceivedAttention()).",
@@ -71,47 +77,51 @@ MISSING = {
 
 
 def page_json(models: Sequence[ShownModel]) -> str:
-    """Return the data of all models of a page, each with its name, as compressed JSON."""
-    names = captions([model.result for model in models])
-    data = [{"name": name} | model_data(model) for name, model in zip(names, models, strict=True)]
+    """The data of all models of a page, each with its caption, as compressed JSON."""
+    model_names = captions([model.result for model in models])
+    data = [
+        {"name": name} | model_data(model) for name, model in zip(model_names, models, strict=True)
+    ]
     return squeezed(json.dumps({"models": data}, separators=(",", ":"), allow_nan=False))
 
 
 def check_memory(result: Result) -> None:
-    """Check whether a page fits in memory before anything is read.
+    """Check, before anything is read, that the comparisons of a page fit in memory.
 
     Raises:
-        MemoryOptionError: A layer of a quantity does not.
+        MemoryOptionError: One layer of a quantity does not fit.
     """
     for name in head_quantities(result):
         layer_blocks(result, name, "question", RESAMPLES)
 
 
 def model_data(model: ShownModel) -> dict[str, Any]:
-    """Return the data of one model for the page.
+    """The data of one model.
 
     Returns:
-        ``conditions``, ``layers`` and ``heads`` of the map, and its ``start``: the layer and head
-        that are selected when the page opens; ``quantities``, as :func:`head_values` returns them,
-        and ``lacking``, why a quantity has no values; ``curves``, ``texts`` and ``patterns`` of the
-        heads, the last with ``from_separate_run``: whether another run measured them.
+        The ``conditions``, ``layers`` and number of ``heads`` of the map, and ``start``: the layer
+        and head that are selected when the page opens, or None for the head that differs most. In
+        ``quantities`` what :func:`head_values` returns for each quantity, and in
+        ``lacking`` the reason for each quantity without values. Then ``curves``, ``texts`` and
+        ``patterns``. In the last, ``from_separate_run`` says whether another run measured them.
     """
     result = model.result
     layers = measured_layers(result)
-    names = head_quantities(result)
-    heads = int(result.provenance["model"]["heads"]) if names else 0
+    quantity_names = head_quantities(result)
+    heads = int(result.provenance["model"]["heads"]) if quantity_names else 0
 
     start = model.start
     if start is not None:
         start_layer, start_head = start
         if start_layer not in layers or start_head >= heads:
-            start = None  # then the head that differs most
+            start = None
 
     quantities = []
     lacking = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about heads that are left out: they are empty on the map
-        for name in names:
+        # Comparisons warn of heads that are left out, which are empty on the map.
+        warnings.simplefilter("ignore")
+        for name in quantity_names:
             quantity = head_values(result, name, layers, heads)
             if quantity["values"]:
                 quantities.append(quantity)
@@ -134,7 +144,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
 
 
 def measured_layers(result: Result) -> list[int]:
-    """The layers of a result, which all of its analyses share; none if no analysis has any."""
+    """The layers of a result, which all of its analyses share; empty if no analysis has layers."""
     for dataset in result.datasets.values():
         if "layer" in dataset.dims:
             return dataset.layer.values.tolist()
@@ -142,24 +152,21 @@ def measured_layers(result: Result) -> list[int]:
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
-    """One quantity's numbers of ``result.heads`` and ``result.compare``, each [layer, head].
+    """The numbers of one quantity, as ``result.heads`` and ``result.compare`` give them.
 
     Args:
         result: The result.
-        quantity: The quantity; of its segments, the question is shown.
+        quantity: The quantity. If it has segments, the numbers are those of the question.
         layers: The layers of the map.
         heads: The number of heads in each layer.
 
     Returns:
-        ``name``, ``segment``, ``words``, ``units`` and ``about`` of the quantity; by condition, its
-        ``values`` and its ``changes`` from the baseline, or in ``missing`` why there are none.
+        The ``name``, ``segment``, ``words`` and ``units`` of the quantity, and in ``about`` its
+        description. By condition, its ``values`` and its ``changes`` from the baseline. In
+        ``missing``, the reason for each condition that lacks one of them.
     """
     variable = variable_of(result, quantity)
-    segment = ""
-    words = quantity
-    if "segment" in variable.dims:
-        segment = "question"
-        words = quantity_words(quantity, segment)
+    segment = segment_of(variable, "question")
 
     values: dict[str, Any] = {}
     changes: dict[str, Any] = {}
@@ -178,7 +185,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     return {
         "name": quantity,
         "segment": segment,
-        "words": words.replace("_", " "),
+        "words": quantity_words(quantity, segment).replace("_", " "),
         "units": str(variable.attrs.get("units", "")),
         "about": str(variable.attrs.get("description", "")),
         "values": values,
@@ -187,67 +194,17 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     }
 
 
-def _values(
-    result: Result, quantity: str, condition: str, layers: list[int], heads: int
-) -> dict[str, Any]:
-    """Means over prompts with their intervals, and those under uniform attention."""
-    table = result.heads(quantity, None, condition=condition)
-    table["half"] = table.high - table[quantity]
-    return {
-        "mean": _by_layer_and_head(table, quantity, layers, heads),
-        "half": _by_layer_and_head(table, "half", layers, heads),
-        "null": _by_layer_and_head(table, "uniform", layers, heads),
-        "n": int(table.n.iloc[0]),
-        "unit": table.attrs["unit"],
-    }
-
-
-def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any]:
-    """Changes from the baseline with their intervals, the null's change, and that beyond it."""
-    table = comparison_table(contrast, bootstrap_ends=False)
-    table["half"] = table.difference_high - table.difference
-    table["beyond_half"] = table.beyond_high - table.beyond
-    table["marked"] = marked(table)
-
-    scale = str(table.scale.iloc[0])
-    unit = table.attrs["unit"]
-    if "resampled" in table.attrs:
-        unit += f", tested by {table.attrs['resampled']}"
-    columns = {name: _by_layer_and_head(table, name, layers, heads) for name in CHANGE_COLUMNS}
-    return {
-        **columns,
-        "scale": scale,
-        "against": table.attrs["null"],
-        "predicts_no_change": table.attrs["predicts_no_change"],
-        "null_name": NULL_NAMES[contrast.null_used],
-        "margin": DEFAULT_MARGINS[scale],
-        "n": int(table.n.iloc[0]),
-        "unit": unit,
-        "known": bool(table.null.notna().any()),
-    }
-
-
-def _by_layer_and_head(
-    table: pd.DataFrame, column: str, layers: list[int], heads: int
-) -> dict[str, Any] | None:
-    """A column as [layer, head]; None if it is empty."""
-    square = table.pivot(index="layer", columns="head", values=column)
-    values = square.reindex(index=layers, columns=range(heads)).to_numpy(dtype=np.float64)
-    if np.isnan(values).all():
-        return None
-    return packed(values)
-
-
 def head_curves(result: Result) -> dict[str, Any]:
-    """Received attention by original position, of every head in each condition, and its null.
+    """Received attention of every head by original position, in each condition, with its null.
 
     Returns:
-        ``mean`` and ``relative_half_width`` (of the interval, as a fraction of the mean)
-        [condition, layer, head, key], ``n`` [condition, layer, key] and uniform attention in
-        ``null`` [condition, layer, key]; ``shares`` [layer, head, key], what dilution leaves of the
-        baseline's line, by condition, which is the null where it is known; ``inserted``, what
-        inserted tokens receive, by condition; ``segments`` of the baseline, and where its
-        ``question`` starts; the number of ``prompts``, and what ``bands`` are.
+        In ``mean`` the means over prompts and in ``relative_half_width`` half the widths of their
+        intervals, as fractions of the means [condition, layer, head, key]. In ``n`` the number of
+        prompts and in ``null`` uniform attention [condition, layer, key]. In ``shares``, for each
+        condition with a dilution null, that null as a fraction of the baseline's mean
+        [layer, head, key]. In ``inserted`` what inserted tokens receive, by condition. In
+        ``segments`` the segments of the baseline and in ``question`` the start of its question. In
+        ``prompts`` the number of prompts, and in ``bands`` what the intervals are, in words.
     """
     dataset = result.datasets.get(RECEIVED)
     if dataset is None or "received_by_origin_variance" not in dataset:
@@ -259,7 +216,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     counts = dataset["received_by_origin_n"].max("head").transpose("condition", "layer", ...).values
     null = dataset["received_uniform_by_origin"].transpose("condition", "layer", "original_key")
 
-    # Keys that too few prompts have are at the end.
+    # Leave out the last keys, which too few prompts have.
     has_mean = np.isfinite(mean).any(axis=(0, 1, 2))
     keys = int(np.flatnonzero(has_mean).max(initial=0)) + 1
     mean = mean[..., :keys]
@@ -290,89 +247,13 @@ def head_curves(result: Result) -> dict[str, Any]:
     }
 
 
-def _means(
-    dataset: xr.Dataset, quantity: str, dims: tuple[str, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Means, and the half widths of their intervals relative to them; NaN where too few prompts
-    have one."""
-    prompt_numbers = np.arange(dataset.sizes["prompt"])
-    moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
-    # All heads' positions as if they were those of one.
-    cells = moments.stack(cell=dims, create_index=False)
-    cells = cells.assign_coords(prompt=prompt_numbers)
-    statistics = at_positions(cells, quantity, {}, prompt_numbers)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        relative_half_width = statistics.high / statistics.mean - 1
-
-    shape = [dataset.sizes[dim] for dim in dims]
-    means = np.full(shape, np.nan)
-    means.flat[statistics.at] = statistics.mean
-    half_widths = np.full(shape, np.nan)
-    half_widths.flat[statistics.at] = np.where(statistics.mean > 0, relative_half_width, 0.0)
-    return means, half_widths
-
-
-def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
-    """Where inserted tokens are, and what they receive [layer, head, key]; None if prompts
-    differ, or other tokens stand between them."""
-    span = inserted_span(result, condition)
-    if span is None:
-        return None
-    start, last = span
-    origin = result["sequences"].origin.sel(condition=condition).isel(prompt=0).values
-    if (origin[start : last + 1] != INSERTED).any():
-        return None
-
-    dataset = result[RECEIVED].isel(key=slice(start, last + 1)).sel(condition=condition)
-    mean, relative_half_width = _means(dataset, "received", ("layer", "head", "key"))
-    null = dataset["received_uniform"].transpose("layer", "key").values
-    kind = kind_for(mean.size)
-    return {
-        "start": start,
-        "count": last + 1 - start,
-        "mean": packed(mean, kind),
-        "relative_half_width": packed(relative_half_width, kind),
-        "null": packed(null),
-    }
-
-
-def _question_start(result: Result) -> int | None:
-    """The position in the baseline where the question starts; None if prompts differ."""
-    segment_indices = result["sequences"].segment_index.sel(condition=BASELINE).values
-    in_question = segment_indices == SEGMENTS.index("question")
-    starts = set(in_question.argmax(axis=1).tolist())
-    if len(starts) != 1 or not in_question.any(axis=1).all():
-        return None
-    return int(starts.pop())
-
-
-def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
-    """Runs of positions of the baseline in one segment in most prompts: its name, first and last
-    position."""
-    sequences = result["sequences"].sel(condition=BASELINE)
-    names = []
-    for indices in sequences.segment_index.values[:, :keys].T:
-        present = indices[indices != PADDING]
-        if not len(present):
-            break
-        names.append(SEGMENTS[int(np.bincount(present).argmax())])
-
-    runs = []
-    first = 0
-    for name, run in groupby(names):
-        last = first + len(list(run)) - 1
-        runs.append((name, first, last))
-        first = last + 1
-
-    return runs
-
-
 def head_texts(result: Result) -> dict[str, Any]:
-    """The first prompt in each condition: its tokens, their segments, what every head gives them.
+    """The first prompt in each condition: its tokens, and what they receive from every head.
 
     Returns:
-        By condition: in ``tokens`` each token with its segment, and in ``received`` what each token
-        receives [layer, head, key], if the run kept single prompts.
+        By condition, in ``tokens`` each token with its segment, and in ``received`` the received
+        attention [layer, head, key]. If the run did not keep single prompts, ``missing`` replaces
+        ``received``.
     """
     tokens = {condition: tokens_in_segments(result, condition) for condition in result.conditions}
     values = received_by_prompt(result.datasets.get(RECEIVED, xr.Dataset()))
@@ -390,12 +271,13 @@ def head_texts(result: Result) -> dict[str, Any]:
 
 
 def head_patterns(result: Result) -> dict[str, Any]:
-    """Attention maps of a few prompts.
+    """The attention maps of a few prompts.
 
     Returns:
-        Their ``layers``, and for each of the ``prompts`` by condition: its ``tokens``, the number
-        ``inserted``, and ``rows``, the lower triangles [layer, head, query · key], as whole numbers
-        from 0 to 65,535.
+        Their ``layers``, and in ``prompts`` for each prompt, by condition: its ``tokens``, the
+        number of ``inserted`` tokens, and in ``rows`` the lower triangles of the maps
+        [layer, head, query · key], as whole numbers from 0 to 65,535. Maps beyond
+        ``MOST_PATTERN_NUMBERS`` are left out.
     """
     if "attention_map" not in result.datasets:
         return {"missing": MISSING["patterns"]}
@@ -426,3 +308,153 @@ def head_patterns(result: Result) -> dict[str, Any]:
     if not prompts:
         return {"missing": MISSING["large"]}
     return {"layers": maps.layer.values.tolist(), "prompts": prompts}
+
+
+def _values(
+    result: Result, quantity: str, condition: str, layers: list[int], heads: int
+) -> dict[str, Any]:
+    """The means over prompts in a condition with half the widths of their intervals, and the means
+    under uniform attention."""
+    table = result.heads(quantity, None, condition=condition)
+    table["half"] = table.high - table[quantity]
+    return {
+        "mean": _by_layer_and_head(table, quantity, layers, heads),
+        "half": _by_layer_and_head(table, "half", layers, heads),
+        "null": _by_layer_and_head(table, "uniform", layers, heads),
+        "n": int(table.n.iloc[0]),
+        "unit": table.attrs["unit"],
+    }
+
+
+def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any]:
+    """The changes from the baseline, those of the null and those beyond the null, with half the
+    widths of intervals and what was tested."""
+    table = comparison_table(contrast, bootstrap_ends=False)
+    table["half"] = table.difference_high - table.difference
+    table["beyond_half"] = table.beyond_high - table.beyond
+    table["marked"] = marked(table)
+
+    scale = str(table.scale.iloc[0])
+    unit = table.attrs["unit"]
+    if "resampled" in table.attrs:
+        unit += f", tested by {table.attrs['resampled']}"
+    columns = {name: _by_layer_and_head(table, name, layers, heads) for name in CHANGE_COLUMNS}
+    return {
+        **columns,
+        "scale": scale,
+        "against": table.attrs["null"],
+        "predicts_no_change": table.attrs["predicts_no_change"],
+        "null_name": NULL_NAMES[contrast.null_used],
+        "margin": DEFAULT_MARGINS[scale],
+        "n": int(table.n.iloc[0]),
+        "unit": unit,
+        "known": bool(table.null.notna().any()),
+    }
+
+
+def _by_layer_and_head(
+    table: pd.DataFrame, column: str, layers: list[int], heads: int
+) -> dict[str, Any] | None:
+    """A column of a table as [layer, head], with NaN for heads without a row.
+
+    None if the column is empty.
+    """
+    by_head = table.pivot(index="layer", columns="head", values=column)
+    values = by_head.reindex(index=layers, columns=range(heads)).to_numpy(dtype=np.float64)
+    if np.isnan(values).all():
+        return None
+    return packed(values)
+
+
+def _means(
+    dataset: xr.Dataset, quantity: str, dims: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The means over prompts of a quantity by position, and half the widths of their intervals as
+    fractions of the means.
+
+    Both are NaN at positions that too few prompts have.
+
+    Args:
+        dataset: The dataset, with the count and the variance of the quantity.
+        quantity: The quantity, such as "received".
+        dims: The dimensions of the quantity, the position last.
+    """
+    prompt_numbers = np.arange(dataset.sizes["prompt"])
+    moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
+    # One call of at_positions for all heads: their positions are put into one dimension. It reads
+    # the number of prompts from the dataset, which is not a dimension of moments.
+    cells = moments.stack(cell=dims, create_index=False)
+    cells = cells.assign_coords(prompt=prompt_numbers)
+    statistics = at_positions(cells, quantity, {}, prompt_numbers)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative_half_width = statistics.high / statistics.mean - 1
+
+    shape = [dataset.sizes[dim] for dim in dims]
+    means = np.full(shape, np.nan)
+    means.flat[statistics.at] = statistics.mean
+    half_widths = np.full(shape, np.nan)
+    half_widths.flat[statistics.at] = np.where(statistics.mean > 0, relative_half_width, 0.0)
+    return means, half_widths
+
+
+def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
+    """Where the inserted tokens are, and what they receive [layer, head, key].
+
+    None if they are not one span that all prompts share.
+    """
+    span = inserted_span(result, condition)
+    if span is None:
+        return None
+    start, last = span
+    dataset = result[RECEIVED].isel(key=slice(start, last + 1)).sel(condition=condition)
+    mean, relative_half_width = _means(dataset, "received", ("layer", "head", "key"))
+    null = dataset["received_uniform"].transpose("layer", "key").values
+    kind = kind_for(mean.size)
+    return {
+        "start": start,
+        "count": last + 1 - start,
+        "mean": packed(mean, kind),
+        "relative_half_width": packed(relative_half_width, kind),
+        "null": packed(null),
+    }
+
+
+def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
+    """The segments of the baseline in their order: the name, and the first and last position.
+
+    A position belongs to the segment that it has in most prompts. It ends at the last position that
+    any prompt has.
+
+    Args:
+        result: The result.
+        keys: The number of positions.
+    """
+    sequences = result["sequences"].sel(condition=BASELINE)
+    segment_names = []
+    for indices in sequences.segment_index.values[:, :keys].T:
+        present = indices[indices != PADDING]
+        if not len(present):
+            break
+        segment_names.append(SEGMENTS[int(np.bincount(present).argmax())])
+
+    runs = []
+    first = 0
+    for name, run in groupby(segment_names):
+        last = first + len(list(run)) - 1
+        runs.append((name, first, last))
+        first = last + 1
+
+    return runs
+
+
+def _question_start(result: Result) -> int | None:
+    """The position in the baseline at which the question starts.
+
+    None if prompts differ, or if one has no question.
+    """
+    segment_indices = result["sequences"].segment_index.sel(condition=BASELINE).values
+    in_question = segment_indices == SEGMENTS.index("question")
+    starts = set(in_question.argmax(axis=1).tolist())
+    if len(starts) != 1 or not in_question.any(axis=1).all():
+        return None
+    return int(starts.pop())

@@ -1,5 +1,5 @@
-"""The sections of a page: the figures that stand open before the map, other figures with how to
-read them, and a prompt as the model reads it.
+"""The sections of a page: the figures that lead it, other figures with how to read them, and a
+prompt as the model reads it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mechattn.render.figure_declaration import FIGURES, PageTable, check_heads, 
 from mechattn.render.html_views import in_script, tokens_in_segments
 from mechattn.render.model_figures import received_by_model
 from mechattn.render.words import model_caption, sentence_of
-from mechattn.results.result import Result, units_of
+from mechattn.results.result import Result, head_named, units_of
 from mechattn.stats.intervals import FEWEST
 
 Drawing = tuple[Callable, Mapping[str, Any]]  # a figure and its options
-FIRST_LAYERS = 3  # the paper shows one head in its layers 1, 2 and 3
+FIRST_LAYERS = 3  # arXiv:2510.01032 shows one head in its layers 1, 2 and 3
 CITATION = """\
 {title}. {runs}. Made with mechattn {mechattn}, transformer-lens {transformer_lens}.
 
@@ -37,14 +37,14 @@ class Section:
 
     Args:
         title: The heading.
-        note: How to read it.
-        says: Its main number in a sentence.
-        figure: The figure as JSON that is safe in a script element.
-        height: Of the figure, in pixels.
-        tokens: The texts of a prompt's tokens, and their segments.
-        leads: Whether it stands open before the map.
-        results: What the figure shows.
-        table: The numbers of the figure as a table, if it has one.
+        note: How to read the figure or the tokens.
+        says: The main number of the figure in a sentence.
+        figure: The figure as JSON that is safe in a script element; empty for tokens.
+        height: The height of the figure, in pixels.
+        tokens: The text and the segment of each token of a prompt; empty for a figure.
+        leads: Whether the section is shown open before the map.
+        results: The results that the figure shows.
+        table: The numbers of the figure as a table, if there is one.
     """
 
     title: str
@@ -60,74 +60,89 @@ class Section:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """Which heads the lines that lead a page show: those that are named, or those that change most.
+    """The heads that the leading figure of received attention shows: the named heads, or those that
+    change most.
 
     Args:
-        layer: The layer, from 0; None is the layer of the head that changes most.
-        heads: The heads, from 0; None chooses ``top`` of the layer.
-        top: How many heads to choose, or all of a layer that has fewer.
+        layer: The layer, from 0. By default it is the layer of the head that changes most, or the
+            first layer if heads are named or too few prompts are stored to choose by.
+        heads: The heads, from 0, or by name, such as "L1H2". By default heads of the layer are
+            chosen.
+        top: The number of heads to choose. A layer with fewer heads shows all.
     """
 
     layer: int | None = None
-    heads: Sequence[int] | None = None
+    heads: Sequence[int | str] | None = None
     top: int = 3
 
     def named_head(self, result: Result) -> tuple[int, int] | None:
-        """The layer, by default the first of the result, and the head that were named first; None
-        if the data choose."""
+        """The layer and the number of the first named head; None if no heads are named.
+
+        Without a layer, a number is a head of the result's first layer.
+        """
         if not self.heads:
             return None
+        first_head = self.heads[0]
+        named = head_named(first_head)
+        if named is not None:
+            return named
         layer = self.layer
         if layer is None:
             layer = measured_layers(result)[0]
-        return layer, int(self.heads[0])
+        return layer, int(first_head)
 
 
 def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
-    """The sections that stand open before the map: the budget, and the paper's lines.
+    """The sections that are shown open before the map: the attention budget, and received attention
+    by position as in arXiv:2510.01032.
 
-    Heads are chosen by their change on one half of the prompts, and shown on the other half.
+    If the data choose the heads, they do so on one half of the prompts, and the figures show the
+    other half.
     """
     figures = _lead_figures(result, choice)
     return [replace(drawn_section(draw, result, options), leads=True) for draw, options in figures]
 
 
 def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
-    """The figures that lead a page: of the first condition, and beside its control."""
+    """The figures that lead a page, of the first condition and its control."""
     figures: list[Drawing] = []
-    conditions = shown_conditions(result)  # two of them if there is a control
+    conditions = shown_conditions(result)  # two if there is a control, none of the baseline alone
     if "attention_budget" in result.datasets:
         figures.append((attention_budget, {"conditions": conditions}))
     if "received_attention" not in result.datasets:
         return figures
 
-    lines = _line_options(result, choice)
-    figures.append((received_attention, lines))
+    options = _received_options(result, choice)
+    figures.append((received_attention, options))
     if not conditions:
         return figures
 
-    # Of the listed heads the first, or else the one that the data choose.
-    first_head: dict[str, Any] = {"heads": None, "top": 1}
-    if lines["heads"] is not None:
-        first_head = {"heads": lines["heads"][:1], "top": None}
+    # A single head: the first of the listed ones, or the one that the data choose.
+    single_head: dict[str, Any] = {"heads": None, "top": 1}
+    if options["heads"] is not None:
+        single_head = {"heads": options["heads"][:1], "top": None}
 
     if len(conditions) == 2:
-        options = {"layer": lines["layer"], "heads": first_head["heads"]}
-        figures.append((received_by_model, options | {"conditions": tuple(conditions)}))
+        control_options = {"layer": options["layer"], "heads": single_head["heads"]}
+        control_options["conditions"] = tuple(conditions)
+        figures.append((received_by_model, control_options))
 
     first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
     if len(first_layers) > 1:
-        figures.append((received_attention, lines | first_head | {"layer": first_layers}))
+        figures.append((received_attention, options | single_head | {"layer": first_layers}))
 
     return figures
 
 
-def _line_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
-    """The options ``condition``, ``layer``, ``heads`` and ``top`` of the lines, as for
-    ``received_attention``.
+def _received_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
+    """The options ``condition``, ``layer``, ``heads`` and ``top`` of ``received_attention``.
 
-    The layer is that of the head that changes most, unless one is named. Without prompts to choose
-    by, the first heads are shown.
+    Either ``heads`` or ``top`` is None. If there are no prompts to choose heads by, the first heads
+    are listed.
+
+    Raises:
+        OptionError: A named head does not exist, or the number of heads to choose is not a positive
+            whole number.
     """
     dataset = result["received_attention"]
     measured = dataset["head"].values.tolist()
@@ -143,7 +158,7 @@ def _line_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
     top = min(choice.top, len(measured))
     units = units_of(result)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
-        # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
+        # Heads cannot be chosen: single prompts were not kept, or there are too few for two halves.
         return options | {"heads": measured[:top]}
 
     if choice.layer is None:
@@ -153,7 +168,7 @@ def _line_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
 
 
 def prompt_section(result: Result) -> Section:
-    """The first prompt of a result as the model reads it, with each segment marked."""
+    """The section with the first prompt of a result as the model reads it, with its segments."""
     condition = result.shown_condition()
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
     tokens = tokens_in_segments(result, condition)
@@ -165,7 +180,13 @@ def drawn_section(
     results: Result | Sequence[Result],
     options: Mapping[str, Any],
 ) -> Section:
-    """Turn a figure into a section, with what its declaration says beside it."""
+    """Draw a figure as a section of a page, with the words of its declaration.
+
+    Args:
+        draw: The function that draws the figure, which must be declared.
+        results: The result or the results that it draws.
+        options: Its options.
+    """
     figure = draw(results, **options)
     result_list = several(results)
     words = FIGURES[draw.__name__].page_words(result_list[0], options)
@@ -183,7 +204,10 @@ def drawn_section(
 
 
 def citation(title: str, results: Sequence[Result]) -> str:
-    """How to cite a figure: a caption and a BibTeX entry."""
+    """How to cite a figure of some results: a caption and a BibTeX entry.
+
+    The versions and the year are those of the first result.
+    """
     versions = results[0].provenance["versions"]
     runs = []
     for result in results:
@@ -200,7 +224,7 @@ def citation(title: str, results: Sequence[Result]) -> str:
 
 
 def time_words(result: Result) -> str:
-    """When the numbers were computed; a range if several runs were merged."""
+    """The time at which the numbers were computed, or from when to when if runs were merged."""
     time = result.provenance["time"]
     if isinstance(time, str):
         return time

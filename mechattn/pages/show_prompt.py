@@ -1,4 +1,4 @@
-"""Runs one prompt and draws its attention, in one call."""
+"""Runs one prompt and shows its attention map, in one call."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def pattern(
         layer: The layer, from 0.
         heads: The heads, from 0, or by name, such as "L1H2"; all by default.
         condition: The condition to apply to the prompt; the baseline by default.
-        difference: Whether to show how the condition changes attention between the original tokens;
-            orange is more, blue is less.
-        max_tokens: The largest number of tokens; longer prompts are refused.
-        seed: The seed of conditions that draw at random.
+        difference: Shows the attention between original tokens with the condition minus that in the
+            baseline: orange is more, blue is less.
+        max_tokens: The largest number of tokens. A longer prompt raises an error.
+        seed: The seed of conditions that draw tokens at random.
 
     Raises:
-        MechattnError: The prompt is too long, or a layer or head is out of range; or there is no
-            condition whose difference could be shown.
+        MechattnError: The prompt is too long, the layer or a head is out of range, or
+            ``difference`` is given without a condition.
     """
     model = load_model(model)
     model_heads = range(model.cfg.n_heads)

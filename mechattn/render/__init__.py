@@ -1,4 +1,4 @@
-"""Draws results as plotly figures and circuitsvis views; nothing here computes numbers."""
+"""Draws results as plotly figures and circuitsvis views, and says their main numbers in words."""
 
 from mechattn.render.activation_figures import activation_histogram as activation_histogram
 from mechattn.render.activation_figures import activation_metrics as activation_metrics
@@ -34,7 +34,7 @@ from mechattn.render.words import verdict_words as verdict_words
 
 
 def __dir__() -> list[str]:
-    """The functions; not the files that they are in."""
+    """The names of the functions, without those of the modules that define them."""
     return sorted(
-        name for name, thing in globals().items() if callable(thing) and not name.startswith("_")
+        name for name, value in globals().items() if callable(value) and not name.startswith("_")
     )

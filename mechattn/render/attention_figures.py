@@ -18,9 +18,10 @@ from mechattn.contrast.means import (
     at_positions,
     choose_heads,
     dilution_at_positions,
+    overall_mean,
     uniform_at_positions,
 )
-from mechattn.contrast.quantities import Null, check_layer, values_of
+from mechattn.contrast.quantities import Null, check_layer, inserted_counts, values_of
 from mechattn.contrast.table import Ranking
 from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.render import draw
@@ -46,12 +47,12 @@ DOTTED_WORDS = {
     "uniform": "dotted: uniform attention",
 }
 
-# The axis of each quantity by position.
+# The title of the horizontal axis, by quantity.
 _AXIS_WORDS = {
     "received_by_origin": "original token position",
     "received": "position in the sequence",
 }
-# What heads are chosen by.
+# What ranks the heads of a condition, in words.
 _RANKED_BY = {"difference": "changes", "beyond": "changes relative to the null"}
 
 
@@ -61,7 +62,7 @@ class Panel(NamedTuple):
     result: Result
     layer: int
     head: int
-    prompts: np.ndarray
+    prompts: np.ndarray  # their indices
 
 
 class PositionLine(NamedTuple):
@@ -74,7 +75,7 @@ class PositionLine(NamedTuple):
 
 
 class _NullLine(NamedTuple):
-    """What the null would give at each position of a line."""
+    """The values of the null at the positions of a line."""
 
     positions: np.ndarray
     values: np.ndarray
@@ -83,7 +84,7 @@ class _NullLine(NamedTuple):
 
 
 def _page_words(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
-    """The words of a page, for these options."""
+    """The words beside the figure on a page: how to read it, and the end of its title."""
     note = received_note(result, options)
     return replace(words, note=note, title_end=received_title_end(result, options))
 
@@ -101,26 +102,31 @@ def received_attention(
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
-    The top row shows the original tokens, aligned; the bottom row the whole sequence with the
-    inserted span shaded. The dotted line is dilution: what the original tokens would receive if
-    they kept their attention to each other, by segment. Where that is not known, and in the
-    baseline alone, dotted lines are uniform attention. Lines are means over prompts and bands
-    pointwise 95 % t intervals, which end at 0. A key is hidden if fewer than half of the prompts,
-    or fewer than 10 of them (all, below 10 prompts), have it.
+    The top row shows the original tokens, aligned. The bottom row shows the whole sequence, with
+    the inserted span shaded. Lines are means over prompts, and bands are pointwise 95 % t intervals
+    within 0 and 1. A key is shown if at least half of the prompts have it, and at least 10 of them
+    (or all, if there are fewer than 10 prompts).
+
+    The dotted line is dilution: what the original tokens would receive if they kept their attention
+    to each other, by segment. If dilution is not known, and in the baseline, dotted lines are
+    uniform attention.
 
     Args:
         result: A result with received attention.
-        layer: The layer, from 0; a list such as [0, 1, 2] shows the same heads of each; None is for
-            heads of any.
+        layer: The layer, from 0. A list such as [0, 1, 2] shows the same heads of each layer. With
+            None, heads have names such as "L1H2", or are chosen from all layers.
         heads: The heads, from 0, or by name, such as "L1H2".
-        top: In place of heads: how many to choose by the largest change (in the baseline: the
-            largest distance from uniform attention) on one half of the prompts, of each layer or,
-            with None, of all; as ``result.compare(…, select="half", top=…)`` does. The figure then
-            shows the other half; the run must have used ``keep="prompts"``.
-        by: With ``top``: "beyond" chooses by the distance of the change from that of the null.
-        condition: The condition in orange; by default the first that isn't the baseline, where
-            there is one.
-        null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
+        condition: The condition in orange. By default it is the first that isn't the baseline, or
+            the baseline if there is no other.
+        top: The number of heads to choose, instead of ``heads``: of each layer, or of all with
+            ``layer=None``. One half of the prompts chooses the heads with the largest change, as
+            ``result.compare(…, select="half", top=…)`` does; in the baseline, those furthest from
+            uniform attention. The figure shows the other half. The run must have used
+            ``keep="prompts"``.
+        by: With ``top``, "beyond" chooses by the distance of the change from that of the null. In
+            the baseline it has no effect.
+        null: "dilution" or "uniform", as for :class:`mechattn.Contrast`. In the baseline it has no
+            effect.
 
     Raises:
         OptionError: There is no such layer, head, condition or null, or heads cannot be chosen.
@@ -145,8 +151,8 @@ def received_attention(
     ]
     if span is not None:
         small_print.append("shaded: the inserted tokens")
-    elif not is_baseline:
-        small_print.append("inserted at positions that differ between prompts")
+    elif inserted_counts(result, condition).any():
+        small_print.append("the inserted tokens are not one span that all prompts share")
 
     if len(panels) > 1:
         small_print.append("each panel has its own vertical scale")
@@ -162,60 +168,15 @@ def received_attention(
     return says(figure, *sentences)
 
 
-def _panels(
-    result: Result,
-    layers: Sequence[int | None],
-    heads: Sequence[int | str] | int | str | None,
-    top: int | None,
-    condition: str,
-    by: Ranking,
-) -> tuple[list[Panel], str]:
-    """The panels of the heads that are listed or chosen, and how these were chosen in words."""
-    if heads is not None and top is None:
-        if by != "difference":
-            raise OptionError(f"by={by!r} ranks heads, so say top=… too, how many of them")
-        return listed_panels(result, layers, heads), "as given"
-
-    if heads is not None or top is None:
-        raise OptionError(
-            f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
-        )
-    check_counts(top=top)
-    ranked_by = _RANKED_BY[by]
-    if condition == BASELINE:
-        ranked_by = "distances from uniform attention"
-    choice = f"with the largest {ranked_by} in the other half of the prompts"
-    return chosen_panels(result, layers, top, condition, by), choice
-
-
-def _lines_by_row(condition: str) -> list[list[PositionLine]]:
-    """Above, the original tokens without and with the inserted ones; below, the whole sequence."""
-    if condition == BASELINE:
-        return [[PositionLine("received_by_origin", BASELINE, "baseline", WITHOUT)]]
-
-    without = PositionLine("received_by_origin", BASELINE, f"without {condition}", WITHOUT)
-    aligned = PositionLine("received_by_origin", condition, f"with {condition}", WITH)
-    whole_sequence = PositionLine("received", condition, f"with {condition}", WITH)
-    return [[without, aligned], [whole_sequence]]
-
-
-def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]:
-    """The layers of a figure, all of which were measured; None is for heads of any."""
-    if layer is None:
-        return [None]
-
-    layers = np.atleast_1d(layer).tolist()
-    if not layers:
-        raise OptionError("layer=[] is empty; give at least one layer, or None for heads of any")
-    for number in layers:
-        check_layer(number, dataset)
-    return layers
-
-
 def listed_panels(
     result: Result, layers: Sequence[int | None], heads: Sequence[int | str] | int | str
 ) -> list[Panel]:
-    """A panel for each listed head of each layer; where a layer is None, heads have to be named."""
+    """A panel for each listed head of each layer.
+
+    Raises:
+        OptionError: There is no such head or layer, or a layer is None and a head has no name such
+            as "L1H2".
+    """
     dataset = result[NAME]
     measured = dataset["head"].values.tolist()
     prompts = np.arange(dataset.sizes["prompt"])
@@ -239,7 +200,12 @@ def listed_panels(
 def chosen_panels(
     result: Result, layers: Sequence[int | None], top: int, condition: str, by: Ranking
 ) -> list[Panel]:
-    """Panels of the heads that change most on one half of the prompts, which show the other."""
+    """A panel for each head that :func:`choose_heads` chooses of each layer, on one half of the
+    prompts. The panels show the other half.
+
+    Raises:
+        OptionError: There are too few prompts for two halves, or heads cannot be chosen.
+    """
     units = units_of(result)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     choosing, prompts = units.halves()
@@ -255,8 +221,11 @@ def chosen_panels(
 def null_by_position(
     results: Sequence[Result], conditions: Sequence[str], null: Null | None
 ) -> Null:
-    """The null that lines by position show: the one that is asked for, or else that of the
-    comparisons of all conditions.
+    """The null that lines by position show: ``null``, or by default the common null of all
+    comparisons with the baseline.
+
+    Raises:
+        OptionError: Lines by position have no such null, or a result lacks its values.
     """
     if null not in (None, *DOTTED_WORDS):
         raise OptionError(
@@ -270,7 +239,7 @@ def null_by_position(
             if name == BASELINE:
                 continue
             if null == "dilution":
-                # Refuses a result without it.
+                # Raises for a result without dilution.
                 values_of(result, name, "received", "question", null)
             contrasts.append(Contrast(result, name, null=null))
 
@@ -278,11 +247,138 @@ def null_by_position(
 
 
 def common_null(contrasts: Sequence[Contrast]) -> Null:
-    """The null of all comparisons of a figure: dilution where all have it, else uniform
-    attention.
-    """
+    """The null of a figure with several comparisons: dilution if all of them use it, or else
+    uniform attention."""
     null_kinds = {contrast.null_used for contrast in contrasts}
     return "dilution" if null_kinds == {"dilution"} else "uniform"
+
+
+def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
+    """The first and last position of the inserted tokens, which are one span in all prompts.
+
+    None if nothing is inserted, if the positions differ between prompts, or if other tokens stand
+    between the inserted ones.
+    """
+    origin = result["sequences"].origin.sel(condition=condition)
+    is_inserted = origin.values == INSERTED  # [prompt, pos]
+    differ = (is_inserted != is_inserted[0]).any()
+    if not is_inserted.any() or differ:
+        return None
+
+    positions = np.flatnonzero(is_inserted[0])
+    first = int(positions[0])
+    last = int(positions[-1])
+    if len(positions) <= last - first:
+        return None
+    return first, last
+
+
+def shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: int | str) -> None:
+    """Shade the inserted positions in a panel, or in a row of panels with "all"; draws nothing
+    without a span."""
+    if span is None:
+        return
+    ends = (span[0] - 0.5, span[1] + 0.5)
+    figure.add_vrect(*ends, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below")
+
+
+def by_position(
+    panels: Sequence[Panel],
+    titles: Sequence[str],
+    rows: Sequence[Sequence[PositionLine]],
+    null_kind: Null,
+) -> go.Figure:
+    """Draw a column of panels for each head: lines over positions, with their bands and nulls.
+
+    Args:
+        panels: The heads.
+        titles: A title for each of them.
+        rows: The lines of each row of panels.
+        null_kind: The null that is drawn.
+    """
+    figure = draw.panels(titles, rows=len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
+
+    for column, panel in enumerate(panels, 1):
+        for row, lines in enumerate(rows, 1):
+            means_of_lines = []
+            for line in lines:
+                means_of_lines.append(_draw_line(figure, panel, line, column, row))
+            for null_line in _null_lines(panel, lines, means_of_lines, null_kind):
+                draw.dotted(
+                    figure,
+                    null_line.positions,
+                    null_line.values,
+                    null_line.label,
+                    null_line.colour,
+                    column=column,
+                    row=row,
+                    legendgroup=null_line.label,
+                    hovertemplate="%{y:.4f}",
+                )
+            _cut_first_token(figure, means_of_lines, lines, column, row)
+
+    for row, lines in enumerate(rows, 1):
+        figure.update_xaxes(title_text=_AXIS_WORDS[lines[0].quantity], row=row)
+
+    figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
+    return figure.update_layout(hovermode="x unified")
+
+
+def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]:
+    """The layers of a figure as a list; [None] for heads of all layers.
+
+    Raises:
+        OptionError: The list is empty, or a layer was not measured.
+    """
+    if layer is None:
+        return [None]
+
+    layers = np.atleast_1d(layer).tolist()
+    if not layers:
+        raise OptionError("layer=[] is empty; give at least one layer, or None for heads of any")
+    for number in layers:
+        check_layer(number, dataset)
+    return layers
+
+
+def _panels(
+    result: Result,
+    layers: Sequence[int | None],
+    heads: Sequence[int | str] | int | str | None,
+    top: int | None,
+    condition: str,
+    by: Ranking,
+) -> tuple[list[Panel], str]:
+    """The panels of the listed or chosen heads, and how the heads were chosen, in words."""
+    if heads is not None and top is None:
+        if by != "difference":
+            raise OptionError(f"by={by!r} ranks heads, so say top=… too, how many of them")
+        return listed_panels(result, layers, heads), "as given"
+
+    if heads is not None or top is None:
+        raise OptionError(
+            f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
+        )
+    check_counts(top=top)
+    ranked_by = _RANKED_BY[by]
+    if condition == BASELINE:
+        ranked_by = "distances from uniform attention"
+    choice = f"with the largest {ranked_by} in the other half of the prompts"
+    return chosen_panels(result, layers, top, condition, by), choice
+
+
+def _lines_by_row(condition: str) -> list[list[PositionLine]]:
+    """The lines of the top row (original tokens) and of the bottom row (whole sequence).
+
+    The baseline has one row.
+    """
+    if condition == BASELINE:
+        return [[PositionLine("received_by_origin", BASELINE, "baseline", WITHOUT)]]
+
+    without = PositionLine("received_by_origin", BASELINE, f"without {condition}", WITHOUT)
+    aligned = PositionLine("received_by_origin", condition, f"with {condition}", WITH)
+    whole_sequence = PositionLine("received", condition, f"with {condition}", WITH)
+    return [[without, aligned], [whole_sequence]]
 
 
 def _layer_words(
@@ -293,8 +389,10 @@ def _layer_words(
     prompts: np.ndarray,
     null_kind: Null,
 ) -> str:
-    """The sentence on a layer: the change of its heads, or in the baseline their mean beside
-    uniform attention; empty if the change is not known.
+    """The sentence on the heads of a layer: the change of their mean, or in the baseline the mean
+    next to uniform attention.
+
+    Empty if the change is not known.
     """
     head_words = f"head {heads[0]}"
     if len(heads) > 1:
@@ -309,69 +407,14 @@ def _layer_words(
     baseline = result[NAME].sel(condition=BASELINE, layer=layer, segment="question")
     baseline = baseline.isel(prompt=prompts)
     mean = mean_words(result, baseline.received_by_segment.sel(head=heads))
-    uniform = float(baseline.received_by_segment_uniform.mean())
+    uniform = overall_mean(result, baseline.received_by_segment_uniform).estimate
     return f"{start}: {mean}, {len(prompts)} prompts; uniform attention would give {uniform:.3g}."
-
-
-def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
-    """The first and last inserted position, if these are the same in all prompts."""
-    origin = result["sequences"].origin.sel(condition=condition)
-    is_inserted = origin.values == INSERTED  # [prompt, pos]
-    differ = (is_inserted != is_inserted[0]).any()
-    if not is_inserted.any() or differ:
-        return None
-
-    positions = np.flatnonzero(is_inserted[0])
-    return int(positions[0]), int(positions[-1])
-
-
-def shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: int | str) -> None:
-    """Shade inserted positions, if all prompts have them at the same place."""
-    if span is None:
-        return
-    ends = (span[0] - 0.5, span[1] + 0.5)
-    figure.add_vrect(*ends, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below")
-
-
-def by_position(
-    panels: Sequence[Panel],
-    titles: Sequence[str],
-    rows: Sequence[Sequence[PositionLine]],
-    null_kind: Null,
-) -> go.Figure:
-    """A column for each head, with rows of lines over positions, their bands and their null."""
-    figure = draw.panels(titles, rows=len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
-
-    for column, panel in enumerate(panels, 1):
-        for row, lines in enumerate(rows, 1):
-            means_of_lines = []
-            for line in lines:
-                means_of_lines.append(_draw_line(figure, panel, line, column, row))
-            for null in _null_lines(panel, lines, means_of_lines, null_kind):
-                draw.dotted(
-                    figure,
-                    null.positions,
-                    null.values,
-                    null.label,
-                    null.colour,
-                    column=column,
-                    row=row,
-                    legendgroup=null.label,
-                    hovertemplate="%{y:.4f}",
-                )
-            _cut_first_token(figure, means_of_lines, lines, column, row)
-
-    for row, lines in enumerate(rows, 1):
-        figure.update_xaxes(title_text=_AXIS_WORDS[lines[0].quantity], row=row)
-
-    figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
-    return figure.update_layout(hovermode="x unified")
 
 
 def _draw_line(
     figure: go.Figure, panel: Panel, line: PositionLine, column: int, row: int
 ) -> Positions:
-    """Draw a line with its band, and return its means by position."""
+    """Draw a line with its band. Returns its means by position."""
     cell = {"condition": line.condition, "layer": panel.layer, "head": panel.head}
     means = at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
     interval = draw.within(Interval(means.mean, means.low, means.high), "probability")
@@ -396,30 +439,34 @@ def _null_lines(
     means_of_lines: Sequence[Positions],
     null_kind: Null,
 ) -> list[_NullLine]:
-    """What the null would give beside each line; one line for all where uniform attention is the
-    same."""
-    nulls = []
+    """The null of each line of a panel, for lines that have one.
+
+    If uniform attention is the same for all lines, only one of them is returned.
+    """
+    null_lines = []
     for line, means in zip(lines, means_of_lines, strict=True):
         values = _null_values(panel, line, null_kind)
         if values is not None:
             label = f"{null_kind}, {line.label}"
-            nulls.append(_NullLine(means.at, values[means.at], label, line.colour))
+            null_lines.append(_NullLine(means.at, values[means.at], label, line.colour))
 
-    if null_kind == "uniform" and len(nulls) > 1:
-        first, *others = nulls
+    if null_kind == "uniform" and len(null_lines) > 1:
+        first, *others = null_lines
         are_same = [
-            np.array_equal(first.positions, null.positions)
-            and np.allclose(first.values, null.values)
-            for null in others
+            np.array_equal(first.positions, null_line.positions)
+            and np.allclose(first.values, null_line.values)
+            for null_line in others
         ]
-        if all(are_same):  # each would hide the one before
+        if all(are_same):  # drawn separately, the last would hide the others
             return [first._replace(label="uniform attention", colour=WITHOUT)]
-    return nulls
+    return null_lines
 
 
 def _null_values(panel: Panel, line: PositionLine, null_kind: Null) -> np.ndarray | None:
-    """The null beside a line, by position; None beside the baseline, whose attention dilution
-    dilutes."""
+    """The null of a line, by position.
+
+    None for dilution in the baseline, which is the baseline itself.
+    """
     if null_kind == "uniform":
         cell = {"condition": line.condition, "layer": panel.layer}
         return uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
@@ -443,32 +490,33 @@ def _cut_first_token(
     column: int,
     row: int,
 ) -> None:
-    """End the vertical axis at the largest value but the first token's, and write that one beside
-    its place.
+    """End the vertical axis at the largest value of the other tokens, and write a larger value of
+    the first token next to its place.
 
-    The first token is the sink of most models: it gets a hundred times what any other gets.
+    The first token is the sink of most models. It can get a hundred times what others get, which
+    would then all seem to be 0.
     """
     largest = 0.0
     for means in means_of_lines:
-        # Too few prompts at a position give a mean without an interval.
+        # With fewer than three prompts a mean has no interval.
         upper = np.where(np.isfinite(means.high), means.high, means.mean)
         largest = max(largest, upper[means.at > 0].max(initial=0.0))
     if largest <= 0:
         return
-    top = 1.08 * largest
-    figure.update_yaxes(range=[0, top], row=row, col=column)
+    axis_end = 1.08 * largest  # leaves a margin above the lines
+    figure.update_yaxes(range=[0, axis_end], row=row, col=column)
 
     text_lines = ["↑ first token:"]
     for means, line in zip(means_of_lines, lines, strict=True):
-        # One number, or none where too few prompts have the token.
+        # One number, or none if too few prompts have the token.
         for value in means.mean[means.at == 0]:
-            if value > top:
+            if value > axis_end:
                 text_lines.append(f"{value:.2g} {line.label}")
 
     if len(text_lines) > 1:
         figure.add_annotation(
             x=0,
-            y=top,
+            y=axis_end,
             text="<br>".join(text_lines),
             align="left",
             xanchor="left",

@@ -1,5 +1,5 @@
-"""The look of all figures, and their primitives: panels, points, lines with bands, rules, maps of
-heads, titles.
+"""The look of all figures, and what they are drawn from: panels, points, lines with bands, rules,
+maps of heads, titles.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from plotly.subplots import make_subplots
 from mechattn.axes import BASELINE
 from mechattn.stats.intervals import Interval
 
-# Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark
-# background.
-WITHOUT = "#0072b2"  # blue, what is compared with: without the inserted tokens, or the null
-WITH = "#d55e00"  # vermilion: with them
+# Okabe and Ito (2008), "Color universal design". Their contrast is at least 3 to 1 on white, and
+# that of their replacements in DARK on a dark background.
+WITHOUT = "#0072b2"  # blue: the reference, such as the baseline or the null
+WITH = "#d55e00"  # vermilion: with the inserted tokens
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
 COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)  # of lines without a meaning of their own, in order
 NEUTRAL = "#f4f4f2"  # no change, on every map of signed numbers
-# The colour scales of all figures and pages; either is told apart with any colour blindness.
-DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, none, more
+# The colour scales of all figures and pages, which can be read with any colour blindness.
+DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, no change, more
 SEQUENTIAL = "Cividis"
 FADED = "rgba(255, 255, 255, 0.75)"  # over what is not significant
-FADED_CELLS = "faded"  # the name of a trace that lies over a map and has no numbers
-DARK = {  # on a dark background
+FADED_CELLS = "faded"  # the name of the trace that fades cells of a map and has no numbers
+DARK = {  # the replacements of colours on a dark background
     WITHOUT: "#56b4e9", WITH: "#ff9a4d", THIRD: "#3fcf9f", NEUTRAL: "#262b31", "#000000": "#e6e6e3",
     "#7a5c00": "#c9a227", "#444": "#bbb", FADED: "rgba(22, 24, 28, 0.75)",
 }  # fmt: skip
 GREY = "#888"
-LEAST_MARKED = 0.05  # of the largest on a map: what is smaller has no dot, however sure it is
-# Letters of a line, which fit into the 700 pixels of a notebook.
+LEAST_MARKED = 0.05  # a smaller fraction of the largest number on a map gets no dot at any q
+# The letters that fit into a line of a notebook, which is 700 pixels wide.
 _HEADING_LETTERS = 72
 _SMALL_PRINT_LETTERS = 110
-# The heights of their lines, in pixels.
+# The heights of a line, in pixels.
 _HEADING_LINE = 22
 _SMALL_PRINT_LINE = 17
 # What encloses the small print under a heading.
@@ -58,13 +58,13 @@ LAYOUT = dict(
 
 
 def faint(colour: str, alpha: float = 0.2) -> str:
-    """The colour of a band around a line of this colour."""
+    """A colour such as "#0072b2" with an opacity, for a band around a line or a background."""
     red, green, blue = bytes.fromhex(colour.removeprefix("#"))
     return f"rgba({red}, {green}, {blue}, {alpha})"
 
 
 def condition_colours(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Each condition with its colour: blue is the baseline's alone."""
+    """Each condition with its colour. Only the baseline is blue."""
     colours = cycle(COLOURS[1:])
     pairs = []
     for name in names:
@@ -74,12 +74,12 @@ def condition_colours(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def positive(values: np.ndarray) -> np.ndarray:
-    """Replace zeros with NaN, which a logarithmic axis leaves out."""
+    """Replace numbers that are not positive with NaN, as a logarithmic axis cannot show them."""
     return np.where(values > 0, values, np.nan)
 
 
 def within(interval: Interval, units: str) -> Interval:
-    """The interval, which does not go beyond 0 and 1 where these are the bounds of the units."""
+    """The interval with its ends clipped to 0 and 1 if the units are a probability or a share."""
     if units not in ("probability", "share"):
         return interval
     low = np.clip(interval.low, 0, 1)
@@ -88,23 +88,25 @@ def within(interval: Interval, units: str) -> Interval:
 
 
 def steps(count: int) -> dict[str, Any]:
-    """An axis of layers or heads: each of up to eight, or every fifth, which fits the panels of a
-    paper.
+    """The ticks of an axis of layers or heads: at each of up to eight, or else at every fifth.
+
+    More would not fit the panels of a paper.
     """
     return dict(tick0=0, dtick=1 if count <= 8 else 5)
 
 
 def named_ticks(words: Sequence[str]) -> dict[str, Any]:
-    """An axis with a word at each number from 0."""
+    """The ticks of an axis with a word at each whole number from 0."""
     return dict(tickvals=list(range(len(words))), ticktext=list(words))
 
 
 def panels(titles: Sequence[str] = ("",), **options: Any) -> go.Figure:
-    """Panels with their titles, row by row: by default in one row, and one without a title.
+    """A figure with empty panels; by default one panel without a title.
 
     Args:
-        titles: The titles; further panels have none.
-        options: As for plotly's ``make_subplots``, such as rows and cols.
+        titles: The titles of the panels, row by row. By default there is one column for each, and
+            further rows have no titles.
+        options: Options of plotly's ``make_subplots``, such as rows and cols.
     """
     options = {"cols": len(titles)} | options
     return make_subplots(subplot_titles=list(titles), **options)
@@ -121,18 +123,18 @@ def points(
     sideways: bool = False,
     **style: Any,
 ) -> None:
-    """Points, or a line through them, with their intervals as bars.
+    """Draw points with their intervals as bars, or with another mode a line through them.
 
     Args:
-        figure: The figure that gets them.
-        x: Where they stand.
-        estimates: The numbers, and the low and the high ends of their intervals.
-        name: In the legend.
-        colour: Of points and bars.
-        column: The panel, from 1.
-        row: The panel's row, from 1.
-        sideways: Whether the numbers are on the horizontal axis, and ``x`` on the other.
-        style: As for plotly's scatter.
+        figure: The figure.
+        x: The places of the points on the axis.
+        estimates: The numbers, and the low and high ends of their intervals [3, point].
+        name: The name in the legend.
+        colour: The colour of points and bars.
+        column: The column of the panel, from 1.
+        row: The row of the panel, from 1.
+        sideways: Draws the numbers on the horizontal axis and ``x`` on the vertical axis.
+        style: Options of plotly's scatter, such as mode.
     """
     middle, low, high = np.array(estimates, dtype=np.float64)
     bars = dict(
@@ -163,16 +165,16 @@ def side_by_side(
     apart: float = 0.14,
     **style: Any,
 ) -> None:
-    """Points with intervals for each word, several series beside each other.
+    """Draw several series of points with intervals, side by side at each word of the axis.
 
     Args:
-        figure: The figure that gets them.
-        words: What stands below the axis, such as conditions.
-        series: Names with (estimates, low, high), a number for each word.
-        colours: Of the series, in order.
-        column: The panel, from 1.
-        apart: The distance of the series; 1 is that of the words.
-        style: As for plotly's scatter.
+        figure: The figure.
+        words: The words below the axis, such as conditions.
+        series: The name of each series, with (estimates, low, high) for each word.
+        colours: The colours of the series, in order. They repeat if there are fewer.
+        column: The column of the panel, from 1.
+        apart: The distance between two series, where two words are 1 apart.
+        style: Options of plotly's scatter.
     """
     middle = (len(series) - 1) / 2
     for index, (name, estimates) in enumerate(series):
@@ -202,17 +204,17 @@ def line_and_band(
     row: int = 1,
     **style: Any,
 ) -> None:
-    """A line, and a band where it has an interval.
+    """Draw a line, and a band at the points that have an interval.
 
     Args:
-        figure: The figure that gets them.
-        x: The places of the line.
-        interval: Its values, and the ends of the band; NaN where there is none.
-        name: In the legend, which has both as one entry.
-        colour: Of the line; the band is a faint one.
-        column: The panel, from 1.
-        row: The panel's row, from 1.
-        style: Of the line, as for plotly's scatter; by default it is thin and has no marks.
+        figure: The figure.
+        x: The places of the points on the axis.
+        interval: The values of the line, and the ends of the band; NaN for a point without band.
+        name: The name in the legend, which has one entry for line and band.
+        colour: The colour of the line. The band has a faint version of it.
+        column: The column of the panel, from 1.
+        row: The row of the panel, from 1.
+        style: Options of plotly's scatter for the line, which by default has no markers.
     """
     estimate, low, high = interval
     style = {"mode": "lines", "line": dict(color=colour, width=1.6)} | style
@@ -236,7 +238,19 @@ def ribbon(
     alpha: float = 0.2,
     **style: Any,
 ) -> None:
-    """The area between two lines."""
+    """Draw the area between two lines, without an entry in the legend.
+
+    Args:
+        figure: The figure.
+        x: The places of both lines' points on the axis.
+        low: The values of the lower line.
+        high: The values of the upper line.
+        colour: The colour of the area.
+        column: The column of the panel, from 1.
+        row: The row of the panel, from 1.
+        alpha: The opacity of the area, from 0 to 1.
+        style: Options of plotly's scatter.
+    """
     figure.add_scatter(
         x=np.concatenate([x, x[::-1]]),
         y=np.concatenate([high, low[::-1]]),
@@ -263,7 +277,7 @@ def dotted(
     row: int = 1,
     **style: Any,
 ) -> None:
-    """A dotted line, which is a null in every figure."""
+    """Draw a dotted line, which stands for a null in every figure."""
     line = dict(color=colour, dash="dot", width=1.3)
     style = {"mode": "lines"} | style
     figure.add_scatter(x=x, y=y, name=name, line=line, row=row, col=column, **style)
@@ -280,10 +294,11 @@ def rule(
     column: int = 1,
     row: int = 1,
 ) -> None:
-    """A line across a panel at a value with a meaning, such as no change: upright at ``x``, or
-    level at ``y``.
+    """Draw a line across a panel at a value with a meaning, such as no change.
 
-    plotly draws none across an empty panel, so what it crosses comes first.
+    It is vertical at ``x``, or horizontal at ``y``.
+
+    Draw the contents of the panel first, as plotly adds no such line to an empty panel.
     """
     line = dict(width=width, dash=dash, color=colour)
     if x is not None:
@@ -302,18 +317,22 @@ def head_map(
     bar_words: str,
     across: str = "head",
 ) -> go.Figure:
-    """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded
-    where q is larger.
+    """Draw a map of heads by layer: orange for positive numbers, blue for negative ones.
+
+    Cells with q ≥ 0.05 are faded. The others have a dot if their number is at least a twentieth of
+    the largest.
 
     Args:
-        table: A row a cell, with ``layer`` and ``across``.
+        table: One row per cell, with the columns ``layer`` and ``across``.
         column: The column whose numbers are coloured.
         q_column: The column of their q-values.
-        hovered: Columns that the words on hover may use, by their labels in a table of the figure.
-        hover: What is said of a cell, as a template of plotly's.
-        name: The name of the map in a table of the figure.
-        bar_words: The title of the bar of colours.
-        across: The column on the horizontal axis: "head", or one of words, which keep their order.
+        hovered: Columns that ``hover`` may use as ``customdata``, by their labels in the figure's
+            table on a page.
+        hover: The text of a cell on hover, as a template of plotly's.
+        name: The name of the map in the figure's table.
+        bar_words: The title of the colour bar.
+        across: The column on the horizontal axis: "head", or a column of words, whose order is
+            kept.
     """
     cells = table.set_index(["layer", across]).to_xarray()
     if across == "head":
@@ -327,8 +346,7 @@ def head_map(
     coloured = cells[column].values
     q = cells[q_column].values
 
-    # Both colours end at the same distance from 0, which is in the middle; a map of zeros has a
-    # scale too.
+    # The colours are symmetric around 0. A map of zeros needs a range too.
     largest = float(np.nanmax(abs(coloured))) or 1.0
     bar_title = "<br>".join(wrap(bar_words, 24, break_on_hyphens=False))
     figure = panels()
@@ -363,35 +381,15 @@ def head_map(
     return figure
 
 
-def _fade(figure: go.Figure, x: np.ndarray, y: np.ndarray, is_faded: np.ndarray) -> None:
-    """Fade cells of a map, with an entry in the legend."""
-    figure.add_heatmap(
-        x=x,
-        y=y,
-        z=np.where(is_faded, 0.0, np.nan),
-        name=FADED_CELLS,
-        colorscale=[[0, FADED], [1, FADED]],
-        showscale=False,
-        hoverinfo="skip",
-    )
-    figure.add_scatter(
-        x=[None],
-        y=[None],
-        mode="markers",
-        name="faded: q ≥ 0.05",
-        marker=dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1)),
-        showlegend=True,
-    )
-
-
 def title(figure: go.Figure, heading: str, note: str, height: int) -> None:
-    """Set the title with its small print, in lines that fit, and the height.
+    """Set the title with its small print, both wrapped to the width of a notebook, and the height.
 
     Args:
         figure: The figure.
-        heading: What it shows, and of which model.
-        note: The small print.
-        height: In pixels, for a heading and a note of one line each.
+        heading: The heading: the model and what the figure shows.
+        note: The small print below the heading.
+        height: The height in pixels with one line of heading and one of small print. Each further
+            line adds to it.
     """
     heading_lines = wrap(heading, _HEADING_LETTERS)
     note_lines = wrap(note, _SMALL_PRINT_LETTERS)
@@ -407,14 +405,14 @@ def title(figure: go.Figure, heading: str, note: str, height: int) -> None:
 
 def title_above_legend(figure: go.Figure, heading: str, note: str, height: int, top: int) -> None:
     """Set the title and the height as :func:`title` does, and put the legend into a row of its own
-    under the title, at any width.
+    under the title.
 
     Args:
         figure: The figure.
-        heading: What it shows, and of which model.
-        note: The small print.
-        height: In pixels, for a heading and a note of one line each.
-        top: The room for title and legend above the panels, in pixels, for the same.
+        heading: The heading: the model and what the figure shows.
+        note: The small print below the heading.
+        height: The height in pixels with one line of heading and one of small print.
+        top: The room for title and legend above the panels, in pixels, with the same lines.
     """
     title(figure, heading, note, height)
     whole_height = figure.layout.height
@@ -435,22 +433,49 @@ def title_above_legend(figure: go.Figure, heading: str, note: str, height: int, 
 
 
 def take_heading(figure: go.Figure) -> str:
-    """Remove the title but for its small print, with the room that it takes; return its words."""
+    """Remove the heading and its room from a figure, and return its words.
+
+    The small print stays as the title.
+    """
     layout = figure.layout
-    # From the title, whose names are escaped: what :func:`title` was given is not.
     heading, _, note = layout.title.text.partition(_NOTE_START)
     room = _HEADING_LINE * len(heading.split("<br>"))
     height = layout.height - room
 
-    # A legend under the title keeps its distance from the top, of a lower figure.
+    # A legend under the title moves up with the small print. plotly counts from the bottom.
     if layout.legend.yref == "container":
         layout.legend.y = 1 - ((1 - layout.legend.y) * layout.height - room) / height
     margin = {"t": layout.margin.t - room}
     note = note.removesuffix(_NOTE_END)
     figure.update_layout(title_text=note, title_font_size=13, height=height, margin=margin)
-    return unescape(heading.replace("<br>", " "))
+    return unescape(heading.replace("<br>", " "))  # names are escaped for plotly
 
 
 def map_height(table: pd.DataFrame) -> int:
-    """The height of a figure with a row for each layer, in pixels."""
+    """The height in pixels of a map with a row for each layer.
+
+    A row has 24 pixels, and title and axis have 160. The height is at least 320, so that the colour
+    bar is not too short for its title.
+    """
     return max(320, 160 + 24 * table.layer.nunique())
+
+
+def _fade(figure: go.Figure, x: np.ndarray, y: np.ndarray, is_faded: np.ndarray) -> None:
+    """Fade some cells of a map, and explain this in the legend."""
+    figure.add_heatmap(
+        x=x,
+        y=y,
+        z=np.where(is_faded, 0.0, np.nan),
+        name=FADED_CELLS,
+        colorscale=[[0, FADED], [1, FADED]],
+        showscale=False,
+        hoverinfo="skip",
+    )
+    figure.add_scatter(
+        x=[None],
+        y=[None],
+        mode="markers",
+        name="faded: q ≥ 0.05",
+        marker=dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1)),
+        showlegend=True,
+    )

@@ -1,5 +1,5 @@
-"""What each figure declares, and what all of them do: check which heads are shown, and escape
-names.
+"""What each figure declares for reports and config files, and what all figures share: checks of the
+heads, and the escaping of names.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mechattn.errors import OptionError
 from mechattn.results.result import Result, head_named
 
 Draw = TypeVar("Draw", bound=Callable)
-# Every "<" except in tags that our own titles and hovers use.
+# Every "<" except in the tags that the titles and hover texts of this library use.
 _MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")
-_NOT_DRAWN = ("template", "meta", "type")  # properties whose texts plotly shows nowhere
+_NOT_DRAWN = ("template", "meta", "type")  # properties whose texts plotly does not show
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of words that is folded under a figure.
+    """A table of words that is folded under a figure on a page.
 
     Args:
-        title: Its heading.
+        title: The heading of the table.
         columns: The names of the columns.
         rows: The cells of each row.
     """
@@ -41,12 +41,12 @@ class PageTable:
 
 @dataclass(frozen=True)
 class PageWords:
-    """What a page says beside a figure.
+    """The words that a page adds to a figure.
 
     Args:
-        note: How to read it.
-        title_end: What follows its title.
-        table: Its numbers as a table, if the page has one.
+        note: How to read the figure.
+        title_end: The words after the figure's title.
+        table: The numbers of the figure as a table, if there is one.
     """
 
     note: str
@@ -54,7 +54,7 @@ class PageWords:
     table: PageTable | None = None
 
 
-# From what a page says of a figure, with its result and options, to what it says with more.
+# From a figure's words, its result and its options to words that have more.
 AddWords = Callable[[PageWords, Result, Mapping[str, Any]], PageWords]
 
 
@@ -64,12 +64,14 @@ class Declared:
 
     Args:
         draw: The function.
-        needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
-            Of a figure that draws no result, what it draws, such as "patching".
-        compares: Whether it needs a condition other than the baseline.
-        report: With which options a report shows it, besides layer and condition.
-        chooses_heads: Whether the data choose its heads where none are listed.
-        add_words: Adds to what a page says beside it.
+        needs: The name of the dataset that the figure shows. A mapping gives it by the option
+            ``reading``. It is empty if the option ``quantity`` decides. A figure that does not draw
+            a result names what it draws, such as "patching".
+        compares: Whether the figure needs a condition other than the baseline.
+        report: The options of each time that a report shows the figure, without layer and
+            condition.
+        chooses_heads: Whether the data choose the heads if none are listed.
+        add_words: Adds to the words beside the figure on a page.
     """
 
     draw: Callable
@@ -81,28 +83,35 @@ class Declared:
 
     @property
     def takes(self) -> Mapping[str, Any]:
-        """The options that it takes, with their defaults."""
+        """The options of the function, with their defaults.
+
+        An option without a default has ``inspect.Parameter.empty``.
+        """
         _, *options = inspect.signature(self.draw).parameters.values()
         return {option.name: option.default for option in options}
 
     @property
     def subject(self) -> str:
-        """What it draws, which is the name of its first parameter: a "result", "results" beside
-        each other, or such as "patching"."""
+        """What the figure draws: "result", "results" (several at once), or such as "patching".
+
+        It is the name of the function's first parameter.
+        """
         first_parameter, *_ = inspect.signature(self.draw).parameters
         return first_parameter
 
     @property
     def draws_results(self) -> bool:
-        """Whether it draws results, and not an evaluation or patching."""
+        """Whether the figure draws results, rather than an evaluation, patching or a circuit."""
         return self.subject in ("result", "results")
 
     def in_report(self, result: Result, layer: int) -> list[dict[str, Any]]:
-        """The options of each time that a report shows it; none if the result lacks what it needs.
+        """The options of each time that a report shows the figure.
+
+        Empty if the result lacks what the figure needs.
 
         Args:
             result: The result.
-            layer: The layer of a figure that shows one.
+            layer: The layer, for a figure that shows a single layer.
         """
         takes = self.takes
         condition = result.shown_condition()
@@ -112,12 +121,14 @@ class Declared:
         selected: dict[str, Any] = {}
         if "condition" in takes:
             selected["condition"] = condition
-        if takes.get("layer") is not None:  # None is the mean over all layers
+        # A figure whose layer is None by default shows all layers, or their mean.
+        if takes.get("layer") is not None:
             selected["layer"] = layer
         return [{**selected, **options} for options in self.report if self.dataset(result, options)]
 
     def dataset(self, result: Result, options: Mapping[str, Any]) -> str | None:
-        """The dataset of a result that it shows with these options, if the result has it."""
+        """The name of the dataset that the figure shows with these options; None if the result does
+        not have it."""
         options = {**self.takes, **options}
         if self.needs:
             analysis = self.analysis(options)
@@ -130,7 +141,8 @@ class Declared:
         return None
 
     def page_words(self, result: Result, options: Mapping[str, Any]) -> PageWords:
-        """What a page says beside it: its docstring up to the arguments, and what it adds."""
+        """The words beside the figure on a page: its docstring up to the arguments, and what
+        ``add_words`` adds."""
         docstring = inspect.getdoc(self.draw) or ""
         words = PageWords(note=docstring.split("\n\nArgs:")[0])
         if self.add_words is None:
@@ -138,7 +150,12 @@ class Declared:
         return self.add_words(words, result, options)
 
     def analysis(self, options: Mapping[str, Any]) -> str:
-        """The dataset that it shows with all of these options; "" if ``quantity`` decides."""
+        """The name of the dataset that the figure shows with these options; empty if the option
+        ``quantity`` decides.
+
+        Args:
+            options: All options of the figure, also those that have their defaults.
+        """
         if isinstance(self.needs, str):
             return self.needs
         return self.needs[options["reading"]]
@@ -155,47 +172,40 @@ def declare(
     chooses_heads: bool = False,
     page_words: AddWords | None = None,
 ) -> Callable[[Draw], Draw]:
-    """Declare a figure, for reports, config files and the gallery; its names are escaped.
+    """Declare a figure for reports, config files and the gallery, and escape the names in it.
 
     Args:
-        needs: As for :class:`Declared`, like those that follow.
-        compares: Whether it needs a condition other than the baseline.
-        report: With which options a report shows it.
-        chooses_heads: Whether the data choose its heads.
-        page_words: Adds to what a page says beside it, which is the docstring up to the arguments.
+        needs: The dataset that the figure shows, as for :class:`Declared`.
+        compares: Whether the figure needs a condition other than the baseline.
+        report: The options of each time that a report shows the figure.
+        chooses_heads: Whether the data choose the heads if none are listed.
+        page_words: Adds to the words beside the figure on a page, which are by default its
+            docstring up to the arguments.
 
     Returns:
-        A decorator for the function that draws it.
+        A decorator for the function that draws the figure.
     """
 
-    def declared(draw: Draw) -> Draw:
+    def decorator(draw: Draw) -> Draw:
         @functools.wraps(draw)
-        def drawn(*args: Any, **options: Any) -> go.Figure:
+        def draw_escaped(*args: Any, **options: Any) -> go.Figure:
             figure = draw(*args, **options)
             _one_legend_entry_each(figure)
             return with_plain_names(figure)
 
         FIGURES[draw.__name__] = Declared(
-            drawn, needs, compares, tuple(report), chooses_heads, page_words
+            draw_escaped, needs, compares, tuple(report), chooses_heads, page_words
         )
-        return cast(Draw, drawn)
+        return cast(Draw, draw_escaped)
 
-    return declared
-
-
-def _one_legend_entry_each(figure: go.Figure) -> None:
-    """Name each group in the legend once, however many panels show it."""
-    named_groups = set()
-    for trace in figure.data:
-        is_undecided = trace.showlegend is None
-        if trace.legendgroup and is_undecided:
-            trace.showlegend = trace.legendgroup not in named_groups
-            named_groups.add(trace.legendgroup)
+    return decorator
 
 
 def with_plain_names(figure: go.Figure) -> go.Figure:
-    """The figure with "<" escaped in its texts except in line breaks and small print: plotly makes
-    ``<a …>`` a link.
+    """Escape "<" in the texts of a figure, and return the figure.
+
+    plotly would make a link of ``<a …>`` in a name. The tags of line breaks, small print and hover
+    texts are kept.
     """
     for element in (figure.layout, *figure.data):
         for name, value in element.to_plotly_json().items():
@@ -204,21 +214,12 @@ def with_plain_names(figure: go.Figure) -> go.Figure:
     return figure
 
 
-def _escaped(value: Any) -> Any:
-    """A property with "<" escaped in all of its texts."""
-    if isinstance(value, str):
-        return _MARKUP.sub("&lt;", value)
-    if isinstance(value, dict):
-        return {name: _escaped(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_escaped(item) for item in value]
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
-        return np.array([_escaped(item) for item in value], dtype=object)
-    return value
-
-
 def several(results: Sequence[Result] | Result) -> list[Result]:
-    """The results of a figure that draws one or more of them."""
+    """One or several results as a list.
+
+    Raises:
+        OptionError: The list is empty.
+    """
     if isinstance(results, Result):
         return [results]
     if not results:
@@ -227,7 +228,11 @@ def several(results: Sequence[Result] | Result) -> list[Result]:
 
 
 def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
-    """One head or several as a list; an empty one is refused."""
+    """One or several heads as a list.
+
+    Raises:
+        OptionError: The list is empty.
+    """
     if isinstance(heads, (int, np.integer, str)):
         return [heads]
     listed = list(heads)
@@ -239,16 +244,17 @@ def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
 def check_heads(
     heads: Sequence[int | str] | int | str, measured: Sequence[int], layer: int | None = None
 ) -> list[int]:
-    """The heads as numbers.
+    """The numbers of some heads.
 
     Args:
-        heads: Heads by number or name, one or several.
-        measured: The heads that a layer of the model, or of the result, has.
-        layer: The layer that is shown; None if all layers show the same heads.
+        heads: One or several heads, by number or name.
+        measured: The numbers of the heads that each layer has.
+        layer: The layer that is shown; None if the same heads are shown of all layers, which takes
+            numbers only.
 
     Raises:
-        OptionError: The layer has no such head, a name such as "L1H2" is of another layer, or there
-            are no heads.
+        OptionError: A layer has no such head, a name such as "L1H2" is of another layer, or the
+            list is empty.
     """
     numbers = []
     for head in head_list(heads):
@@ -275,3 +281,26 @@ def check_heads(
             raise OptionError(f"head {number} is out of range: heads are {measured_words}")
         numbers.append(int(number))
     return numbers
+
+
+def _one_legend_entry_each(figure: go.Figure) -> None:
+    """Give each group one entry in the legend, even if several panels show it."""
+    named_groups = set()
+    for trace in figure.data:
+        is_undecided = trace.showlegend is None
+        if trace.legendgroup and is_undecided:
+            trace.showlegend = trace.legendgroup not in named_groups
+            named_groups.add(trace.legendgroup)
+
+
+def _escaped(value: Any) -> Any:
+    """A property of a figure with "<" escaped in all of its texts."""
+    if isinstance(value, str):
+        return _MARKUP.sub("&lt;", value)
+    if isinstance(value, dict):
+        return {name: _escaped(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item) for item in value]
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+        return np.array([_escaped(item) for item in value], dtype=object)
+    return value

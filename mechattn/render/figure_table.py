@@ -1,4 +1,4 @@
-"""The numbers that a figure draws, as a table."""
+"""A table of the numbers that a figure draws."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ TABLE_COLUMNS = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low"
 
 
 def figure_table(figure: go.Figure) -> pd.DataFrame:
-    """The numbers that a figure draws: panel, series, x_is, x, y_is, y, z_is, z (of maps), low and
-    high (of intervals).
+    """The numbers that a figure draws, as a table with a row for each point or cell.
 
-    ``x_is`` … are the words of the axes. A place that has words beside its axis is named by these.
+    The columns are panel, series, x_is, x, y_is, y, z_is, z, low and high. ``x_is``, ``y_is`` and
+    ``z_is`` are the titles of the axes and of a map's colour bar. ``low`` and ``high`` are the ends
+    of intervals. If an axis has words instead of numbers, ``x`` or ``y`` is the word. A column that
+    would be empty is left out.
 
     Args:
         figure: A figure of ``mechattn.render``.
 
     Raises:
-        OptionError: It draws no series of numbers, as a circuit's.
+        OptionError: The figure draws no series of numbers, as that of a circuit.
     """
     series = filter(_is_series, figure.data)
     tables = [_trace_table(figure, trace) for trace in series]
@@ -41,25 +43,28 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
 
 
 def _without_tags(cell: Any) -> Any:
-    """A cell of the table; words may have tags for plotly."""
+    """A cell of the table, without the tags for plotly that words may have."""
     if isinstance(cell, str):
         return without_markup(cell)
     return cell
 
 
 def _is_series(trace: Any) -> bool:
-    """Whether a trace has numbers of its own: it has a name, and is no band, no entry of the legend
-    alone, and not what fades a map."""
-    is_band = getattr(trace, "fill", None) == "toself"  # heatmaps have no property ``fill``
+    """Whether a trace has numbers of its own.
+
+    Bands, traces without a name, traces that fade a map, and traces that only make an entry in the
+    legend have none.
+    """
+    is_band = getattr(trace, "fill", None) == "toself"  # a heatmap has no property ``fill``
     if trace.name in (None, FADED_CELLS) or is_band:
         return False
 
-    # An entry of the legend alone is drawn at x = [None].
+    # A trace that only makes an entry in the legend has x = [None].
     return pd.notna(np.atleast_1d(trace.x)).any()
 
 
 def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
-    """The numbers of a trace with the words of their axes, and the ends of their intervals."""
+    """The rows of a trace: its numbers, the titles of their axes, and the ends of intervals."""
     x_axis = _axis(figure, trace, "x")
     y_axis = _axis(figure, trace, "y")
     x = np.asarray(trace.x)
@@ -80,15 +85,15 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
     columns["x"] = _in_words(x, x_axis)
     columns["y"] = _in_words(y, y_axis)
 
-    # A trace has bars along one axis at most.
+    # A trace has bars along at most one axis.
     for numbers, bars in ((x, trace.error_x), (y, trace.error_y)):
         if bars.array is not None:
             columns["low"] = numbers - bars.arrayminus
             columns["high"] = numbers + bars.array
 
     if trace.meta:
-        # Numbers on hover, with their names in ``meta``: the ends of a band, or a number beyond the
-        # axis, which is drawn at its edge.
+        # The numbers on hover, whose names are in ``meta``. They may be the ends of a band, or an x
+        # beyond the axis, whose point is drawn at the edge.
         customdata = np.asarray(trace.customdata).reshape(len(x), -1)
         hover_numbers = pd.DataFrame(customdata, columns=list(trace.meta))
         columns |= hover_numbers.filter(["x", "low", "high"]).to_dict("list")
@@ -97,20 +102,26 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
 
 
 def _axis(figure: go.Figure, trace: Any, kind: str) -> Any:
-    """The axis of a trace, "x" or "y"."""
-    name = trace[f"{kind}axis"] or kind  # plotly's "x2" is layout.xaxis2
+    """The axis of a trace.
+
+    Args:
+        figure: The figure.
+        trace: One of its traces.
+        kind: "x" or "y".
+    """
+    name = trace[f"{kind}axis"] or kind  # such as "x2", which is layout.xaxis2
     return figure.layout[f"{kind}axis{name[1:]}"]
 
 
 def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
-    """The words over a panel; a figure of one panel has none."""
-    if x_axis.domain is None:  # plotly's figure without panels
+    """The title over a panel; empty if it has none."""
+    if x_axis.domain is None:  # a figure that was made without make_subplots
         return ""
     left, right = x_axis.domain
     _, top = y_axis.domain
 
-    # plotly keeps titles of panels as notes on the whole figure, each above the middle of its
-    # panel.
+    # plotly keeps the titles of panels as annotations of the whole figure, each above the middle of
+    # its panel.
     for note in figure.select_annotations(dict(xref="paper", yref="paper")):
         if left < note.x < right and np.isclose(note.y, top):
             return note.text
@@ -118,11 +129,12 @@ def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
 
 
 def _in_words(numbers: np.ndarray, axis: Any) -> np.ndarray:
-    """Places on an axis as the words beside it, where it has a word at each number from 0."""
+    """The words at some places of an axis; the numbers themselves if the axis does not have a word
+    at each whole number from 0."""
     words = np.array(axis.ticktext or [], dtype=object)
     if not len(words) or list(axis.tickvals) != list(range(len(words))):
         return numbers
 
-    # Series beside each other stand a little to the left or right of their word.
+    # Series side by side are drawn a little to the left or right of their word.
     nearest = np.rint(numbers.astype(np.float64)).astype(int)
     return words[nearest.clip(0, len(words) - 1)]

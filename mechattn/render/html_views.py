@@ -1,4 +1,4 @@
-"""Views as HTML for a notebook or an offline page: attention maps, text coloured by received
+"""Views as HTML for a notebook or an offline page: attention maps, and text coloured by received
 attention.
 """
 
@@ -30,11 +30,23 @@ from mechattn.render.words import model_caption
 from mechattn.results.result import Result, head_name
 from mechattn.store.atomic_writes import check_writable, write_whole
 
-DIGITS = 3  # of an attention map; further ones would only make the page larger
-# In the head of each of our pages, before any style or script; a page may add a version.
+DIGITS = 3  # decimal places of an attention map; more would only make the page larger
+# The start of a tag in the head of each page of mechattn, before any style or script. A page may
+# add its version to it.
 GENERATOR = '<meta name="generator" content="mechattn'
-_HEAD_BYTES = 2**16  # at the start of a file, in which it is looked for
+_HEAD_BYTES = 2**16  # the bytes at the start of a file in which this tag is searched for
 Script = Literal["circuitsvis", "plotly"]
+# A document that replaces itself with the compressed page in it, without a request.
+_UNPACKS = """<!doctype html><meta charset="utf-8"><script>
+(async () => {
+  const bytes = Uint8Array.from(atob("PACKED"), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const page = await new Response(stream).text();
+  document.open();
+  document.write(page);
+  document.close();
+})();
+</script>"""
 
 
 def pattern(
@@ -46,22 +58,24 @@ def pattern(
     *,
     difference: bool = False,
 ) -> View:
-    """Show the attention map of one prompt, heads side by side; click a head to enlarge it, hover
-    for numbers.
+    """Show the attention map of one prompt, heads side by side.
+
+    Click a head to enlarge it. Hover for numbers.
 
     Args:
         result: A result with an attention map.
         layer: The layer, from 0.
         heads: The heads, from 0, or by name, such as "L1H2".
-        condition: The condition of the prompt; the baseline by default, of a difference the first
-            that isn't.
-        prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
-        difference: Whether to show attention between original tokens under the condition minus the
-            baseline: orange is more, blue less. Rows need not sum to 0, as attention to the
+        condition: The condition. By default it is the baseline, or with ``difference`` the first
+            condition that isn't the baseline.
+        prompt: The prompt, from 0. Tokens are shown as text for the first prompt, and as ids for
+            the others.
+        difference: Shows the attention between original tokens in the condition minus that in the
+            baseline: orange is more, blue is less. Rows need not sum to 0, as attention to the
             inserted tokens is left out.
 
     Raises:
-        OptionError: There is no such layer, head, condition or prompt.
+        OptionError: The result has no attention map, or no such layer, head, condition or prompt.
     """
     if difference:
         condition = result.condition(condition)
@@ -73,17 +87,17 @@ def pattern(
     _check_prompt(prompt, dataset)
     heads = check_heads(heads, dataset["head"].values.tolist(), layer)
 
-    names = [head_name(layer, head) for head in heads]
+    head_names = [head_name(layer, head) for head in heads]
     maps, tokens = _map(result, layer, heads, condition, prompt)
     start = f"{model_caption(result)}, layer {layer}"
     if not difference:
-        return _heads_view(maps, tokens, names, f"{start}, condition “{condition}”")
+        return _heads_view(maps, tokens, head_names, f"{start}, condition “{condition}”")
 
     baseline_maps, baseline_tokens = _map(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
     original = np.flatnonzero(origin >= 0)
     change = maps[:, original][:, :, original] - baseline_maps
-    reach = float(np.nanmax(abs(change))) or 1.0  # where nothing changes there is a scale too
+    reach = float(np.nanmax(abs(change))) or 1.0  # a map without changes needs a scale too
     caption = (
         f"{start}: attention between original tokens, “{condition}”"
         f" minus the baseline; orange: more, blue: less, at most {reach:.2f}"
@@ -91,7 +105,7 @@ def pattern(
     return _heads_view(
         change,
         baseline_tokens,
-        names,
+        head_names,
         caption,
         minValue=-reach,
         maxValue=reach,
@@ -107,22 +121,25 @@ def received_text(
     condition: str | None = None,
     prompt: int = 0,
 ) -> View:
-    """Show one prompt's text coloured by received attention, without and with the inserted tokens.
+    """Show the text of one prompt, coloured by received attention, without and with the inserted
+    tokens.
 
-    Both share one scale, which ends at the second largest value, because the first token often
-    receives far more than any other. Hover for the number.
+    Both share one scale. It ends at the second largest value, because the first token often
+    receives far more than any other. Hover for numbers.
 
     Args:
-        result: A result with received attention of each prompt (``keep="prompts"``), or of one
-            prompt.
+        result: A result with the received attention of each prompt (``keep="prompts"``), or of a
+            single prompt.
         layer: The layer, from 0.
         heads: The heads whose mean is shown; all by default.
-        condition: The condition; by default the first that isn't the baseline, if there is one.
-        prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
+        condition: The condition. By default it is the first that isn't the baseline, or the
+            baseline if there is no other.
+        prompt: The prompt, from 0. Tokens are shown as text for the first prompt, and as ids for
+            the others.
 
     Raises:
-        OptionError: There is no such layer, head, condition or prompt, or only means over prompts
-            were kept.
+        OptionError: There is no such layer, head, condition or prompt, or the result has only means
+            over prompts.
     """
     condition = result.shown_condition(condition)
     dataset = result["received_attention"]
@@ -142,16 +159,16 @@ def received_text(
         head_words = f"heads {', '.join(map(str, shown_heads))}"
     received = received.isel(prompt=prompt).sel(layer=layer, head=shown_heads).mean("head")
 
-    names = list(dict.fromkeys([BASELINE, condition]))
-    values = received.sel(condition=names).values
-    finite = np.sort(values[np.isfinite(values)])  # beyond the end of a prompt there is none
-    # A prompt of one token has no value, and others may receive nothing.
+    conditions = list(dict.fromkeys([BASELINE, condition]))
+    values = received.sel(condition=conditions).values
+    finite = np.sort(values[np.isfinite(values)])  # positions beyond the end of a prompt are NaN
+    # A prompt of one token has no value, and all tokens of a prompt may receive nothing.
     top = float(finite[-2:].min(initial=1.0)) or 1.0
 
     start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
     body = ""
     lines = 0
-    for name, token_values in zip(names, values, strict=True):
+    for name, token_values in zip(conditions, values, strict=True):
         tokens = prompt_tokens(result, name, prompt)
         caption = f"{start}: attention received, “{name}”"
         body += _coloured_tokens(caption, tokens, token_values[: len(tokens)], top)
@@ -160,84 +177,17 @@ def received_text(
     return View(body, 130 + 24 * lines, script=None)
 
 
-def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
-    """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not
-    escape tokens.
-    """
-    spans = []
-    for token, value in zip(tokens, values, strict=True):
-        strength = 0.0
-        hover = "no counted query comes after it"
-        if not np.isnan(value):
-            strength = min(1.0, float(value) / top)
-            hover = f"{value:.4f}"
-        background = faint(WITH, round(strength, 2))
-        ink = "#fff" if strength > 0.6 else "inherit"
-        style = f"background:{background};color:{ink};padding:2px 1px;{AS_WRITTEN}"
-        spans.append(f'<span title="{hover}" style="{style}">{html.escape(visible(token))}</span>')
-
-    text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
-    return _figure(caption, text)
-
-
-def _figure(caption: str, content: str) -> str:
-    """A view under its caption."""
-    return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{content}</figure>'
-
-
-def _map(
-    result: Result, layer: int, heads: Sequence[int], condition: str, prompt: int
-) -> tuple[np.ndarray, list[str]]:
-    """The map [head, query, key] of one prompt, and its tokens."""
-    maps = result["attention_map"].pattern.isel(prompt=prompt)
-    maps = maps.sel(layer=layer, condition=condition, head=heads)
-    tokens = prompt_tokens(result, condition, prompt)
-    length = len(tokens)
-    return maps.values[:, :length, :length], tokens
-
-
-def _check_prompt(prompt: int, dataset: xr.Dataset) -> None:
-    """Refuse a prompt that the result does not have."""
-    count = dataset.sizes["prompt"]
-    if prompt not in range(count):
-        raise OptionError(f"prompt={prompt!r}: the result has prompts 0 to {count - 1}")
-
-
-def _heads_view(
-    maps: np.ndarray,
-    tokens: list[str],
-    names: list[str],
-    caption: str,
-    **colours: Any,
-) -> View:
-    """Maps [head, query, key], and the line of script with which circuitsvis draws them."""
-    properties = {
-        "attention": np.round(maps.astype(np.float64), DIGITS).tolist(),
-        "attentionHeadNames": names,
-        "tokens": tokens,
-        **colours,
-        "maskUpperTri": True,
-    }
-
-    data = in_script(json.dumps(properties, separators=(",", ":")))
-    # Equal views have equal names, so that a notebook that runs again stays as it was.
-    digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
-    name = f"view-{digest[:12]}"
-    script = f'CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})'
-    return View(_figure(caption, f'<div id="{name}"></div>') + f"<script>{script}</script>")
-
-
 @dataclass(frozen=True)
 class View:
     """A view as HTML, which can be shown in a notebook or saved as an offline page.
 
-    In a notebook it displays in its own frame, without network requests. ``body`` can be put into a
-    page that already contains :func:`view_script`.
+    A notebook shows it in a frame of its own, without network requests. ``body`` can be inserted
+    into a page that already contains the script of :func:`view_script`.
 
     Args:
         body: The HTML.
-        height: The height of the frame, in pixels.
-        script: The library whose script it needs; None needs none.
+        height: The height of the frame in a notebook, in pixels.
+        script: The library whose script the view needs; None if it needs no library.
     """
 
     body: str
@@ -264,7 +214,8 @@ class View:
             force: Replace a file that mechattn did not write.
 
         Raises:
-            OutputError: The path holds such a file, or cannot be written to.
+            OutputError: There is such a file and ``force`` is not set, or the path cannot be
+                written to.
         """
         save_page(path, self.page(), force)
 
@@ -276,35 +227,24 @@ class View:
         )
 
     def _repr_html_(self) -> str:
-        # Squeezed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it,
-        # without a request.
+        # Compressed, so that a notebook with ten views has 5 MB instead of 15.
         source = html.escape(_UNPACKS.replace("PACKED", squeezed(self.page())), quote=True)
         style = f"width:100%;height:{self.height}px;border:0"
         return f'<iframe srcdoc="{source}" style="{style}"></iframe>'
 
 
-_UNPACKS = """<!doctype html><meta charset="utf-8"><script>
-(async () => {
-  const bytes = Uint8Array.from(atob("PACKED"), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const page = await new Response(stream).text();
-  document.open();
-  document.write(page);
-  document.close();
-})();
-</script>"""
-
-
 def squeezed(text: str) -> str:
-    """Compress text with gzip and base64, which a browser reads offline; equal texts stay equal."""
+    """Compress text with gzip and encode it with base64, which a browser can read offline.
+
+    Equal texts give equal output.
+    """
     content = gzip.compress(text.encode("utf-8"), 6, mtime=0)
     return base64.b64encode(content).decode()
 
 
 @cache
 def view_script(script: Script = "circuitsvis") -> str:
-    """The script of circuitsvis (1.3 MB) or of plotly (4.5 MB), as installed; needed once per
-    page."""
+    """The script of the installed circuitsvis (1.3 MB) or plotly (4.5 MB). A page needs it once."""
     if script == "plotly":
         import plotly.offline
 
@@ -318,7 +258,7 @@ def view_script(script: Script = "circuitsvis") -> str:
 
 
 def in_script(json_text: str) -> str:
-    """JSON that is safe in a script element, whatever tokens it contains."""
+    """Escape JSON so that no token in it can end the script element that contains it."""
     # U+2028 and U+2029 end a line in scripts, but not in JSON.
     for character in "<\u2028\u2029":
         json_text = json_text.replace(character, f"\\u{ord(character):04x}")
@@ -326,7 +266,7 @@ def in_script(json_text: str) -> str:
 
 
 def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
-    """The tokens of a prompt: as text for the first prompt, as ids for the others."""
+    """The tokens of a prompt in a condition, as text for the first prompt and as ids for others."""
     sequences = result["sequences"].sel(condition=condition)
     length = int((sequences.origin.isel(prompt=prompt) > PADDING).sum())
     tokens = sequences.tokens.isel(prompt=prompt)
@@ -336,7 +276,10 @@ def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
 
 
 def received_by_prompt(dataset: xr.Dataset) -> xr.DataArray | None:
-    """What each position of every prompt receives; None if only means over prompts were kept."""
+    """The received attention of each prompt by position.
+
+    None if the dataset has no received attention, or only means over several prompts.
+    """
     if "received_per_prompt" in dataset:
         return dataset.received_per_prompt
     if "received" in dataset and dataset.sizes["prompt"] == 1:
@@ -353,11 +296,11 @@ def tokens_in_segments(result: Result, condition: str) -> list[tuple[str, str]]:
 
 
 def check_page_place(path: str | Path, force: bool = False) -> None:
-    """Check that a page can be written here, before the run.
+    """Check, before a run, that a page can be written to a path.
 
     Raises:
-        OutputError: It cannot, or there is a file that mechattn did not write and ``force`` is not
-            set.
+        OutputError: The path cannot be written to, or it is a folder or a file that mechattn did
+            not write. With ``force`` such a file is allowed.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/page.html"')
@@ -371,18 +314,99 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
 
 
 def save_page(path: str | Path, text: str, force: bool = False) -> Path:
-    """Write a page completely or not at all; an existing page is kept until then."""
+    """Write a page completely or not at all. Until it is written, an existing page is kept.
+
+    Raises:
+        OutputError: As for :func:`check_page_place`.
+    """
     check_page_place(path, force)
     path = Path(path)
-    write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
+    write_whole(path, lambda whole: whole.write_text(text, encoding="utf-8"))
     return path
 
 
+def _check_prompt(prompt: int, dataset: xr.Dataset) -> None:
+    """Raise an OptionError for a prompt that the result does not have."""
+    count = dataset.sizes["prompt"]
+    if prompt not in range(count):
+        raise OptionError(f"prompt={prompt!r}: the result has prompts 0 to {count - 1}")
+
+
+def _map(
+    result: Result, layer: int, heads: Sequence[int], condition: str, prompt: int
+) -> tuple[np.ndarray, list[str]]:
+    """The attention maps [head, query, key] of one prompt, and its tokens."""
+    maps = result["attention_map"].pattern.isel(prompt=prompt)
+    maps = maps.sel(layer=layer, condition=condition, head=heads)
+    tokens = prompt_tokens(result, condition, prompt)
+    length = len(tokens)
+    return maps.values[:, :length, :length], tokens
+
+
+def _heads_view(
+    maps: np.ndarray,
+    tokens: list[str],
+    head_names: list[str],
+    caption: str,
+    **colours: Any,
+) -> View:
+    """The view in which circuitsvis draws the maps of some heads.
+
+    Args:
+        maps: The attention, or its change [head, query, key].
+        tokens: The tokens of the prompt.
+        head_names: The names of the heads.
+        caption: The caption above the maps.
+        colours: Options of circuitsvis on the range and the colours.
+    """
+    properties = {
+        "attention": np.round(maps.astype(np.float64), DIGITS).tolist(),
+        "attentionHeadNames": head_names,
+        "tokens": tokens,
+        **colours,
+        "maskUpperTri": True,
+    }
+
+    data = in_script(json.dumps(properties, separators=(",", ":")))
+    # Equal views have equal ids, so that a notebook does not change when it is run again.
+    digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
+    view_id = f"view-{digest[:12]}"
+    script = f'CircuitsVis.render("{view_id}", CircuitsVis.AttentionHeads, {data})'
+    return View(_figure(caption, f'<div id="{view_id}"></div>') + f"<script>{script}</script>")
+
+
+def _figure(caption: str, content: str) -> str:
+    """HTML with a caption above it."""
+    return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{content}</figure>'
+
+
+def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
+    """Tokens as HTML, with a background whose strength is their value as a fraction of ``top``.
+
+    The coloured text of circuitsvis is not used, as it does not escape tokens.
+    """
+    spans = []
+    for token, value in zip(tokens, values, strict=True):
+        strength = 0.0
+        hover = "no counted query comes after it"
+        if not np.isnan(value):
+            strength = min(1.0, float(value) / top)
+            hover = f"{value:.4f}"
+        background = faint(WITH, round(strength, 2))
+        # On a strong background, the dark letters of a light page would be hard to read.
+        ink = "#fff" if strength > 0.6 else "inherit"
+        style = f"background:{background};color:{ink};padding:2px 1px;{AS_WRITTEN}"
+        spans.append(f'<span title="{hover}" style="{style}">{html.escape(visible(token))}</span>')
+
+    text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
+    return _figure(caption, text)
+
+
 def _is_ours(path: Path) -> bool:
-    """Whether mechattn wrote a page, or the file is empty."""
+    """Whether mechattn wrote a page; true for an empty file too, which a crash may leave."""
     try:
-        with open(path, "rb") as stored:
-            head = stored.read(_HEAD_BYTES).decode("utf-8", "replace")
+        with open(path, "rb") as file:
+            head = file.read(_HEAD_BYTES).decode("utf-8", "replace")
     except OSError:
         return False
     return not head or GENERATOR in head.partition("<style")[0].partition("<script")[0]

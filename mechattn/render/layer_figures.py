@@ -1,5 +1,5 @@
-"""Figures by layer: one number per head as strips of points, means over heads, and λ with the error
-of the affine form.
+"""Figures by layer: one number per head as a strip of points, means over heads, and λ with the
+errors of the affine form.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ def heads_by_layer(
     each layer.
 
     Heads of different layers are unrelated, so no line joins them. Hover for the head, its mean
-    over prompts and its 95 % interval. The dotted line is the null, if there is one: dilution (mean
-    over heads) or uniform attention. (R. Claus, captions of figures 4 to 6.)
+    over prompts and its 95 % interval. The dotted line is the mean of the null over heads, if there
+    is a null: dilution, or uniform attention. (R. Claus, captions of figures 4 to 6.)
 
     Args:
         result: A result with ``AttentionFocus``, or another analysis with one number per head.
         quantity: The quantity, such as "self_share", "first_share", "concentration",
             "entropy_share", "value_drain".
         segment: The segment of the queries, if the quantity has segments.
-        conditions: The conditions, one per panel; all by default.
+        conditions: The conditions, one per panel; all by default. Those in which no prompt has a
+            value are left out.
 
     Raises:
         OptionError: There is no such quantity, segment or condition, no prompt has a value, or the
-            quantity has no heads.
+            quantity has no heads or several numbers per head.
     """
     layer_quantity = _LayerQuantity.of(result, quantity, segment, conditions)
     variable = layer_quantity.variable
@@ -90,18 +91,20 @@ def by_layer(
     segment: str = "question",
     conditions: Sequence[str] | None = None,
 ) -> go.Figure:
-    """Plot the mean over heads by layer, one line per condition, with 95 % intervals and their null
-    (dotted).
+    """Plot a quantity by layer, as the mean over heads: one line per condition, with 95 %
+    intervals. The dotted line is the null, if there is one.
 
     Args:
         result: A result.
-        quantity: Such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per
-            block).
+        quantity: The quantity, such as "first_alpha", "span_mass", "magnitude", or
+            "block_magnitude", which has one panel per block.
         segment: The segment of the queries or tokens, if the quantity has segments.
-        conditions: The conditions; by default all that have the quantity.
+        conditions: The conditions; all by default. Those in which no prompt has a value are left
+            out.
 
     Raises:
-        OptionError: There is no such quantity, segment or condition, or no prompt has a value.
+        OptionError: There is no such quantity, segment or condition, no prompt has a value, or the
+            quantity has several numbers per head.
     """
     layer_quantity = _LayerQuantity.of(result, quantity, segment, conditions)
     variable = layer_quantity.variable
@@ -142,20 +145,21 @@ def by_layer(
 def scale_by_layer(
     result: Result, condition: str | None = None, segment: str = "question"
 ) -> go.Figure:
-    """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error
-    of the affine form.
+    """Plot λ by layer on the left, and the errors of the affine form on the right.
 
-    Thin lines are heads, sorted within each layer so as not to cross. Bars: 95 % t intervals of the
-    mean over heads.
+    On the left are λ of every head, its mean over heads, and λ under uniform attention (dotted). A
+    thin line is not one head: values are sorted within each layer, so that lines do not cross. On
+    the right are the means over heads of the relative output error and of the total variation. Bars
+    are 95 % t intervals of the mean over heads.
 
     Args:
         result: A result with ``AffineShift``.
-        condition: The condition; the first that isn't the baseline by default.
+        condition: The condition; by default the first that isn't the baseline.
         segment: The segment of the queries.
 
     Raises:
-        OptionError: There is no such segment or condition, or no query of the segment is in the
-            baseline, so that the affine form has no error.
+        OptionError: There is no such segment or condition, or the affine form has no error because
+            no query of the segment is in the baseline.
     """
     condition = result.condition(condition)
     dataset = in_segment(result[_AFFINE].sel(condition=condition), segment)
@@ -194,34 +198,18 @@ def scale_by_layer(
     )
 
 
-def _head_lines(figure: go.Figure, result: Result, scale: xr.DataArray) -> None:
-    """Thin lines through the means of heads, sorted within each layer."""
-    means = mean_over_prompts(result, scale.transpose("prompt", "layer", "head")).estimate
-    for line in np.sort(means, axis=1).T:
-        figure.add_scatter(
-            x=scale.layer.values,
-            y=line,
-            mode="lines",
-            showlegend=False,
-            hoverinfo="skip",
-            line=dict(width=0.7, color=faint(WITH, 0.45)),
-            row=1,
-            col=1,
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class _LayerQuantity:
-    """What a figure by layer shows: a quantity of some conditions, with its null.
+    """A quantity that a figure shows by layer, with its null.
 
     Args:
         result: The result.
-        quantity: The quantity, as it was asked for.
-        segment: Of the queries or tokens, if the quantity has segments.
-        conditions: The conditions that have a value of it.
-        variable: The quantity of these and other conditions [prompt, condition, layer, …].
-        null: The same under the null; None if there is none.
-        null_kind: Which null that is.
+        quantity: The name of the quantity, as the user gave it.
+        segment: The segment of the queries or tokens, if the quantity has segments.
+        conditions: The shown conditions, in which at least one prompt has a value.
+        variable: The values in all conditions of the result [prompt, condition, layer, …].
+        null: The values under the null; None if there is no null.
+        null_kind: The kind of null.
     """
 
     result: Result
@@ -236,10 +224,11 @@ class _LayerQuantity:
     def of(
         cls, result: Result, quantity: str, segment: str, conditions: Sequence[str] | None
     ) -> _LayerQuantity:
-        """The quantity of the conditions that have a value of it.
+        """The quantity in the conditions in which at least one prompt has a value.
 
         Raises:
-            OptionError: There is no such quantity, segment or condition, or none has a value.
+            OptionError: There is no such quantity, segment or condition, the quantity has several
+                numbers per head, or no prompt has a value.
         """
         names = result.conditions if conditions is None else list(conditions)
         if not names:
@@ -262,18 +251,20 @@ class _LayerQuantity:
 
     @property
     def title(self) -> str:
-        """The quantity in a title."""
+        """The words for the quantity in a title."""
         return str(self.variable.attrs.get("long_name") or self.quantity.replace("_", " "))
 
     def null_of(self, condition: str) -> xr.DataArray | None:
-        """The null of a condition; None where it is no line of its own: the baseline's dilution is
-        the baseline."""
+        """The values of the null in a condition.
+
+        None if there is no null, and for dilution in the baseline, which is the baseline itself.
+        """
         if self.null is None or (condition == BASELINE and self.null_kind == "dilution"):
             return None
         return self.null.sel(condition=condition)
 
     def small_print(self, note: str) -> str:
-        """The segment, what is shown, and the null or why there is none."""
+        """The text under a title: the segment, a note, and the null or why there is none."""
         phrases = [note]
         if "segment" in self.variable.coords:
             phrases.insert(0, f"{self.segment} tokens")
@@ -287,76 +278,15 @@ class _LayerQuantity:
 
 
 def _has_values(result: Result, values: xr.DataArray) -> bool:
-    """Whether any prompt has a value; some prompts at a time are read."""
+    """Whether any prompt has a value. Reads some prompts at a time."""
     blocks = in_parts(values, "prompt", result.memory)
     return any(bool(block.notnull().any()) for block in blocks)
-
-
-def _over_heads(result: Result, values: xr.DataArray) -> Interval:
-    """The mean over prompts, and over heads where there are any."""
-    over = ["head"] if "head" in values.dims else []
-    return mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
-
-
-def _null_line(
-    figure: go.Figure, layer_quantity: _LayerQuantity, condition: str, colour: str, column: int
-) -> None:
-    """The value under the null in each layer, mean over heads, dotted."""
-    null = layer_quantity.null_of(condition)
-    if null is None:
-        return
-    name = NULL_NAMES[layer_quantity.null_kind]
-    draw.dotted(
-        figure,
-        null.layer.values,
-        _over_heads(layer_quantity.result, null).estimate,
-        name,
-        colour,
-        column=column,
-        showlegend=False,
-        hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>",
-    )
-
-
-def _titled(
-    figure: go.Figure, layer_quantity: _LayerQuantity, subject: str, note: str, height: int
-) -> go.Figure:
-    """The figure with its title, those of its axes, and its sentence."""
-    heading = f"{model_caption(layer_quantity.result)}: {subject}"
-    draw.title(figure, heading, layer_quantity.small_print(note), height)
-
-    variable = layer_quantity.variable
-    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
-    axis_words = f"{layer_quantity.title}<br>({variable.attrs['units']})"
-    figure.update_yaxes(title_text=axis_words, col=1)
-    return says(figure, _sentence(layer_quantity))
-
-
-def _sentence(layer_quantity: _LayerQuantity) -> str:
-    """The mean of each condition, beside that of its null."""
-    result = layer_quantity.result
-    variable = layer_quantity.variable
-
-    phrases = []
-    for condition in layer_quantity.conditions:
-        mean = mean_words(result, variable.sel(condition=condition))
-        phrase = f"{condition} {mean}"
-        null = layer_quantity.null_of(condition)
-        if null is not None:
-            null_mean = in_digits(overall_mean(result, null).estimate, ".3g")
-            phrase += f" ({NULL_NAMES[layer_quantity.null_kind]}: {null_mean})"
-        phrases.append(phrase)
-
-    averaged = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
-    name = str(variable.name).removesuffix("_by_segment")  # as it is stored
-    over = " and ".join(averaged)
-    return f"{name} ({variable.attrs['units']}), mean over {over}: {'; '.join(phrases)}."
 
 
 def _strips(
     figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
 ) -> None:
-    """A point for each head beside its layer, the largest on the left."""
+    """Draw a strip of points for each layer: one point per head, the largest value on the left."""
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
     layer_count, head_count = mean.shape
     columns = {"low": low.ravel(), "high": high.ravel(), "mean": mean.ravel()}
@@ -364,8 +294,9 @@ def _strips(
     places = pd.MultiIndex.from_product(axes, names=["layer", "head"])
     table = pd.DataFrame(columns, places).reset_index()
     table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
-    offsets = np.zeros(1)  # a single head stands at its layer
+    offsets = np.zeros(1)  # a single head is drawn at its layer
     if head_count > 1:
+        # Layers are 1 apart, so that 0.4 is left between two strips.
         offsets = np.linspace(-0.3, 0.3, head_count)
     hover = (
         "L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
@@ -383,3 +314,89 @@ def _strips(
         row=1,
         col=column,
     )
+
+
+def _null_line(
+    figure: go.Figure, layer_quantity: _LayerQuantity, condition: str, colour: str, column: int
+) -> None:
+    """Draw the mean over heads of a condition's null by layer, if it has one."""
+    null = layer_quantity.null_of(condition)
+    if null is None:
+        return
+    name = NULL_NAMES[layer_quantity.null_kind]
+    draw.dotted(
+        figure,
+        null.layer.values,
+        _over_heads(layer_quantity.result, null).estimate,
+        name,
+        colour,
+        column=column,
+        showlegend=False,
+        hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>",
+    )
+
+
+def _over_heads(result: Result, values: xr.DataArray) -> Interval:
+    """The mean over prompts of each prompt's mean over heads [layer, …]; values without heads are
+    averaged over prompts only."""
+    over = ["head"] if "head" in values.dims else []
+    return mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
+
+
+def _titled(
+    figure: go.Figure, layer_quantity: _LayerQuantity, subject: str, note: str, height: int
+) -> go.Figure:
+    """Set the title, the titles of the axes and the sentence of a figure, and return it.
+
+    Args:
+        figure: The figure.
+        layer_quantity: What it shows.
+        subject: What follows the model's name in the title.
+        note: A phrase of the small print.
+        height: The height for one line of title and one of small print, in pixels.
+    """
+    heading = f"{model_caption(layer_quantity.result)}: {subject}"
+    draw.title(figure, heading, layer_quantity.small_print(note), height)
+
+    variable = layer_quantity.variable
+    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
+    axis_words = f"{layer_quantity.title}<br>({variable.attrs['units']})"
+    figure.update_yaxes(title_text=axis_words, col=1)
+    return says(figure, _sentence(layer_quantity))
+
+
+def _sentence(layer_quantity: _LayerQuantity) -> str:
+    """The mean in each condition over everything, with the mean of the null in parentheses."""
+    result = layer_quantity.result
+    variable = layer_quantity.variable
+
+    phrases = []
+    for condition in layer_quantity.conditions:
+        mean = mean_words(result, variable.sel(condition=condition))
+        phrase = f"{condition} {mean}"
+        null = layer_quantity.null_of(condition)
+        if null is not None:
+            null_mean = in_digits(overall_mean(result, null).estimate, ".3g")
+            phrase += f" ({NULL_NAMES[layer_quantity.null_kind]}: {null_mean})"
+        phrases.append(phrase)
+
+    averaged = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
+    name = str(variable.name).removesuffix("_by_segment")  # the suffix of stored variables
+    over = " and ".join(averaged)
+    return f"{name} ({variable.attrs['units']}), mean over {over}: {'; '.join(phrases)}."
+
+
+def _head_lines(figure: go.Figure, result: Result, scale: xr.DataArray) -> None:
+    """Draw the means of all heads as thin lines, sorted within each layer."""
+    means = mean_over_prompts(result, scale.transpose("prompt", "layer", "head")).estimate
+    for line in np.sort(means, axis=1).T:
+        figure.add_scatter(
+            x=scale.layer.values,
+            y=line,
+            mode="lines",
+            showlegend=False,
+            hoverinfo="skip",
+            line=dict(width=0.7, color=faint(WITH, 0.45)),
+            row=1,
+            col=1,
+        )

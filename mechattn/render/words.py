@@ -1,5 +1,5 @@
-"""What figures say in words: models and quantities in titles, and the sentence with the main number
-under a figure.
+"""The words of figures: models and quantities in titles, numbers with their intervals, and the
+sentences under a figure.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NULL_NAMES: dict[Null, str] = {
     "uniform": "uniform attention",
     "blind": "attention by position alone",
 }
-UNSURE = ", which cannot be distinguished from 0"  # ends what is said of a change
+UNSURE = ", which cannot be distinguished from 0"  # follows a change in a sentence
 _QUANTITY_WORDS = {
     "received": "attention received by the {segment}",
     "mass": "attention to all of the {segment}",
     "scale": "attention that the {segment} leaves to the original keys (λ)",
 }
-# Whose queries received attention is measured over.
+# The queries over which received attention is measured.
 _QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
 # How to read a figure of received attention.
 _READING = {
@@ -65,14 +65,22 @@ _DOTTED_MEANS = {
 
 
 def quantity_words(quantity: str, segment: str) -> str:
-    """The name of a segment's quantity in a title."""
+    """The name of a quantity in a title.
+
+    Args:
+        quantity: The quantity, such as "received".
+        segment: The segment that it is about; empty for a quantity without segments.
+    """
+    if not segment:
+        return quantity
     words = _QUANTITY_WORDS.get(quantity, f"{quantity} of the {{segment}}")
     return words.format(segment=segment)
 
 
 def model_caption(result: Result) -> str:
-    """The model's name and size; of a toy, that it is one, and of weights from a quantised file, how
-    they were stored.
+    """The model's name and number of parameters.
+
+    A toy is called one. Weights from a quantised file are given with the bits they were stored in.
     """
     model = result.provenance["model"]
     size = model["parameters"]
@@ -90,7 +98,7 @@ def model_caption(result: Result) -> str:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names, with a number where a name stands for several results."""
+    """The names; one that occurs several times is followed by "result 1", "result 2" and so on."""
     numbered_names = []
     for index, name in enumerate(names):
         if names.count(name) > 1:
@@ -102,18 +110,20 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def model_sentence(result: Result, phrases: Sequence[str]) -> str:
-    """A sentence on a model, from phrases on its conditions."""
+    """A sentence of the model's caption and of phrases on its conditions."""
     return f"{model_caption(result)}: {'; '.join(phrases)}."
 
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
-    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see
-    :func:`sentence_of`)."""
+    """Set the sentences of a figure, which :func:`sentence_of` reads, and return the figure.
+
+    plotly does not draw ``layout.meta``, in which they are kept. Empty sentences are left out.
+    """
     return figure.update_layout(meta={"says": " ".join(filter(None, sentences))})
 
 
 def sentence_of(figure: go.Figure) -> str:
-    """The sentence of a figure; empty if it was not drawn by this library."""
+    """The sentences of a figure as one text; empty if it was not drawn by this library."""
     meta: Any = figure.layout.meta
     if not isinstance(meta, dict):
         return ""
@@ -121,37 +131,51 @@ def sentence_of(figure: go.Figure) -> str:
 
 
 def in_digits(value: float | np.ndarray, form: str) -> str:
-    """A number with a minus sign, which is longer than a hyphen."""
-    number = float(value) + 0.0  # not "-0"
+    """A number as text, with a minus sign instead of a hyphen.
+
+    Args:
+        value: The number.
+        form: The format specification, such as "+.1f".
+    """
+    number = float(value) + 0.0  # turns −0.0 into 0.0
     return f"{number:{form}}".replace("-", "−")
 
 
 def percent(change: float | np.ndarray) -> str:
-    """A relative change in percent, with its sign."""
+    """A relative change in percent, with its sign and one decimal place."""
     return f"{percent_number(change)}\u00a0%"
 
 
 def percent_number(change: float | np.ndarray, form: str = "+.1f") -> str:
-    """The number of a relative change in percent; with its sign and one decimal place by
-    default."""
+    """A relative change in percent without the percent sign, rounded to one decimal place.
+
+    Args:
+        change: The change as a fraction.
+        form: The format of the rounded number. By default it has a sign and one decimal place.
+    """
     rounded = round(100 * float(change), 1)
     return in_digits(rounded, form)
 
 
 def interval_of(rows: pd.Series | pd.DataFrame, name: str) -> Interval:
-    """A number of a table with the ends of its interval: such as ``effect``, ``effect_low`` and
-    ``effect_high``, of one row or of several."""
+    """A column of a table with the ends of its interval, for one row or for several.
+
+    For "effect" these are the columns ``effect``, ``effect_low`` and ``effect_high``.
+    """
     return Interval(rows[name], rows[f"{name}_low"], rows[f"{name}_high"])
 
 
 def percent_words(interval: Interval) -> str:
-    """A relative change with its interval."""
+    """A relative change with its interval, in percent."""
     estimate, low, high = map(percent, interval)
     return f"{estimate} [{low}, {high}]"
 
 
 def number_words(interval: Interval, form: str = ".3g") -> str:
-    """A number with its interval, if it has one; to three digits by default."""
+    """A number with its interval, by default to three significant digits.
+
+    The number stands alone if the ends of its interval are NaN.
+    """
     estimate, low, high = (in_digits(number, form) for number in interval)
     if not np.isfinite(interval.low):
         return estimate
@@ -159,8 +183,9 @@ def number_words(interval: Interval, form: str = ".3g") -> str:
 
 
 def count_words(result: Result) -> str:
-    """The number of prompts of a result, such as "64 prompts" or "24 groups of 96 prompts"; and if
-    they are alike.
+    """The number of prompts of a result, such as "64 prompts" or "24 groups of 96 prompts".
+
+    Prompts that are much alike are followed by a warning that intervals are too narrow.
     """
     words = units_of(result).words
     if alike_words(result):
@@ -169,13 +194,12 @@ def count_words(result: Result) -> str:
 
 
 def counts_words(results: Sequence[Result]) -> str:
-    """The number of prompts of several results, or the numbers where they differ."""
+    """The number of prompts of each of several results; numbers that differ are joined by "or"."""
     return " or ".join(dict.fromkeys(map(count_words, results)))
 
 
 def mean_words(result: Result, values: xr.DataArray) -> str:
-    """The mean over prompts of each prompt's mean over everything else, with its 95 % t
-    interval."""
+    """The mean over prompts of each prompt's mean, with its 95 % t interval."""
     return number_words(overall_mean(result, values))
 
 
@@ -187,23 +211,25 @@ def change_words(
     prompts: np.ndarray,
     null: Null | None = None,
 ) -> str:
-    """The relative change of what the question receives, with its interval, and that of its null;
-    "" without one.
+    """The relative change of the question's received attention, with its interval, and the change
+    under the null.
+
+    Empty for the baseline, and if the change cannot be computed from these prompts.
 
     Args:
         result: A result with received attention.
         condition: The condition.
         layer: The layer, from 0.
-        heads: The heads whose mean it is.
+        heads: The heads over which the attention is averaged.
         prompts: The indices of the prompts.
         null: As for :class:`mechattn.Contrast`.
     """
     if condition == BASELINE:
         return ""
 
-    drawn_part = part_of(result, "prompt", prompts).sel(head=list(heads))
+    selection = part_of(result, "prompt", prompts).sel(head=list(heads))
     try:
-        contrast = Contrast(drawn_part, condition, null=null)
+        contrast = Contrast(selection, condition, null=null)
         change, null_change = contrast.overall(layer)
     except MemoryOptionError:
         raise
@@ -214,7 +240,7 @@ def change_words(
 
 
 def change_beside_null(change: Interval, null_change: Interval | None, null_kind: Null) -> str:
-    """A relative change with its interval, and that under the null."""
+    """A relative change with its interval, and the change under the null if that is known."""
     if null_change is None:
         return percent_words(change)
     null_words = f"{NULL_NAMES[null_kind]}: {percent(null_change.estimate)}"
@@ -222,7 +248,10 @@ def change_beside_null(change: Interval, null_change: Interval | None, null_kind
 
 
 def band_words(result: Result) -> str:
-    """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
+    """A note on bands at positions, for a result whose prompts have groups; otherwise empty.
+
+    These bands come from moments over prompts, which ignore groups.
+    """
     units = units_of(result)
     if units.group_of_prompt is None:
         return ""
@@ -232,41 +261,51 @@ def band_words(result: Result) -> str:
 def choice_words(
     result: Result, condition: str, layer: int | None, top: int, by: Ranking | None = None
 ) -> str:
-    """How much the data-driven choice of heads, of a layer or of all, depends on the prompts; "" if
-    unknown."""
+    """How much the choice of heads by the data depends on the prompts, as a sentence.
+
+    Empty if there are too few prompts, or if every head is chosen.
+
+    Args:
+        result: A result with received attention.
+        condition: The condition.
+        layer: The layer whose heads are chosen; None for heads of all layers.
+        top: The number of heads.
+        by: What ranks the heads, as for ``result.stability``.
+    """
     try:
         table = result.stability(condition, top=top, layer=layer, by=by)
     except MemoryOptionError:
         raise
-    except OptionError:  # too few prompts, or every head is chosen
+    except OptionError:
         return ""
 
-    heads = "the heads"
+    head_words = "the heads"
     if layer is not None:
-        heads = f"the heads of layer {layer}"
+        head_words = f"the heads of layer {layer}"
     shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
     by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
     return (
-        f"Of {heads} that either of two random halves of the prompts chooses,"
+        f"Of {head_words} that either of two random halves of the prompts chooses,"
         f" both choose {shared} ({by_chance} by chance)."
     )
 
 
 def received_title_end(result: Result, options: Mapping[str, Any]) -> str:
-    """What the title of received attention has on a page: layers, choice of heads, condition."""
+    """The end of the title of received attention on a page: layers, choice of heads, condition."""
     condition = result.shown_condition(options.get("condition"))
     layers = "any layer"
     if options["layer"] is not None:
         layers = f"layer {', '.join(map(str, np.atleast_1d(options['layer'])))}"
     choice = "chosen"
     if options.get("heads") is not None:
-        # They are named, or the first ones, where there are too few prompts to choose by.
+        # The user named them, or a page with too few prompts to choose by lists the first ones.
         choice = "not chosen"
     return f", {layers}, heads {choice} by the data, condition “{condition}”"
 
 
 def received_note(result: Result, options: Mapping[str, Any]) -> str:
-    """How to read a figure of received attention, and by what its heads were chosen."""
+    """How to read a figure of received attention, and how much the choice of its heads depends on
+    the prompts."""
     analysis = result.provenance["analyses"]["received_attention"]
     queries = _QUERY_WORDS.get(analysis["queries"], f"the {analysis['queries']}")
     own_position = " (its own position counts)" if analysis["include_self"] else ""
@@ -297,23 +336,25 @@ def verdict_words(
 ) -> str:
     """State in words how the attention that a segment receives changes from the baseline.
 
-    First the change over all layers and heads, in percent and in points of 100 of the attention;
-    then the layer where it is largest; that of a control; what the dilution null would give; the
-    number of heads that fall and that rise; and where a condition takes the sink from the first
-    token, that.
+    The sentences give the change over all layers and heads, in percent and in points of 100 of the
+    attention, and the layer with the largest change. With ``to`` they give the change in that
+    condition. Then follow the change under the dilution null, if that is known, and the number of
+    heads that fall and rise; with ``margin`` also the number of heads whose change is that of the
+    null. The last sentences say what happens to the first token, if the condition inserts tokens
+    before it or takes its sink, and whether the prompts are much alike.
 
     Args:
         result: A result with received attention.
-        condition: The condition; the first that isn't the baseline by default.
+        condition: The condition; by default the first that isn't the baseline.
         segment: The segment that receives attention.
-        to: A condition whose change is stated too, with the difference of both, such as a random
-            sentence of as many tokens; ``result.compare(condition, to=to)`` has it by head.
-        margin: The largest change that counts as none, such as 0.02; by default 0.05, for heads
-            that fall or rise.
+        to: Another condition, such as a random sentence of equal length. Its change is stated too,
+            and the difference of both; ``result.compare(condition, to=to)`` gives it by head.
+        margin: The largest change that counts as none, such as 0.02. Heads that change by more
+            fall or rise; for these the default is 0.05.
 
     Raises:
-        OptionError: There is no such condition or segment, there are fewer than 3 prompts, or the
-            two conditions insert different numbers of tokens.
+        OptionError: There is no such condition or segment, there are fewer than 3 prompts or
+            groups, or the two conditions insert different numbers of tokens.
     """
     condition = result.condition(condition)
     verdict = result.verdict(condition, segment, margin=margin)
@@ -326,11 +367,11 @@ def verdict_words(
 
 
 class OtherCondition(NamedTuple):
-    """A condition that another is told beside."""
+    """A condition that is stated next to the condition of a verdict, such as its control."""
 
     name: str
     verdict: Verdict
-    difference: Interval  # the change from it to the other
+    difference: Interval  # the relative change from this condition to that of the verdict
 
 
 def verdict_in_words(
@@ -340,14 +381,14 @@ def verdict_in_words(
     segment: str = "question",
     other: OtherCondition | None = None,
 ) -> str:
-    """The sentences of a verdict that is known.
+    """The sentences of :func:`verdict_words`, from a verdict that was computed before.
 
     Args:
         result: A result with received attention.
         condition: The condition of the verdict.
         verdict: The verdict.
-        segment: The segment that it is about.
-        other: A condition that is told beside it.
+        segment: The segment that receives attention.
+        other: Another condition whose change is stated too.
     """
     sentences = [
         _change_sentence(result, condition, verdict, segment),
@@ -377,32 +418,12 @@ def verdict_in_words(
     return " ".join(filter(None, remarks))
 
 
-def _change_sentence(result: Result, condition: str, verdict: Verdict, segment: str) -> str:
-    """The change of received attention in percent, and of the segment's mass, where it was measured,
-    in points of 100."""
-    dataset = result["received_attention"]
-    layers = _count_of("layer", dataset.sizes["layer"])
-    heads = _count_of("head", dataset.sizes["head"])
-    words = (
-        f"With “{condition}”, attention received by the {segment} changes by"
-        f" {percent_words(verdict.change)} over {layers} × {heads}"
-    )
-
-    if "mass_by_segment" in dataset:
-        masses = dataset.mass_by_segment.sel(segment=segment)
-        change = masses.sel(condition=condition) - masses.sel(condition=BASELINE)
-        points = overall_mean(result, 100 * change)
-        if np.isfinite(points.estimate):
-            words += f", and all of it by {number_words(points, '+.1f')} points of 100"
-
-    return f"{words} ({units_of(result).words})"
-
-
 def largest_layer_words(result: Result, condition: str, segment: str) -> str:
-    """The layer in which a segment's attention changes most, chosen on one half of the prompts and
-    measured on the other.
+    """The layer in which a segment's attention changes most, as a sentence without its full stop.
 
-    With too few prompts for halves it is said to be a maximum. "" for one layer.
+    The layer is chosen on one half of the prompts and its change is measured on the other. With too
+    few prompts for halves both use all prompts, and the sentence says so. Empty for a result with
+    one layer.
     """
     layers = result["received_attention"].layer.values.tolist()
     if len(layers) < 2:
@@ -417,7 +438,7 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
         measuring = choosing
         choice = f"the largest of {len(layers)}, on the prompts that made it so"
 
-    # All layers at once; a Contrast of each would copy the result as often as there are layers.
+    # All layers at once, as a Contrast for each layer would copy the result each time.
     received = result["received_attention"].received_by_segment.sel(segment=segment)
     head_means = received.isel(prompt=choosing).mean("head")
     ratios = np.log(head_means.sel(condition=condition) / head_means.sel(condition=BASELINE))
@@ -431,14 +452,12 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     return f"It changes most in layer {layer}: {percent_words(change)} ({choice}){unsure}"
 
 
-def _count_of(name: str, count: int) -> str:
-    """A number of layers or heads, such as "1 layer" or "9 heads"."""
-    plural = "" if count == 1 else "s"
-    return f"{count} {name}{plural}"
-
-
 def heads_words(verdict: Verdict) -> str:
-    """How many heads fall and how many rise by more than the margin and not by chance, in words."""
+    """How many heads fall and how many rise (:func:`heads_that_change`), as a sentence without its
+    full stop.
+
+    With too few prompts for any head to pass q < 0.05, the sentence says that instead.
+    """
     if not verdict.findable:
         return f"With {verdict.n} {verdict.unit} no head could be shown to change (q < 0.05)"
 
@@ -446,15 +465,42 @@ def heads_words(verdict: Verdict) -> str:
     if margin is None:
         margin = DEFAULT_MARGINS["log-ratio"]
     by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
-    heads = _count_of("head", verdict.falls.size)
+    head_words = _count_of("head", verdict.falls.size)
     falling, rising = heads_that_change(verdict)
     if not falling and not rising:
-        return f"Of {heads}, none changes {by_more}"
-    return f"Of {heads}, {falling} fall and {rising} rise {by_more}"
+        return f"Of {head_words}, none changes {by_more}"
+    return f"Of {head_words}, {falling} fall and {rising} rise {by_more}"
 
 
 def heads_that_change(verdict: Verdict) -> tuple[int, int]:
-    """How many heads fall, and how many rise, by more than the margin and not by chance."""
+    """How many heads fall, and how many rise, by more than the margin and with q < 0.05."""
     falling = int((verdict.falls & verdict.marked).sum())
     rising = int((verdict.rises & verdict.marked).sum())
     return falling, rising
+
+
+def _change_sentence(result: Result, condition: str, verdict: Verdict, segment: str) -> str:
+    """The change of received attention in percent, and that of the segment's mass in points of 100
+    if it was measured."""
+    dataset = result["received_attention"]
+    layer_words = _count_of("layer", dataset.sizes["layer"])
+    head_words = _count_of("head", dataset.sizes["head"])
+    words = (
+        f"With “{condition}”, attention received by the {segment} changes by"
+        f" {percent_words(verdict.change)} over {layer_words} × {head_words}"
+    )
+
+    if "mass_by_segment" in dataset:
+        masses = dataset.mass_by_segment.sel(segment=segment)
+        change = masses.sel(condition=condition) - masses.sel(condition=BASELINE)
+        points = overall_mean(result, 100 * change)
+        if np.isfinite(points.estimate):
+            words += f", and all of it by {number_words(points, '+.1f')} points of 100"
+
+    return f"{words} ({units_of(result).words})"
+
+
+def _count_of(name: str, count: int) -> str:
+    """A number of layers or heads, such as "1 layer" or "9 heads"."""
+    plural = "" if count == 1 else "s"
+    return f"{count} {name}{plural}"

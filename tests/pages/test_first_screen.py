@@ -8,11 +8,11 @@ import pytest
 import mechattn as ma
 from mechattn.contrast.contrast import Verdict
 from mechattn.pages.first_screen import (
-    Change,
+    MOST_TICKS,
+    PictureRow,
     ShownModel,
     answer_sentences,
     change_sentence,
-    changes,
     control_sentence,
     own_attention_sentence,
     picture,
@@ -38,18 +38,10 @@ def change(model, condition, measured, null):
         same=None,
         null_kind="uniform",
     )
-    return Change(model, condition, verdict)
+    return PictureRow(model, condition, verdict)
 
 
 LESS = (-0.2, -0.22, -0.18)
-
-
-def test_the_rows_are_those_of_the_verdict(slash_result):
-    (row,) = changes([ShownModel(slash_result)])
-    verdict = slash_result.verdict("slash")
-    assert row.condition == "slash"
-    assert row.verdict.change == verdict.change
-    assert row.verdict.null == verdict.null
 
 
 def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy):
@@ -81,7 +73,6 @@ def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy)
     assert opening not in answer_sentences([ShownModel(result)] * 2)
 
 
-MORE = (0.2, 0.18, 0.22)
 UNSURE = (0.003, -0.01, 0.016)
 BY = "the attention that a token of the question receives from all tokens after it changes on average by"
 
@@ -90,7 +81,6 @@ BY = "the attention that a token of the question receives from all tokens after 
     ("measured", "words"),
     [
         (LESS, f"{BY} −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]"),
-        (MORE, f"{BY} +20.0\u00a0% [+18.0\u00a0%, +22.0\u00a0%]"),
         (
             UNSURE,
             f"{BY} +0.3\u00a0% [−1.0\u00a0%, +1.6\u00a0%], which cannot be distinguished from 0",
@@ -114,7 +104,7 @@ def test_a_sentence_of_several_models_says_where_they_differ():
         in said
     )
     both = change_sentence([change("a", "x", LESS, 0.1), change("b", "x", UNSURE, 0.1)])
-    by = "changes by +0.3 to −20.0\u00a0%, in 2 models, which cannot be distinguished from 0 in 1 of them."
+    by = "changes by −20.0 to +0.3\u00a0%, in 2 models, which cannot be distinguished from 0 in 1 of them."
     assert f"the attention that each token of the question receives on average {by}" in both
 
 
@@ -148,13 +138,19 @@ def test_the_first_condition_stands_against_its_control(controlled):
     assert twice in control_sentence([model, model])
 
 
+def test_a_sentence_on_one_of_several_models_names_it(slash_result, monkeypatch):
+    monkeypatch.setattr("mechattn.pages.first_screen.first_token_words", lambda *_: "It moves.")
+    assert "It moves." not in answer_sentences([ShownModel(slash_result)] * 2)
+
+
 def test_what_has_no_verdict_says_why():
-    row = Change("a", "slash", None, "no verdict, since there are 2 prompts")
+    row = PictureRow("a", "slash", None, "no verdict, since there are 2 prompts")
     assert change_sentence([row]) == "a: no verdict, since there are 2 prompts."
     assert picture([row]) is None
     assert change_sentence([]) == ""
-    both = picture([row, change("b", "slash", LESS, -0.5)])
+    both = picture([row, change("b", "slash", (-0.3, -0.45, 0.15), -0.5)])
     assert both.description.startswith("b, slash")
+    assert len(both.ticks) <= MOST_TICKS
 
 
 @pytest.mark.parametrize(

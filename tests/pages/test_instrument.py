@@ -184,6 +184,7 @@ def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):
     named = slash_result.page(tmp_path / "named.html", layer=2, heads=[5, 1])
     assert data_of(named)["models"][0]["start"] == [2, 5]
     assert HeadChoice(heads=[5]).named_head(slash_result.sel(layer=[3])) == (3, 5)
+    assert HeadChoice(1, ["L1H2"]).named_head(slash_result) == (1, 2)
     slash_result.save(tmp_path / "r.zarr")
     report([tmp_path / "r.zarr"], tmp_path / "report.html", layer=3)
     assert data_of(tmp_path / "report.html")["models"][0]["start"] is None

@@ -105,16 +105,13 @@ def test_sweeps(swept):
         ma.render.changes(swept, over="text")
 
 
-def test_only_a_count_starts_at_nothing_inserted(toy, prompts):
-    draws = ma.run(toy, prompts[:5], ma.sweep(ma.RandomSentence(10), draw=[1, 2]))
-    assert list(lines(ma.render.changes(draws, over="draw"))["received"].x) == [1, 2]
-
-
 def test_a_null_of_no_change_is_said_once(measured):
     figure = ma.render.change_map(measured, "slash", "output_norm", to="sentence")
     small_print = figure.layout.title.text.replace("<br>", " ")
     assert small_print.count("no difference") == 1
     assert "predicts" not in small_print
+    figure = ma.render.change_map(measured, "slash", "value_drain")
+    assert "value_drain, change" in figure.layout.title.text, "it has no segments"
 
 
 def test_changes_by_condition(measured):

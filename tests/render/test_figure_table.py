@@ -34,8 +34,3 @@ def test_panels_and_maps_are_told_apart(slash_result):
     compared = slash_result.compare("slash", columns="all")
     assert_allclose(cells.z.astype(float), compared.beyond)
     assert cells.z_is.iloc[0].startswith("change of attention received by the question")
-
-
-def test_the_maps_of_layers_are_told_apart(measured):
-    table = ma.render.figure_table(ma.render.update_map(measured))
-    assert set(table.series) >= {"layer 0", "layer 3"}

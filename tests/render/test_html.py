@@ -6,6 +6,7 @@ import resource
 import pytest
 
 from mechattn.errors import OutputError
+from mechattn.markup import markdown_table
 from mechattn.render.html_views import GENERATOR, View, check_page_place, save_page
 
 VIEW = View("<p>seen</p>", script=None)
@@ -68,6 +69,10 @@ def test_a_page_is_known_by_its_head(tmp_path, content, ours):
     save_page(path, OURS, force=not ours)
     save_page(path, OURS)
     assert path.read_text() == OURS
+
+
+def test_a_bar_in_a_cell_of_markdown_is_escaped():
+    assert markdown_table(["a|b"], []) == "| a\\|b |\n|---|"
 
 
 def test_a_page_is_no_part_of_a_result(slash_result, tmp_path):

@@ -172,10 +172,16 @@ def test_choosing_needs_the_prompts(toy, prompts):
 
 
 def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
-    result = ma.run(toy, prompts[:4], {"random": ma.MeaninglessTokens(count=5, place="random")})
+    conditions = {
+        "random": ma.MeaninglessTokens(count=5, place="random"),
+        "arm": ma.Baseline().under(ma.interventions.ARM()),
+    }
+    result = ma.run(toy, prompts[:4], conditions)
     figure = ma.render.received_attention(result, layer=0, heads=[0])
     assert not figure.layout.shapes
-    assert "differ between prompts" in figure.layout.title.text
+    assert "not one span" in figure.layout.title.text.replace("<br>", " ")
+    without_insertion = ma.render.received_attention(result, 0, [0], "arm")
+    assert "inserted" not in without_insertion.layout.title.text
 
 
 def test_the_baseline_alone_is_drawn_with_its_null(toy):
@@ -194,7 +200,10 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
     assert_allclose(
         dotted[0].y, dataset.received_uniform_by_origin.values[list(dotted[0].x)], rtol=1e-6
     )
-    assert "uniform attention would give" in figure.layout.meta["says"]
+    result["sequences"]["group"] = "prompt", list("aab")
+    uniform = dataset.received_by_segment_uniform.sel(segment="question").values
+    words = ma.render.received_attention(result, 0, [0]).layout.meta["says"]
+    assert f"uniform attention would give {[0.25, 0.25, 0.5] @ uniform:.3g}" in words
     with pytest.raises(ma.MechattnError, match="only the baseline; run it with a condition"):
         ma.render.change_map(result)
     with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)})
