@@ -239,7 +239,7 @@ def checkpoint(tmp_path_factory):
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
@@ -23,6 +23,7 @@ from mechattn.commands.main import main
 from mechattn.commands.run_config import read_config
 from mechattn.jobs.executors import Local
 from tests.results.small import small_result
+from tests.tiny_families import tiny_model
 
 
 @pytest.fixture
@@ -96,19 +97,10 @@ def of_heads(tokenizer, tmp_path):
     """Makes a checkpoint of a layer with so many heads, in a folder that is named after them."""
 
     def make(heads):
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=4 * heads,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=max(heads // 7, 1),
-            head_dim=4,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-        )
+        shape = {"hidden_size": 4 * heads, "num_attention_heads": heads, "head_dim": 4}
+        shape |= {"num_key_value_heads": max(heads // 7, 1), "num_hidden_layers": 1}
         folder = tmp_path / f"heads-{heads}"
-        LlamaForCausalLM(config).save_pretrained(folder)
+        tiny_model("Llama", len(tokenizer), **shape).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
 

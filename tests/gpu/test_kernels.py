@@ -1,4 +1,4 @@
-"""Fused kernels of a device: received attention from each of them against the row kernel in float64 on the CPU."""
+"""Fused kernels of a device: column sums of each of them against whole matrices in float64 on the CPU."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mechattn as ma
 from mechattn.functional.fused import fused_attention
-from tests.functional.test_fused import KINDS, columns_by_rows, made
+from tests.functional.test_fused import KINDS, by_squares, made
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 BACKENDS = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
@@ -29,7 +29,7 @@ def test_column_sums(kind, dtype, length, device):
     if device == "mps":
         pytest.skip("torch has no kernel for Apple's device that gives the log-sum-exp")
     attention, weights = made(kind, length, dtype)
-    expected = columns_by_rows(moved(attention, torch.float64), weights.double())
+    _, expected, _ = by_squares(attention, weights)
     got = fused_attention(moved(attention, device)).column_sums(weights.to(device)).double().cpu()
     size = float(expected.max())
     assert float((got - expected).abs().max()) < DTYPES[dtype] * size

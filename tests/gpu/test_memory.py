@@ -8,7 +8,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from tests.engine.test_waiting import BY_TOKEN, NO_SCORES
+from tests.engine.test_waiting import LEFT_OUT
 
 # torch waits for a card to say whether eigenvalues were found.
 IN_A_LAYER = {ma.analyses.AttentionSinks: 1, ma.analyses.AffineShift: 1}
@@ -64,7 +64,7 @@ def on_card():
     return ma.load_model("toy:llama", device="cuda") if torch.cuda.is_available() else None
 
 
-@pytest.mark.parametrize("make", [make for make in ANALYSES if make not in BY_TOKEN + NO_SCORES])
+@pytest.mark.parametrize("make", [make for make in ANALYSES if make not in LEFT_OUT])
 def test_a_run_waits_for_the_card_as_often_for_four_layers_as_for_one(make, on_card, cuda):
     for layers in ([3], [0, 1, 2, 3]):
         waits(on_card, [make()], layers)  # what is asked once of these layers of a model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
@@ -95,26 +95,10 @@ def write_gguf(model, tokenizer, path, quantised=None, architecture="llama"):
 
 
 @pytest.fixture(scope="module")
-def llama():
-    """A random Llama of 32-wide matrices, which is the size of a block of quantised weights."""
-    from transformers import LlamaConfig
-
-    from mechattn.model.checkpoint import load_tokenizer
-
-    tokenizer = load_tokenizer("toy:llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        rms_norm_eps=1e-5,
-    )
-    return LlamaForCausalLM(config).eval(), tokenizer
+def llama(checkpoint):
+    """A random Llama whose widths are those of blocks of quantised weights."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval(), tokenizer
 
 
 @pytest.fixture(scope="module")

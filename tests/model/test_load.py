@@ -5,8 +5,6 @@ import pytest
 import torch
 from transformers import (
     AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaForCausalLM,
     PersimmonConfig,
 )
@@ -159,7 +157,6 @@ def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer)
     config = PersimmonConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=1,
         num_attention_heads=2,
     )
@@ -172,25 +169,15 @@ def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer)
 
 def test_a_checkpoint_without_a_tokenizer(tmp_path):
     """Its prompts are token ids; transformers alone would give it an empty tokenizer."""
-    config = GPT2Config(
-        vocab_size=7,
-        n_positions=16,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    native = tiny_model("GPT-2", 7, bos_token_id=None, eos_token_id=None)
+    native.save_pretrained(tmp_path)
     model = ma.load_model(tmp_path)
     assert model.tokenizer is None
-    result = ma.run(model, torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]]))
-    assert result["sequences"].tokens.sel(condition="baseline").values.tolist() == [
-        [1, 2, 3, 2],
-        [4, 5, 6, 0],
-    ]
+    tokens = torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]])
+    read = ma.run(model, tokens)["sequences"].tokens
+    assert read.sel(condition="baseline").values.tolist() == tokens.tolist()
     with pytest.raises(
-        ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids: as prompts"
+        ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids as prompts"
     ):
         ma.run(model, "1 2 3")
     with pytest.raises(ModelError, match="has no tokenizer"):

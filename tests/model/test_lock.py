@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.evaluation import server_probe as probe
@@ -106,9 +106,7 @@ def held_by_others(model):
 
 
 def test_models_that_share_something_share_the_lock(model):
-    config = LlamaConfig(
-        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )  # fmt: skip
+    config = model.original_model.config
     one, other, alone = (
         LlamaForCausalLM(config),
         LlamaForCausalLM(config),

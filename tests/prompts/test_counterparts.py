@@ -217,8 +217,9 @@ def test_pairs_may_have_one_length(model, source):
 
 
 def test_numbers_of_unusual_length_are_refused():
-    model = SimpleNamespace(
-        tokenizer=lambda text, **_: {"input_ids": "8" if text[0] == "8" else "88"}
-    )
+    def tokenizer(text, **_):
+        return {"input_ids": [8] if text[0] == "8" else [8, 8]}
+
+    model = SimpleNamespace(tokenizer=tokenizer, cfg=None)
     with pytest.raises(PromptError, match="a number from 80 to 99"):
         ma.pairs(model, "greater-than", 20)

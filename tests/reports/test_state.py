@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.hooked import measuring
-from tests.tiny_families import bridge_of
+from tests.tiny_families import bridge_of, tiny_model
 
 QUESTIONS = ["Tom has 3 apples. How many?", "What is 3 + 4? I want to know."]
 DROPOUT = 0.5
@@ -16,17 +15,7 @@ DROPOUT = 0.5
 
 @pytest.fixture
 def model(tokenizer):
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=32,
-        n_layer=1,
-        n_head=2,
-        n_positions=64,
-        attn_pdrop=DROPOUT,
-        resid_pdrop=DROPOUT,
-    )
-    return bridge_of(GPT2LMHeadModel(config))
+    return bridge_of(tiny_model("GPT-2", len(tokenizer), attn_pdrop=DROPOUT, resid_pdrop=DROPOUT))
 
 
 def received(model):
@@ -123,21 +112,8 @@ def test_a_hook_that_is_removed_or_only_reads_is_no_reason_to_refuse(model):
 # Rotary frequencies, which model.to(dtype) rounds.
 
 
-def tiny_llama(tokenizer):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config)
-
-
 def test_a_dtype_given_to_load_model_leaves_the_frequencies(tokenizer):
-    given = tiny_llama(tokenizer)
+    given = tiny_model("Llama", len(tokenizer))
     expected = given.model.rotary_emb.inv_freq.clone()
     model = bridge_of(given, dtype=torch.bfloat16)
     assert next(model.parameters()).dtype is torch.bfloat16
@@ -146,7 +122,7 @@ def test_a_dtype_given_to_load_model_leaves_the_frequencies(tokenizer):
 
 
 def test_frequencies_that_were_rounded_before_are_named(tokenizer):
-    given = tiny_llama(tokenizer).to(torch.bfloat16)
+    given = tiny_model("Llama", len(tokenizer)).to(torch.bfloat16)
     with pytest.warns(UserWarning, match="rotary frequencies of this LlamaForCausalLM are rounded"):
         bridge_of(given)
 
@@ -162,7 +138,7 @@ def default_dtype():
 
 @pytest.fixture(scope="module")
 def plain(tokenizer):
-    return bridge_of(tiny_llama(tokenizer))
+    return bridge_of(tiny_model("Llama", len(tokenizer)))
 
 
 def test_the_default_dtype_changes_nothing(plain, default_dtype):
