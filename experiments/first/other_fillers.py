@@ -17,7 +17,7 @@ def main() -> None:
     )
     for text in FILLERS:
         found = result.verdict(text)
-        heads = f"{int(found.above.sum())}, {int(found.beyond.sum())} of {found.above.size}"
+        heads = f"{int(found.above.sum())}, {int(found.below.sum())} of {found.above.size}"
         print(
             f"| `{text}` | {percent_words(found.change)} | {percent(found.null.estimate)} | {heads} |"
         )

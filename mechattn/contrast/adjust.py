@@ -77,7 +77,7 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
         not_selected = 0
         for table in tables:
             if "p_random" in table:
-                not_selected += table.attrs["tests_random"] - table.q_random.count()
+                not_selected += table.attrs.get("tests_random", len(table)) - table.q_random.count()
         p_both = np.maximum(p_tested, stacked.p_random)
         q_random = false_discovery(np.append(p_both, np.ones(not_selected)))
         stacked["q_random"] = q_random[: len(stacked)]

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from numbers import Real
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Sampling:
     def __post_init__(self) -> None:
         check_counts(new_tokens=self.new_tokens)
         check_counts(most=LARGEST_COUNT, samples=self.samples)
-        is_number = isinstance(self.temperature, (int, float))
+        is_number = isinstance(self.temperature, Real)
         if not is_number or not 0 <= self.temperature < float("inf"):
             raise OptionError(
                 f"temperature={self.temperature!r}: give 0 for the likeliest token, or a number"

@@ -141,6 +141,10 @@ class AttentionKnockout:
     layers: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if not as_tuple(self.queries) or not as_tuple(self.keys):
+            raise OptionError(
+                f"{self} cuts no edge: give at least one segment of queries and of keys"
+            )
         for segment in as_tuple(self.queries):
             check_choice(SEGMENTS, queries=segment)
         for segment in as_tuple(self.keys):

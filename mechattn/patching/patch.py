@@ -140,8 +140,9 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. Since z comes after
         the softmax, the softmax does not have to be recomputed.
     """
+    _check_controls(controls)
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
-    _check_controls(controls, request)
+    _check_test(controls, request)
     target = target_in(request.model, at, together)
     if target.attributed:
         request.check_gradients()
@@ -176,14 +177,18 @@ def patch(
     return patching
 
 
-def _check_controls(controls: Sequence[Control], request: PatchingRequest) -> None:
-    """Refuse controls that don't exist, and a metric without the control that its test needs."""
+def _check_controls(controls: Sequence[Control]) -> None:
+    """Refuse controls that don't exist."""
     is_list = isinstance(controls, (tuple, list))
     if not is_list or not all(control in CONTROLS for control in controls):
         raise OptionError(
-            f'controls={controls!r}: give ("other_prompt", "random"), one of them, such as'
+            f'controls={controls!r}: give a tuple, ("other_prompt", "random"), one of them, such as'
             ' ("random",), or () for none'
         )
+
+
+def _check_test(controls: Sequence[Control], request: PatchingRequest) -> None:
+    """Refuse a metric without the control that its test needs."""
     cannot_fall = request.metric == "kl" and request.direction == "noising"
     if cannot_fall and "random" not in controls:
         raise OptionError(

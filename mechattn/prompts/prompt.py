@@ -89,8 +89,9 @@ class Prompt:
         for text in texts:
             if not isinstance(text, str):
                 raise PromptError(
-                    f"prompt {self.id} has {text!r:.40} in place of a text, such as its id or its"
-                    ' solution; give a text, such as "5"'
+                    f"prompt {self.id} has {text!r:.40} where a text belongs (its id, question,"
+                    ' solution, counterpart …); give a text, such as "5", or for a counterpart a list'
+                    " of token ids"
                 )
             if _SURROGATES.search(text):
                 raise PromptError(

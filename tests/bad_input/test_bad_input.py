@@ -154,7 +154,7 @@ def test_half_of_a_surrogate_pair_is_no_text(field):
 
 
 def test_a_number_is_no_text():
-    with pytest.raises(PromptError, match=r"has 5 in place of a text.*\"5\""):
+    with pytest.raises(PromptError, match=r"has 5 where a text belongs.*\"5\""):
         ma.Prompt("Tom", id=5)
 
 
