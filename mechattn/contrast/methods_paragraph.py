@@ -87,10 +87,10 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
             mended = _several(model["mended"])
             verified += f"; mended: {mended}"
 
-    how = _ENGINES.get(engine, engine)
+    engine_words = _ENGINES.get(engine, engine)
     return (
-        f"The attention of {model['name']} ({size}) was measured {how}, with {_and(libraries)}."
-        f" {verified}."
+        f"The attention of {model['name']} ({size}) was measured {engine_words},"
+        f" with {_and(libraries)}. {verified}."
     )
 
 
@@ -176,26 +176,25 @@ def _compared(table: pd.DataFrame) -> str:
     if "resampled" in about:
         pattern_words += f" of {about['resampled']}, which are also what the bootstrap resamples"
 
-    test_words = f"sign-flip tests ({pattern_words})"
+    test_words = f"sign-flip tests ({pattern_words}) against {about['null']}"
     if n >= FEWEST_FOR_ALL:
         test_words += (
-            ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number"
-            " (the largest p)"
+            "; p is the largest of the p of this test, the p of a bootstrap-t test, and the p of a"
+            " step-down bootstrap-t test divided by the number of tests"
         )
 
     family_words = f"Benjamini-Hochberg over {about['family']}"
     if "null_random" in about:
         family_words += (
-            f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of"
-            f" {about['null_random']}"
+            f"; q_random, over {about['tests_random']} tests, adjusts the larger of this p and the"
+            f" p against {about['null_random']}"
         )
 
     comparison_words = (
         f"“{about['condition']}” was compared with “{about['to']}” in {quantity_words}"
     )
     interval_words = f"{100 * about['level']:g} % t intervals"
-    tested_words = f"{test_words} against {about['null']}"
-    clauses = [interval_words, tested_words, family_words, f"seed {about['seed']}"]
+    clauses = [interval_words, test_words, family_words, f"seed {about['seed']}"]
     return f"{comparison_words}, {pairing_words}: {'; '.join(clauses)}."
 
 

@@ -4,7 +4,6 @@ simultaneous bootstrap-t.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,62 +29,50 @@ Signs = list[np.ndarray]
 # Sign flips.
 
 
-def flipped(d: np.ndarray, signs: Signs) -> np.ndarray:
-    """The two-sided p of sign flips for a mean of 0, for each column of d [prompt, cell].
+def flipped(differences: np.ndarray, signs: Signs) -> np.ndarray:
+    """The two-sided p of sign flips for a mean of 0, for each column of differences [prompt, cell].
 
     ``count`` is the number of patterns that give at least as large a mean. Up to 12 prompts, where
     all patterns are tried, p is ``count / patterns``; with more, where they are random, it is
     ``(1 + count) / (1 + patterns)``. The test is exact if differences are symmetric about 0.
 
     Args:
-        d: Differences [prompt, cell].
+        differences: Differences [prompt, cell].
         signs: Sign patterns from :func:`drawn_signs`.
 
     Returns:
         The p of each cell [cell]; NaN in a cell that lacks a prompt's value.
     """
-    patterns = sum(map(len, signs))
-    means = d.mean(0)
+    pattern_count = sum(map(len, signs))
+    means = differences.mean(0)
     count = np.where(np.isnan(means), np.nan, 0.0)
 
     # The values are copied only if some columns need not be tried.
-    tried_columns = np.flatnonzero(~_beyond_all(d, patterns))
-    values = d
-    if len(tried_columns) < d.shape[1]:
-        values = d[:, tried_columns]
+    tried_columns = np.flatnonzero(~_beyond_all(differences, pattern_count))
+    values = differences
+    if len(tried_columns) < differences.shape[1]:
+        values = differences[:, tried_columns]
     # An equal mean must count, although it was summed in a different order.
     observed = abs(means)[tried_columns] * (1 - 1e-12)
 
     for packed in signs:
-        bits = np.unpackbits(packed, axis=1, count=len(d))
-        pattern = np.where(bits, -1.0, 1.0)
-        flipped_means = abs(pattern @ values) / len(d)
+        bits = np.unpackbits(packed, axis=1, count=len(differences))
+        factors = np.where(bits, -1.0, 1.0)  # [pattern, prompt]
+        flipped_means = abs(factors @ values) / len(differences)
         is_as_large = flipped_means >= observed
         count[tried_columns] += is_as_large.sum(0)
 
-    if len(d) <= MOST_EXACT:
-        return count / patterns
-    return (1 + count) / (1 + patterns)
+    if len(differences) <= MOST_EXACT:
+        return count / pattern_count
+    return (1 + count) / (1 + pattern_count)
 
 
-def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
-    """A mask of the columns that need not be tried: with a probability of less than 1e-15 any of
-    the random patterns gives as large a mean.
-
-    ``patterns · P(|Σ s d| ≥ |Σ d|) ≤ patterns · 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963). As
-    ``(Σ d)² ≤ n Σ d²``, there are none up to 12 prompts, where all patterns are tried.
-    """
-    squares = (d**2).sum(0)
-    smallest = 2 * squares * np.log(2e15 * patterns)
-    return (d.sum(0) ** 2 > smallest) & (squares > 0)
-
-
-def drawn_signs(n: int, patterns: int, generator: np.random.Generator) -> Signs:
+def drawn_signs(n: int, pattern_count: int, generator: np.random.Generator) -> Signs:
     """All 2ⁿ sign patterns of up to 12 prompts, or random sign patterns of more.
 
     Args:
         n: The number of prompts.
-        patterns: The number of random patterns.
+        pattern_count: The number of random patterns.
         generator: The generator of random patterns.
     """
     if n <= MOST_EXACT:
@@ -94,9 +81,9 @@ def drawn_signs(n: int, patterns: int, generator: np.random.Generator) -> Signs:
         return [np.packbits(bits, axis=1)]
 
     blocks = []
-    for rows in _block_sizes(patterns, _PATTERNS):
-        signs = generator.choice([-1.0, 1.0], (rows, n))
-        blocks.append(np.packbits(signs < 0, axis=1))
+    for rows in _block_sizes(pattern_count, _PATTERNS):
+        factors = generator.choice([-1.0, 1.0], (rows, n))
+        blocks.append(np.packbits(factors < 0, axis=1))
     return blocks
 
 
@@ -161,30 +148,27 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     return blocks
 
 
-def _block_sizes(count: int, most: int) -> list[int]:
-    """The sizes of blocks of at most ``most`` rows that make up ``count`` rows."""
-    return [min(most, count - start) for start in range(0, count, most)]
-
-
-def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
+def without_noise(deviation: np.ndarray, differences: np.ndarray) -> np.ndarray:
     """The standard deviations of columns, with 0 in place of rounding errors.
 
     Args:
         deviation: The standard deviation of each column [cell].
-        d: The columns [prompt, cell].
+        differences: The columns [prompt, cell].
     """
-    largest = abs(d).max(0, initial=0.0)
-    return np.where(deviation <= _ROUNDING * largest, 0.0, deviation)
+    largest_value = abs(differences).max(0, initial=0.0)
+    return np.where(deviation <= _ROUNDING * largest_value, 0.0, deviation)
 
 
-def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:
+def t_quantiles(
+    differences: np.ndarray, counts: Counts, level: float
+) -> tuple[np.ndarray, np.ndarray]:
     """The quantiles of t* that give the ends of each column's bootstrap-t interval.
 
     At a level of 0.95 it is ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with
     ``t* = (mean* − mean) / (s* / √n*)`` in a resample of size n*.
 
     Args:
-        d: Differences [prompt, cell].
+        differences: Differences [prompt, cell].
         counts: Resamples of the prompts.
         level: The level of the intervals.
 
@@ -193,43 +177,50 @@ def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
 
     Source: Hall 1988.
     """
-    upper_and_lower = np.empty((2, d.shape[1]))
+    cell_count = differences.shape[1]
+    upper_and_lower = np.empty((2, cell_count))
     quantiles = [(1 + level) / 2, (1 - level) / 2]
-    all_columns = np.arange(d.shape[1])
-    for columns, t_star in _t_star_by_columns(d, all_columns, counts, [_SMALLEST_SPREAD]):
-        upper_and_lower[:, columns] = np.quantile(t_star[:, 0], quantiles, axis=1)
+    for column_block in _column_blocks(np.arange(cell_count)):
+        [t_star] = _studentised(differences[:, column_block], counts, [_SMALLEST_SPREAD])
+        upper_and_lower[:, column_block] = np.quantile(t_star, quantiles, axis=1)
     upper, lower = upper_and_lower
     return upper, lower
 
 
 def t_of(mean: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """``mean / error``, which is NaN if the mean is.
+    """``mean / error``, which is NaN if either is NaN.
 
-    With an error of 0 it is infinite, but 0 for a mean of 0.
+    With an error of 0 it is infinite with the sign of the mean, or 0 for a mean of 0.
     """
-    without_error = np.where(mean == 0, 0.0, mean + np.copysign(np.inf, mean))  # NaN stays NaN
-    return ratio(mean, error, otherwise=without_error)
+    without_error = np.where(mean == 0, 0.0, np.copysign(np.inf, mean))
+    t = ratio(mean, error, otherwise=without_error)
+    return np.where(np.isnan(mean + error), np.nan, t)
 
 
 @dataclass(frozen=True, eq=False)
 class Tails:
-    """The tails of resampled t over many cells, and the p of each cell's t.
+    """The tails of resampled t over the tested cells, and the p of each cell's t.
 
-    ``family`` is adjusted for all cells (step-down). It is twice the share of resamples in which
-    some cell has a t* as far out as this cell's t, counting only cells whose own t is not further
-    out. It is at least the ``family`` of every cell that is further out. ``p`` is that of a cell
-    alone: twice the share of its own t* that are as far out. It is at least ``family / cells``,
-    since it counts in steps of 1 / resamples, and since a sample in which a long tail is not seen
-    looks symmetric. The ``family`` of that bound has a different smallest spread
-    (:func:`_smallest_for_p`), so that a cell with all of its spread in one prompt does not decide
-    for the others.
+    ``family`` is adjusted for all tested cells (step-down). It is twice the share of resamples in
+    which the cell itself, or a tested cell whose own t is not further out, has a t* at least as far
+    out as the cell's t on the same side. The sample itself counts as one such resample. ``family``
+    is at least that of every tested cell that is further out.
+
+    ``p`` is of one cell alone. It is twice the share of the cell's own t* that are at least as far
+    out as its t. That share counts in steps of 1 / resamples, and a sample in which a long tail is
+    not seen looks symmetric. So ``p`` is at least an adjusted p divided by the number of tested
+    cells.
+
+    That adjusted p is computed in the same way as ``family``, but with a smallest spread that is
+    usually larger (:func:`_smallest_for_p`). A cell with all of its spread in one prompt then does
+    not decide for the others.
 
     Args:
-        upper: The upper quantile over resamples of the largest t* of all cells, at least 0. The
-            lower end of simultaneous intervals is ``mean − upper · s / √n``.
-        lower: The lower quantile of the smallest t*, at most 0, for their upper end.
+        upper: The upper quantile over resamples of the largest t* of the tested cells, at least 0.
+            The lower end of simultaneous intervals is ``mean − upper · s / √n``.
+        lower: The lower quantile of their smallest t*, at most 0, for the upper end.
         p: Two-sided p of each cell alone [cell].
-        family: Two-sided p of each cell, adjusted for all cells [cell].
+        family: Two-sided p of each cell, adjusted for all tested cells [cell].
     """
 
     upper: float
@@ -238,15 +229,16 @@ class Tails:
     family: np.ndarray
 
 
-def tails(d: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
-    """Compare the t of each column of d [prompt, cell] with resamples of all columns.
+def tails(differences: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
+    """Compare the t of each tested column of differences [prompt, cell] with resamples of all
+    tested columns.
 
     A resample uses the same prompts in all cells, which preserves their correlation. Each tail is
     treated by itself, which preserves skewness. A t that is more than three times as far out as any
     t* of the first 500 resamples counts as further out than all t*.
 
     Args:
-        d: Differences [prompt, cell].
+        differences: Differences [prompt, cell].
         t: The t of each column [cell]; NaN if it is not tested.
         counts: Resamples of the prompts.
         level: The level of the simultaneous intervals.
@@ -256,178 +248,227 @@ def tails(d: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
 
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
-    order = _nearest_first(t)
-    t = _infinite_where_far(d, t, order, counts)
-    spreads = [_smallest_for_p(len(d), len(order)), _SMALLEST_SPREAD]
-    for_family = 1  # the index of the second spread
-    reached = _reached(d, t, order, counts, spreads)
-    p = _p_of_each_cell(reached, len(order), len(order))
-    largest = reached.furthest[0, for_family]
-    smallest = -reached.furthest[1, for_family]
+    columns = _nearest_first(t)
+    t = _infinite_where_far(differences, t, columns, counts)
+    smallest_spreads = [_smallest_for_p(len(differences), len(columns)), _SMALLEST_SPREAD]
+    for_p, for_family = _reached(differences, t, columns, counts, smallest_spreads)
     return Tails(
-        upper=float(np.quantile(largest, (1 + level) / 2)),
-        lower=float(np.quantile(smallest, (1 - level) / 2)),
-        p=p,
-        family=reached.p_family[for_family],
+        upper=float(np.quantile(for_family.largest, (1 + level) / 2)),
+        lower=float(np.quantile(for_family.smallest, (1 - level) / 2)),
+        p=_p_of_each_cell(for_p, len(columns), len(columns)),
+        family=for_family.p_adjusted,
     )
 
 
 def p_values(
-    d: np.ndarray, t: np.ndarray, counts: Counts, family_size: int | None = None
+    differences: np.ndarray, t: np.ndarray, counts: Counts, family_size: int | None = None
 ) -> np.ndarray:
     """The ``p`` of :func:`tails` alone, in less time: cells that are further out than all t* are
     not resampled.
 
     Args:
-        d: Differences [prompt, cell].
+        differences: Differences [prompt, cell].
         t: The t of each column [cell]; NaN if it is not tested.
         counts: Resamples of the prompts.
-        family_size: The number of cells in the family; by default the number of columns that are
-            tested. If the columns are a sample of the family, the lower bound ``family / cells`` of
-            p is estimated from them and is at most ``1 / family_size``.
+        family_size: The number of cells that are tested together; by default the number of tested
+            columns. If the columns are a sample of these cells, the lower bound of p (see
+            :class:`Tails`) is estimated from the columns and is at most ``1 / family_size``.
     """
-    order = _nearest_first(t)
+    columns = _nearest_first(t)
     if family_size is None:
-        family_size = len(order)
-    t = _infinite_where_far(d, t, order, counts)
-    near = order[np.isfinite(t[order])]
-    reached = _reached(d, t, near, counts, [_smallest_for_p(len(d), family_size)])
-    return _p_of_each_cell(reached, len(order), family_size)
+        family_size = len(columns)
+    t = _infinite_where_far(differences, t, columns, counts)
+    near_columns = columns[np.isfinite(t[columns])]
+    smallest_spread = _smallest_for_p(len(differences), family_size)
+    [reached] = _reached(differences, t, near_columns, counts, [smallest_spread])
+    return _p_of_each_cell(reached, len(columns), family_size)
 
 
-def _nearest_first(t: np.ndarray) -> np.ndarray:
-    """The indices of the tested cells, in the order of their distance from 0.
+# Private helpers, in the order of their use.
 
-    The extremes of the cells up to a place are then those of all cells that are not further out.
+
+def _beyond_all(differences: np.ndarray, pattern_count: int) -> np.ndarray:
+    """A mask of the columns that need not be tried: with a probability of less than 1e-15 any of
+    the random patterns gives as large a mean.
+
+    ``patterns · P(|Σ s d| ≥ |Σ d|) ≤ patterns · 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963). As
+    ``(Σ d)² ≤ n Σ d²``, no column is beyond all with up to 12 prompts, where all patterns are
+    tried.
     """
-    order = np.argsort(abs(t), kind="stable")
-    return order[~np.isnan(t[order])]
+    squares = (differences**2).sum(0)
+    threshold = 2 * squares * np.log(2e15 * pattern_count)
+    return (differences.sum(0) ** 2 > threshold) & (squares > 0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Reached:
-    """How often resamples reach the t of cells.
-
-    Args:
-        p_alone: Twice the share of a cell's own t* that reach its t [cell].
-        p_family: Twice the share of resamples in which the most extreme t* of the cells that are
-            not further out reaches its t [spread, cell].
-        furthest: The furthest t* of all cells in the upper and in the lower tail, in the latter
-            with its sign changed [tail, spread, resample].
-    """
-
-    p_alone: np.ndarray
-    p_family: np.ndarray
-    furthest: np.ndarray
+def _block_sizes(count: int, most: int) -> list[int]:
+    """The sizes of blocks of at most ``most`` rows that make up ``count`` rows."""
+    return [min(most, count - start) for start in range(0, count, most)]
 
 
-def _reached(
-    d: np.ndarray, t: np.ndarray, cells: np.ndarray, counts: Counts, spreads: list[float]
-) -> _Reached:
-    """Resample cells in the order of :func:`_nearest_first`; ``p_alone`` is of the first spread."""
-    resamples = sum(map(len, counts))
-    furthest = np.zeros((2, len(spreads), resamples))
-    p_alone = np.where(np.isnan(t), np.nan, 0.0)
-    p_family = np.tile(p_alone + 2 / (1 + resamples), (len(spreads), 1))
-    for columns, t_star in _t_star_by_columns(d, cells, counts, spreads):
-        for cell, t_star_of_cell in zip(columns, t_star, strict=True):
-            both_tails = np.stack([t_star_of_cell, -t_star_of_cell])
-            np.maximum(furthest, both_tails, out=furthest)
-
-            tail = int(t[cell] <= 0)
-            own_count = np.count_nonzero(both_tails[tail, 0] >= abs(t[cell]))
-            family_count = np.count_nonzero(furthest[tail] >= abs(t[cell]), axis=1)
-            p_alone[cell] = min(1.0, 2 * own_count / resamples)
-            p_family[:, cell] = np.minimum(1.0, 2 * (1 + family_count) / (1 + resamples))
-
-    # Step down: no p is smaller than the p of a cell that is further out.
-    furthest_first = cells[::-1]
-    p_by_distance = p_family[:, furthest_first]
-    p_family[:, furthest_first] = np.maximum.accumulate(p_by_distance, axis=1)
-    return _Reached(p_alone, p_family, furthest)
+def _column_blocks(columns: np.ndarray) -> list[np.ndarray]:
+    """The indices of columns in blocks, so that the t* of one block are in memory at a time."""
+    starts = range(0, len(columns), _COLUMNS)
+    return [columns[start : start + _COLUMNS] for start in starts]
 
 
-def _p_of_each_cell(reached: _Reached, tested: int, family_size: int) -> np.ndarray:
-    """The p of each cell alone, which is at least its part of the family's p."""
-    part_of_family = reached.p_family[0] / max(1, tested)
-    part_of_family = np.minimum(part_of_family, 1 / max(1, family_size))
-    return np.maximum(reached.p_alone, part_of_family)
-
-
-def _infinite_where_far(
-    d: np.ndarray, t: np.ndarray, order: np.ndarray, counts: Counts
+def _studentised(
+    differences: np.ndarray, counts: Counts, smallest_spreads: list[float]
 ) -> np.ndarray:
-    """The t of each cell, made infinite if it is far further out than every t* of the first
-    resamples.
-    """
-    pilot = [counts[0][:_PILOT]]
-    furthest = 0.0
-    for _, t_star in _t_star_by_columns(d, order, pilot, [_SMALLEST_SPREAD]):
-        furthest = max(furthest, abs(t_star).max())
-    return np.where(abs(t) > _FAR * furthest, np.copysign(np.inf, t), t)
-
-
-def _smallest_for_p(n: int, cells: int) -> float:
-    """The smallest spread of a resample for p, as a fraction of the cell's own.
-
-    If one prompt makes all of a cell's spread, a resample without it has a t* of about
-    1 / smallest spread. That is at most the t that one cell among many needs to be found, so that
-    such a cell does not hide one with an effect.
-    """
-    one_sided = 0.025 / max(1, cells)
-    needed_t = stats.t.ppf(1 - one_sided, n - 1)
-    return max(_SMALLEST_SPREAD, 1 / needed_t)
-
-
-def _t_star_by_columns(
-    d: np.ndarray, order: np.ndarray, counts: Counts, spreads: list[float]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the indices of some columns at a time, in this order, and their t*
-    [cell, spread, resample].
-    """
-    for start in range(0, len(order), _COLUMNS):
-        columns = order[start : start + _COLUMNS]
-        t_star = _studentised(d[:, columns], counts, spreads)
-        yield columns, t_star
-
-
-def _studentised(d: np.ndarray, counts: Counts, spreads: list[float]) -> np.ndarray:
-    """The t* of some cells, with each smallest spread [cell, spread, resample]; 0 in cells without
+    """The t* of some cells, with each smallest spread [spread, cell, resample]; 0 in cells without
     spread.
 
-    ``t* = (mean* − mean) / max(s* / √n*, smallest · s / √n)``. If one prompt makes all of a cell's
-    spread, a resample without it has none, and its infinite t* would make all simultaneous
-    intervals infinite.
+    ``t* = (mean* − mean) / max(s* / √n*, smallest_spread · s / √n)``. If one prompt makes all of a
+    cell's spread, a resample without that prompt has no spread. Its t* would be infinite without
+    the smallest spread, and would make all simultaneous intervals infinite.
 
     Args:
-        d: Differences of a few cells [prompt, cell].
+        differences: Differences of a few cells [prompt, cell].
         counts: Resamples of these prompts.
-        spreads: The smallest spreads, each a fraction of the cell's own.
+        smallest_spreads: The smallest spreads, each a fraction of the cell's own.
     """
-    n, cells = d.shape
-    deviation = d.std(0, ddof=1)
-    deviation = without_noise(deviation, d)
+    n, cell_count = differences.shape
+    deviation = differences.std(0, ddof=1)
+    deviation = without_noise(deviation, differences)
     # In units of each cell's own spread, so that all cells have the same smallest error.
-    scaled = ratio(d - d.mean(0), deviation, otherwise=0.0)
+    scaled = ratio(differences - differences.mean(0), deviation, otherwise=0.0)
     # One product with the counts gives both the sums of values and the sums of squares.
     powers = np.concatenate([scaled, scaled**2], axis=1).T
 
     resamples = sum(map(len, counts))
-    t_star = np.empty((cells, len(spreads), resamples))
+    t_star = np.empty((len(smallest_spreads), cell_count, resamples))
     start = 0
-    for block in counts:
-        size = block.sum(1, dtype=np.float64)  # n*, which differs between sequential resamples
+    for count_block in counts:
+        # n*, which differs between sequential resamples.
+        size = count_block.sum(1, dtype=np.float64)
         stop = start + len(size)
 
-        weights = block.T.astype(np.float64)  # [prompt, resample]
+        weights = count_block.T.astype(np.float64)  # [prompt, resample]
         sums = powers @ weights
         mean, mean_square = np.split(sums / size, 2)
         variance = (mean_square - mean**2) * (size / (size - 1))
         squared_error = variance / size
 
-        for index, smallest in enumerate(spreads):
-            smallest_error = smallest**2 / n
-            error = np.sqrt(np.maximum(squared_error, smallest_error))
-            np.divide(mean, error, out=t_star[:, index, start:stop])
+        for t_star_of_spread, smallest_spread in zip(t_star, smallest_spreads, strict=True):
+            smallest_squared_error = smallest_spread**2 / n
+            error = np.sqrt(np.maximum(squared_error, smallest_squared_error))
+            np.divide(mean, error, out=t_star_of_spread[:, start:stop])
         start = stop
     return t_star
+
+
+def _nearest_first(t: np.ndarray) -> np.ndarray:
+    """The indices of the tested columns, in the order of the distance of their t from 0.
+
+    The extremes of the columns up to a place are then those of all columns that are not further
+    out.
+    """
+    columns = np.argsort(abs(t), kind="stable")
+    return columns[~np.isnan(t[columns])]
+
+
+def _infinite_where_far(
+    differences: np.ndarray, t: np.ndarray, columns: np.ndarray, counts: Counts
+) -> np.ndarray:
+    """The t of each cell, made infinite if it is far further out than every t* of these columns in
+    the first resamples.
+    """
+    pilot = [counts[0][:_PILOT]]
+    furthest = 0.0
+    for column_block in _column_blocks(columns):
+        [t_star] = _studentised(differences[:, column_block], pilot, [_SMALLEST_SPREAD])
+        furthest = max(furthest, abs(t_star).max())
+    return np.where(abs(t) > _FAR * furthest, np.copysign(np.inf, t), t)
+
+
+def _smallest_for_p(n: int, cell_count: int) -> float:
+    """The smallest spread of a resample for p, as a fraction of the cell's own.
+
+    If one prompt makes all of a cell's spread, a resample without that prompt has a t* of about
+    1 / smallest spread. This fraction makes that t* at most the t with which one cell among many is
+    found, so that such a cell does not hide a cell with an effect.
+    """
+    one_sided = 0.025 / max(1, cell_count)
+    needed_t = stats.t.ppf(1 - one_sided, n - 1)
+    return max(_SMALLEST_SPREAD, 1 / needed_t)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reached:
+    """How often resamples reach the t of cells, with one smallest spread.
+
+    Args:
+        p_alone: Twice the share of a cell's own t* that reach its t [cell].
+        p_adjusted: Twice the share of resamples in which the most extreme t* of the cells that are
+            not further out reaches its t [cell]. The sample itself counts as one such resample.
+        largest: The largest t* of all resampled cells, at least 0 [resample].
+        smallest: The smallest t* of all resampled cells, at most 0 [resample].
+    """
+
+    p_alone: np.ndarray
+    p_adjusted: np.ndarray
+    largest: np.ndarray
+    smallest: np.ndarray
+
+
+def _reached(
+    differences: np.ndarray,
+    t: np.ndarray,
+    columns: np.ndarray,
+    counts: Counts,
+    smallest_spreads: list[float],
+) -> list[_Reached]:
+    """Resample columns in the order of :func:`_nearest_first`, with each smallest spread.
+
+    A tested cell whose column is not given counts as further out than all t*.
+    """
+    resamples = sum(map(len, counts))
+    is_untested = np.isnan(t)
+    reached_by_spread = []
+    for _ in smallest_spreads:
+        reached = _Reached(
+            p_alone=np.where(is_untested, np.nan, 0.0),
+            p_adjusted=np.where(is_untested, np.nan, 2 / (1 + resamples)),
+            largest=np.zeros(resamples),
+            smallest=np.zeros(resamples),
+        )
+        reached_by_spread.append(reached)
+
+    for column_block in _column_blocks(columns):
+        t_star_by_spread = _studentised(differences[:, column_block], counts, smallest_spreads)
+        for reached, t_star in zip(reached_by_spread, t_star_by_spread, strict=True):
+            _add_block(reached, t, column_block, t_star)
+
+    # Step down: no p is smaller than the p of a cell that is further out.
+    furthest_first = columns[::-1]
+    for reached in reached_by_spread:
+        p_by_distance = reached.p_adjusted[furthest_first]
+        reached.p_adjusted[furthest_first] = np.maximum.accumulate(p_by_distance)
+    return reached_by_spread
+
+
+def _add_block(reached: _Reached, t: np.ndarray, columns: np.ndarray, t_star: np.ndarray) -> None:
+    """Add the t* of the next columns [cell, resample] to the extremes, and count how often they
+    reach each cell's t.
+    """
+    largest = reached.largest
+    smallest = reached.smallest
+    resamples = len(largest)
+    for column, own_t_star in zip(columns, t_star, strict=True):
+        np.maximum(largest, own_t_star, out=largest)
+        np.minimum(smallest, own_t_star, out=smallest)
+
+        if t[column] > 0:
+            own_count = np.count_nonzero(own_t_star >= t[column])
+            extreme_count = np.count_nonzero(largest >= t[column])
+        else:
+            own_count = np.count_nonzero(own_t_star <= t[column])
+            extreme_count = np.count_nonzero(smallest <= t[column])
+        reached.p_alone[column] = min(1.0, 2 * own_count / resamples)
+        reached.p_adjusted[column] = min(1.0, 2 * (1 + extreme_count) / (1 + resamples))
+
+
+def _p_of_each_cell(reached: _Reached, tested_count: int, family_size: int) -> np.ndarray:
+    """The p of each cell alone, which is at least its part of the adjusted p."""
+    part_of_adjusted = reached.p_adjusted / max(1, tested_count)
+    part_of_adjusted = np.minimum(part_of_adjusted, 1 / max(1, family_size))
+    return np.maximum(reached.p_alone, part_of_adjusted)

@@ -75,8 +75,8 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
     both = stats.false_discovery_control(np.maximum(table.p_beyond, table.p_random))
     np.testing.assert_allclose(table.q_random, both)
     assert trained.resolution("slash", draws=3).random == table.attrs["resolution_random"]
-    said = "q_random, over 32 tests, is of the larger p of this and of random weights (initialised)"
-    assert f"; {said}: 3 draws" in trained.methods(table)
+    said = "over 32 tests, adjusts the larger of this p and the p against random weights"
+    assert f"; q_random, {said} (initialised): 3 draws" in trained.methods(table)
     fall_less = (table.difference > table.null_random)[table.q_random < 0.05]
     assert fall_less.mean() > 0.9
 

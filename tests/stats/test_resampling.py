@@ -52,12 +52,16 @@ def ends(d, quantiles):
 
 
 def covered(low, high):
-    return bool(((low < 0) & (high > 0)).all())
+    return ((low < 0) & (high > 0)).all()
 
 
 def widths(ends):
     low, high = ends
     return high - low
+
+
+def test_a_t_without_a_known_error_is_not_infinite():
+    assert np.isnan(resampling.t_of(1.0, np.nan))
 
 
 def test_a_sequential_resample_ends_with_the_last_distinct_prompt():
@@ -96,18 +100,15 @@ def test_intervals_are_those_of_a_loop_over_the_same_resamples():
 
 def step_down(t, drawn):
     """Adjusted p, written out: the farthest cell against the extremes of all, the next one against those of the rest."""
-    left = list(range(len(t)))
+    farthest_first = np.argsort(-abs(t))
     adjusted = np.ones(len(t))
     before = 0.0
-    while left:
-        cell = max(left, key=lambda i: abs(t[i]))
-        if t[cell] > 0:
-            is_as_far = drawn[:, left].max(1) >= t[cell]
-        else:
-            is_as_far = drawn[:, left].min(1) <= t[cell]
+    for place, cell in enumerate(farthest_first):
+        left = farthest_first[place:]
+        outwards = np.sign(t[cell]) * drawn[:, left]
+        is_as_far = outwards.max(1) >= abs(t[cell])
         before = max(before, two_sided(is_as_far.sum(), len(drawn)))
         adjusted[cell] = before
-        left.remove(cell)
     return adjusted
 
 
