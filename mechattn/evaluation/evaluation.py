@@ -29,7 +29,9 @@ from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import false_discovery, paired
 from mechattn.stats.units import Unit, Units, detectable_size
 
-_MANY = 0.1  # the fraction of answers above which cut-off or unread ones are mentioned
+# The fraction of answers above which those that were cut off, or that end without a final answer,
+# are mentioned.
+_MANY = 0.1
 _NEGLIGIBLE = 1.1  # a factor of a variance: the width of an interval then changes by 5 % at most
 
 
@@ -55,35 +57,36 @@ class Evaluation:
     @property
     def conditions(self) -> list[str]:
         """The conditions in the order of the run, the baseline first."""
-        answered = dict.fromkeys(answer.condition for answer in self.answers)
-        recorded = self.provenance.get("conditions", ())
-        in_order = dict.fromkeys([*recorded, *answered])
-        return [name for name in in_order if name in answered]
+        names_in_answers = dict.fromkeys(answer.condition for answer in self.answers)
+        recorded_names = self.provenance.get("conditions", ())
+        all_names = dict.fromkeys([*recorded_names, *names_in_answers])
+        return [name for name in all_names if name in names_in_answers]
 
     @property
     def cautions(self) -> list[str]:
         """Sentences to read before the accuracies; an empty list if there is nothing to say.
 
         They name the conditions under which answers are missing, or under which more than a tenth
-        of the answers were cut off or have no final answer. They also name a baseline whose
-        answers are all right or all wrong.
+        of the answers were cut off, or ended by themselves without a final answer. They also say
+        whether the answers of the baseline are all right or all wrong.
         """
         expected = len(self._problems()) * self.samples
         missing = []
         cut_off = []
-        unread = []
+        without_final_answer = []
         # A condition may have no answers at all if it was added by a run that was interrupted.
         for name in dict.fromkeys([*self.conditions, *self.provenance.get("conditions", ())]):
             answers = self._under(name)
             count = len(answers)
             cut_off_count = sum(not answer.finished for answer in answers)
-            unread_count = sum(answer.finished and answer.answer is None for answer in answers)
+            # An answer that was cut off may have been about to give its final answer.
+            ended_without = sum(answer.finished and answer.answer is None for answer in answers)
             if count < expected:
                 missing.append(f"{expected - count} of {expected} under {name!r}")
             if cut_off_count > _MANY * count:
                 cut_off.append(f"{cut_off_count} of {count} under {name!r}")
-            if unread_count > _MANY * count:
-                unread.append(f"{unread_count} of {count} under {name!r}")
+            if ended_without > _MANY * count:
+                without_final_answer.append(f"{ended_without} of {count} under {name!r}")
 
         cautions = []
         if missing:
@@ -95,17 +98,17 @@ class Evaluation:
                 f"many answers were cut off and count as wrong ({', '.join(cut_off)}). Allow more"
                 " new_tokens before you compare."
             )
-        if unread:
+        if without_final_answer:
             cautions.append(
-                f"many answers end without a final answer ({', '.join(unread)}). Does the prompt"
-                " ask for a mark, such as \\boxed{…}?"
+                f"many answers end without a final answer ({', '.join(without_final_answer)}). Does"
+                " the prompt ask for a mark, such as \\boxed{…}?"
             )
 
         is_right = [answer.right for answer in self._under(BASELINE)]
         if len(is_right) > 1 and all(is_right):
-            cautions.append("every answer of the baseline is right; it can only fall.")
+            cautions.append("every answer of the baseline is right, so accuracy can only fall.")
         if len(is_right) > 1 and not any(is_right):
-            cautions.append("no answer of the baseline is right; it can only rise.")
+            cautions.append("no answer of the baseline is right, so accuracy can only rise.")
         return [f"Careful: {caution}" for caution in cautions]
 
     @property
@@ -125,8 +128,8 @@ class Evaluation:
             (answer.prompt, answer.sample): answer.right for answer in self._under(condition)
         }
         keys = product(self._problems(), range(self.samples))
-        in_order = [is_right.get(key) for key in keys]
-        missing_count = in_order.count(None)
+        is_right_by_key = [is_right.get(key) for key in keys]
+        missing_count = is_right_by_key.count(None)
         if missing_count:
             raise OptionError(
                 f"{missing_count} answers under {condition!r} are missing, as after an interrupted"
@@ -134,7 +137,7 @@ class Evaluation:
                 " conditions"
             )
 
-        return np.array(in_order, dtype=bool).reshape(-1, self.samples)
+        return np.array(is_right_by_key, dtype=bool).reshape(-1, self.samples)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """The accuracy of each condition with its interval.
@@ -152,8 +155,8 @@ class Evaluation:
 
         Returns:
             A row for each condition: condition, accuracy, low, high, n (problems or their groups),
-            unread (answers without a final answer), unfinished (answers that reached the limit),
-            tokens (the mean length). ``table.attrs["unit"]`` names the unit of n, and
+            unread (answers without a final answer, whether the model ended them or not), unfinished
+            (answers that reached the limit), tokens (the mean length). ``table.attrs["unit"]`` names the unit of n, and
             ``table.attrs["cautions"]`` holds :attr:`cautions`.
 
         Raises:
@@ -229,20 +232,22 @@ class Evaluation:
 
         units = self._units(unit)
         has_single_answers = first.shape[1] == second.shape[1] == 1
-        figures: dict[str, Any] = {}
+        counts = {}
         if has_single_answers:
-            figures = asdict(paired_accuracy(first[:, 0], second[:, 0]))
+            mcnemar = paired_accuracy(first[:, 0], second[:, 0])
             if units.group_of_prompt is None:
-                return figures | {"test": "mid-p McNemar"}
+                return asdict(mcnemar) | {"test": "mid-p McNemar"}
+            # Of McNemar's figures only the counts hold for problems that share groups.
+            counts = {"only_first": mcnemar.only_first, "only_second": mcnemar.only_second}
 
-        # These replace the figures for single answers, which assume independent problems.
         differences = units.means(first.mean(1) - second.mean(1))
         interval = share_difference(differences)
-        return figures | {
+        return {
             "difference": interval.estimate,
             "low": interval.low,
             "high": interval.high,
             "p": float(paired(differences, bootstrap_ends=False).p_flip),
+            **counts,
             "n": units.n,
             "detectable": share_deviation(differences) * detectable_size(units.n),
             "test": "sign flips",
@@ -251,16 +256,16 @@ class Evaluation:
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
         """Compare every other condition with one, as one family of tests.
 
-        Whoever looks for the best of several conditions has as many chances to find one by luck.
-        ``ma.adjust`` takes these tables too, for a family over several evaluations.
+        The more conditions are compared, the more likely one of them differs by chance; q takes
+        this into account. ``ma.adjust`` takes these tables too, for a family over several evaluations.
 
         Args:
             to: The condition to compare with.
             unit: As for :meth:`compare`.
 
         Returns:
-            A row for each other condition: condition, to, and what :meth:`compare` gives, with q
-            over all rows after p.
+            A row for each other condition: condition, to, and what :meth:`compare` gives. The
+            column q, next to p, is computed over all rows.
 
         Raises:
             OptionError: As for :meth:`compare`, or there is no other condition.
@@ -298,8 +303,8 @@ class Evaluation:
             conditions: The candidates; all but the baseline by default.
 
         Returns:
-            What :meth:`compare` gives on the other half; "condition", the name of the best one;
-            "accuracy" and "baseline", its accuracy and the baseline's on the other half, as in
+            What :meth:`compare` gives on the second half; "condition", the name of the best one;
+            "accuracy" and "baseline", its accuracy and the baseline's on the second half, as in
             :meth:`accuracy`; and "chosen_on", its accuracy on the first half.
 
         Raises:
@@ -316,25 +321,25 @@ class Evaluation:
             return hashlib.sha256(group_of[problem].encode("utf-8", "replace")).digest()
 
         problems = sorted(group_of, key=arbitrary_key)
-        units = Units.grouped([group_of[prompt] for prompt in problems])
+        units = Units.grouped([group_of[problem] for problem in problems])
         if not names or units.n < 2:
             raise OptionError(
                 "best needs at least one condition other than the baseline, and at least two"
                 " problems (or groups of problems)"
             )
 
-        choosing_places, reported_places = units.halves()
-        choosing = self._restricted_to([problems[place] for place in choosing_places])
-        reported = self._restricted_to([problems[place] for place in reported_places])
+        first_places, second_places = units.halves()
+        first_half = self._restricted_to([problems[place] for place in first_places])
+        second_half = self._restricted_to([problems[place] for place in second_places])
 
         # The first by name of equally good ones, whatever the order of the run.
-        chosen = max(sorted(names), key=choosing._accuracy)
+        best_name = max(sorted(names), key=first_half._accuracy)
         return {
-            "condition": chosen,
-            "chosen_on": choosing._accuracy(chosen),
-            "accuracy": reported._accuracy(chosen),
-            "baseline": reported._accuracy(BASELINE),
-            **reported.compare(chosen),
+            "condition": best_name,
+            "chosen_on": first_half._accuracy(best_name),
+            "accuracy": second_half._accuracy(best_name),
+            "baseline": second_half._accuracy(BASELINE),
+            **second_half.compare(best_name),
         }
 
     def pass_at_k(
@@ -467,7 +472,7 @@ class Evaluation:
                 " counted from 0"
             )
         answers = self._answers_by_problem(condition, sample)
-        answered = []
+        answered_prompts = []
         for prompt in as_prompts(prompts):
             answer = answers.get(prompt.id)
             if answer is None or not answer.tokens:
@@ -477,9 +482,10 @@ class Evaluation:
                     f"prompt {prompt.id} has another solution than the problem that was evaluated"
                     " under this id; give the prompts as they were evaluated, with their ids"
                 )
-            answered.append(replace(prompt, answer=answer.text, answer_tokens=answer.tokens))
+            answered_prompt = replace(prompt, answer=answer.text, answer_tokens=answer.tokens)
+            answered_prompts.append(answered_prompt)
 
-        return answered
+        return answered_prompts
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
@@ -529,7 +535,7 @@ class Evaluation:
 
     def _restricted_to(self, problems: Sequence[str]) -> Evaluation:
         """The evaluation of some problems only, in their order."""
-        places = {prompt: place for place, prompt in enumerate(problems)}
+        places = {problem: place for place, problem in enumerate(problems)}
         answers = [answer for answer in self.answers if answer.prompt in places]
         answers.sort(key=lambda answer: places[answer.prompt])
         return Evaluation(tuple(answers), self.provenance)

@@ -63,7 +63,7 @@ PLACES = {
     "before_answer": "before the answer",
     "random": "at a random place in the question",
 }
-# What conditions insert that draw their tokens at random, in words.
+# What the conditions that draw tokens at random insert, in words.
 RANDOM_TOKENS = {
     "RandomTokens": "random tokens",
     "RandomSentence": "random sentences",
@@ -133,16 +133,17 @@ def results_page(
         OutputError: The page cannot be written.
     """
     check_page_place(path, force)
-    sections, missing = sections_of(results, figures, choice)
-    if missing:
-        raise OptionError(missing[0])
+    sections, refusals = sections_of(results, figures, choice)
+    if refusals:
+        raise OptionError(refusals[0])
     return write_results(results, path, sections, command, force, choice)
 
 
 def sections_of(
     results: Sequence[Result], figures: Figures, choice: HeadChoice
 ) -> tuple[list[Section], list[str]]:
-    """The sections of a page, and a sentence on each of the figures that cannot be drawn.
+    """The sections of a page, and a refusal for each figure that cannot be drawn: a sentence that
+    says why.
 
     Figures that draw neither a result nor several are left out.
 
@@ -157,15 +158,15 @@ def sections_of(
     for result in results:
         sections += lead_sections(result, choice)
 
-    missing: list[str] = []
+    refusals: list[str] = []
     for result in results:
         sections.append(prompt_section(result))
-        drawn, not_drawn = _drawn_sections("result", result, figures)
-        sections += drawn
-        missing += not_drawn
+        result_sections, result_refusals = _drawn_sections("result", result, figures)
+        sections += result_sections
+        refusals += result_refusals
 
-    compared, not_compared = _drawn_sections("results", results, figures)
-    return sections + compared, missing + not_compared
+    joint_sections, joint_refusals = _drawn_sections("results", results, figures)
+    return sections + joint_sections, refusals + joint_refusals
 
 
 def write_results(
@@ -297,28 +298,29 @@ def _template_values(
 
 
 def _drawn_sections(
-    subject: str, results: Result | Sequence[Result], figures: Figures
+    subject: str, drawn: Result | Sequence[Result], figures: Figures
 ) -> tuple[list[Section], list[str]]:
-    """The sections of the figures with one subject, and a sentence on each of those that cannot be
-    drawn.
+    """The sections of the figures with one subject, and a refusal for each of these figures that
+    cannot be drawn.
 
     Args:
-        subject: "result" or "results", as for :class:`Declared`.
-        results: The result, or the results that are drawn in one figure.
+        subject: "result" for the figures that draw one result, or "results" for those that draw
+            several together.
+        drawn: The result, or the results that are drawn together.
         figures: Figures with their options. Those with another subject are left out.
     """
     sections = []
-    missing = []
+    refusals = []
     for draw, options in figures:
         if FIGURES[draw.__name__].subject != subject:
             continue
         try:
-            sections.append(drawn_section(draw, results, options))
+            sections.append(drawn_section(draw, drawn, options))
         except MemoryOptionError:
             raise
         except OptionError as error:
-            missing.append(f"{draw.__name__}: {error}")
-    return sections, missing
+            refusals.append(f"{draw.__name__}: {error}")
+    return sections, refusals
 
 
 def _inserted_words(result: Result) -> str:
@@ -346,9 +348,12 @@ def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
     count = options.get("count")
     if place is None or not count:
         return ""
+    tokens = "1 token"
+    if count > 1:
+        tokens = f"{count} tokens"
     text = options.get("text", options.get("word"))
     if isinstance(text, str):
-        return f"{count} tokens of “{visible(plain(text))}” {place}"
+        return f"{tokens} of “{visible(plain(text))}” {place}"
     if kind in RANDOM_TOKENS:
-        return f"{count} tokens of {RANDOM_TOKENS[kind]} {place}"
-    return f"{count} tokens {place}"  # such as Counting, or a class of the user
+        return f"{tokens} of {RANDOM_TOKENS[kind]} {place}"
+    return f"{tokens} {place}"  # such as Counting, or a class of the user

@@ -29,17 +29,17 @@ _SHIPPED_FILES = {
 _MORE_TOY_QUESTIONS = "experiments/toys/generated_problems.py makes others"
 # Where to find more questions than those that come with the package.
 _MORE = {
-    GSM8K: 'the data set "openai/gsm8k" on the hub has others',
+    GSM8K: 'the dataset "openai/gsm8k" on the hub has others',
     WORD_PROBLEMS: _MORE_TOY_QUESTIONS,
     RECALL: _MORE_TOY_QUESTIONS,
 }
-_DEFAULT_LIMIT = 64  # questions that come with the package
+_DEFAULT_LIMIT = 64  # of the questions that come with the package
 _MOST_NAMED_FIELDS = 12  # in a message
 _QUOTE_LENGTH = 60  # characters of a value in a message
 
 
 def load_prompts(
-    source: str,
+    source: str | os.PathLike[str],
     *,
     limit: int | None = None,
     field: str = "question",
@@ -60,7 +60,8 @@ def load_prompts(
             "word-problems", generated problems of one to five steps, which the toys solve;
             "recall", generated questions that contain their answer, which toy:relay solves; the
             path of a .jsonl file; or a dataset on the hub such as "openai/gsm8k", with its subset
-            (configuration) after a colon: "openai/gsm8k:socratic". For random tokens see
+            (configuration) after a colon: "openai/gsm8k:socratic". Without a colon it is the subset
+            "main" or, if there is none, the first. For random tokens see
             :func:`~mechattn.prompts.generated.repeated_random`.
         limit: The number of prompts, from the beginning. By default 64 of those that come with the
             package, and all of a file or dataset.
@@ -99,6 +100,8 @@ def load_prompts(
         check_counts(limit=limit)
 
     if source in _SHIPPED_FILES:
+        if limit is None:
+            limit = _DEFAULT_LIMIT
         rows = _shipped(source, split, limit, seed)
     else:
         rows = _stored(source, split, limit)
@@ -118,22 +121,22 @@ def load_prompts(
     for index, values in enumerate(rows):
         row = _Row(values, f"prompt {index} of {source}")
         prompt = Prompt(
-            question=row.text("field", field),
+            question=row.text(field, option="field"),
             system=system or "",
-            answer=row.text("answer", answer_field),
+            answer=row.text(answer_field, option="answer"),
             template=template,
             id=str(index),
             group=row.group(group),
             solution=row.solution(answer),
-            counterpart=row.text("counterpart", counterpart),
-            other_answer=row.text("other_answer", other_answer),
+            counterpart=row.text(counterpart, option="counterpart"),
+            other_answer=row.text(other_answer, option="other_answer"),
         )
         prompts.append(prompt)
 
     return prompts
 
 
-def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict[str, Any]]:
+def _shipped(source: str, split: str, limit: int, seed: int) -> list[dict[str, Any]]:
     """The rows of questions that come with the package.
 
     Raises:
@@ -148,15 +151,14 @@ def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict
     questions_by_seed = _shipped_questions(source)
     if seed not in questions_by_seed:
         raise OptionError(
-            f"seed={seed}: of the questions that come with the package, {source!r} has the seeds "
-            f"{', '.join(map(str, questions_by_seed))}; {_MORE[source]}"
+            f"seed={seed}: the package has {source!r} questions for each of these seeds:"
+            f" {', '.join(map(str, questions_by_seed))}; {_MORE[source]}"
         )
 
     questions = questions_by_seed[seed]
-    limit = limit or _DEFAULT_LIMIT
     if limit > len(questions):
         raise OptionError(
-            f"limit={limit}: the package has {len(questions)} questions {source!r} with"
+            f"limit={limit}: the package has {len(questions)} {source!r} questions with"
             f" seed={seed} ({_MORE[source]})"
         )
 
@@ -175,7 +177,8 @@ def _shipped_questions(source: str) -> dict[int, list[dict[str, Any]]]:
 
 
 def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
-    """The rows of a local file or of a dataset on the hub."""
+    """The rows of a local file or of a dataset on the hub: the first ``limit``, or all if it is
+    None."""
     suffix = Path(source).suffix
     if suffix in (".csv", ".parquet"):
         raise PromptError(
@@ -226,7 +229,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
-    """The rows of a dataset on the hub."""
+    """The rows of a dataset on the hub; see :func:`load_prompts` for a subset of None."""
     # A misspelt name of the package's own questions; 0.7 still takes "gsm8" and "word_problem".
     similar_names = get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)
     if "/" not in name and similar_names:
@@ -261,14 +264,14 @@ class _Row:
     values: dict[str, Any]
     where: str  # the prompt's number and source, for messages
 
-    def text(self, option: str, field: str | None) -> str:
+    def text(self, field: str | None, option: str) -> str:
         """The text in a field; empty if ``field`` is None.
 
         ``option`` is the option of ``load_prompts`` that names the field, for messages.
         """
         if field is None:
             return ""
-        text = self._value(option, field)
+        text = self._value(field, option)
         if not isinstance(text, str) or not text.strip():
             raise PromptError(f"{self.where} has no text in field {field!r}: {_quoted(text)}")
         return text
@@ -277,7 +280,7 @@ class _Row:
         """The name of the prompt's group; None if ``field`` is None."""
         if field is None:
             return None
-        group = self._value("group", field)
+        group = self._value(field, option="group")
         if type(group) not in (str, int) or not str(group).strip():  # True is an int too
             raise PromptError(
                 f"{self.where} has no group in field {field!r}: {_quoted(group)}; give a text or"
@@ -294,7 +297,7 @@ class _Row:
             field = "solution" if "solution" in self.values else "answer"
             solution = self.values.get(field)
         else:
-            solution = self._value("answer", field)
+            solution = self._value(field, option="answer")
         if solution is None:
             return None
         if type(solution) not in (str, int, float):
@@ -304,7 +307,7 @@ class _Row:
             )
         return str(solution)
 
-    def _value(self, option: str, field: str) -> Any:
+    def _value(self, field: str, option: str) -> Any:
         """The value in a field that ``option`` of ``load_prompts`` names."""
         if field not in self.values:
             names = [_quoted(name) for name in self.values]

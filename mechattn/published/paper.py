@@ -21,6 +21,7 @@ from mechattn.results import provenance
 from mechattn.results.provenance import file_names
 from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST
+from mechattn.store.atomic_writes import write_whole
 from mechattn.store.reading import load_result
 
 
@@ -76,12 +77,13 @@ def paper(
     file_name_of = _checked_models(models)
     check_counts(FEWEST, limit=limit)
     check_counts(0, draws=draws, problems=problems)
+    check_counts(new_tokens=new_tokens)
     dtype_named(dtype)  # raises if there is no such dtype
     check_device(device)
     check_page_place(folder / "index.html", force)
 
     statements = read_statements()
-    loaded = load_prompts(
+    loaded_prompts = load_prompts(
         prompts,
         limit=max(limit, problems),
         field=field,
@@ -90,11 +92,12 @@ def paper(
         seed=seed,
         answer=answer_field,
     )
-    _check_prompts(loaded, provenance.name_of(prompts), problems)
+    prompts_name = provenance.name_of(prompts)
+    _check_prompts(loaded_prompts, prompts_name, problems)
     folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        prompts=loaded[:limit],
-        problems=loaded[:problems],
+        prompts=loaded_prompts[:limit],
+        problems=loaded_prompts[:problems],
         draws=draws,
         new_tokens=new_tokens,
         seed=seed,
@@ -107,7 +110,7 @@ def paper(
     about = {
         "made": provenance.now(),
         "command": command,
-        "prompts": provenance.name_of(prompts),
+        "prompts": prompts_name,
         "limit": len(settings.prompts),
         "draws": draws,
         "untrained_prompts": min(UNTRAINED_PROMPTS, len(settings.prompts)),
@@ -118,8 +121,8 @@ def paper(
         "versions": provenance.versions(),
     }
     comparison = Comparison(statements, cells, about)
-    (folder / "paper.json").write_text(comparison.to_json(), encoding="utf-8")
-    (folder / "paper.md").write_text(comparison.to_markdown() + "\n", encoding="utf-8")
+    _write_text(folder / "paper.json", comparison.to_json())
+    _write_text(folder / "paper.md", comparison.to_markdown() + "\n")
     write_comparison(comparison, results, folder / "index.html", force)
     return comparison
 
@@ -128,15 +131,44 @@ def _checked_models(models: Sequence[str] | str) -> dict[str, str]:
     """The start of the names of each model's files, by the name of the model.
 
     Raises:
-        OptionError: There are no models, or two would write to the same files.
+        OptionError: There are no models, or two would write to the same files or have the same
+            name on the page.
         ModelError: A name is not the name of a model.
     """
     names = [models] if isinstance(models, str) else list(models)
     if not names:
         raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
-    for name in names:
+    file_name_of = file_names(names)
+    model_of: dict[str, str] = {}
+    for name in file_name_of:
+        namesake = model_of.setdefault(provenance.name_of(name), name)
+        if namesake != name:
+            raise OptionError(
+                f"the models {namesake!r} and {name!r} would both be called"
+                f" {provenance.name_of(name)!r} on the page: compare them in separate calls, each"
+                " with a folder of its own"
+            )
+    for name in file_name_of:
         architecture_named(name)  # raises if there is no such model
-    return file_names(names)
+    return file_name_of
+
+
+def _check_prompts(prompts: Sequence[Prompt], source: str, problem_count: int) -> None:
+    """Refuse fewer than three prompts, and problems without a solution. The first prompts are the
+    problems to be answered.
+
+    Raises:
+        OptionError: There are too few prompts, or a problem that is to be answered has no solution.
+    """
+    if len(prompts) < FEWEST:
+        raise OptionError(f"{source} has {len(prompts)} prompts; intervals need at least {FEWEST}")
+    for prompt in prompts[:problem_count]:
+        if prompt.solution is None:
+            raise OptionError(
+                f"{problem_count} problems are to be answered, but {prompt.where} of {source} has no"
+                " solution, so no answer can be graded; name the field with the solution"
+                " (answer_field=…, --answer-field), or leave problems out"
+            )
 
 
 def _measured(
@@ -164,18 +196,10 @@ def _measured(
     return cells, results, seconds
 
 
-def _check_prompts(prompts: Sequence[Prompt], source: str, problems: int) -> None:
-    """Refuse fewer than three prompts, and problems without a solution.
+def _write_text(path: Path, text: str) -> None:
+    """Write a text file completely or not at all.
 
     Raises:
-        OptionError: There are too few prompts, or a problem that is to be answered has no solution.
+        OutputError: It cannot be written.
     """
-    if len(prompts) < FEWEST:
-        raise OptionError(f"{source} has {len(prompts)} prompts; intervals need at least {FEWEST}")
-    for prompt in prompts[:problems]:
-        if prompt.solution is None:
-            raise OptionError(
-                f"{problems} problems are to be answered, but {prompt.where} of {source} has no"
-                " solution, so no answer can be graded; name the field with the solution"
-                " (answer_field=…, --answer-field), or leave problems out"
-            )
+    write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))

@@ -58,8 +58,8 @@ def check_writable(path: str | Path) -> None:
         if path.suffix != ".zarr" and path.is_dir():
             raise OutputError(f"{path} is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent):
-            pass
+        # A folder is made and deleted to find out whether this is allowed.
+        tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent).cleanup()
     except (OSError, ValueError) as error:  # a ValueError if no file can have this name
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
@@ -127,7 +127,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def recover(path: Path) -> None:
-    """Restore a folder that is missing because a process was killed while it replaced it.
+    """Restore a folder that is missing because the process that was replacing it was killed.
 
     Args:
         path: The folder, by its real path.
@@ -145,7 +145,8 @@ def recover(path: Path) -> None:
         if new_path.exists():  # the new one was complete before the old one was moved away
             complete_path = new_path
         try:
-            # Seconds: another process may be restoring it, which takes two renames.
+            # Whoever has the lock may be another process that is restoring the folder, or a writer
+            # between its two renames. Both take less than these 10 seconds.
             with FileLock(folder / LOCK, timeout=10):
                 if not os.path.lexists(path):
                     os.replace(complete_path, path)
@@ -154,7 +155,8 @@ def recover(path: Path) -> None:
                         f"the result of {path} was found complete in {folder}, where a killed "
                         "process had left it"
                     )
-                    _remove(folder, path)
+                    with suppress(OSError):  # the next sweep deletes what remains
+                        _remove(folder, path)
         except UNLOCKABLE:  # its writer is alive or, without locks, may be alive
             continue
         except OSError as error:
@@ -179,17 +181,35 @@ def sweep(path: Path) -> None:
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """Make a locked folder next to a file or folder, and delete it after the ``with`` block."""
-    folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
-    lock = FileLock(folder / LOCK, timeout=0)
+    folder, lock = _locked_folder(path)
     try:
         (folder / MARKER).touch()
-        with suppress(*UNLOCKABLE):
-            lock.acquire()
         yield folder
     finally:
         lock.release()
         with suppress(OSError):
             _remove(folder, path)
+
+
+def _locked_folder(path: Path) -> tuple[Path, FileLock]:
+    """A new temporary folder of this file or folder, and its lock.
+
+    The lock is acquired unless the file system has no locks. Until then a sweep by another process
+    may treat the folder as abandoned and delete it. If that happens, another folder is made.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
+        lock = FileLock(folder / LOCK, timeout=0)
+        try:
+            with suppress(NotImplementedError):
+                lock.acquire()
+            return folder, lock
+        except (Timeout, FileNotFoundError):
+            continue
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()
+            raise
 
 
 def _prefix(path: Path) -> str:
@@ -212,7 +232,8 @@ def _temporary_folders(path: Path) -> list[Path]:
             if folder.is_symlink() or not folder.is_dir():
                 continue
             names = {entry.name for entry in folder.iterdir()}
-            # Without a marker if the process was killed before it wrote it or after it deleted it.
+            # The marker is missing if the process was killed before it wrote the marker or after
+            # it deleted it. The folder is then empty or contains the lock alone.
             if names <= our_names and (MARKER in names or names <= {LOCK}):
                 folders.append(folder)
     return folders

@@ -58,4 +58,4 @@ def test_more_than_a_tenth_is_said_before_the_table(kind, sentence):
 @pytest.mark.parametrize(("kind", "word"), [("right", "fall"), ("wrong", "rise")])
 def test_a_ceiling_and_a_floor_are_said(kind, word):
     (caution,) = evaluation(baseline=[kind] * 20, slash=USUAL).cautions
-    assert caution.endswith(f"it can only {word}.")
+    assert caution.endswith(f"so accuracy can only {word}.")

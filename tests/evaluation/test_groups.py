@@ -91,13 +91,6 @@ def test_no_spread_between_groups_is_no_certainty():
     assert compared["detectable"] > 0.2
 
 
-def test_all_right_in_every_sample_is_no_certainty():
-    alike = all_right(simulated(samples=2, groups={}))
-    low = stats.binomtest(40, 40).proportion_ci(method="wilson").low
-    for table in (alike.accuracy(), alike.pass_at_k(2)):
-        assert table.low.tolist() == pytest.approx([low, low])
-
-
 def test_several_conditions_are_one_family():
     evaluation = simulated()
     third = [

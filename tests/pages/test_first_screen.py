@@ -156,7 +156,7 @@ def test_what_has_no_verdict_says_why():
 @pytest.mark.parametrize(
     ("condition", "words"),
     [
-        (ma.MeaninglessTokens("\n", 5), "5 tokens of “⏎” before the question"),
+        (ma.MeaninglessTokens("\n", 1), "1 token of “⏎” before the question"),
         (ma.RandomSentence(5, place="start"), "5 tokens of random sentences at the start"),
     ],
 )

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def test_between_the_two_renames_the_new_one_is_found(small_results, halfway, tm
     assert names(tmp_path) == ["r.zarr"]
 
 
+def test_it_is_found_even_if_the_old_one_cannot_be_deleted(
+    small_results, halfway, tmp_path, monkeypatch
+):
+    copied(halfway, tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", os.rmdir)  # which deletes empty folders only
+    assert numbers_at(tmp_path / "r.zarr") == numbers(small_results[1])
+
+
 def test_killed_while_it_is_found(small_results, halfway, tmp_path):
     path = tmp_path / "r.zarr"
 
@@ -83,6 +92,20 @@ def test_what_a_living_process_is_writing_is_left_alone(small_results, tmp_path)
     write_whole(path, meanwhile)
     assert names(tmp_path) == ["r.zarr"]
     assert names(path) == ["late"]
+
+
+def test_a_new_folder_that_another_process_sweeps_away(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+
+    def swept(**options):
+        monkeypatch.undo()
+        folder = tempfile.mkdtemp(**options)
+        sweep(path)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept)
+    write_whole(path, Path.touch)
+    assert names(tmp_path) == ["a.txt"]
 
 
 def test_a_run_in_chunks_over_another_result(small_job, small_results, tmp_path, tmp_path_factory):
