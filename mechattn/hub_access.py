@@ -13,9 +13,9 @@ _offline_switch = RLock()  # held while HF_HUB_OFFLINE, which all threads read, 
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether a name is "name" or "owner/name", as names on the hub are.
+    """Whether a name has the form NAME or OWNER/NAME, as names on the hub do.
 
-    An absolute path or a path through several folders is not.
+    An absolute path or a path through several folders does not.
     """
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
@@ -27,6 +27,10 @@ def asked_once(place: str) -> Iterator[None]:
 
     Without this, the client would ask six times for each file, which takes 24 s. Nothing is asked
     for a directory or file on this machine.
+
+    The block is offline for all threads: ``HF_HUB_OFFLINE``, a constant of huggingface_hub, is set
+    and then restored. The client reads it before each request and has no such setting for a block
+    or a thread, and transformers and datasets make their requests through the client.
     """
     if os.path.exists(place):
         yield
@@ -49,7 +53,8 @@ def asked_once(place: str) -> Iterator[None]:
 def hub_commit(name: str, revision: str | None = None) -> str | None:
     """The commit of a model on the hub or, if the hub does not answer, of the downloaded one.
 
-    None if there is no such model, or if the name is a directory or file on this machine.
+    None if there is no such model, if the hub does not answer and nothing was downloaded, or if the
+    name is a directory or file on this machine.
     """
     if os.path.exists(name) or not may_be_on_hub(name):
         return None
@@ -57,7 +62,7 @@ def hub_commit(name: str, revision: str | None = None) -> str | None:
 
     try:
         with asked_once(name):
-            config = hf_hub_download(name, "config.json", revision=revision)
-    except (OSError, ValueError):  # there is no such model, or the hub does not allow the name
+            config_path = hf_hub_download(name, "config.json", revision=revision)
+    except (OSError, ValueError):  # no such model or name, or neither an answer nor a download
         return None
-    return Path(config).parent.name  # …/snapshots/COMMIT/config.json
+    return Path(config_path).parent.name  # …/snapshots/COMMIT/config.json

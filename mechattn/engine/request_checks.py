@@ -1,5 +1,8 @@
-"""Checks before the first forward pass: of analyses, of conditions, and of the sequences that a
-model is to read."""
+"""Checks of analyses, of conditions, and of the sequences that a model is to read.
+
+They come before the first forward pass of a run. Only the check of kept positions runs the model
+itself, on a few tokens.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +85,13 @@ def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
         check_name(name)
         if isinstance(condition, type) or not hasattr(condition, "apply"):
             example = "an instance of a condition, such as ma.MeaninglessTokens(…)"
-            if hasattr(condition, "check"):  # an intervention
-                example = f"ma.Baseline(intervention={type(condition).__name__}(…))"
+            if hasattr(condition, "check"):  # an intervention or its class
+                intervention = condition if isinstance(condition, type) else type(condition)
+                example = f"ma.Baseline(intervention={intervention.__name__}(…))"
             raise OptionError(f"the condition {name!r} is {condition!r}; give {example}")
-    return {BASELINE: named.pop(BASELINE, Baseline()), **named}
+
+    baseline = named.pop(BASELINE, Baseline())
+    return {BASELINE: baseline, **named}
 
 
 def condition_sequences(
@@ -125,8 +131,8 @@ def condition_sequences(
 
             # The first prompt is enough to find a condition that draws without the seed.
             if not prompt_sequences:
-                again = condition.apply(prompt, model, seed)
-                if not again.tokens.equal(sequence.tokens):
+                repetition = condition.apply(prompt, model, seed)
+                if not repetition.tokens.equal(sequence.tokens):
                     raise ConditionError(
                         f"the condition {name!r} inserts different tokens into prompt {prompt.id}"
                         " each time, so no run can be repeated: draw them from apply's seed"
@@ -147,6 +153,8 @@ def checked_sequences(
 ) -> list[dict[str, TokenSequence]]:
     """The sequence of each prompt under each condition, after all checks.
 
+    If a condition keeps positions, the model is run on a few tokens. No other check runs it.
+
     Args:
         named: The conditions by name, with the baseline.
         prompts: The prompts.
@@ -159,7 +167,7 @@ def checked_sequences(
 
     Raises:
         MechattnError: The model cannot read a sequence, an analysis cannot measure it, or a
-            condition or an intervention cannot be used. No check runs the model.
+            condition or an intervention cannot be used.
     """
     prompt_sequences = condition_sequences(named, prompts, model, seed)
     for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
@@ -238,7 +246,7 @@ def check_insertions_are_read(prompt: Prompt, sequences: ByCondition) -> None:
 
 
 def check_interventions(
-    model: HookedModel, ids: Sequence[str], prompt_sequences: Sequence[ByCondition]
+    model: HookedModel, prompt_ids: Sequence[str], prompt_sequences: Sequence[ByCondition]
 ) -> None:
     """Refuse interventions that cannot act on this model or on their prompts.
 
@@ -246,47 +254,48 @@ def check_interventions(
     """
     # Keyed by identity: each intervention is checked once, with all sequences that it acts on.
     uses: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
-    for prompt, sequences in zip(ids, prompt_sequences, strict=True):
+    for prompt_id, sequences in zip(prompt_ids, prompt_sequences, strict=True):
         for sequence in sequences.values():
             for intervention in sequence.interventions:
                 _, used = uses.setdefault(id(intervention), (intervention, []))
-                used.append((prompt, sequence))
+                used.append((prompt_id, sequence))
 
             if sequence.cut_edges and sequence.cut_edges.layers is not None:
                 hooks.chosen_layers(model, sequence.cut_edges.layers)
 
     for intervention, used in uses.values():
-        intervention.check(model, [prompt for prompt, _ in used])
+        intervention.check(model, [prompt_id for prompt_id, _ in used])
 
         if isinstance(intervention, ChecksSequences):
-            for prompt, sequence in used:
-                intervention.check_sequence(prompt, sequence)
+            for prompt_id, sequence in used:
+                intervention.check_sequence(prompt_id, sequence)
 
 
 def check_variants(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> None:
     """Refuse cut edges or kept positions in a model that does not support them."""
-    hiding = set()  # the names of conditions that hide tokens from others
-    lowest_ids = []  # of each sequence that keeps positions: its lowest position id, and condition
+    cutting_conditions = set()  # names of conditions that cut edges
+    lowest_ids: dict[str, int] = {}  # the lowest position id of each condition that keeps positions
 
     for sequences in prompt_sequences:
         for name, sequence in sequences.items():
             if sequence.cut_edges:
-                hiding.add(name)
+                cutting_conditions.add(name)
             if sequence.keeps_positions:
-                lowest_ids.append((int(sequence.position_ids.min()), name))
+                lowest_id = int(sequence.position_ids.min())
+                lowest_ids[name] = min(lowest_id, lowest_ids.get(name, lowest_id))
 
     layers = hooks.attention_layers(model)
-    if hiding and len(layers) < model.cfg.n_layers:
+    if cutting_conditions and len(layers) < model.cfg.n_layers:
         raise OptionError(
             f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers;"
             " the other layers would pass on tokens that attention cannot see: omit"
-            f" {', '.join(map(repr, sorted(hiding)))}"
+            f" {', '.join(map(repr, sorted(cutting_conditions)))}"
         )
 
     if lowest_ids:
         # A model that takes the lowest position id takes all others.
-        lowest_id, name = min(lowest_ids)
-        _check_kept_positions(model, lowest_id, name)
+        lowest_name = min(sorted(lowest_ids), key=lowest_ids.__getitem__)
+        _check_kept_positions(model, lowest_ids[lowest_name], lowest_name)
 
 
 def check_side(
@@ -313,15 +322,15 @@ def check_side(
     longest = max(counts, key=counts.__getitem__)
     shortest = min(counts, key=counts.__getitem__)
     is_beyond = counts[longest] + new_tokens > boundary.at
-    length = f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"'
+    clause = f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"'
     if new_tokens:
-        length = f"{length} and {new_tokens} new tokens are allowed"
+        clause = f"{clause} and {new_tokens} new tokens are allowed"
 
     # Beyond this boundary the numbers depend on the texts that the model read before.
     if boundary.kind == "dynamic":
         if is_beyond:
             raise PromptTooLong(
-                f"{length}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
+                f"{clause}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
                 " the frequencies of the longest text that it has read so far (dynamic NTK), so"
                 " results would depend on what was read before. Shorten it, or insert fewer tokens"
             )
@@ -336,10 +345,13 @@ def check_side(
             " insert fewer tokens, or let the original ones keep their positions (.unshifted())"
         )
     if is_beyond and counts[longest] <= boundary.at:
+        advice = "Omit the prompt"
+        most_new_tokens = boundary.at - counts[longest]
+        if most_new_tokens:
+            advice = f"{advice}, or give new_tokens={most_new_tokens} at most"
         raise PromptError(
-            f"{length}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
-            " other factors (LongRoPE), which would change in the middle of an answer. Omit the"
-            f" prompt, or give new_tokens={boundary.at - counts[longest]} at most"
+            f"{clause}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
+            f" other factors (LongRoPE), which would change in the middle of an answer. {advice}"
         )
 
 
@@ -355,19 +367,19 @@ def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> lis
     sides: list[str] = []
     for sequences in prompt_sequences:
         # All sequences of a prompt are on the same side, see check_side.
-        longest = max(_position_counts(sequences).values())
-        sides.append(boundary.side(longest))
+        most_positions = max(_position_counts(sequences).values())
+        sides.append(boundary.side(most_positions))
     return sides
 
 
 def _check_protocol(analysis: Any) -> None:
     """Refuse an analysis that does not follow the protocol."""
-    lacking = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
-    problem = f"it lacks {', '.join(lacking)}"
+    missing = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
+    problem = ""
     if isinstance(analysis, type):
         problem = "it is a class, not an instance"
-    elif not lacking:
-        problem = ""
+    elif missing:
+        problem = f"it lacks {', '.join(missing)}"
     if problem:
         raise OptionError(
             f"analyses holds {analysis!r}, which is not an analysis ({problem}); give one such as"
@@ -415,10 +427,10 @@ def _check_sequences(
 
     for name, sequence in sequences.items():
         # The number of the baseline's tokens that this sequence does not have.
-        lacking = len(baseline) - int((~sequence.inserted).sum())
-        if lacking:
+        unpaired_count = len(baseline) - int((~sequence.inserted).sum())
+        if unpaired_count:
             raise PromptError(
-                f"{prompt.where} has {lacking} tokens without a partner under {name!r}, so they"
+                f"{prompt.where} has {unpaired_count} tokens without a partner under {name!r}, so they"
                 " cannot be compared; give versions with the same number of tokens, or patch:"
                 " ma.patch and ma.edges leave such tokens out"
             )
@@ -432,7 +444,7 @@ def _check_sequences(
 
 
 def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None:
-    """Refuse kept positions in a model that takes no position ids, or not the lowest of them.
+    """Refuse kept positions if the model takes no position ids, or does not take the lowest one.
 
     Args:
         model: The model.
@@ -449,11 +461,13 @@ def _check_kept_positions(model: HookedModel, lowest_id: int, name: str) -> None
         return
 
     # Rotary positions may be negative if the model computes them and does not look them up.
-    reason = "a table of positions, in which a negative one is an error or another row"
-    if hasattr(model, "pos_embed"):
-        reason = "learned positions"
-    elif takes_negative_ids(model):
+    has_learned_positions = hasattr(model, "pos_embed")
+    if not has_learned_positions and takes_negative_ids(model):
         return
+
+    reason = "a table of positions, in which a negative one is an error or another row"
+    if has_learned_positions:
+        reason = "learned positions"
     raise OptionError(
         f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_id} positions"
         " before the first: insert no more tokens than come before them (a smaller count, or a"

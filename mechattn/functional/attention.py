@@ -27,9 +27,6 @@ BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 # scores in float32 and this number of rows.
 _SCORES_OF_BLOCK = 2**25
 _LARGEST_BLOCK = 1024
-# Stacks the heads of a group, which share keys, as rows of one product, and separates them again.
-_TOGETHER = "batch (kv_head group) query last -> batch kv_head (group query) last"
-_APART = "batch kv_head (group query) last -> batch (kv_head group) query last"
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
 
@@ -53,22 +50,24 @@ class EdgeMask:
     queries: Marked  # the queries that do not see the keys
     keys: Marked  # the keys that these queries do not see
 
-    def unseen(self, queries: QueryPositions, keys: slice) -> Bool[Tensor, "batch query key"]:
+    def unseen(
+        self, query_positions: QueryPositions, keys: slice
+    ) -> Bool[Tensor, "batch query key"]:
         """Which edges from some queries to some keys are cut.
 
         Args:
-            queries: Positions of queries, the same number in each sequence.
+            query_positions: Positions of queries, the same number in each sequence.
             keys: The positions of the keys.
 
         Returns:
             True if the edge is cut; never for a query's own key.
         """
-        positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
-        blind_queries = self.queries.gather(1, queries)
+        key_positions = torch.arange(self.keys.shape[1], device=query_positions.device)[keys]
+        blind_queries = self.queries.gather(1, query_positions)
         hidden_keys = self.keys[:, keys]
         cut = blind_queries.unsqueeze(2) & hidden_keys.unsqueeze(1)
 
-        return cut & (queries.unsqueeze(2) != positions)
+        return cut & (query_positions.unsqueeze(2) != key_positions)
 
     def to(self, device: torch.device | str) -> EdgeMask:
         """Return the mask on a device."""
@@ -80,19 +79,20 @@ class EdgeMask:
 
 
 def visible_keys(
-    queries: Int[Tensor, "*batch query"], keys: int, window: int | None = None
-) -> Bool[Tensor, "*batch query {keys}"]:
+    query_positions: Int[Tensor, "*batch query"], key_count: int, window: int | None = None
+) -> Bool[Tensor, "*batch query {key_count}"]:
     """Which keys each query sees: its own and those before it, within the window.
 
     Args:
-        queries: The positions of some queries.
-        keys: The number of keys, counted from the first.
+        query_positions: The positions of some queries.
+        key_count: The number of keys, counted from the first.
         window: How many keys a query sees, including its own; None for all.
 
     Returns:
         True if the query sees the key.
     """
-    distance = queries.unsqueeze(-1) - torch.arange(keys, device=queries.device)
+    key_positions = torch.arange(key_count, device=query_positions.device)
+    distance = query_positions.unsqueeze(-1) - key_positions
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
@@ -104,8 +104,9 @@ class Attention:
     """The inputs of causal attention.
 
     ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``, with
-    ``cap(s) = softcap · tanh(s / softcap)``. Padding on the right needs no mask, since no token
-    sees what comes after it.
+    ``cap(s) = softcap · tanh(s / softcap)``. With learned sinks, the softmax of each row of head h
+    also runs over ``sinks[h]``, whose probability is left out of A. Padding on the right needs no
+    mask, since no token sees what comes after it.
     """
 
     q: Vectors  # queries, after RoPE
@@ -148,31 +149,43 @@ class Attention:
             edge_mask=edge_mask,
         )
 
-    def rows(self, queries: QueryPositions, keys: int) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(
+        self, query_positions: QueryPositions, key_count: int
+    ) -> Float[Tensor, "batch head query {key_count}"]:
         """Compute the rows of some queries of each sequence.
 
         Args:
-            queries: Positions of queries, the same number in each sequence.
-            keys: The number of keys, counted from the first; more than the last of these positions.
+            query_positions: Positions of queries, the same number in each sequence.
+            key_count: The number of keys, counted from the first; more than the last of these
+                positions.
 
         Returns:
             Probabilities, at least in float32. A row sums to 1, or to less with a learned sink.
         """
         dtype = working_dtype(self.q)
         _, heads, _, d_head = self.q.shape
-        index = queries[:, None, :, None].expand(-1, heads, -1, d_head)
-        scaled_queries = self.q.gather(2, index).to(dtype) * self.scale
-        seen_keys = self.k[:, :, :keys].to(dtype)
+        index = query_positions[:, None, :, None].expand(-1, heads, -1, d_head)
+        scaled_q = self.q.gather(2, index).to(dtype) * self.scale
+        k = self.k[:, :, :key_count].to(dtype)
 
         # The heads of a group read the same keys: their rows are one product.
-        grouped_queries = rearrange(scaled_queries, _TOGETHER, kv_head=self.k.shape[1])
-        grouped_scores = grouped_queries @ seen_keys.mT
-        scores = rearrange(grouped_scores, _APART, query=queries.shape[1])
-        _cap_and_bias(self, scores, slice(0, keys))
+        grouped_q = rearrange(
+            scaled_q,
+            "batch (kv_head group) query d_head -> batch kv_head (group query) d_head",
+            kv_head=k.shape[1],
+        )
+        grouped_scores = grouped_q @ k.mT
+        scores = rearrange(
+            grouped_scores,
+            "batch kv_head (group query) key -> batch (kv_head group) query key",
+            query=query_positions.shape[1],
+        )
+        keys = slice(0, key_count)
+        _cap_and_bias(self, scores, keys)
 
-        visible = visible_keys(queries, keys, self.window)
+        visible = visible_keys(query_positions, key_count, self.window)
         if self.edge_mask is not None:
-            visible &= ~self.edge_mask.unseen(queries, slice(0, keys))
+            visible &= ~self.edge_mask.unseen(query_positions, keys)
         scores = scores.masked_fill(~visible[:, None], _MASKED)
 
         pattern = scores.softmax(-1)
@@ -192,19 +205,21 @@ class PatternRows:
         """Return the pattern and values of some sequences of the batch."""
         return PatternRows(self.pattern[sequences], self.v[sequences])
 
-    def rows(self, queries: QueryPositions, keys: int) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(
+        self, query_positions: QueryPositions, key_count: int
+    ) -> Float[Tensor, "batch head query {key_count}"]:
         """Look up the rows of some queries of each sequence.
 
         Args:
-            queries: Positions of queries, the same number in each sequence.
-            keys: The number of keys, counted from the first.
+            query_positions: Positions of queries, the same number in each sequence.
+            key_count: The number of keys, counted from the first.
 
         Returns:
             Rows of the pattern, in its dtype.
         """
         heads = self.pattern.shape[1]
-        index = queries[:, None, :, None].expand(-1, heads, -1, keys)
-        seen_columns = self.pattern[..., :keys]
+        index = query_positions[:, None, :, None].expand(-1, heads, -1, key_count)
+        seen_columns = self.pattern[..., :key_count]
         return seen_columns.gather(2, index)
 
 
@@ -234,9 +249,18 @@ def mix(
     Returns:
         A weighted sum of values for each query, in the dtype of the pattern.
     """
-    grouped = rearrange(pattern, _TOGETHER, kv_head=v.shape[1])
-    mixed = grouped @ v.to(pattern.dtype)
-    return rearrange(mixed, _APART, query=pattern.shape[2])
+    # The heads of a group read the same values: their rows are one product.
+    grouped_pattern = rearrange(
+        pattern,
+        "batch (kv_head group) query key -> batch kv_head (group query) key",
+        kv_head=v.shape[1],
+    )
+    grouped_out = grouped_pattern @ v.to(pattern.dtype)
+    return rearrange(
+        grouped_out,
+        "batch kv_head (group query) d_head -> batch (kv_head group) query d_head",
+        query=pattern.shape[2],
+    )
 
 
 def attention_by_rows(
@@ -342,13 +366,13 @@ class _BlockKernel:
         self.attention = attention
         self.group_size = heads // kv_heads  # the number of heads that share keys
         stacks = batch * kv_heads
-        self.queries = q.reshape(stacks, self.group_size, length, d_head)
+        self.q = q.reshape(stacks, self.group_size, length, d_head)
 
         # The keys are columns of the product, contiguous because every block reads them.
-        keys = attention.k.reshape(stacks, length, d_head).transpose(1, 2)
-        self.keys = keys.to(dtype).contiguous()
-        values = attention.v.reshape(stacks, length, d_value)
-        self.values = values.to(dtype)
+        k = attention.k.reshape(stacks, length, d_head).transpose(1, 2)
+        self.k = k.to(dtype).contiguous()
+        v = attention.v.reshape(stacks, length, d_value)
+        self.v = v.to(dtype)
 
         # The largest number of scores in a block; with a window, a block has fewer keys.
         most_keys = length
@@ -356,7 +380,7 @@ class _BlockKernel:
             most_keys = min(length, attention.window + block)
         most_rows = min(block, length)
         size = batch * heads * most_rows * most_keys
-        self.buffer = self.keys.new_empty(size)
+        self.buffer = self.k.new_empty(size)
         self.future = _future(block, dtype, q.device)
 
     def keys_before(self, queries: slice) -> slice:
@@ -380,18 +404,18 @@ class _BlockKernel:
             Probabilities [batch head query key], a view of the buffer.
         """
         attention = self.attention
-        stacks, _, _, d_head = self.queries.shape
-        rows = self.group_size * (queries.stop - queries.start)
-        count = keys.stop - keys.start
+        stacks, _, _, d_head = self.q.shape
+        row_count = self.group_size * (queries.stop - queries.start)
+        key_count = keys.stop - keys.start
 
         # Two views of the same memory: by stack for the product, by head for everything else.
-        size = stacks * rows * count
-        stacked = self.buffer[:size].view(stacks, rows, count)
-        by_head = stacked.view(*attention.q.shape[:2], -1, count)
+        size = stacks * row_count * key_count
+        stacked = self.buffer[:size].view(stacks, row_count, key_count)
+        by_head = stacked.view(*attention.q.shape[:2], -1, key_count)
 
-        queries_of_block = self.queries[:, :, queries].to(stacked.dtype)
-        scaled = (queries_of_block * attention.scale).reshape(stacks, rows, d_head)
-        torch.bmm(scaled, self.keys[:, :, keys], out=stacked)
+        q = self.q[:, :, queries].to(stacked.dtype)
+        scaled_q = (q * attention.scale).reshape(stacks, row_count, d_head)
+        torch.bmm(scaled_q, self.k[:, :, keys], out=stacked)
         _cap_and_bias(attention, by_head, keys)
         self._mask(by_head, queries, keys)
 
@@ -408,33 +432,38 @@ class _BlockKernel:
         """Mask the scores of keys that a query does not see, in place."""
         window = self.attention.window
         edge_mask = self.attention.edge_mask
-        rows = queries.stop - queries.start
+        query_count = queries.stop - queries.start
 
         # Only the last keys, at the block's own positions, can be after one of its queries.
         own_keys = slice(queries.start - keys.start, None)
-        scores[..., own_keys] += self.future[:rows, :rows]
-        positions = torch.arange(queries.start, queries.stop, device=scores.device)
+        scores[..., own_keys] += self.future[:query_count, :query_count]
 
         # The window of an early query reaches back to the first key, and hides nothing.
-        if window is not None and queries.stop > window:
-            # ``keys`` starts at or after the first query's window. Each later query's window starts
-            # one key later, so only the first ``rows`` keys can be outside one.
-            stop = min(keys.start + rows, keys.stop)
-            early_keys = torch.arange(keys.start, stop, device=scores.device)
-            is_outside = early_keys <= positions[:, None] - window
-            scores[..., : len(early_keys)].masked_fill_(is_outside, _MASKED)
+        if window is not None and queries.stop <= window:
+            window = None
+        if window is None and edge_mask is None:
+            return
+
+        query_positions = torch.arange(queries.start, queries.stop, device=scores.device)
+        if window is not None:
+            # The first of ``keys`` is the first key that the block's first query sees. Each later
+            # query's window starts one key later, so only the first ``query_count`` keys can be
+            # outside one.
+            stop = min(keys.start + query_count, keys.stop)
+            early_positions = torch.arange(keys.start, stop, device=scores.device)
+            is_outside = early_positions <= query_positions[:, None] - window
+            scores[..., : len(early_positions)].masked_fill_(is_outside, _MASKED)
 
         if edge_mask is not None:
-            positions_of_batch = positions.expand(len(scores), -1)
-            unseen = edge_mask.unseen(positions_of_batch, keys)
+            unseen = edge_mask.unseen(query_positions.expand(len(scores), -1), keys)
             scores.masked_fill_(unseen[:, None], _MASKED)
 
     def output(self, pattern: Pattern, keys: slice) -> Float[Tensor, "batch query head d_value"]:
         """The output of the block's queries."""
-        batch, heads, rows, count = pattern.shape
-        stacked = pattern.view(len(self.values), -1, count)
-        mixed = torch.bmm(stacked, self.values[:, keys])
-        return mixed.view(batch, heads, rows, -1).transpose(1, 2)
+        batch, heads, query_count, key_count = pattern.shape
+        stacked = pattern.view(len(self.v), -1, key_count)
+        out = torch.bmm(stacked, self.v[:, keys])
+        return out.view(batch, heads, query_count, -1).transpose(1, 2)
 
 
 @lru_cache(maxsize=8)  # every layer of every pass needs the same one

@@ -12,13 +12,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, RowError
-from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens, visible_keys
+from mechattn.functional.attention import (
+    EdgeMask,
+    Marked,
+    Pattern,
+    Scores,
+    Tokens,
+    visible_keys,
+)
 from mechattn.model.head_parts import mixed_values
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import Hooks, forward_to, pattern_hook, sinks_of
 
 _NO_MASS = 1e-6  # smaller attention is rounding
-Scores = Float[Tensor, "batch head query key"]
 # Called with a layer, its pattern, and the values that the pattern mixes.
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
@@ -87,6 +93,8 @@ def check_pattern(
 ) -> None:
     """Refuse an impossible pattern.
 
+    The rows of padding are not checked and may hold NaN.
+
     Raises:
         RowError: A query's attention does not sum to 1 or, with learned sinks, sums to more than 1.
         ModelError: A query gives attention to a key that it cannot see, or across a cut edge.
@@ -104,7 +112,9 @@ def check_pattern(
             row,
         )
 
-    strongest = pattern.amax(1)  # over the heads
+    # The largest over the heads. Padding becomes 0, since a NaN there would be the maximum below,
+    # which no comparison finds too large.
+    strongest = pattern.amax(1).masked_fill(~real[:, :, None], 0.0)
     if edge_mask is not None and (strongest * _unseen(edge_mask)).max() > _NO_MASS:
         raise ModelError(
             f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
@@ -113,12 +123,12 @@ def check_pattern(
 
     length = pattern.shape[-1]
     visible = visible_keys(torch.arange(length, device=pattern.device), length, window)
-    stray_mass = (strongest * real[:, :, None]).masked_fill(visible, 0.0).max()
+    stray_mass = strongest.masked_fill(visible, 0.0).max()
     if stray_mass > _NO_MASS:
         mask = "full causal attention" if window is None else f"a window of {window}"
         raise ModelError(
-            f"layer {layer}: a query gives {float(stray_mass):.2g} to a key that it should not see"
-            f" ({mask}); the mask is not the model's"
+            f"layer {layer}: a query gives attention of {float(stray_mass):.2g} to a key that it"
+            f" should not see ({mask}); the mask is not the model's"
         )
 
 

@@ -17,7 +17,7 @@ from mechattn.model.hooks import attention_window
 from mechattn.patching.pairs import Pair
 from mechattn.patching.patched_runs import HeadOutput, LayerHead, RecordedRun, SharedTokens
 
-PatternRows = Float[Tensor, "shared key"]  # a head's pattern at the tokens that both runs have
+HeadPattern = Float[Tensor, "shared key"]  # a head's pattern at the tokens that both runs have
 
 
 def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
@@ -41,11 +41,13 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
     partners = {}
     for pair in pairs:
         long_enough = [other for other in by_id if len(other.origins) >= len(pair.origins)]
-        others = [other for other in long_enough if other.id != pair.id]
-        with_another_answer = [other for other in others if answers[other.id] != answers[pair.id]]
-        if others:
+        candidates = [other for other in long_enough if other.id != pair.id]
+        with_another_answer = [
+            other for other in candidates if answers[other.id] != answers[pair.id]
+        ]
+        if candidates:
             generator = random.Random(f"other prompt {seed} {pair.id}")
-            partners[pair.id] = generator.choice(with_another_answer or others)
+            partners[pair.id] = generator.choice(with_another_answer or candidates)
     return partners
 
 
@@ -69,7 +71,7 @@ def random_steps(
         # The inverse of the normal distribution is infinite at 0. Other numbers are at least 2⁻²⁴.
         positive_uniform = _uniform(seed, prompt_id, layer, head, value).clamp(min=2**-25)
         direction = torch.special.ndtri(positive_uniform).to(base_output)
-        step = _with_length_of(direction, value - base_output)
+        step = _with_norm_of(direction, value - base_output)
         randomised[layer, head] = base_output + step
     return randomised
 
@@ -79,8 +81,8 @@ def shuffled_patterns(
     seed: int,
     prompt_id: str,
     base: RecordedRun,
-    values: Mapping[LayerHead, PatternRows],
-) -> dict[LayerHead, PatternRows]:
+    values: Mapping[LayerHead, HeadPattern],
+) -> dict[LayerHead, HeadPattern]:
     """Each head's new pattern, with the probabilities of each query permuted among its visible
     keys.
 
@@ -110,7 +112,7 @@ def shuffled_patterns(
 def random_step(generator: torch.Generator, step: Tensor) -> Tensor:
     """A step in a normally distributed direction, with the norm of ``step`` along the last axis."""
     direction = torch.randn(step.shape, generator=generator, dtype=torch.float64)
-    return _with_length_of(direction.to(step), step)
+    return _with_norm_of(direction.to(step), step)
 
 
 def aligned_output(base: RecordedRun, source: RecordedRun, where: LayerHead) -> HeadOutput:
@@ -129,7 +131,7 @@ def aligned_output(base: RecordedRun, source: RecordedRun, where: LayerHead) -> 
     return activation[_aligned_positions(base, source).to(activation.device), head]
 
 
-def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) -> PatternRows:
+def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) -> HeadPattern:
     """A head's pattern in another run, moved to the positions of the base run.
 
     Tokens are aligned as in :func:`aligned_output`. All other keys get 0, so a row may sum to less
@@ -147,23 +149,25 @@ def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) ->
 
     # Both axes of a pattern are positions, so columns are aligned as rows are.
     rows = torch.zeros_like(base.activations[layer][base_positions, head])
-    rows[:, base_positions] = source.activations[layer][source_positions, head][:, source_positions]
+    source_rows = source.activations[layer][source_positions, head]
+    rows[:, base_positions] = source_rows[:, source_positions]
     return rows
 
 
 def _uniform(seed: int, prompt_id: str, layer: int, head: int, value: Tensor) -> Tensor:
     """Random numbers in [0, 1) in the shape of a head's value."""
-    length, width = value.shape
+    token_count, width = value.shape
+    # Permutations of patterns are drawn with the same text: another one would change their numbers.
     purpose = f"a random direction of head {head}"
-    keys = token_keys(seed, [prompt_id], torch.arange(length)[None], layer, purpose)
+    keys = token_keys(seed, [prompt_id], torch.arange(token_count)[None], layer, purpose)
     return keyed_uniform(keys[0], width).to(value.device)
 
 
-def _with_length_of(direction: Tensor, step: Tensor) -> Tensor:
-    """A direction at the length of a step: ``‖step‖ · direction / ‖direction‖``."""
-    length = step.norm(dim=-1, keepdim=True)
-    length_of_direction = direction.norm(dim=-1, keepdim=True)
-    return length * direction / length_of_direction
+def _with_norm_of(direction: Tensor, step: Tensor) -> Tensor:
+    """A direction with the norm of a step: ``‖step‖ · direction / ‖direction‖``."""
+    norm = step.norm(dim=-1, keepdim=True)
+    norm_of_direction = direction.norm(dim=-1, keepdim=True)
+    return norm * direction / norm_of_direction
 
 
 def _aligned_positions(base: RecordedRun, source: RecordedRun) -> SharedTokens:
@@ -172,9 +176,9 @@ def _aligned_positions(base: RecordedRun, source: RecordedRun) -> SharedTokens:
     source_tokens = source.sequence.tokens[source.positions]
 
     # Runs of one prompt have equally many shared tokens, so both alignments are the same.
-    length = len(base_tokens)
-    agrees = base_tokens == source_tokens[:length]
+    token_count = len(base_tokens)
+    agrees = base_tokens == source_tokens[:token_count]
     in_shared_beginning = agrees.long().cumprod(0).bool()
-    from_the_start = torch.arange(length)
-    from_the_end = from_the_start + len(source_tokens) - length
+    from_the_start = torch.arange(token_count)
+    from_the_end = from_the_start + len(source_tokens) - token_count
     return source.positions[torch.where(in_shared_beginning, from_the_start, from_the_end)]

@@ -17,6 +17,7 @@ from mechattn.errors import (
     PromptError,
     PromptTooLong,
 )
+from mechattn.model.patterns_at_hooks import check_pattern
 from mechattn.prompts.prompt import as_prompts
 from tests.figures_config import figures_config
 
@@ -87,6 +88,12 @@ def test_the_forward_guard_can_fail(no_forward):
             OptionError,
             r"give ma\.Baseline\(intervention=ARM\(…\)\)",
         ),
+        (
+            TOM,
+            {"conditions": {"arm": ma.interventions.ARM}},
+            OptionError,
+            r"give ma\.Baseline\(intervention=ARM\(…\)\)",
+        ),
         (TOM, {"conditions": [ma.MeaninglessTokens()]}, OptionError, "conditions"),
         (TOM, {"layers": [4]}, OptionError, "layers 0 to 3"),
         (TOM, {"layers": "all"}, OptionError, "layers"),
@@ -134,6 +141,12 @@ def test_a_shifted_mask_is_refused(toy, monkeypatch):
     monkeypatch.setattr(toy._mechattn, "to_verify", False)
     with pytest.raises(ModelError, match=r"should not see \(a window of 3\)"):
         ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", engine="hooks")
+
+
+def test_nan_in_padding_hides_no_wrong_mask(toy):
+    pattern = torch.tensor([[[[0, 1], [torch.nan, 0]]]])
+    with pytest.raises(ModelError, match="attention of 1 to a key"):
+        check_pattern(toy, 0, pattern, torch.tensor([[True, False]]), 1)
 
 
 def test_a_model_without_attention_says_so(shared):
@@ -259,7 +272,7 @@ def _tokenizer(checkpoint):
 
 def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forward):
     with pytest.raises(ConditionError, match=r"become \['hello'.*|become \[.*Use count="):
-        ma.run(no_forward, TOM, {"x": ma.MeaninglessTokens("zebra", count=55)})
+        ma.run(no_forward, TOM, {"x": ma.MeaninglessTokens("zebra")})
 
 
 def test_head_out_of_range_gives_the_range(no_forward, slash_result):
@@ -291,9 +304,7 @@ def test_files_of_prompts(tmp_path, lines, message):
         ma.load_prompts(str(path))
 
 
-def test_files_that_are_not_there_or_not_text(tmp_path):
-    with pytest.raises(PromptError, match="no file of prompts"):
-        ma.load_prompts(str(tmp_path / "missing.jsonl"))
+def test_files_that_are_not_text_or_not_there(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"question": "é"}'.encode("latin-1"))
     with pytest.raises(PromptError, match=r"line 1 of .*latin\.jsonl is not UTF-8 text .*save"):
         ma.load_prompts(str(tmp_path / "latin.jsonl"))
@@ -305,10 +316,9 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
 
 def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.commands.figures.run", None)
-    with pytest.raises(OptionError, match="at least 6 prompts"):
-        make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 5, 0, [0]))
-    with pytest.raises(OptionError, match="heads are 0 to 7"):
-        make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 8, 0, [9]))
+    for count, head, message in ((5, 0, "at least 6 prompts"), (8, 9, "heads are 0 to 7")):
+        with pytest.raises(OptionError, match=message):
+            make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", count, 0, [head]))
 
 
 def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(

@@ -43,7 +43,7 @@ def test_both_sides_in_evaluate(tokenizer):
         match=r"8 new tokens are allowed.*middle of an answer. .* give new_tokens=4 at most",
     ):
         ma.evaluate(model, prompts, new_tokens=8)
-    with pytest.raises(PromptError, match="Omit the prompt"):
+    with pytest.raises(PromptError, match=r"Omit the prompt$"):
         ma.evaluate(model, [prompt_of(32, tokenizer)], new_tokens=8)
     assert len(ma.evaluate(model, prompts, new_tokens=4).answers) == 1
 
@@ -51,11 +51,10 @@ def test_both_sides_in_evaluate(tokenizer):
 def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
     said = r'has 40 positions with the condition "slash": beyond 32 positions LlamaForCausalLM computes with the'
     model = loaded("Llama dynamic NTK")
-    with pytest.raises(PromptTooLong, match=said):
-        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)})
-    model.cfg.n_ctx = 256  # as one may ask load_model for
-    with pytest.raises(PromptTooLong, match=said):
-        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)})
+    for n_ctx in (32, 256):  # its own, and one that load_model may be asked for
+        model.cfg.n_ctx = n_ctx
+        with pytest.raises(PromptTooLong, match=said):
+            ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)})
     with pytest.raises(
         PromptTooLong, match=r"30 positions .* and 4 new tokens are allowed: beyond 32"
     ):
@@ -75,10 +74,9 @@ def test_ids_before_the_first_row_of_a_table(tokenizer):
     start = ma.MeaninglessTokens("/", 19, place="start").unshifted()
     said = r"has a table of positions, in which a negative one is .*'kept' needs 18 positions before the first: insert no more"
     model = loaded("CodeGen")
-    with pytest.raises(OptionError, match=said):
-        ma.run(model, prompt_of(40, tokenizer), {"kept": start})
-    with pytest.raises(OptionError, match=said):
-        ma.evaluate(model, [prompt_of(40, tokenizer)], {"kept": start}, new_tokens=4)
+    for measure in (ma.run, ma.evaluate):
+        with pytest.raises(OptionError, match=said):
+            measure(model, [prompt_of(40, tokenizer)], {"kept": start})
 
 
 def test_a_model_without_positions_has_none_to_keep(tokenizer):
