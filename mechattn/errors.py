@@ -149,10 +149,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(shown(message), category, stacklevel=level)
 
 
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
-
-
 def reason(error: Exception) -> str:
     """An error's class and the first line of its text, shortened to 300 characters."""
     error_class = type(error).__name__
@@ -191,3 +187,7 @@ def visible(token: str) -> str:
     if not token.strip(_INVISIBLE):
         return "·"
     return token.replace("\n", "⏎")
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]

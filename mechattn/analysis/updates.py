@@ -77,24 +77,6 @@ _COUNTS = {
 }
 
 
-def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
-    """The quantities with these words after their descriptions, and without a null."""
-    return {
-        name: replace(quantity, description=quantity.description + words, no_null=_NO_NULL)
-        for name, quantity in quantities.items()
-    }
-
-
-@dataclass(frozen=True, eq=False)
-class _LayerWeights:
-    """The weights that turn the z of a layer's heads into their updates."""
-
-    w_o: fn.Weights  # in the model's dtype
-    factor: fn.Factor  # of W_O
-    norm: FrozenNorm | None  # the norm between attention and the residual stream
-    factor_after: fn.Factor  # of W_O followed by γ of that norm; without a norm, that of W_O
-
-
 @dataclass(frozen=True)
 class _Updates(AnalysisBase):
     """Base class of :class:`HeadUpdates` and :class:`TopTargetUpdates`."""
@@ -285,6 +267,24 @@ class TopTargetUpdates(_Updates):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Store the norm and product of each update, for each token."""
         sums |= self.sums_of(sums.pop("read"), captures)
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerWeights:
+    """The weights that turn the z of a layer's heads into their updates."""
+
+    w_o: fn.Weights  # in the model's dtype
+    factor: fn.Factor  # of W_O
+    norm: FrozenNorm | None  # the norm between attention and the residual stream
+    factor_after: fn.Factor  # of W_O followed by γ of that norm; without a norm, that of W_O
+
+
+def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
+    """The quantities with these words after their descriptions, and without a null."""
+    return {
+        name: replace(quantity, description=quantity.description + words, no_null=_NO_NULL)
+        for name, quantity in quantities.items()
+    }
 
 
 def _per_token(

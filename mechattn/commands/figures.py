@@ -43,15 +43,6 @@ TEMPLATES = {
 }
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """What was measured in one model."""
-
-    result: Result  # of all prompts
-    maps: Result  # the patterns of a short prompt
-    inserted: MeaninglessTokens
-
-
 def make_figures(config: Config, command: str = "", force: bool = False) -> Path:
     """Run the models of a config, and write their page.
 
@@ -137,13 +128,6 @@ def _measure(
     return _Measurement(result, maps, fitted)
 
 
-def _condition_name(inserted: MeaninglessTokens) -> str:
-    """The name of the condition in figures."""
-    if inserted.text == "/":
-        return "slash"
-    return "meaningless"
-
-
 def _inserted_words(measurements: Sequence[_Measurement]) -> str:
     """The inserted tokens, such as "55 “/”", or "55 or 56 “/”" if the counts of models differ."""
     counts = sorted({measurement.inserted.count for measurement in measurements})
@@ -168,3 +152,19 @@ def _subtitle(
         f" tokens of random sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
         f"{name_of(config.prompts.source)}, {' or '.join(templates)}, {system_words}."
     )
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """What was measured in one model."""
+
+    result: Result  # of all prompts
+    maps: Result  # the patterns of a short prompt
+    inserted: MeaninglessTokens
+
+
+def _condition_name(inserted: MeaninglessTokens) -> str:
+    """The name of the condition in figures."""
+    if inserted.text == "/":
+        return "slash"
+    return "meaningless"

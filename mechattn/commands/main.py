@@ -401,6 +401,25 @@ def export_arrays(
     _say(f"Wrote {export_netcdf(result, out)}")
 
 
+def main() -> None:
+    """Run the command. A MechattnError is printed as a message, without a traceback."""
+    # Torch threads that wait then sleep. By default they spin, and a toy's run takes five times as
+    # long if another program needs the same core. OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        app()
+    except MechattnError as error:
+        _say(f"mechattn: {error}", err=True)
+        # 130 is the exit code of a program that Ctrl-C stops, 2 that of a command that is misused.
+        sys.exit(130 if isinstance(error, Interrupted) else 2)
+
+
+def _say(text: str, err: bool = False) -> None:
+    """Print a text without control characters, as it may quote files of others. All commands print
+    through this function."""
+    typer.echo(shown(text), err=err)
+
+
 def _template(chat_template: bool | None) -> Literal["chat", "plain"] | None:
     """The template that --chat-template or --no-chat-template chooses; None without either."""
     if chat_template is None:
@@ -420,27 +439,8 @@ def _head_numbers(text: str | None) -> list[int] | None:
         raise OptionError(f"--heads {text!r}: give heads such as 2,3,4") from None
 
 
-def _say(text: str, err: bool = False) -> None:
-    """Print a text without control characters, as it may quote files of others. All commands print
-    through this function."""
-    typer.echo(shown(text), err=err)
-
-
 def _command() -> str:
     """The command line, as results and pages record it."""
     from mechattn.results.provenance import command_of
 
     return command_of(sys.argv[1:])
-
-
-def main() -> None:
-    """Run the command. A MechattnError is printed as a message, without a traceback."""
-    # Torch threads that wait then sleep. By default they spin, and a toy's run takes five times as
-    # long if another program needs the same core. OpenMP reads this once, when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    try:
-        app()
-    except MechattnError as error:
-        _say(f"mechattn: {error}", err=True)
-        # 130 is the exit code of a program that Ctrl-C stops, 2 that of a command that is misused.
-        sys.exit(130 if isinstance(error, Interrupted) else 2)

@@ -243,41 +243,6 @@ def with_options(
     return config.model_copy(update={**_without_none(**options), "prompts": prompts})
 
 
-def _without_none(**options: Any) -> dict[str, Any]:
-    """The options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _job(
-    config: Config,
-    model: str,
-    prompts: Sequence[Prompt],
-    figures: Sequence[FigureSection],
-    command: str,
-) -> Job:
-    """The job that a config describes for one of its models."""
-    keep: Literal["prompts", "moments"] = "moments"
-    if any(map(_chooses_heads, figures)):
-        keep = "prompts"  # heads are chosen on one half of the prompts and shown on the other
-
-    return Job(
-        model,
-        prompts,
-        build_conditions(config.conditions, tokenizer_named(model)),
-        build_analyses(config.analyses),
-        RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
-        dtype=config.dtype,
-        device=config.device,
-        verify=config.verify,
-        chunk=config.chunk,
-        threads=config.threads,
-        require=partial(_check_figures_of_model, figures),
-        command=command,
-        paths=config.paths,
-        values=config.values,
-    )
-
-
 def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
     """The figures of the page: [[figures]], or received attention under each condition. Without a
     page there are none."""
@@ -322,52 +287,6 @@ def check_in_model(
     _check_layers_and_heads(figures, list(layers or range(layer_count)), head_count)
 
 
-def _check_figures_of_model(
-    figures: Sequence[FigureSection], model: HookedModel, layers: list[int]
-) -> None:
-    """Check that the layers and heads of figures are measured in a loaded model."""
-    _check_layers_and_heads(figures, layers, model.cfg.n_heads)
-
-
-def _check_layers_and_heads(
-    figures: Sequence[FigureSection], layers: list[int], head_count: int
-) -> None:
-    """Check that the layers of figures are among those measured, and that their heads exist."""
-    for figure in figures:
-        for layer in _layers_of(figure):
-            if layer not in layers:
-                raise OptionError(
-                    f"{figure.kind} shows layer = {layer}, which is not among those measured,"
-                    f" {layers}"
-                )
-        heads = shown_options(figure).get("heads")
-        if heads is not None:
-            check_heads(_listed(heads), range(head_count))
-
-
-def _layers_of(figure: FigureSection) -> list[int]:
-    """The layers that a figure shows; [] if it does not show single layers."""
-    return _listed(shown_options(figure).get("layer"))
-
-
-def _listed(numbers: list[int] | int | None) -> list[int]:
-    """The layers or heads of an option as a list, whether it is one number, several or None."""
-    if numbers is None:
-        return []
-    if isinstance(numbers, int):
-        return [numbers]
-    return numbers
-
-
-def _chooses_heads(figure: FigureSection) -> bool:
-    """Whether the data choose the heads of a figure."""
-    if figure.options.get("top") is not None:
-        return True
-
-    lists_heads = figure.options.get("heads") is not None
-    return FIGURES[figure.kind].chooses_heads and not lists_heads
-
-
 def read_config(path: str | Path) -> Config:
     """Read a TOML file, and check its conditions, analyses and figures.
 
@@ -400,6 +319,80 @@ def shown_options(figure: FigureSection, where: str = "figures") -> dict[str, An
     return checked_options(draw, figure.options, where)
 
 
+def _chooses_heads(figure: FigureSection) -> bool:
+    """Whether the data choose the heads of a figure."""
+    if figure.options.get("top") is not None:
+        return True
+
+    lists_heads = figure.options.get("heads") is not None
+    return FIGURES[figure.kind].chooses_heads and not lists_heads
+
+
+def _job(
+    config: Config,
+    model: str,
+    prompts: Sequence[Prompt],
+    figures: Sequence[FigureSection],
+    command: str,
+) -> Job:
+    """The job that a config describes for one of its models."""
+    keep: Literal["prompts", "moments"] = "moments"
+    if any(map(_chooses_heads, figures)):
+        keep = "prompts"  # heads are chosen on one half of the prompts and shown on the other
+
+    return Job(
+        model,
+        prompts,
+        build_conditions(config.conditions, tokenizer_named(model)),
+        build_analyses(config.analyses),
+        RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
+        dtype=config.dtype,
+        device=config.device,
+        verify=config.verify,
+        chunk=config.chunk,
+        threads=config.threads,
+        require=partial(_check_figures_of_model, figures),
+        command=command,
+        paths=config.paths,
+        values=config.values,
+    )
+
+
+def _listed(numbers: list[int] | int | None) -> list[int]:
+    """The layers or heads of an option as a list, whether it is one number, several or None."""
+    if numbers is None:
+        return []
+    if isinstance(numbers, int):
+        return [numbers]
+    return numbers
+
+
+def _without_none(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _layers_of(figure: FigureSection) -> list[int]:
+    """The layers that a figure shows; [] if it does not show single layers."""
+    return _listed(shown_options(figure).get("layer"))
+
+
+def _check_layers_and_heads(
+    figures: Sequence[FigureSection], layers: list[int], head_count: int
+) -> None:
+    """Check that the layers of figures are among those measured, and that their heads exist."""
+    for figure in figures:
+        for layer in _layers_of(figure):
+            if layer not in layers:
+                raise OptionError(
+                    f"{figure.kind} shows layer = {layer}, which is not among those measured,"
+                    f" {layers}"
+                )
+        heads = shown_options(figure).get("heads")
+        if heads is not None:
+            check_heads(_listed(heads), range(head_count))
+
+
 def _check_figures(config: Config, conditions: list[str]) -> None:
     """Check that each figure is known, that its options are valid, and that the config has the
     condition and analysis that it shows."""
@@ -420,6 +413,13 @@ def _check_figures(config: Config, conditions: list[str]) -> None:
             raise OptionError(
                 f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses"
             )
+
+
+def _check_figures_of_model(
+    figures: Sequence[FigureSection], model: HookedModel, layers: list[int]
+) -> None:
+    """Check that the layers and heads of figures are measured in a loaded model."""
+    _check_layers_and_heads(figures, layers, model.cfg.n_heads)
 
 
 def _analyses_for(figure: FigureSection, options: Mapping[str, Any], where: str) -> list[str]:

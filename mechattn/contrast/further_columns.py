@@ -142,56 +142,6 @@ def with_random(
     return extended
 
 
-def _difference_of_runs(draw: Result, result: Result, conditions: Sequence[str]) -> str | None:
-    """How the run of a random model differs from that of the result, in words that follow its
-    name; None if it does not differ.
-    """
-    model = draw.provenance["model"]
-    if model.get("random_weights") is None:
-        return f"comes from {model['name']}, whose weights are not random"
-    for detail in ("architecture", "layers", "heads", "parameters"):
-        if model.get(detail) != result.provenance["model"].get(detail):
-            return f"comes from a model with different {detail}"
-    if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
-        return "has different prompts"
-
-    for name in conditions:
-        if name not in draw.conditions:
-            return f"has no condition {name!r}"
-        if stored_condition(draw, name) != stored_condition(result, name):
-            return f"has a different condition named {name!r}"
-        if _tokens(draw, name) != _tokens(result, name):
-            return f"read different tokens with {name!r}, so its seed or tokenizer differs"
-    return None
-
-
-def _tokens(result: Result, condition: str) -> list[list[int]]:
-    """The tokens of each prompt.
-
-    They are without padding, which depends on the other conditions of a run.
-    """
-    rows = result["sequences"].tokens.sel(condition=condition).values
-    return [row[row != PADDING].tolist() for row in rows]
-
-
-def _mean_differences(
-    contrast: Question, units: Units, unit_indices: np.ndarray
-) -> tuple[xr.DataArray, xr.DataArray]:
-    """The mean difference of each cell over some units, and the largest that is 0 but for rounding
-    [*cells].
-    """
-    means = []
-    rounding = []
-    for block in layers_of(contrast):
-        unit_differences = units.means(block.difference.values)[unit_indices]
-        mean = block.difference[0].copy(data=unit_differences.mean(0))
-        means.append(mean)
-        rounding.append(mean.copy(data=block.rounding(units, unit_indices)))
-    if len(means) == 1:  # a quantity without layers cannot be concatenated along them
-        return means[0], rounding[0]
-    return xr.concat(means, "layer"), xr.concat(rounding, "layer")
-
-
 # Within a margin.
 
 
@@ -239,3 +189,53 @@ def check_margin(margin: Any) -> None:
         raise OptionError(
             f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)"
         )
+
+
+def _difference_of_runs(draw: Result, result: Result, conditions: Sequence[str]) -> str | None:
+    """How the run of a random model differs from that of the result, in words that follow its
+    name; None if it does not differ.
+    """
+    model = draw.provenance["model"]
+    if model.get("random_weights") is None:
+        return f"comes from {model['name']}, whose weights are not random"
+    for detail in ("architecture", "layers", "heads", "parameters"):
+        if model.get(detail) != result.provenance["model"].get(detail):
+            return f"comes from a model with different {detail}"
+    if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
+        return "has different prompts"
+
+    for name in conditions:
+        if name not in draw.conditions:
+            return f"has no condition {name!r}"
+        if stored_condition(draw, name) != stored_condition(result, name):
+            return f"has a different condition named {name!r}"
+        if _tokens(draw, name) != _tokens(result, name):
+            return f"read different tokens with {name!r}, so its seed or tokenizer differs"
+    return None
+
+
+def _mean_differences(
+    contrast: Question, units: Units, unit_indices: np.ndarray
+) -> tuple[xr.DataArray, xr.DataArray]:
+    """The mean difference of each cell over some units, and the largest that is 0 but for rounding
+    [*cells].
+    """
+    means = []
+    rounding = []
+    for block in layers_of(contrast):
+        unit_differences = units.means(block.difference.values)[unit_indices]
+        mean = block.difference[0].copy(data=unit_differences.mean(0))
+        means.append(mean)
+        rounding.append(mean.copy(data=block.rounding(units, unit_indices)))
+    if len(means) == 1:  # a quantity without layers cannot be concatenated along them
+        return means[0], rounding[0]
+    return xr.concat(means, "layer"), xr.concat(rounding, "layer")
+
+
+def _tokens(result: Result, condition: str) -> list[list[int]]:
+    """The tokens of each prompt.
+
+    They are without padding, which depends on the other conditions of a run.
+    """
+    rows = result["sequences"].tokens.sel(condition=condition).values
+    return [row[row != PADDING].tolist() for row in rows]

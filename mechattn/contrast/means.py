@@ -184,28 +184,6 @@ def choose_heads(
     return sorted(chosen.index.tolist())
 
 
-def _interval(values: np.ndarray) -> Interval:
-    """The mean and t interval of values [unit, …]; the ends are NaN with fewer than three units."""
-    return Moments.of(values).interval()
-
-
-def _from_uniform(result: Result, layer: int | None) -> pd.Series:
-    """The distance of each head's attention to the question from uniform attention, in the
-    baseline, by layer and head.
-
-    ``|mean over units of log(received / uniform)|``
-    """
-    values, uniform = values_of(result, BASELINE, "received", "question")
-    assert uniform is not None  # received attention always has it
-    if layer is not None:
-        values = values.sel(layer=[layer])
-    ratios = (values / uniform).transpose("prompt", "layer", "head")
-    log_ratios = ratios.copy(data=np.log(ratios.values))
-
-    mean = log_ratios[0].copy(data=over_units(result, log_ratios).mean(0))
-    return abs(mean).to_series()
-
-
 # The null at each position.
 
 
@@ -310,6 +288,28 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
         count = np.tensordot(is_known.astype(float), is_segment, over_prompts_and_segments)
         layer_means.append(ratio(total, count))
     return np.stack(layer_means)
+
+
+def _interval(values: np.ndarray) -> Interval:
+    """The mean and t interval of values [unit, …]; the ends are NaN with fewer than three units."""
+    return Moments.of(values).interval()
+
+
+def _from_uniform(result: Result, layer: int | None) -> pd.Series:
+    """The distance of each head's attention to the question from uniform attention, in the
+    baseline, by layer and head.
+
+    ``|mean over units of log(received / uniform)|``
+    """
+    values, uniform = values_of(result, BASELINE, "received", "question")
+    assert uniform is not None  # received attention always has it
+    if layer is not None:
+        values = values.sel(layer=[layer])
+    ratios = (values / uniform).transpose("prompt", "layer", "head")
+    log_ratios = ratios.copy(data=np.log(ratios.values))
+
+    mean = log_ratios[0].copy(data=over_units(result, log_ratios).mean(0))
+    return abs(mean).to_series()
 
 
 def _mean_line(

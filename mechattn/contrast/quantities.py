@@ -92,20 +92,6 @@ def head_quantities(result: Result) -> list[str]:
     return sorted(names, key=lambda name: name != "received")  # False sorts before True
 
 
-def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[str]:
-    """The names of the quantities whose dimensions satisfy ``has_dims``, without nulls."""
-    null_endings = tuple(f"_{kind}" for kind in NULLS)
-    names = []
-    for dataset_name, dataset in result.datasets.items():
-        if dataset_name == "sequences":
-            continue
-        for variable_name, variable in dataset.data_vars.items():
-            name = str(variable_name).removesuffix("_by_segment")
-            if has_dims(set(variable.dims)) and not name.endswith(null_endings):
-                names.append(name)
-    return list(dict.fromkeys(names))  # each once, in this order
-
-
 # The values of a quantity and of its null, in a condition and a segment.
 
 
@@ -438,3 +424,17 @@ def layer_blocks(
         bytes_of_resamples = resampled_count(prompts) * bytes_of_a_unit
     what = f"{quantity!r} of {prompts:,} prompts"
     return slices(layers, bytes_of_a_layer, result.memory, what, bytes_of_resamples)
+
+
+def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[str]:
+    """The names of the quantities whose dimensions satisfy ``has_dims``, without nulls."""
+    null_endings = tuple(f"_{kind}" for kind in NULLS)
+    names = []
+    for dataset_name, dataset in result.datasets.items():
+        if dataset_name == "sequences":
+            continue
+        for variable_name, variable in dataset.data_vars.items():
+            name = str(variable_name).removesuffix("_by_segment")
+            if has_dims(set(variable.dims)) and not name.endswith(null_endings):
+                names.append(name)
+    return list(dict.fromkeys(names))  # each once, in this order

@@ -243,6 +243,80 @@ def start_probe(
     return probe
 
 
+@alone
+@torch.no_grad()
+def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) -> Reference:
+    """The reference from a greedy answer of the local model, which reads it in one pass.
+
+    Args:
+        native: The model without hooks.
+        tokenizer: The model's tokenizer.
+        prompt: The token ids of the prompt.
+        answer: The token ids of the answer.
+    """
+    tokens = torch.tensor([prompt + answer], device=device_of(native))
+    logits = native(input_ids=tokens).logits[0]
+    logprobs = logits.double().log_softmax(-1)
+    token_logprobs = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+
+    # The prompt's last token predicts the answer's first, so the gaps begin there.
+    split = len(prompt) - 1
+    likeliest = logprobs[split:].topk(2).values
+    gaps = likeliest[:, 0] - likeliest[:, 1]
+
+    starts = [answer[:length] for length in range(len(answer) + 1)]
+    texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
+    texts = [text.rstrip(_HALF_CHARACTER) for text in texts]
+    gap_after = dict(zip(texts, gaps.tolist(), strict=True))
+    return Reference(texts[-1], token_logprobs[:split].tolist(), gap_after)
+
+
+def _stored_answers(earlier: Mapping[str, Any], sent: Sent) -> dict[Question, Reference]:
+    """The first answers of a resumed run, to those questions that it still has."""
+    answers_by_question = {}
+    for prompt, name, text, prompt_logprobs in earlier.get("texts", ()):
+        if (prompt, name) in sent:
+            answers_by_question[prompt, name] = Reference(text, prompt_logprobs)
+    return answers_by_question
+
+
+def _native_of_loaded(reader: UnloadedModel) -> Any:
+    """The model here without hooks; None if its weights are not loaded or it cannot generate."""
+    if reader.loaded is None:
+        return None
+    try:
+        return native_of(reader.loaded)
+    except ModelError:
+        return None
+
+
+def _warn_of_other_weights(connection: Connection) -> None:
+    """Warn that without the weights only a change of the server can be noticed."""
+    if connection.server.verify:
+        warn(
+            f"the server at {connection.server.address} has the tokenizer of"
+            f" {connection.reader.cfg.model_name}. Without the weights here it can only be checked"
+            " whether the server changes: a fine-tuned, quantised or differently sized model with"
+            " this tokenizer would not be noticed. To compare the model itself, give evaluate a"
+            " loaded one, ma.load_model(…), or write weights = true in [evaluation.server] of a"
+            " config"
+        )
+
+
+def _local_answers(
+    native: Any, reader: UnloadedModel, requests: Sequence[Request], new_tokens: int
+) -> dict[Question, Reference]:
+    """The references from the greedy answers of the model here, by question."""
+    greedy = answers(native, requests, new_tokens, reader.end)
+    references = {}
+    for request, answer in zip(requests, greedy, strict=True):
+        prompt_ids = request.sequence.tokens.tolist()
+        references[request.question] = reference_of(
+            native, reader.tokenizer, prompt_ids, list(answer.tokens)
+        )
+    return references
+
+
 def _about(
     connection: Connection,
     requests: Requests,
@@ -278,52 +352,6 @@ def _check_is_model(connection: Connection, probe: Probe) -> None:
         )
 
 
-def _stored_answers(earlier: Mapping[str, Any], sent: Sent) -> dict[Question, Reference]:
-    """The first answers of a resumed run, to those questions that it still has."""
-    answers_by_question = {}
-    for prompt, name, text, prompt_logprobs in earlier.get("texts", ()):
-        if (prompt, name) in sent:
-            answers_by_question[prompt, name] = Reference(text, prompt_logprobs)
-    return answers_by_question
-
-
-def _native_of_loaded(reader: UnloadedModel) -> Any:
-    """The model here without hooks; None if its weights are not loaded or it cannot generate."""
-    if reader.loaded is None:
-        return None
-    try:
-        return native_of(reader.loaded)
-    except ModelError:
-        return None
-
-
-def _local_answers(
-    native: Any, reader: UnloadedModel, requests: Sequence[Request], new_tokens: int
-) -> dict[Question, Reference]:
-    """The references from the greedy answers of the model here, by question."""
-    greedy = answers(native, requests, new_tokens, reader.end)
-    references = {}
-    for request, answer in zip(requests, greedy, strict=True):
-        prompt_ids = request.sequence.tokens.tolist()
-        references[request.question] = reference_of(
-            native, reader.tokenizer, prompt_ids, list(answer.tokens)
-        )
-    return references
-
-
-def _warn_of_other_weights(connection: Connection) -> None:
-    """Warn that without the weights only a change of the server can be noticed."""
-    if connection.server.verify:
-        warn(
-            f"the server at {connection.server.address} has the tokenizer of"
-            f" {connection.reader.cfg.model_name}. Without the weights here it can only be checked"
-            " whether the server changes: a fine-tuned, quantised or differently sized model with"
-            " this tokenizer would not be noticed. To compare the model itself, give evaluate a"
-            " loaded one, ma.load_model(…), or write weights = true in [evaluation.server] of a"
-            " config"
-        )
-
-
 def _check_samples(connection: Connection, requests: Requests, greedy: Completions) -> None:
     """Refuse a server that gives greedy answers at any temperature.
 
@@ -340,31 +368,3 @@ def _check_samples(connection: Connection, requests: Requests, greedy: Completio
             " `transformers serve` samples only if generation_config.json of the checkpoint says"
             " do_sample = true"
         )
-
-
-@alone
-@torch.no_grad()
-def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) -> Reference:
-    """The reference from a greedy answer of the local model, which reads it in one pass.
-
-    Args:
-        native: The model without hooks.
-        tokenizer: The model's tokenizer.
-        prompt: The token ids of the prompt.
-        answer: The token ids of the answer.
-    """
-    tokens = torch.tensor([prompt + answer], device=device_of(native))
-    logits = native(input_ids=tokens).logits[0]
-    logprobs = logits.double().log_softmax(-1)
-    token_logprobs = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
-
-    # The prompt's last token predicts the answer's first, so the gaps begin there.
-    split = len(prompt) - 1
-    likeliest = logprobs[split:].topk(2).values
-    gaps = likeliest[:, 0] - likeliest[:, 1]
-
-    starts = [answer[:length] for length in range(len(answer) + 1)]
-    texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
-    texts = [text.rstrip(_HALF_CHARACTER) for text in texts]
-    gap_after = dict(zip(texts, gaps.tolist(), strict=True))
-    return Reference(texts[-1], token_logprobs[:split].tolist(), gap_after)

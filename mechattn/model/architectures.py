@@ -69,13 +69,6 @@ def _do_not_divide_products(model: Any) -> str | None:
     )
 
 
-def _with_larger_queries(
-    reconstruct: Callable[..., Any], d_head: int, q: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Attention from queries times √d_head, which cancels the division of q·k by √d_head."""
-    return reconstruct(q * d_head**0.5, *args, **kwargs)
-
-
 def _mpt_scale(config: Any, layer: int, usual: float) -> float:
     """The configuration's factor if it names one, else 1 / √d_head."""
     return config.attn_config.softmax_scale or usual
@@ -119,17 +112,6 @@ def _count_alibi_once(model: Any) -> str | None:
         "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in"
         " transformers 4.46 to 5.23, since the mask carries it already"
     )
-
-
-def _without_second_alibi(reconstruct: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention without the argument ``alibi`` if the mask already contains it.
-
-    Without ALiBi no entry of a mask is positive; with it, those of later keys are.
-    """
-    mask = kwargs.get("attention_mask")
-    if mask is not None and mask.is_floating_point() and bool((mask[..., -1, :] > 0).any()):
-        kwargs["alibi"] = None
-    return reconstruct(*args, **kwargs)
 
 
 def _call_no_rotary_embedding(model: Any) -> str | None:
@@ -194,3 +176,21 @@ def particulars_of(model: Any) -> Particulars:
 def score_scale(model: Any, layer: int, width: int) -> float:
     """The factor of q·k in a layer whose heads have this width."""
     return particulars_of(model).score_scale(config_of(model), layer, width**-0.5)
+
+
+def _with_larger_queries(
+    reconstruct: Callable[..., Any], d_head: int, q: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Attention from queries times √d_head, which cancels the division of q·k by √d_head."""
+    return reconstruct(q * d_head**0.5, *args, **kwargs)
+
+
+def _without_second_alibi(reconstruct: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attention without the argument ``alibi`` if the mask already contains it.
+
+    Without ALiBi no entry of a mask is positive; with it, those of later keys are.
+    """
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.is_floating_point() and bool((mask[..., -1, :] > 0).any()):
+        kwargs["alibi"] = None
+    return reconstruct(*args, **kwargs)

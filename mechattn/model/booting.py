@@ -86,11 +86,6 @@ def hooked_checkpoint(
     return hooked_object(hf_model, tokenizer, None, device, name, gguf, **others)
 
 
-def _named(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The options that have one of these names."""
-    return {name: options[name] for name in names if name in options}
-
-
 def hooked_object(
     hf_model: Any,
     tokenizer: Any,
@@ -145,44 +140,6 @@ def hooked_object(
     )
 
 
-def _boot(
-    name: str,
-    *,
-    shown_name: str,
-    tokenizer: Any,
-    gguf: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """A bridge in compatibility mode, with raw weights and the given tokenizer.
-
-    Raises:
-        ModelError: TransformerLens cannot hook the model.
-    """
-    from transformer_lens.model_bridge import TransformerBridge
-
-    try:
-        with transformers_restored():
-            # TransformerLens looks for a tokenizer if it is given none, so a model without a
-            # tokenizer is booted with a stand-in.
-            stand_in = copy.deepcopy(tokenizer)
-            if tokenizer is None:
-                stand_in = checkpoint.lettered_tokenizer(1)
-            bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
-            bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
-    except Exception as error:
-        raise ModelError(
-            f"TransformerLens cannot load {shown_name!r} as a hooked model: {reason(error)}"
-        ) from error
-
-    # Set without the public setter, which would make a copy that always prepends BOS.
-    bridge._tokenizer = tokenizer
-    bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
-    bridge.cfg.model_name = shown_name
-    bridge.eval()
-    examine(bridge, ModelFacts(weights="raw", gguf=gguf))
-    return bridge
-
-
 def examine(model: Any, facts: ModelFacts) -> None:
     """Add the twin of a newly hooked model to the facts, correct its known faults, and keep the
     facts on it."""
@@ -219,3 +176,46 @@ def transformers_restored() -> Iterator[None]:
             undo.callback(logging.enable_progress_bar)
             logging.disable_progress_bar()
         yield
+
+
+def _named(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The options that have one of these names."""
+    return {name: options[name] for name in names if name in options}
+
+
+def _boot(
+    name: str,
+    *,
+    shown_name: str,
+    tokenizer: Any,
+    gguf: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A bridge in compatibility mode, with raw weights and the given tokenizer.
+
+    Raises:
+        ModelError: TransformerLens cannot hook the model.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+
+    try:
+        with transformers_restored():
+            # TransformerLens looks for a tokenizer if it is given none, so a model without a
+            # tokenizer is booted with a stand-in.
+            stand_in = copy.deepcopy(tokenizer)
+            if tokenizer is None:
+                stand_in = checkpoint.lettered_tokenizer(1)
+            bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
+            bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
+    except Exception as error:
+        raise ModelError(
+            f"TransformerLens cannot load {shown_name!r} as a hooked model: {reason(error)}"
+        ) from error
+
+    # Set without the public setter, which would make a copy that always prepends BOS.
+    bridge._tokenizer = tokenizer
+    bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
+    bridge.cfg.model_name = shown_name
+    bridge.eval()
+    examine(bridge, ModelFacts(weights="raw", gguf=gguf))
+    return bridge

@@ -107,14 +107,6 @@ _OTHER_FOLDERS = {
 }
 
 
-def _without_config(folder: Path) -> str:
-    """What a directory without a config.json holds, and what to do, for an error message."""
-    for pattern, explanation in _OTHER_FOLDERS.items():
-        if any(folder.glob(pattern)):
-            return explanation
-    return "has no config.json, so it is not a checkpoint; save one with save_pretrained"
-
-
 def check_weights_are_whole(place: str) -> None:
     """Refuse a directory with parts of the weights but without their index.
 
@@ -184,25 +176,6 @@ _TEXTS_TO_SPLIT = (
     "x = 12345 + 67",
     "你好 мир 🙂",
 )
-
-
-def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
-    """Warn if a tokenizer's class splits texts differently from the folder's tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return
-    stored = Tokenizer.from_file(str(path))
-    for text in _TEXTS_TO_SPLIT:
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if token_ids != stored.encode(text, add_special_tokens=False).ids:
-            warn(
-                f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads"
-                f" {text!r} as other tokens than its tokenizer.json; to use the file, pass"
-                ' tokenizer=PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")'
-            )
-            return
 
 
 def lettered_tokenizer(size: int) -> Any:
@@ -289,6 +262,33 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
     if isinstance(layers, int) and isinstance(heads, int):
         return layers, heads
     return None
+
+
+def _without_config(folder: Path) -> str:
+    """What a directory without a config.json holds, and what to do, for an error message."""
+    for pattern, explanation in _OTHER_FOLDERS.items():
+        if any(folder.glob(pattern)):
+            return explanation
+    return "has no config.json, so it is not a checkpoint; save one with save_pretrained"
+
+
+def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
+    """Warn if a tokenizer's class splits texts differently from the folder's tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return
+    stored = Tokenizer.from_file(str(path))
+    for text in _TEXTS_TO_SPLIT:
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if token_ids != stored.encode(text, add_special_tokens=False).ids:
+            warn(
+                f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads"
+                f" {text!r} as other tokens than its tokenizer.json; to use the file, pass"
+                ' tokenizer=PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")'
+            )
+            return
 
 
 def _config_named(name: str) -> Any:

@@ -68,24 +68,6 @@ def unloaded(model: Any) -> UnloadedModel:
     return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
 
 
-def _unloaded_checkpoint(name: str) -> UnloadedModel:
-    """The tokenizer, context length and generation settings of a checkpoint."""
-    from transformers import GenerationConfig
-
-    longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
-    if not isinstance(longest, int):
-        longest = NO_LIMIT
-    place = checkpoint.model_place(name)
-    try:
-        with asked_once(place):
-            settings = GenerationConfig.from_pretrained(place)
-    except OSError:  # a GGUF file has none: only its tokenizer names the token that ends an answer
-        settings = None
-
-    tokenizer = checkpoint.tokenizer_named(name)
-    return unloaded_tokenizer(tokenizer, name, longest, settings)
-
-
 def unloaded_tokenizer(
     tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None
 ) -> UnloadedModel:
@@ -102,3 +84,21 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
         tokens = [tokens]
     tokens = [*tokens, tokenizer.eos_token_id]
     return frozenset(int(token) for token in tokens if token is not None)
+
+
+def _unloaded_checkpoint(name: str) -> UnloadedModel:
+    """The tokenizer, context length and generation settings of a checkpoint."""
+    from transformers import GenerationConfig
+
+    longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        longest = NO_LIMIT
+    place = checkpoint.model_place(name)
+    try:
+        with asked_once(place):
+            settings = GenerationConfig.from_pretrained(place)
+    except OSError:  # a GGUF file has none: only its tokenizer names the token that ends an answer
+        settings = None
+
+    tokenizer = checkpoint.tokenizer_named(name)
+    return unloaded_tokenizer(tokenizer, name, longest, settings)

@@ -127,17 +127,6 @@ def stored_hash(name: str) -> str | None:
         return None
 
 
-def _sample(values: Float[Tensor, ...], most: int) -> bytes:
-    """The bytes of at most ``most`` numbers of a tensor, evenly spaced."""
-    if values.is_meta:  # offloaded, so reading it each time would be slow
-        return b"meta"
-    flat = values.detach().reshape(-1)
-    if not len(flat):
-        return b""
-    step = math.ceil(len(flat) / most)
-    return flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
 def state_of(model: HookedModel) -> State:
     """The classes, dtypes, devices, weights and hooks of a model, which a user can change.
 
@@ -190,6 +179,23 @@ def refuse_changes(model: HookedModel, before: State, now: State) -> None:
                 )
 
 
+def _sample(values: Float[Tensor, ...], most: int) -> bytes:
+    """The bytes of at most ``most`` numbers of a tensor, evenly spaced."""
+    if values.is_meta:  # offloaded, so reading it each time would be slow
+        return b"meta"
+    flat = values.detach().reshape(-1)
+    if not len(flat):
+        return b""
+    step = math.ceil(len(flat) / most)
+    return flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    """Whether a hook belongs to one of the libraries whose hooks change no value."""
+    function = getattr(hook, "func", hook)  # the function inside a partial
+    return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)
+
+
 def _sum_of_bits(values: Tensor) -> int:
     """The sum of a tensor's memory read as integers; 0 if it is offloaded.
 
@@ -202,9 +208,3 @@ def _sum_of_bits(values: Tensor) -> int:
     if is_whole:
         octets = octets.view(torch.int64)
     return int(octets.sum())
-
-
-def _is_of_a_library(hook: Any) -> bool:
-    """Whether a hook belongs to one of the libraries whose hooks change no value."""
-    function = getattr(hook, "func", hook)  # the function inside a partial
-    return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)

@@ -103,70 +103,6 @@ def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
     return [replace(drawn_section(draw, result, options), leads=True) for draw, options in figures]
 
 
-def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
-    """The figures that lead a page, of the first condition and its control."""
-    figures: list[Drawing] = []
-    conditions = shown_conditions(result)  # two if there is a control, none of the baseline alone
-    if "attention_budget" in result.datasets:
-        figures.append((attention_budget, {"conditions": conditions}))
-    if "received_attention" not in result.datasets:
-        return figures
-
-    options = _received_options(result, choice)
-    figures.append((received_attention, options))
-    if not conditions:
-        return figures
-
-    # A single head: the first of the listed ones, or the one that the data choose.
-    single_head: dict[str, Any] = {"heads": None, "top": 1}
-    if options["heads"] is not None:
-        single_head = {"heads": options["heads"][:1], "top": None}
-
-    if len(conditions) == 2:
-        control_options = {"layer": options["layer"], "heads": single_head["heads"]}
-        control_options["conditions"] = tuple(conditions)
-        figures.append((received_by_model, control_options))
-
-    first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
-    if len(first_layers) > 1:
-        figures.append((received_attention, options | single_head | {"layer": first_layers}))
-
-    return figures
-
-
-def _received_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
-    """The options ``condition``, ``layer``, ``heads`` and ``top`` of ``received_attention``.
-
-    Either ``heads`` or ``top`` is None. If there are no prompts to choose heads by, the first heads
-    are listed.
-
-    Raises:
-        OptionError: A named head does not exist, or the number of heads to choose is not a positive
-            whole number.
-    """
-    dataset = result["received_attention"]
-    measured = dataset["head"].values.tolist()
-    condition = result.shown_condition()
-    layer = choice.layer
-    if layer is None:
-        layer = int(dataset.layer.values[0])
-    options = {"condition": condition, "layer": layer, "heads": None, "top": None}
-    if choice.heads is not None:
-        return options | {"heads": check_heads(choice.heads, measured, layer)}
-
-    check_counts(top=choice.top)
-    top = min(choice.top, len(measured))
-    units = units_of(result)
-    if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
-        # Heads cannot be chosen: single prompts were not kept, or there are too few for two halves.
-        return options | {"heads": measured[:top]}
-
-    if choice.layer is None:
-        choosing, _ = units.halves()
-        ((layer, _),) = choose_heads(result, None, 1, condition, choosing)
-    return options | {"layer": layer, "top": top}
-
-
 def prompt_section(result: Result) -> Section:
     """The section with the first prompt of a result as the model reads it, with its segments."""
     condition = result.shown_condition()
@@ -229,3 +165,67 @@ def time_words(result: Result) -> str:
     if isinstance(time, str):
         return time
     return " to ".join(time)
+
+
+def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
+    """The figures that lead a page, of the first condition and its control."""
+    figures: list[Drawing] = []
+    conditions = shown_conditions(result)  # two if there is a control, none of the baseline alone
+    if "attention_budget" in result.datasets:
+        figures.append((attention_budget, {"conditions": conditions}))
+    if "received_attention" not in result.datasets:
+        return figures
+
+    options = _received_options(result, choice)
+    figures.append((received_attention, options))
+    if not conditions:
+        return figures
+
+    # A single head: the first of the listed ones, or the one that the data choose.
+    single_head: dict[str, Any] = {"heads": None, "top": 1}
+    if options["heads"] is not None:
+        single_head = {"heads": options["heads"][:1], "top": None}
+
+    if len(conditions) == 2:
+        control_options = {"layer": options["layer"], "heads": single_head["heads"]}
+        control_options["conditions"] = tuple(conditions)
+        figures.append((received_by_model, control_options))
+
+    first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
+    if len(first_layers) > 1:
+        figures.append((received_attention, options | single_head | {"layer": first_layers}))
+
+    return figures
+
+
+def _received_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
+    """The options ``condition``, ``layer``, ``heads`` and ``top`` of ``received_attention``.
+
+    Either ``heads`` or ``top`` is None. If there are no prompts to choose heads by, the first heads
+    are listed.
+
+    Raises:
+        OptionError: A named head does not exist, or the number of heads to choose is not a positive
+            whole number.
+    """
+    dataset = result["received_attention"]
+    measured = dataset["head"].values.tolist()
+    condition = result.shown_condition()
+    layer = choice.layer
+    if layer is None:
+        layer = int(dataset.layer.values[0])
+    options = {"condition": condition, "layer": layer, "heads": None, "top": None}
+    if choice.heads is not None:
+        return options | {"heads": check_heads(choice.heads, measured, layer)}
+
+    check_counts(top=choice.top)
+    top = min(choice.top, len(measured))
+    units = units_of(result)
+    if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
+        # Heads cannot be chosen: single prompts were not kept, or there are too few for two halves.
+        return options | {"heads": measured[:top]}
+
+    if choice.layer is None:
+        choosing, _ = units.halves()
+        ((layer, _),) = choose_heads(result, None, 1, condition, choosing)
+    return options | {"layer": layer, "top": top}

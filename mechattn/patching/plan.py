@@ -247,20 +247,6 @@ class PatchingPlan:
         return passes
 
 
-def _first_order(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
-    """The first-order effect of copies that change a single head: ``Σ gradient · (value − z)``."""
-    effects = {}
-    for copy in copies:
-        [change] = copy.changes
-        layer, head = change.where
-        z = copy.runs.base.activations[layer]
-        positions = change.positions.to(z.device)
-        step = change.value.double() - z[positions, head].double()
-        gradient = copy.runs.gradients[layer][positions, head].double()
-        effects[copy] = float((gradient * step).sum())
-    return effects
-
-
 def rows_within(budget: int, row: int) -> int:
     """The number of rows that fit in a budget, at least one.
 
@@ -354,6 +340,20 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], bud
             f"{needed / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
             " memory=…: allow more memory, or give shorter prompts"
         )
+
+
+def _first_order(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
+    """The first-order effect of copies that change a single head: ``Σ gradient · (value − z)``."""
+    effects = {}
+    for copy in copies:
+        [change] = copy.changes
+        layer, head = change.where
+        z = copy.runs.base.activations[layer]
+        positions = change.positions.to(z.device)
+        step = change.value.double() - z[positions, head].double()
+        gradient = copy.runs.gradients[layer][positions, head].double()
+        effects[copy] = float((gradient * step).sum())
+    return effects
 
 
 def _mlp_values(model: HookedModel) -> int:

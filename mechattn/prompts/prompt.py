@@ -174,78 +174,6 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     ]
 
 
-def _named(index: int, prompt: object) -> Prompt:
-    """A prompt, from itself or from a text, which is named by its index."""
-    if isinstance(prompt, Prompt):
-        return prompt
-    if not isinstance(prompt, str):
-        raise PromptError(
-            f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor"
-            " of token ids"
-        )
-
-    if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and " " not in prompt:
-        raise PromptError(
-            f"prompt {index} is {prompt!r}, the name of a file: load_prompts({prompt!r}) reads its "
-            "prompts"
-        )
-    return Prompt(str(prompt), id=str(index))
-
-
-def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
-    """Prompts from what a tokenizer returned: one sequence, or several, without their padding."""
-    if "input_ids" not in encoding:
-        raise PromptError(
-            f"the prompts are a {type(encoding).__name__} with {sorted(map(str, encoding))}; give"
-            " a list of texts, prompts, or what a tokenizer returns (with input_ids)"
-        )
-    rows = _rows(encoding["input_ids"])
-    if "attention_mask" not in encoding:
-        return _from_rows(rows)
-
-    masks = _rows(encoding["attention_mask"])
-    lengths = list(map(len, rows))
-    mask_lengths = list(map(len, masks))
-    if mask_lengths != lengths:
-        raise PromptError(
-            f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"
-            " give them as the tokenizer returned them"
-        )
-    return _from_rows(map(compress, rows, masks))
-
-
-def _rows(numbers: Any) -> list[list[int]]:
-    """One or several rows of whole numbers as lists, from a tensor, an array or lists."""
-    rows = _listed(numbers)
-    if rows and isinstance(rows[0], Integral):
-        return [rows]
-    return [_listed(row) for row in rows]
-
-
-def _listed(numbers: Any) -> list[Any]:
-    """A tensor, an array or a sequence as a list."""
-    if hasattr(numbers, "tolist"):
-        numbers = numbers.tolist()
-    return list(numbers)
-
-
-def _from_tensor(tokens: Tensor) -> list[Prompt]:
-    """Prompts from rows of token ids, without padding."""
-    is_integer = not tokens.is_floating_point() and tokens.dtype != torch.bool
-    if tokens.ndim != 2 or not is_integer or not tokens.numel():
-        raise PromptError(
-            f"token ids came as a {tokens.dtype} tensor of shape {tuple(tokens.shape)}; "
-            "give a non-empty integer tensor [batch, pos], every row as long as its prompt "
-            "(one prompt: tokens[None])"
-        )
-    return _from_rows(tokens.tolist())
-
-
-def _from_rows(rows: Iterable[Iterable[int]]) -> list[Prompt]:
-    """Prompts of token ids, named by their positions."""
-    return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(rows)]
-
-
 def likeness_of(prompts: Sequence[Prompt]) -> str:
     """A sentence, without its full stop, on how much the prompts repeat each other.
 
@@ -286,3 +214,75 @@ def shortened(text: str, length: int = 40) -> str:
     if len(text) <= length:
         return text
     return text[: length - 1] + "…"
+
+
+def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
+    """Prompts from what a tokenizer returned: one sequence, or several, without their padding."""
+    if "input_ids" not in encoding:
+        raise PromptError(
+            f"the prompts are a {type(encoding).__name__} with {sorted(map(str, encoding))}; give"
+            " a list of texts, prompts, or what a tokenizer returns (with input_ids)"
+        )
+    rows = _rows(encoding["input_ids"])
+    if "attention_mask" not in encoding:
+        return _from_rows(rows)
+
+    masks = _rows(encoding["attention_mask"])
+    lengths = list(map(len, rows))
+    mask_lengths = list(map(len, masks))
+    if mask_lengths != lengths:
+        raise PromptError(
+            f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"
+            " give them as the tokenizer returned them"
+        )
+    return _from_rows(map(compress, rows, masks))
+
+
+def _from_tensor(tokens: Tensor) -> list[Prompt]:
+    """Prompts from rows of token ids, without padding."""
+    is_integer = not tokens.is_floating_point() and tokens.dtype != torch.bool
+    if tokens.ndim != 2 or not is_integer or not tokens.numel():
+        raise PromptError(
+            f"token ids came as a {tokens.dtype} tensor of shape {tuple(tokens.shape)}; "
+            "give a non-empty integer tensor [batch, pos], every row as long as its prompt "
+            "(one prompt: tokens[None])"
+        )
+    return _from_rows(tokens.tolist())
+
+
+def _named(index: int, prompt: object) -> Prompt:
+    """A prompt, from itself or from a text, which is named by its index."""
+    if isinstance(prompt, Prompt):
+        return prompt
+    if not isinstance(prompt, str):
+        raise PromptError(
+            f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor"
+            " of token ids"
+        )
+
+    if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and " " not in prompt:
+        raise PromptError(
+            f"prompt {index} is {prompt!r}, the name of a file: load_prompts({prompt!r}) reads its "
+            "prompts"
+        )
+    return Prompt(str(prompt), id=str(index))
+
+
+def _rows(numbers: Any) -> list[list[int]]:
+    """One or several rows of whole numbers as lists, from a tensor, an array or lists."""
+    rows = _listed(numbers)
+    if rows and isinstance(rows[0], Integral):
+        return [rows]
+    return [_listed(row) for row in rows]
+
+
+def _from_rows(rows: Iterable[Iterable[int]]) -> list[Prompt]:
+    """Prompts of token ids, named by their positions."""
+    return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(rows)]
+
+
+def _listed(numbers: Any) -> list[Any]:
+    """A tensor, an array or a sequence as a list."""
+    if hasattr(numbers, "tolist"):
+        numbers = numbers.tolist()
+    return list(numbers)

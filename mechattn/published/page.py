@@ -111,12 +111,18 @@ def figure_sections(results: Sequence[Result]) -> list[Section]:
     return sections
 
 
-class _Drawing(NamedTuple):
-    """A figure of a model that is still to be drawn."""
+def changing_heads(result: Result) -> list[int]:
+    """The heads of layer 0 that change most on one half of the prompts.
 
-    title: str
-    figure: Callable
-    options: dict[str, Any]
+    With too few prompts or groups to halve, they are the first heads.
+    """
+    count = min(HEADS, result["received_attention"].sizes["head"])
+    units = units_of(result)
+    if units.n < 2 * FEWEST:
+        return list(range(count))
+    chosen_on, _ = units.halves()
+    chosen = choose_heads(result, 0, count, "slash", np.asarray(chosen_on), "difference")
+    return [head for _, head in chosen]
 
 
 def _drawings(result: Result) -> dict[str, _Drawing]:
@@ -143,15 +149,9 @@ def _drawings(result: Result) -> dict[str, _Drawing]:
     }
 
 
-def changing_heads(result: Result) -> list[int]:
-    """The heads of layer 0 that change most on one half of the prompts.
+class _Drawing(NamedTuple):
+    """A figure of a model that is still to be drawn."""
 
-    With too few prompts or groups to halve, they are the first heads.
-    """
-    count = min(HEADS, result["received_attention"].sizes["head"])
-    units = units_of(result)
-    if units.n < 2 * FEWEST:
-        return list(range(count))
-    chosen_on, _ = units.halves()
-    chosen = choose_heads(result, 0, count, "slash", np.asarray(chosen_on), "difference")
-    return [head for _, head in chosen]
+    title: str
+    figure: Callable
+    options: dict[str, Any]

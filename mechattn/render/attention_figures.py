@@ -74,15 +74,6 @@ class PositionLine(NamedTuple):
     colour: str
 
 
-class _NullLine(NamedTuple):
-    """The values of the null at the positions of a line."""
-
-    positions: np.ndarray
-    values: np.ndarray
-    label: str
-    colour: str
-
-
 def _page_words(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
     """The words beside the figure on a page: how to read it, and the end of its title."""
     note = received_note(result, options)
@@ -462,27 +453,6 @@ def _null_lines(
     return null_lines
 
 
-def _null_values(panel: Panel, line: PositionLine, null_kind: Null) -> np.ndarray | None:
-    """The null of a line, by position.
-
-    None for dilution in the baseline, which is the baseline itself.
-    """
-    if null_kind == "uniform":
-        cell = {"condition": line.condition, "layer": panel.layer}
-        return uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
-
-    if line.condition == BASELINE:
-        return None
-    return dilution_at_positions(
-        panel.result,
-        line.quantity,
-        line.condition,
-        panel.layer,
-        panel.head,
-        panel.prompts,
-    )
-
-
 def _cut_first_token(
     figure: go.Figure,
     means_of_lines: Sequence[Positions],
@@ -526,3 +496,33 @@ def _cut_first_token(
             row=row,
             col=column,
         )
+
+
+class _NullLine(NamedTuple):
+    """The values of the null at the positions of a line."""
+
+    positions: np.ndarray
+    values: np.ndarray
+    label: str
+    colour: str
+
+
+def _null_values(panel: Panel, line: PositionLine, null_kind: Null) -> np.ndarray | None:
+    """The null of a line, by position.
+
+    None for dilution in the baseline, which is the baseline itself.
+    """
+    if null_kind == "uniform":
+        cell = {"condition": line.condition, "layer": panel.layer}
+        return uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
+
+    if line.condition == BASELINE:
+        return None
+    return dilution_at_positions(
+        panel.result,
+        line.quantity,
+        line.condition,
+        panel.layer,
+        panel.head,
+        panel.prompts,
+    )

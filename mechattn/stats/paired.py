@@ -408,15 +408,6 @@ def false_discovery(p: np.ndarray) -> np.ndarray:
     return q
 
 
-def _joined(blocks: list[Columns]) -> Columns:
-    """The columns of all cells, from those of their blocks."""
-    columns = {}
-    for name in blocks[0]:
-        block_columns = [block[name] for block in blocks]
-        columns[name] = np.concatenate(block_columns, axis=-1)
-    return columns
-
-
 class Draws(NamedTuple):
     """The random draws for a number of units: both kinds of resamples, and sign patterns."""
 
@@ -441,3 +432,12 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
 
 # A page computes about a hundred tables with the same draws.
 _kept_draws = lru_cache(maxsize=1)(_random_draws)
+
+
+def _joined(blocks: list[Columns]) -> Columns:
+    """The columns of all cells, from those of their blocks."""
+    columns = {}
+    for name in blocks[0]:
+        block_columns = [block[name] for block in blocks]
+        columns[name] = np.concatenate(block_columns, axis=-1)
+    return columns

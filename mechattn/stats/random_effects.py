@@ -87,30 +87,6 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     )
 
 
-def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean squares of units, conditions and the rest [source, cell], and their degrees of
-    freedom [source, 1].
-    """
-    units, conditions = d.shape[:2]
-    unit_means = d.mean(1)
-    condition_means = d.mean(0)
-    residuals = d - unit_means[:, None] - condition_means + d.mean((0, 1))
-
-    rest_df = (units - 1) * (conditions - 1)
-    df = np.array([units - 1, conditions - 1, rest_df])[:, None]
-    unit_squares = conditions * unit_means.var(0, ddof=1)
-    condition_squares = units * condition_means.var(0, ddof=1)
-    rest_squares = (residuals**2).sum((0, 1)) / rest_df
-    return np.stack([unit_squares, condition_squares, rest_squares]), df
-
-
-def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:
-    """``t((1 + level) / 2, df) √variance``; 0 where nothing varies."""
-    # The degrees of freedom are NaN where nothing varies; any number then gives 0.
-    known_df = np.nan_to_num(df, nan=1.0)
-    return t_quantile(level, known_df) * np.sqrt(variance)
-
-
 class AgainstDraws(NamedTuple):
     """The comparison of each cell with random models, as arrays in the shape of the cells."""
 
@@ -188,6 +164,30 @@ def against_draws(
     with np.errstate(invalid="ignore"):
         half = np.maximum(furthest_z * deviation, rounding)
     return AgainstDraws(mean, mean - half, mean + half, p, compared)
+
+
+def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean squares of units, conditions and the rest [source, cell], and their degrees of
+    freedom [source, 1].
+    """
+    units, conditions = d.shape[:2]
+    unit_means = d.mean(1)
+    condition_means = d.mean(0)
+    residuals = d - unit_means[:, None] - condition_means + d.mean((0, 1))
+
+    rest_df = (units - 1) * (conditions - 1)
+    df = np.array([units - 1, conditions - 1, rest_df])[:, None]
+    unit_squares = conditions * unit_means.var(0, ddof=1)
+    condition_squares = units * condition_means.var(0, ddof=1)
+    rest_squares = (residuals**2).sum((0, 1)) / rest_df
+    return np.stack([unit_squares, condition_squares, rest_squares]), df
+
+
+def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:
+    """``t((1 + level) / 2, df) √variance``; 0 where nothing varies."""
+    # The degrees of freedom are NaN where nothing varies; any number then gives 0.
+    known_df = np.nan_to_num(df, nan=1.0)
+    return t_quantile(level, known_df) * np.sqrt(variance)
 
 
 def _moments(draws: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -282,19 +282,6 @@ def detectable_size(
     return float(optimize.brentq(excess_power, 0.0, large_enough))
 
 
-@lru_cache(maxsize=64)  # the tables of a page have the same arguments
-def _fewest(tests: int, level: float, patterns: int) -> int | None:
-    """The smallest number of units with which :func:`chance` is at least 90 %; None if even 200 are
-    too few.
-    """
-    fewest = _MOST_UNITS
-    if chance(fewest, tests, level, patterns) < _SURE:
-        return None
-    while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= _SURE:
-        fewest -= 1
-    return fewest
-
-
 @dataclass(frozen=True, eq=False)
 class Units:
     """The units of replication of a set of prompts, in order of first appearance."""
@@ -465,3 +452,16 @@ def resampled_count(n: int) -> int:
         return n
     bag_size = ceil(n / _MOST_BAGS)
     return n // bag_size
+
+
+@lru_cache(maxsize=64)  # the tables of a page have the same arguments
+def _fewest(tests: int, level: float, patterns: int) -> int | None:
+    """The smallest number of units with which :func:`chance` is at least 90 %; None if even 200 are
+    too few.
+    """
+    fewest = _MOST_UNITS
+    if chance(fewest, tests, level, patterns) < _SURE:
+        return None
+    while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= _SURE:
+        fewest -= 1
+    return fewest
