@@ -359,8 +359,8 @@ def _by_layer_and_head(
 
     None if the column is empty.
     """
-    by_head = table.pivot(index="layer", columns="head", values=column)
-    values = by_head.reindex(index=layers, columns=range(heads)).to_numpy(dtype=np.float64)
+    values = np.full((len(layers), heads), np.nan)
+    values[np.searchsorted(layers, table.layer), table["head"]] = table[column]
     if np.isnan(values).all():
         return None
     return packed(values)
