@@ -107,9 +107,7 @@ def of_heads(tokenizer, tmp_path):
     return make
 
 
-def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(
-    of_heads, tmp_path, here, monkeypatch
-):
+def test_models_with_different_head_counts_share_a_page(of_heads, tmp_path, here, monkeypatch):
     """With a text, a count and a place of the user's own; the figures that stand open are those of one head."""
     draw = figures.lead_sections
 
@@ -137,9 +135,7 @@ def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(
         assert ((segments == SEGMENTS.index("inserted")).sum("pos") == 8).all()
 
 
-def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
-    tmp_path, here, monkeypatch
-):
+def test_a_missing_chat_template_is_refused_before_loading(tmp_path, here, monkeypatch):
     monkeypatch.setattr("mechattn.commands.figures.load_model", None)
     asked = ("--model", "toy:llama", "--prompts", "word-problems", "--chat-template")
     refusal = here("figures", *asked, "--out", tmp_path, code=2)
@@ -288,7 +284,7 @@ QUESTIONS = [
 ]
 
 
-def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monkeypatch):
+def test_figures_of_a_file_show_its_text_alone(tmp_path, here, monkeypatch):
     """Unless more is asked for; what is said at the start counts the prompts that there are, not those allowed."""
     file = tmp_path / "my.jsonl"
     rows = [{"question": text, "reply": "Answer: 3"} for text in QUESTIONS]
@@ -376,9 +372,7 @@ def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
     assert "should end with .nc" in export("r.cdf", code=2)
 
 
-def test_export_of_too_few_prompts_says_so_and_leaves_the_rows_of_others(
-    slash_result, toy, prompts, tmp_path, here
-):
+def test_export_with_too_few_prompts_keeps_other_rows(slash_result, toy, prompts, tmp_path, here):
     ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}).save(tmp_path / "few.zarr")
     refusal = here("export", "few.zarr", "--csv", "few.csv", code=2)
     assert "there is nothing to export: received, baseline: there are 2 prompts" in refusal

@@ -27,7 +27,7 @@ def result(real):
     return measure.measured(real, measure.stories())
 
 
-def test_the_real_model_hardly_moves_where_uniform_attention_and_a_toy_fall(result, toy):
+def test_the_real_model_hardly_moves_where_toys_fall(result, toy):
     verdict = result.verdict("slash", null="uniform")
     assert -0.05 < verdict.change.estimate < 0
     assert verdict.null.estimate < -0.4

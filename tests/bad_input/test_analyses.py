@@ -103,7 +103,7 @@ def test_nan_of_ones_own_analysis_says_what_it_may_be(toy, analysis):
         ma.run(toy, "Tom has 3 apples.", analyses=[ma.ReceivedAttention(), analysis])
 
 
-def test_an_analysis_that_cannot_be_measured_on_a_blind_head_says_what_to_do(toy, prompts):
+def test_an_analysis_of_a_blind_head_gives_advice(toy, prompts):
     """It takes the values' width for granted, which is 1 there."""
 
     def wide(no_null):

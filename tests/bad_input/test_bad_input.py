@@ -126,7 +126,7 @@ def test_directory_without_config(tmp_path):
         ma.load_model(str(tmp_path))
 
 
-def test_a_model_that_gives_nan_is_refused_with_the_layer_and_head(checkpoint):
+def test_a_model_with_nan_is_refused_by_head(checkpoint):
     model = _random_llama(checkpoint)
     model.model.layers[1].self_attn.q_proj.weight.data[:8] = torch.nan  # head 0 of layer 1
     with pytest.raises(ModelError, match=r"(?s)not the model itself.*rows failed in layer 1"):
@@ -270,7 +270,7 @@ def _tokenizer(checkpoint):
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forward):
+def test_filler_of_fractional_tokens_names_its_tokens(no_forward):
     with pytest.raises(ConditionError, match=r"become \['hello'.*|become \[.*Use count="):
         ma.run(no_forward, TOM, {"x": ma.MeaninglessTokens("zebra")})
 
@@ -314,16 +314,14 @@ def test_files_that_are_not_text_or_not_there(tmp_path):
         ma.load_prompts("word-problems", limit=0)
 
 
-def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
+def test_too_few_prompts_for_a_page_are_refused_early(tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.commands.figures.run", None)
     for count, head, message in ((5, 0, "at least 6 prompts"), (8, 9, "heads are 0 to 7")):
         with pytest.raises(OptionError, match=message):
             make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", count, 0, [head]))
 
 
-def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(
-    tmp_path, monkeypatch
-):
+def test_a_head_the_last_model_lacks_is_refused_early(tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.commands.figures.load_model", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):

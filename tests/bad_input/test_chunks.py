@@ -69,7 +69,7 @@ def test_conditions_that_cannot_be(text, message, toy):
 
 
 @pytest.mark.parametrize("models", [["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]])
-def test_models_whose_files_have_one_name_are_found_when_the_config_is_read(tmp_path, models):
+def test_models_with_one_file_name_are_refused_early(tmp_path, models):
     path = tmp_path / "config.toml"
     text = f"model = {models}\n[prompts]\nsource = 'word-problems'\n[output]\nresult = '{{model}}.zarr'\n"
     path.write_text(text)

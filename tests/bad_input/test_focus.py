@@ -51,7 +51,7 @@ def capped_unlike_its_configuration(plain):
     ("family", "change"),
     [("Cohere", scaled_unlike_its_configuration), ("Llama", capped_unlike_its_configuration)],
 )
-def test_logits_that_are_made_in_a_way_that_is_not_known(family, change):
+def test_logits_made_in_an_unknown_way(family, change):
     plain = tiny_model(family)
     change(plain)
     model = bridge_of(plain, verify=False)

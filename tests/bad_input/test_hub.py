@@ -56,9 +56,7 @@ def test_a_result_names_the_commit_of_its_model(monkeypatch, checkpoint, tmp_pat
         assert result.provenance["model"]["revision"] == revision
 
 
-def test_a_directory_named_like_a_model_on_the_hub_has_no_commit(
-    nobody, monkeypatch, checkpoint, tmp_path
-):
+def test_a_directory_named_like_a_hub_model(nobody, monkeypatch, checkpoint, tmp_path):
     """The hub was asked for it, and its commit stored, though the weights came from here."""
     shutil.copytree(checkpoint, tmp_path / "some" / "model")
     monkeypatch.chdir(tmp_path)

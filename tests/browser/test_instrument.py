@@ -285,7 +285,7 @@ def test_choices_are_steps_of_the_history(page):
     assert chosen(page) == "Layer 1, head 1"
 
 
-def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(page):
+def test_a_quantity_without_null_keeps_the_choice(page):
     show = page.locator("#show")
     assert show.input_value() == "change"
     assert "change from the baseline" in page.locator("#map-title").inner_text()
@@ -450,7 +450,7 @@ def shades(line):
     )
 
 
-def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, place, result):
+def test_a_chosen_token_shades_what_it_attends_to(opened, place, result):
     page = opened(place, hash="head=L1H4", again=True)
     part(page, "pattern")
     page.locator(".tokens.asked").nth(1).wait_for()

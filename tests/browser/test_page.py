@@ -25,7 +25,7 @@ def shown_share(words):
     return float(words.replace("−", "-").replace("\u00a0%", "")) / 100
 
 
-def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(page, slash_result):
+def test_the_first_screen_draws_the_verdicts_numbers(page, slash_result):
     verdict = slash_result.verdict("slash")
     assert page.evaluate("document.querySelector('.picture').getBoundingClientRect().bottom") < 900
     ticks = page.locator(".axis .track i")
@@ -95,7 +95,7 @@ def test_the_curves_of_a_head_as_csv_and_svg(page, slash_result, tmp_path):
     assert "var(--" not in drawing, "it stands alone"
 
 
-def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(page, slash_result, tmp_path):
+def test_figures_show_their_numbers_on_hover_and_click(page, slash_result, tmp_path):
     unfold(page)
     page.locator("#lead-1 .nsewdrag").first.scroll_into_view_if_needed()
     box = page.locator("#lead-1 .nsewdrag").first.bounding_box()
@@ -128,7 +128,7 @@ def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(page, slash_res
     assert "MeaninglessTokens(text='/'" in figure.locator(".actions table").inner_text()
 
 
-def test_on_paper_marks_keep_their_colours_and_the_map_its_names(page):
+def test_printed_pages_keep_colours_and_names(page):
     page.emulate_media(media="print")
     for mark in (".picture i.measured", ".whisker", ".scale i"):
         exact = page.locator(mark).first.evaluate("(one) => getComputedStyle(one).printColorAdjust")

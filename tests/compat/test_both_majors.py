@@ -211,7 +211,7 @@ def test_the_comparison_would_notice_another_model(newest):
 
 
 @pytest.mark.parametrize("fold", [False, True])
-def test_a_hooked_transformer_is_verified_against_the_model_it_came_from(fold):
+def test_a_hooked_transformer_is_verified_against_its_source(fold):
     model, native = hooked_transformer(fold)
     assert ma.verify_model(model).not_checked == ["logits", "kernel", "config"]
     report = ma.verify_model(model, native=native)
@@ -230,7 +230,7 @@ def test_falcon_is_mended_in_a_bridge_of_3_9_too():
     assert report.mended
 
 
-def test_tokens_after_a_hooked_transformers_cache_are_not_those_that_were_recorded():
+def test_tokens_after_a_cache_are_not_recorded():
     """The mask that is given covers only the new tokens; a row may come without a batch."""
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 

@@ -71,7 +71,7 @@ def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
     assert set(table) - set(plain) == {f"change{part}" for part in parts}
 
 
-def test_a_null_of_one_number_for_all_heads_beside_one_for_each(slash_result):
+def test_one_null_for_all_heads_beside_one_for_each(slash_result):
     """Two results of which one was changed by hand: the null's difference is that of each head."""
     data = slash_result["received_attention"]
     factors = xr.DataArray(np.arange(1.0, 9), dims="head")
@@ -99,7 +99,7 @@ def test_other_quantities_and_other_conditions(result):
     assert plain.null.abs().max() < 1e-6, "as uniform attention is only diluted"
 
 
-def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
+def test_without_a_null_the_difference_is_tested(result):
     table = result.compare("slash", quantity="output_norm", columns="all")
     assert table.attrs["null"] == "no null is known; a change may be there by definition"
     assert table[["null", "beyond", "beyond_low", "beyond_high_simultaneous"]].isna().all(axis=None)
@@ -130,7 +130,7 @@ class Sevens(ma.conditions.Insertion):
         return [7] * self.count
 
 
-def test_as_many_tokens_at_the_same_place_have_a_null_whoever_inserts_them(toy, prompts):
+def test_equal_counts_at_one_place_have_a_null(toy, prompts):
     conditions = {
         "sevens": Sevens(),
         "slash": ma.MeaninglessTokens("/", 20),
@@ -164,7 +164,7 @@ def test_a_cell_without_a_ratio_is_left_out_and_named():
         made_up(-values, compared="ratio").compare("other", quantity="quantity", columns="all")
 
 
-def test_a_layer_that_has_no_value_is_left_out_and_a_missing_prompt_is_refused():
+def test_a_layer_without_values_is_left_out():
     values = np.random.default_rng(0).normal(size=(6, 2, 2, 3))
     values[:, :, 0] = np.nan
     with pytest.warns(UserWarning, match="3 of 6 cells are left out"):

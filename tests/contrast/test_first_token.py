@@ -63,7 +63,7 @@ def test_a_sink_that_stays_is_not_told(masses):
     assert first_token(result, "baseline") is None
 
 
-def test_a_token_before_the_first_is_told_even_where_no_head_has_a_sink(masses):
+def test_a_displaced_first_token_is_reported_without_sinks(masses):
     words = first_token_words(a_result(masses / 3, masses / 3, masses), "before")
     assert "comes before" in words.replace("come before", "comes before")
     assert "sink" not in words

@@ -142,14 +142,14 @@ def test_other_groups_in_the_other_result(result, ungrouped):
         Contrast(result, "slash", other=ungrouped).overall()
 
 
-def test_a_quantity_without_one_number_a_head_has_none_to_ask_for(result):
+def test_a_quantity_without_numbers_for_heads_is_refused(result):
     with pytest.raises(OptionError, match=r"per head, but one for each layer$"):
         Contrast(result, "slash", quantity="gini").by_prompt("L1H2")
     with pytest.raises(OptionError, match=r"more than one number for each head \(bin\)"):
         Contrast(result, "slash", quantity="histogram").overall()
 
 
-def test_a_prompt_without_a_group_stands_alone_among_those_that_have_one():
+def test_a_prompt_without_a_group_is_its_own_unit():
     given = [
         ma.Prompt("One.", id="a", group="x"),
         ma.Prompt("Two.", id="b"),

@@ -81,7 +81,7 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
     assert fall_less.mean() > 0.9
 
 
-def test_a_head_that_random_models_lack_has_no_test_in_any_table(trained, random):
+def test_a_head_missing_in_random_models_is_not_tested(trained, random):
     table = trained.compare("slash", random=random[:3], columns="all")
     table.loc["L1H2", ["p_random", "q_random"]] = np.nan
     table.attrs["tests_random"] = 31

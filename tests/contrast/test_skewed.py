@@ -20,7 +20,7 @@ def tables(kind, n, count=40):
         yield paired(d, resamples=499)
 
 
-def test_false_findings_among_few_skewed_differences_are_said_to_be_possible():
+def test_few_skewed_differences_warn_of_false_findings():
     false = [made for made in tables("rare", 12) if (made.q < 0.05).any()]
     assert len(false) > 4, "negative control: q is not controlled here"
     assert all("with 12 units q is not controlled" in made.skewed for made in false)

@@ -67,7 +67,7 @@ def test_a_drop_by_definition_alone_is_not_beyond_the_null():
     assert all(v.change.high < 0 for v in found)
 
 
-def test_heads_that_fall_as_the_null_does_are_the_same_within_a_margin():
+def test_heads_that_fall_as_the_null_are_within_a_margin():
     """Half of the heads fall further by 0.2 in logs, the others as uniform attention does, with an error of 0.0125."""
     result = simulated(-0.2)
     for margin, same in ((0.08, [False] * 4 + [True] * 4), (0.4, [True] * 8), (0.001, [False] * 8)):

@@ -17,7 +17,7 @@ FALL = (ROOT / "docs" / "gotchas" / "a-fall-by-definition.md").read_text(encodin
 RUNS = ("smollm2-chat", "gemma3-plain", "qwen2.5-chat")
 
 
-def test_the_heads_in_which_the_question_gains_are_those_that_were_counted():
+def test_heads_where_the_question_gains_are_counted():
     counts = [MEASURED[run]["heads"]["slash"] for run in RUNS]
 
     rising = re.search(r"\*rises\* in (\d+) of (\d+), (\d+) of (\d+) and (\d+) of (\d+)", FALL)
@@ -30,7 +30,7 @@ def test_the_heads_in_which_the_question_gains_are_those_that_were_counted():
     assert [int(number) for number in beyond.groups()] == [*gains, *losses[:2]]
 
 
-def test_what_the_question_and_the_inserted_tokens_change_by_is_what_was_measured():
+def test_changes_in_the_text_are_those_measured():
     budgets = [MEASURED[run]["budget"]["slash"]["change"] for run in RUNS]
 
     taken = re.search(r"take (\d\.\d), (\d\.\d) and (\d\.\d) points", FALL).groups()
@@ -41,7 +41,7 @@ def test_what_the_question_and_the_inserted_tokens_change_by_is_what_was_measure
     assert list(question) == measured
 
 
-def test_the_table_of_the_paper_has_the_means_of_all_prompts():
+def test_the_papers_table_has_means_of_all_prompts():
     folder = ROOT / "experiments" / "paper"
     by_model = json.loads((folder / "2026-11-26.json").read_text(encoding="utf-8"))
     values = [by_model[model]["values by prompt"] for model in ("smollm2", "qwen2.5", "gemma3")]

@@ -99,7 +99,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
         assert not re.search(r"unpkg\.com|cdnjs|jsdelivr|cdn\.plot|fonts\.g", text), path
 
 
-def test_no_page_names_a_place_of_the_machine_that_built_it(site):
+def test_no_page_names_a_path_of_its_machine(site):
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"/tmp/|/home/\w|/root/|ipykernel_", text), path

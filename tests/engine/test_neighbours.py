@@ -88,9 +88,7 @@ def longrope(tokenizer):
     return ma.load_model(native_model, tokenizer=tokenizer)
 
 
-def test_the_law_would_notice_a_model_that_depends_on_its_batch(
-    longrope, tokenizer, batches, monkeypatch
-):
+def test_the_law_would_notice_batch_dependence(longrope, tokenizer, batches, monkeypatch):
     monkeypatch.setattr(request_checks, "boundary_of", lambda model: None)
     prompts = prompts_of(tokenizer, LENGTHS)
     assert largest_difference(longrope, prompts, "hooks", batches) > 1000 * CLOSE

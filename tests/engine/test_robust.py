@@ -55,7 +55,7 @@ ERRORS = [
 ]
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, some, whole, monkeypatch):
+def test_a_batch_too_large_is_halved_with_a_notice(toy, some, whole, monkeypatch):
     batches = full(2, ERRORS[1], 2, monkeypatch)
     halved = ma.run(toy, some, CONDITIONS, ANALYSES)
     assert whole.provenance["halved"] == []
@@ -75,7 +75,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, some, whole, 
     assert (n == len(some)).all(), "no prompt is counted twice"
 
 
-def test_a_single_prompt_that_does_not_fit_is_refused_with_a_sentence(toy, prompts, monkeypatch):
+def test_a_single_prompt_too_large_is_refused(toy, prompts, monkeypatch):
     full(0, MemoryError("16 GiB"), 0, monkeypatch)
     with pytest.raises(
         ModelError,

@@ -57,7 +57,7 @@ def test_every_prompt_is_read_with_its_own_factors(name, engine, tokenizer, batc
 
 
 @pytest.mark.parametrize("name", ["Phi-4-mini", "Llama LongRoPE"])
-def test_each_side_is_that_of_a_model_with_these_factors_alone(name, tokenizer):
+def test_each_side_equals_a_model_with_those_factors(name, tokenizer):
     """The oracle: plain RoPE has no boundary, and LongRoPE with factors of 1 is plain RoPE times a constant."""
     model = loaded(name, tokenizer)
     prompts = prompts_of(tokenizer, LENGTHS)
@@ -143,7 +143,7 @@ def test_ids_from_0_up_are_those_of_the_model(name, tokenizer):
     assert kept_apart(name, tokenizer, 5, "middle") < 2e-6
 
 
-def test_ids_below_0_are_in_no_table_and_fine_for_the_others(tokenizer, monkeypatch):
+def test_negative_ids_are_excluded_from_tables_alone(tokenizer, monkeypatch):
     """The last is what was so until now: CodeGen took rows from the end of its table."""
     assert kept_apart("Phi-3 LongRoPE", tokenizer, 19, "start", moved=19) < 5e-6
     with pytest.raises(OptionError, match="has a table of positions"):

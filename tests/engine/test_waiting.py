@@ -31,7 +31,7 @@ def asked(model, prompts, analyses, layers):
     return found.times
 
 
-def test_a_pass_waits_as_often_for_one_layer_as_for_four(toy):
+def test_waiting_does_not_grow_with_layers(toy):
     """All analyses in one pass."""
     prompts = ma.load_prompts("word-problems", limit=2)
     analyses = [make() for make in ANALYSES if make not in LEFT_OUT]

@@ -47,7 +47,7 @@ def test_expressions(text, is_right):
     assert grade(text, r"\sqrt{12}", "math").right == is_right
 
 
-def test_two_hundred_answers_of_a_real_model_are_read_as_by_hand():
+def test_two_hundred_real_answers_are_graded_as_by_hand():
     """Forty of Qwen2.5-Coder-0.5B's a condition, drawn from experiments/real/2026-11-26-accuracy.md.
 
     Two readers wrote down each final value, without the grader's; null where there is no single one.

@@ -384,7 +384,7 @@ def test_a_provenance_of_another_form_is_told_in_words(tmp_path, first_line):
 
 
 @pytest.mark.parametrize(("field", "value"), [("prompt", ["a"]), ("tokens", [True]), ("right", 1)])
-def test_an_answer_with_a_field_of_another_type_is_told_in_words(tmp_path, field, value):
+def test_an_answer_field_of_a_wrong_type_is_refused(tmp_path, field, value):
     path = tmp_path / "e.jsonl"
     by_hand.evaluation(baseline=[1, 0]).save(path)
     about, first, second = path.read_text().splitlines()

@@ -86,9 +86,7 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
         evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
 
 
-def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
-    toy, tmp_path, monkeypatch
-):
+def test_a_command_compares_a_server_with_named_weights(toy, tmp_path, monkeypatch):
     """Another model with the same tokenizer is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server_probe, "TOKENS", 8)

@@ -112,7 +112,7 @@ def test_several_conditions_are_one_family():
         Evaluation(tuple(third), evaluation.provenance).comparisons("dots")
 
 
-def test_a_few_problems_of_one_group_leave_the_problem_the_unit():
+def test_one_small_group_leaves_the_problem_the_unit():
     alone = simulated(groups={})
     for pairs, unit in ((2, "prompts"), (4, "groups (36 of 40 prompts)")):
         groups = {str(i): str(i - i % 2 if i < 2 * pairs else i) for i in range(40)}

@@ -96,7 +96,7 @@ def test_it_is_the_attention_of_the_answers_own_tokens(measured, toy, prompts, e
 
 
 @needs_models
-def test_the_answers_of_a_real_model_are_those_that_it_wrote():
+def test_stored_answers_of_a_real_model_are_its_own():
     """Attention of plain transformers in float64 over the ids; some of these answers would be cut otherwise as texts."""
     from transformers import AutoModelForCausalLM
 
@@ -185,7 +185,7 @@ def simulated(effect, confounded, groups=None, seed=1, shared=0.0):
     return WhileAnswering(data, units, "simulated")
 
 
-def test_an_effect_is_found_and_length_is_not_taken_for_one():
+def test_an_effect_is_found_and_length_is_not():
     table = simulated(effect=0.05, confounded=True).table().iloc[0]
     assert table.p_beyond < 0.01
     assert table.beyond_low < 0.05 < table.beyond_high

@@ -21,7 +21,7 @@ def ill_conditioned(heads=3, width=16, model=48):
     return (u * s) @ v.transpose(1, 2), z
 
 
-def test_the_factor_keeps_its_digits_where_a_gram_matrix_loses_them():
+def test_the_factor_is_more_precise_than_a_gram_matrix():
     w_o, z = ill_conditioned()
     exact = torch.einsum("bphd,hdm->bhpm", z, w_o).norm(dim=-1)
     mine = fn.update_norm(z.float(), fn.output_factor(w_o.float()))

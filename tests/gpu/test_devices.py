@@ -229,9 +229,7 @@ def quantised(tokenizer):
     return ma.load_model(in_eight_bits(True), tokenizer=tokenizer)
 
 
-def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(
-    quantised, tokenizer, measured
-):
+def test_a_quantised_model_is_measured_without_weights(quantised, tokenizer, measured):
     analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift()]
     same = ma.load_model(in_eight_bits(False), tokenizer=tokenizer)
     result, expected = (
@@ -246,7 +244,7 @@ def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(
     assert_array_equal(ours, theirs)
 
 
-def test_what_needs_a_quantised_weight_its_gradients_or_a_twin_is_refused(quantised, tokenizer):
+def test_uses_of_quantised_weights_are_refused(quantised, tokenizer):
     unverified = ma.load_model(in_eight_bits(True), tokenizer=tokenizer, verify=False)
     problems = ma.load_prompts("word-problems", limit=2)
     answered = ma.load_prompts("word-problems", limit=2, with_answer=True)

@@ -128,7 +128,7 @@ def second_over_first(part, queries):
     return values / values[:, :1]
 
 
-def test_the_rank_of_the_shift_is_the_number_of_token_types(toy, prompts):
+def test_shift_rank_is_the_number_of_token_types(toy, prompts):
     """In layer 0 with RoPE: "/" without spaces is one type; "/" and then " /" are two; random tokens are many."""
     conditions = {
         "one": ma.MeaninglessTokens("/", 20, separator=""),

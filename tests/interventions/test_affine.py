@@ -80,7 +80,7 @@ def test_chosen_numbers(toy, short_prompts):
     assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, short_prompts):
+def test_a_run_replaces_tokens_by_the_map(toy, short_prompts):
     """The first MLP's activations move to where unshifted tokens move them; the scale alone does not get there."""
     recorded = ma.record_affine(toy, short_prompts[:3], SLASH.unshifted(), layers=0)
     conditions = {

@@ -87,7 +87,7 @@ def test_only_the_rows_of_its_condition_are_touched(toy, short_prompts):
     assert float(abs(changed - 1).max()) > 0.01
 
 
-def test_the_whole_tensor_depends_on_the_batch_and_a_token_does_not(toy):
+def test_only_the_whole_tensor_depends_on_the_batch(toy):
     tokens = torch.arange(10, 50).view(2, 20)
     for scope, differs in (("tensor", True), ("token", False)):
         arm = ma.interventions.ARM(scope=scope, form="released_llama")

@@ -151,9 +151,7 @@ class CutsSeen(AnalysisBase):
 
 
 @pytest.mark.parametrize(("layer", "is_cut"), [(1, False), (2, True)])
-def test_an_analysis_is_told_of_the_edges_that_are_cut_in_its_layer(
-    toy, short_prompts, layer, is_cut
-):
+def test_analyses_know_the_cut_edges_of_their_layer(toy, short_prompts, layer, is_cut):
     knockout = ma.interventions.AttentionKnockout("question", "first", layers=2)
     analysis = CutsSeen()
     conditions = {"cut": ma.Baseline(intervention=knockout)}

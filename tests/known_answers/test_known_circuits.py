@@ -14,7 +14,7 @@ CIRCUITS = {circuit.name: circuit for circuit in known.known_circuits()}
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name):
+def test_each_model_needs_each_of_its_heads(name):
     circuit = CIRCUITS[name]
     model = circuit.model()
     pairs = circuit.prompts(8, 0)
@@ -58,7 +58,7 @@ def test_zero_ablation_names_a_head_that_always_writes_the_same():
     assert known.scores_of(circuit, "EAP-IG, 5 steps")["heads"] == 1.0
 
 
-def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():
+def test_unrelated_answers_find_no_edge():
     """With its own answers the same pairs find the circuit (negative control)."""
     circuit = CIRCUITS["induction, two layers"]
     model, pairs = circuit.model(), circuit.prompts(12, 3)

@@ -29,7 +29,7 @@ def trained_to_copy(seed, steps):
 
 
 @pytest.mark.slow
-def test_a_trained_model_copies_by_induction_heads_of_the_second_layer():
+def test_trained_induction_heads_are_in_the_second_layer():
     copied, heads, copied_without = trained_to_copy(0, steps=300)
     assert copied > 0.9
     assert {layer for layer, _ in heads} == {1}

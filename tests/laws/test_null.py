@@ -132,9 +132,7 @@ def test_where_every_head_is_blind_nothing_is_beyond_the_null(
 
 
 @pytest.mark.parametrize("family", BY_POSITION)
-def test_where_scores_hold_the_position_the_blind_null_is_the_one(
-    family, tokenizer, answered, monkeypatch
-):
+def test_positional_scores_take_the_blind_null(family, tokenizer, answered, monkeypatch):
     monkeypatch.setattr(request_checks, "takes_position_ids", lambda model: family != ALIBI)
     result = measured(family, blind(family, tokenizer), answered)
     assert departures(result, "_blind") == {}

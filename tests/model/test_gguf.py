@@ -157,7 +157,7 @@ def test_the_result_names_the_file(quantised):
     assert model_caption(result).endswith("parameters, 4-bit weights, dequantised)")
 
 
-def test_a_model_that_transformers_made_of_a_file_is_verified_too(llama, quantised):
+def test_a_model_transformers_read_from_gguf_is_verified(llama, quantised):
     """transformers marks it as quantised, though its tensors are float32."""
     model = AutoModelForCausalLM.from_pretrained(quantised.parent, gguf_file=quantised.name)
     hooked = ma.load_model(model, tokenizer=llama[1])

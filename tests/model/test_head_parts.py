@@ -55,7 +55,7 @@ def test_a_head_is_taken_away_alone(shared):
 
 
 @pytest.mark.parametrize("multi_query", [True, False])
-def test_keys_and_values_of_one_projection_are_those_of_the_cache(multi_query):
+def test_shared_key_value_projection_equals_the_cache(multi_query):
     """GPT-BigCode orders the columns in two ways: with keys of each head, head by head."""
     sizes = {"vocab_size": 50, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
     model = random_model(GPTBigCodeConfig(**sizes, multi_query=multi_query), 0)

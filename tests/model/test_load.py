@@ -73,7 +73,7 @@ def test_weights_are_raw(native, hooked):
     torch.testing.assert_close(scale, own["model.layers.0.input_layernorm.weight"])
 
 
-def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(native, tmp_path, monkeypatch):
+def test_half_precision_loads_as_float32_on_a_cpu(native, tmp_path, monkeypatch):
     model, tokenizer = native
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     model.to(torch.float32)
@@ -138,7 +138,7 @@ def test_olmo_in_half_precision(shared):
     assert 0 < float(abs(rounded - exact).max()) < 0.1
 
 
-def test_a_model_that_runs_into_an_error_is_refused_with_it():
+def test_a_model_that_raises_is_refused_with_its_error():
     def broken_model():
         model = tiny_model("Llama")
         model.model.layers[1].mlp.forward = lambda x: x @ torch.zeros(3, 3)
@@ -153,7 +153,7 @@ def test_a_model_that_runs_into_an_error_is_refused_with_it():
         ma.verify_model(hooked)
 
 
-def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer):
+def test_an_architecture_without_an_adapter_is_refused(tokenizer):
     config = PersimmonConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -184,7 +184,7 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path):
         tokenizer_named(str(tmp_path))
 
 
-def test_a_model_without_a_twin_ends_answers_by_its_generation_settings(toy, monkeypatch):
+def test_without_a_twin_generation_settings_end_answers(toy, monkeypatch):
     """A quantised one, whose parameters a second model cannot share."""
     monkeypatch.setattr(facts_of(toy), "native", None)
     monkeypatch.setattr(toy.original_model.generation_config, "eos_token_id", [3, 4])

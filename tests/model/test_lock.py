@@ -126,7 +126,7 @@ def test_models_that_share_something_share_the_lock(model):
         )
 
 
-def test_what_is_loaded_by_name_or_copied_has_its_own_lock(toy):
+def test_loaded_and_copied_models_have_their_own_locks(toy):
     with lock.holding(toy):
         assert not held_by_others(ma.load_model("toy:llama", verify=False))
         native = facts_of(toy).native
@@ -136,7 +136,7 @@ def test_what_is_loaded_by_name_or_copied_has_its_own_lock(toy):
         pass  # there is nothing to hold
 
 
-def test_the_lock_is_free_after_an_error_and_taken_again_within(model):
+def test_the_lock_is_reentrant_and_freed_after_an_error(model):
     def fails(same):
         with lock.holding(same):
             raise KeyboardInterrupt

@@ -18,7 +18,7 @@ def test_a_boundary_that_is_known_is_not_crossed_and_said(name):
     assert "no batch holds both" in check.detail
 
 
-def test_a_boundary_that_is_not_known_is_found_however_far_it_is(monkeypatch):
+def test_an_unknown_boundary_is_found_at_any_distance(monkeypatch):
     at = 200_000
     monkeypatch.setattr(checks, "boundary_of", lambda model: None)
     scaling = {"rope_type": "longrope", **factors(8), "original_max_position_embeddings": at}

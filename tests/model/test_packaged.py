@@ -36,7 +36,7 @@ def written(path):
     return path
 
 
-def test_a_missing_file_is_told_with_the_command_and_the_hub_name(nowhere):
+def test_a_missing_file_names_its_command_and_hub_name(nowhere):
     for ask in (ma.load_model, layers_and_heads, model_place):
         with pytest.raises(ModelError) as told:
             ask(NAME)

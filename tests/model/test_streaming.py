@@ -64,7 +64,7 @@ def test_the_factor_of_gpt2s_scores():
     assert check_streaming(without_root).outcome == "passed"
 
 
-def test_a_module_that_never_asks_would_see_the_future_and_is_noticed(monkeypatch):
+def test_a_module_that_ignores_the_mask_is_noticed(monkeypatch):
     """GPT-J calls no attention function that transformers can exchange, and is told of no mask either."""
     monkeypatch.setitem(attention_calls.REPLACEMENTS, "AttentionBridge", attention_calls._delegated)
     model = bridge_of(tiny_model("GPT-J"))
@@ -148,7 +148,7 @@ class Rotated(AnalysisBase):
         return sums
 
 
-def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(shared):
+def test_analyses_of_silenced_hooks_use_hooks(shared):
     model = shared("Llama")
     result = ma.run(model, "Tom has 3 apples.", analyses=Rotated())
     assert (result["rotated"].norm > 0).all()
@@ -161,7 +161,7 @@ def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(sh
         ma.run(model, "Tom has 3 apples.", analyses=Rotated(), engine="streaming")
 
 
-def test_the_model_is_put_back_after_an_exception_and_when_nested(model):
+def test_the_model_is_restored_after_errors_and_nesting(model):
     before = state(model)
     outer, inner = [], []
     tokens = torch.arange(5, 35)[None]

@@ -163,7 +163,7 @@ def test_a_window_is_probed_or_said_not_to_be():
     assert "does not reach" not in ma.verify_model(hooked, length=210)["rows"].detail
 
 
-def test_what_fails_a_verification_is_measured_only_if_the_user_says_so(llama):
+def test_an_unverified_model_is_measured_only_by_request(llama):
     point = llama.hook_dict["blocks.1.attn.hook_pattern"]
     point.add_perma_hook(lambda pattern, hook: pattern.roll(pattern.shape[-1] // 9, 1))
     assert failed(ma.verify_model(llama)), "by more tokens than loading reads"

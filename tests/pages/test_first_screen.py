@@ -44,7 +44,7 @@ def change(model, condition, measured, null):
 LESS = (-0.2, -0.22, -0.18)
 
 
-def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy):
+def test_a_budget_opens_the_page_with_self_attention(toy):
     conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(5)}
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionBudget(), ma.analyses.SegmentFlow()]
     questions = ["What is 3 + 4?", "Add 2 and 9, please.", "Tom has 5 apples. How many?"]

@@ -129,7 +129,7 @@ def test_every_figure_and_table_is_the_same(measured, place):
     assert lazy_bytes(lazy)
 
 
-def test_a_memory_that_is_too_small_is_said_before_anything_is_read(place, tmp_path, monkeypatch):
+def test_too_little_memory_is_refused_before_reading(place, tmp_path, monkeypatch):
     real = Listing.read
 
     def read(listing, name):

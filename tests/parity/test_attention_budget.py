@@ -95,7 +95,7 @@ def test_kept_positions_leave_no_distance(budgets):
     assert_allclose(distance.fillna(0), 0, rtol=0, atol=1e-6)
 
 
-def test_changed_words_beside_an_insertion_do_not_make_its_rounding_a_change(shared):
+def test_rounding_is_no_change_beside_changed_words(shared):
     """Layer 0 reads embeddings: an insertion changes none of them, a counterpart in the same batch does."""
     question = "Anna has 3 shells and Eli has 5. How many?"
     prompt = ma.Prompt(question, counterpart=question.replace("5", "8"))
@@ -132,7 +132,7 @@ def test_learned_positions_are_one_cause_with_the_hidden_states(shared):
         assert np.nanmax(abs(causes.sel(cause=cause).values - values)) < 5e-6, cause
 
 
-def test_an_engine_without_queries_and_keys_still_splits_without_an_order(budgets, shared):
+def test_an_engine_without_queries_splits_without_order(budgets, shared):
     name = "toy:falcon"
     run = ma.run(shared(name), PROMPT, conditions_for(name), BUDGET, engine="hooks")
     budget = run["attention_budget"].isel(prompt=0)

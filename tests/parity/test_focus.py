@@ -327,7 +327,7 @@ def test_masked_tokens_and_knockouts(prompts, shared):
             assert_allclose(mine[..., k], expected, atol=1e-5)
 
 
-def test_no_key_is_seen_by_enough_queries_in_a_narrow_window(prompts, shared):
+def test_a_narrow_window_leaves_no_counted_key(prompts, shared):
     gemma = shared("toy:gemma3")
     longer = ma.Prompt(" ".join(p.question for p in prompts[:3]), "Solve it.", id="0")
     analysis = ma.analyses.AttentionSinks(least_queries=70, gap=500)

@@ -117,7 +117,7 @@ def test_other_ablations_put_other_outputs(model, found, by_ablation):
         ma.circuit(model, MANY, Counterpart(), ablation="zero")
 
 
-def test_a_mean_over_prompts_of_other_lengths_is_over_all_tokens(model):
+def test_mean_ablation_averages_over_all_tokens(model):
     """Also where the prompts that rank are all as long."""
     ranking, reporting = halves_of(8)
     longer = replace(

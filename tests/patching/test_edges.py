@@ -238,7 +238,7 @@ def scores(toy):
     return ma.edges(toy, ma.pairs(toy, "ioi", 6), Counterpart())
 
 
-def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy, scores):
+def test_the_edges_table_tests_edges_and_warns(toy, scores):
     table = scores.table(top=5)
     assert list(table.columns[:2]) == ["writer", "reader"]
     assert "other_prompt" not in table
@@ -254,7 +254,7 @@ def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy, scor
     assert not toy.cfg.use_hook_mlp_in
 
 
-def test_edges_are_tested_once_and_few_prompts_order_them_by_the_interval(scores, monkeypatch):
+def test_edges_of_few_prompts_are_ordered_by_interval(scores, monkeypatch):
     tested = []
 
     def counting(differences):
@@ -279,7 +279,7 @@ def test_edges_are_tested_once_and_few_prompts_order_them_by_the_interval(scores
     assert table.writer.tolist() != by_size.writer.tolist(), "another order would be noticed"
 
 
-def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
+def test_grouping_rows_by_memory_changes_nothing(toy):
     graph = graph_of(toy)
     pair, *_ = request_of(toy, EQUAL, Counterpart(), "logit_diff", "noising", "1GiB", 0).pairs
     fixed = edges_fixed_bytes(toy, graph, pair)

@@ -93,7 +93,7 @@ def test_scores_effects_and_estimates_by_hand(heads):
     assert max(over_positions) > 1e-4, "a mean over positions would be noticed"
 
 
-def test_heads_that_look_alike_are_told_apart_by_what_copying_needs():
+def test_similar_heads_are_distinguished_by_what_copying_needs():
     """Decoys attend as the induction head does and write where nothing reads."""
     circuit = known_circuits()[0]
     assert circuit.name == "induction, two layers"
@@ -108,7 +108,7 @@ def test_heads_that_look_alike_are_told_apart_by_what_copying_needs():
     assert {(row.layer, row.head) for row in heads.table(2).itertuples()} == {(0, 0), (1, 0)}
 
 
-def test_too_few_spans_or_those_that_do_not_fit_are_refused(toy):
+def test_spans_too_few_or_too_long_are_refused(toy):
     with pytest.raises(OptionError, match="limit=2: give a whole number, at least 3"):
         ma.induction_heads(toy, 2)
     with pytest.raises(OptionError, match="span=1: give a whole number, at least 2"):

@@ -123,7 +123,7 @@ def test_bad_answers_and_positions_are_refused_in_words(wide):
             ma.patch(model, prompts, Counterpart(), **options)
 
 
-def test_the_metric_is_the_logit_difference_where_every_prompt_has_another_answer():
+def test_prompts_with_another_answer_use_logit_diff():
     with_both = ma.Prompt(tokens=(1, 2), answer_tokens=(3,), other_answer=(4,))
     with_one = ma.Prompt(tokens=(1, 2), answer_tokens=(3,))
     assert chosen_metric(None, [with_both, with_both]) == "logit_diff"

@@ -382,7 +382,7 @@ def test_the_other_prompt_has_another_answer_where_there_is_one():
         assert all((int(own) + int(other)) % 2 for own, other in partners.items())
 
 
-def test_the_other_prompt_is_long_enough_and_drawn_whatever_the_order():
+def test_the_other_prompt_fits_whatever_the_order():
     lengths = {"a": 5, "b": 9, "c": 7, "d": 6, "e": 8}
     pairs = [stand_in(name, length, index) for index, (name, length) in enumerate(lengths.items())]
     partners = partner_ids(pairs, 7)
@@ -394,7 +394,7 @@ def test_the_other_prompt_is_long_enough_and_drawn_whatever_the_order():
         assert lengths[other] >= lengths[own]
 
 
-def test_another_prompt_is_aligned_from_the_end_after_a_shared_beginning(toy):
+def test_another_prompt_is_aligned_from_both_ends(toy):
     first, *_, last = short_problems(6)
     short, long = (ma.Baseline().apply(prompt, toy, 0) for prompt in (first, last))
     shared = int((short.tokens != long.tokens[: len(short)]).nonzero()[0])
@@ -540,7 +540,7 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
 
 
 @pytest.mark.parametrize("measured", [(), ("other_prompt",)])
-def test_controls_can_be_left_out_and_rows_go_together_by_memory(toy, patched_heads, measured):
+def test_controls_are_optional_and_memory_groups_rows(toy, patched_heads, measured):
     """Neither changes a number."""
     options = {"at": HEADS, "direction": "denoising", "memory": "1KiB"}
     patched = ma.patch(toy, short_problems(8), SLASH, controls=measured, **options)
@@ -553,7 +553,7 @@ def test_controls_can_be_left_out_and_rows_go_together_by_memory(toy, patched_he
     assert len(ma.render.patching_effects(patched).data) == 2 + len(measured)
 
 
-def test_what_is_beyond_another_prompts_output_is_tested_where_there_is_one():
+def test_effects_beyond_another_prompts_output_are_tested():
     patched = drawn(16, np.random.default_rng(5))
     patched.effects.other_prompt[3] = np.nan  # longer than all others
     patched.effects.other_prompt[:, 0, 1] = patched.effects.effect[:, 0, 1]
@@ -618,7 +618,7 @@ def test_an_answer_that_does_not_follow_is_warned_of(template, answer, other, sa
     assert [bool(re.search(said or "", str(w.message))) for w in heard] == [True] * bool(said)
 
 
-def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
+def test_too_few_groups_get_advice_that_patching_has():
     made = drawn(32, np.random.default_rng(3))
     few = replace(made, units=Units.grouped(["a", "b"] * 12))
     with pytest.raises(OptionError, match=r"24 prompts; give prompts of at least 3 groups$"):
@@ -647,7 +647,7 @@ def test_the_map_shows_the_means_and_leaves_the_others_empty(patched_heads):
     assert np.isfinite(np.array(faded.z, dtype=float)).sum() == int((q >= 0.05).sum())
 
 
-def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
+def test_the_figure_of_effects_shows_the_table():
     made = drawn(16, np.random.default_rng(4))
     made.effects.other_prompt[:, 1, 2] = -50.0
     made.effects.effect[:, 1, 2] += 20.0

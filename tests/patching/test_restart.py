@@ -84,9 +84,7 @@ def test_prompts_of_one_length_share_their_passes(unverified):
 
 
 @pytest.mark.parametrize("missing", ["nothing is added", "an error"])
-def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
-    missing, prompts, unverified, monkeypatch
-):
+def test_a_bypass_of_blocks_starts_at_the_first(missing, prompts, unverified, monkeypatch):
     """A later layer adds what the first has read in the same pass, as models with shared keys and values do."""
     model, hook = unverified
     read = []
@@ -114,7 +112,7 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
         assert not patched.identical(effects()), "a pass that starts later would be noticed"
 
 
-def test_an_error_that_a_later_start_does_not_explain_is_raised(prompts, unverified):
+def test_an_error_unrelated_to_restarting_is_raised(prompts, unverified):
     model, hook = unverified
     passes = []
     hook(0, lambda module, given, out: passes.append(1))

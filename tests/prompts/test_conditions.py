@@ -73,7 +73,7 @@ def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
     assert text_of(model, sequence, "question").strip() == PROMPT.question
 
 
-def test_words_of_the_question_in_the_template_are_not_the_question(toy):
+def test_template_words_are_not_the_question(toy):
     model = chatting(toy, "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}")
     sequence = tokenize(ma.Prompt("Tom", template="chat"), model)
     first = int(sequence.of_segment("question").nonzero()[0])
@@ -223,7 +223,7 @@ def test_a_sweep_names_its_conditions():
 
 
 @pytest.mark.parametrize("place", ["before_question", "start", "middle", "before_answer", "random"])
-def test_a_text_of_ones_own_goes_in_once_as_it_is(toy, place):
+def test_a_given_text_is_inserted_once_unchanged(toy, place):
     text = " Take your time, please."
     sequence = ma.conditions.Text(text, place=place).apply(PROMPT, toy)
     assert _filler(sequence) == toy.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -321,7 +321,7 @@ class InDigits:
 
 @pytest.mark.parametrize("place", ["before_question", "after_question", "middle", "before_answer"])
 @pytest.mark.parametrize("count", [5, 25, 26])
-def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place):
+def test_counting_ends_in_a_whole_number(toy, count, place):
     model = SimpleNamespace(tokenizer=InDigits(), cfg=toy.cfg)
     filler = ma.conditions.Counting(count, place).filler(PROMPT, model)
     text = model.tokenizer.decode(filler)
@@ -351,7 +351,7 @@ def test_the_question_is_repeated_token_by_token(toy, times):
     [ma.conditions.Counting(count=11), ma.conditions.RepeatQuestion()],
     ids=lambda c: type(c).__name__,
 )
-def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, condition):
+def test_chats_have_them_in_the_users_turn(toy, condition):
     model = chatting(
         toy, "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
     )
@@ -371,7 +371,7 @@ LINES = [dataclasses.replace(condition, own_line=True) for condition in controls
 
 @pytest.mark.parametrize("condition", LINES, ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("place", ["before_question", "after_question"])
-def test_a_line_of_its_own_is_one_of_the_inserted_tokens(toy, condition, place):
+def test_the_own_line_is_an_inserted_token(toy, condition, place):
     condition = dataclasses.replace(condition, place=place)
     made = condition.apply(PROMPT, toy, seed=1)
     text = toy.tokenizer.decode(made.tokens[made.inserted])

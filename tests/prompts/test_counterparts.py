@@ -76,7 +76,7 @@ def longest(own, other):
     return table[-1][-1]
 
 
-def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
+def test_pairs_differ_only_in_replaced_stretches():
     draw = random.Random(0)
     count_equal = 0
     most = 0

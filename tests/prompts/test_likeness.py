@@ -66,7 +66,7 @@ def test_a_run_says_it_once_and_where_it_was_called(toy):
     ]
 
 
-def test_prompts_without_names_are_numbered_and_a_name_given_twice_is_refused():
+def test_unnamed_prompts_are_numbered_and_names_are_unique():
     made = as_prompts([ma.Prompt("one"), ma.Prompt("two")])
     assert (
         [prompt.id for prompt in made]
@@ -82,7 +82,7 @@ def test_prompts_without_names_are_numbered_and_a_name_given_twice_is_refused():
         as_prompts([ma.Prompt("one"), ma.Prompt("two"), ma.Prompt("three", id="a")])
 
 
-def test_a_result_says_it_of_its_prompts_and_of_parts_of_them(toy):
+def test_a_result_reports_likeness_of_its_parts(toy):
     conditions, named = {"slash": ma.MeaninglessTokens(count=5)}, as_prompts(TEMPLATE)
     made = ma.run(toy, named, conditions, layers=[0])
     whole = "4 prompts follow one template, apart from numbers and names"

@@ -6,7 +6,7 @@ import mechattn as ma
 from mechattn.published.page import changing_heads
 
 
-def test_two_groups_of_prompts_are_too_few_to_choose_heads_by(toy, prompts):
+def test_two_groups_are_too_few_to_choose_heads(toy, prompts):
     grouped = [replace(prompt, group=f"g{i % 2}") for i, prompt in enumerate(prompts[:8])]
     chosen = {}
     for name, given in (("single", prompts[:8]), ("grouped", grouped)):

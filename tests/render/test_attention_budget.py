@@ -153,7 +153,7 @@ def test_one_cause_where_positions_cannot_be_moved(result):
     assert "since positions are learned" in figure.layout.title.text.replace("<br>", " ")
 
 
-def test_two_prompts_have_no_intervals_and_one_condition_has_a_panel(result):
+def test_two_prompts_have_no_intervals(result):
     few = result.sel(prompt=result["sequences"].prompt.values[:2])
     words = ma.render.attention_budget(few, ["slash"]).layout.meta["says"]
     assert "nan" not in words

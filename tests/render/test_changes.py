@@ -52,7 +52,7 @@ def test_received_by_model(measured):
         ma.render.received_by_model(measured, conditions=["slash", "sentence", "masked"])
 
 
-def test_a_first_token_does_not_set_the_axis_and_is_named(measured):
+def test_a_first_token_is_named_beyond_the_axis(measured):
     dataset = measured["received_attention"].copy(deep=True)
     dataset["received_by_origin"][{"original_key": 0}] = 0.9
     sink = replace(measured, datasets=measured.datasets | {"received_attention": dataset})

@@ -127,7 +127,7 @@ def drawn_heads(figure):
     return [tuple(map(int, re.findall(r"\d+", title))) for title in titles]
 
 
-def test_the_heads_chosen_of_all_layers_are_those_of_the_table(slash_result):
+def test_heads_chosen_over_layers_equal_the_table(slash_result):
     """`top` is one thing: figure and table rank on the same half."""
     table = slash_result.compare("slash", select="half", top=4, resamples=99)
     figure = ma.render.received_attention(slash_result, layer=None, top=4)
@@ -148,7 +148,7 @@ def test_the_heads_chosen_of_all_layers_are_those_of_the_table(slash_result):
             ma.render.received_attention(slash_result, layer, heads)
 
 
-def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
+def test_heads_are_chosen_and_shown_on_different_halves(slash_result):
     figure = ma.render.received_attention(slash_result, layer=0, top=3)
     assert "mean over 6 prompts" in figure.layout.title.text
     chosen = choose_heads(slash_result, 0, 3, "slash", halves_of(12)[0])

@@ -36,7 +36,7 @@ def numbers(words):
     return [float(n.replace("−", "-")) for n in re.findall(r"[+−]\d+\.\d", words)]
 
 
-def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are_drawn(measured):
+def test_the_sentence_describes_drawn_heads_and_prompts(measured):
     at = measured["received_attention"].received_by_segment.sel(segment="question", layer=1)
     each = at.isel(head=[1, 5]).mean("head")
     ratios = each.sel(condition="slash") / each.sel(condition="baseline")
@@ -106,7 +106,7 @@ def test_heads_that_rise_and_fall_are_counted_from_the_table(measured, condition
     assert (told if falling + rising else "Of 32 heads, none changes") in words, words
 
 
-def test_the_sentence_holds_the_layer_the_points_and_the_dilution_null(measured):
+def test_the_sentence_has_layer_points_and_null(measured):
     """Each number by hand, the layer chosen on the other half of the prompts."""
     words = ma.render.verdict_words(measured, "slash")
     dataset = measured["received_attention"].sel(segment="question")

@@ -79,7 +79,7 @@ def received(model):
 
 
 @pytest.mark.parametrize("kind", ["Gemma3", "LLaVA"])
-def test_the_text_model_of_a_multimodal_model_is_loaded_by_itself(kind, tokenizer, processes):
+def test_the_text_model_of_multimodal_models_is_loaded(kind, tokenizer, processes):
     given = multimodal(kind, tokenizer).eval()
     tokens = torch.arange(20, 32)[None]
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_another_kind_of_model_is_refused_by_what_it_is(
     assert vars(given.config) == before
 
 
-def test_a_checkpoint_of_another_kind_is_refused_before_its_weights_are_read(tokenizer, tmp_path):
+def test_a_checkpoint_of_another_kind_is_refused_early(tokenizer, tmp_path):
     tiny("BertConfig", "BertForMaskedLM", tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not read")
@@ -201,7 +201,7 @@ def test_the_hooks_of_a_refused_model_are_named(tokenizer):
         (["checkpoint-500/config.json"], "name one of its folders checkpoint-"),
     ],
 )
-def test_a_folder_that_is_no_checkpoint_is_refused_by_what_it_is(files, message, tmp_path):
+def test_a_folder_that_is_no_checkpoint_is_refused(files, message, tmp_path):
     for name in files:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -160,7 +160,7 @@ def test_a_token_that_ends_one_character_and_begins_another():
 
 
 @pytest.mark.parametrize("answer", [["3", "4"], {"value": 3}, True])
-def test_an_answer_that_is_no_text_is_refused_by_its_row_and_type(answer, tmp_path):
+def test_an_answer_that_is_not_text_is_refused(answer, tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"question": "How many?", "answer": "3"}, {"question": "How many?", "answer": answer}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -169,7 +169,7 @@ def test_an_answer_that_is_no_text_is_refused_by_its_row_and_type(answer, tmp_pa
         ma.load_prompts(str(path))
 
 
-def test_an_answer_field_that_is_named_wins_over_a_worked_solution(tmp_path):
+def test_a_named_answer_field_wins(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": 3, "solution": "worked"}))
     assert ma.load_prompts(str(path))[0].solution == "worked"

@@ -149,7 +149,7 @@ def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, 
     assert names(folder / "two") == []
 
 
-def test_what_is_not_ours_is_not_deleted_with_an_unfinished_result(small_results, folder):
+def test_foreign_files_survive_deleting_an_unfinished_result(small_results, folder):
     small_results[0].save(PLACE)
     location_of(PLACE).begin()
     location_of(PLACE).write("v/v/c/0/0", b"half of it")

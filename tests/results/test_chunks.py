@@ -119,9 +119,7 @@ def test_merged_shards_are_the_whole_run(job, ready, undisturbed, stop, tmp_path
     assert numbers(merged) == undisturbed
 
 
-def test_after_a_crash_and_after_ctrl_c_the_same_call_goes_on(
-    job, ready, undisturbed, stop, tmp_path
-):
+def test_the_same_call_resumes_after_crash_or_interrupt(job, ready, undisturbed, stop, tmp_path):
     path = tmp_path / "r.zarr"
     stop(1)
     assert not path.exists()
@@ -188,9 +186,7 @@ def test_the_chunks_stay_until_the_result_can_be_read(
     assert numbers(ma.run_job(job, path, executor=ready)) == undisturbed
 
 
-def test_parts_of_another_run_are_refused_by_name_and_begun_anew_when_that_is_asked(
-    job, ready, stop, tmp_path
-):
+def test_parts_of_another_run_are_refused_unless_fresh(job, ready, stop, tmp_path):
     path = tmp_path / "r.zarr"
     stop(1)
     for change, field in (
@@ -234,9 +230,7 @@ def test_weights_that_change_elsewhere_are_found_after_a_chunk(job, small_result
     assert kept_chunks(tmp_path / "r.zarr") == 1
 
 
-def test_a_prompt_that_cannot_be_used_is_found_before_the_first_chunk(
-    real_job, tmp_path, monkeypatch
-):
+def test_an_unusable_prompt_is_found_before_any_chunk(real_job, tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.engine.run.measure_batch", None)
     too_long = ma.Prompt("word " * 1200, id="6")
     job = replace(real_job, prompts=[*real_job.prompts, too_long])

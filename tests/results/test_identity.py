@@ -150,7 +150,7 @@ def typed(text, cell=None):
     return space["Typed"]()
 
 
-def test_a_class_of_a_notebook_has_its_functions_and_one_without_a_source_what_python_runs():
+def test_notebook_and_sourceless_classes_have_an_identity():
     text = "class Typed:\n    def add(self, x):\n        return x + 1\n"
     other = text.replace("+ 1", "+ 2")
     assert identity(typed(text, "<cell 1>")) == identity(typed(text, "<cell 2>"))

@@ -60,9 +60,7 @@ def test_between_the_two_renames_the_new_one_is_found(small_results, halfway, tm
     assert names(tmp_path) == ["r.zarr"]
 
 
-def test_it_is_found_even_if_the_old_one_cannot_be_deleted(
-    small_results, halfway, tmp_path, monkeypatch
-):
+def test_the_result_is_found_if_deleting_failed(small_results, halfway, tmp_path, monkeypatch):
     copied(halfway, tmp_path)
     monkeypatch.setattr(shutil, "rmtree", os.rmdir)  # which deletes empty folders only
     assert numbers_at(tmp_path / "r.zarr") == numbers(small_results[1])

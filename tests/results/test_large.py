@@ -50,7 +50,7 @@ def folder(parts, tmp_path_factory):
     return large
 
 
-def test_it_is_the_same_and_nothing_of_a_prompt_is_read(parts, folder):
+def test_a_large_result_is_equal_without_reading_prompts(parts, folder):
     part, loaded = parts[0], ma.load_result(folder / "0.zarr")
     assert not lazy_bytes(part)
     variables = [v for dataset in loaded.datasets.values() for v in dataset.variables.values()]
@@ -84,7 +84,7 @@ def test_tables_are_the_same(whole, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["compare", "verdict"])
-def test_a_memory_that_is_too_small_is_said_before_anything_is_read(folder, call, monkeypatch):
+def test_too_little_memory_is_refused_before_reading(folder, call, monkeypatch):
     lazy = ma.load_result(folder / "0.zarr")
     monkeypatch.setattr(
         "mechattn.store.objects.Listing.read", lambda *given: pytest.fail("it was read")

@@ -123,7 +123,7 @@ def imports_code(place):
     return True
 
 
-def test_two_loads_that_overlap_are_guarded_to_their_ends_and_leave_nothing(own):
+def test_overlapping_loads_are_guarded_to_their_ends(own):
     """The first ends in the middle of the second: each step of one waits for the other's."""
     place = own("own", "Own", model_type="own", auto_map={"AutoConfig": "own.Own"})
     first_in, second_in, looked, first_out = (threading.Event() for _ in range(4))

@@ -52,7 +52,7 @@ WORDS = ["run", "CONFIG", "--address", "ray://jane:SECRET@head:10001"]
 
 
 @pytest.mark.parametrize("paths", [False, True])  # the latter is the negative control
-def test_a_run_from_a_config_publishes_names_and_paths_by_request(home, paths):
+def test_config_runs_publish_paths_only_by_request(home, paths):
     path = config(home, paths=paths)
     run_from_config(path, [str(path) if word == "CONFIG" else word for word in WORDS])
     text = published(home)

@@ -132,7 +132,7 @@ def test_texts_that_give_other_tokens_are_refused(toy, prompts, engine):
     assert f"as would {len(refused)} of 9 in all" in str(error.value)
 
 
-def test_a_problem_with_such_a_text_is_left_out_under_every_condition(engine, monkeypatch):
+def test_such_a_problem_is_left_out_everywhere(engine, monkeypatch):
     many = ma.load_prompts("word-problems", limit=6)
     texts_of_ids = served_answers.text_of
     inserted = iter(range(12))  # of 12 texts, the fourth: the second problem's with slashes
@@ -208,7 +208,7 @@ def test_a_run_goes_on_wherever_the_server_is_now(prompts, engine, tmp_path):
     assert continued == first
 
 
-def test_a_server_does_not_go_on_with_a_run_of_the_model_here(toy, prompts, server, tmp_path):
+def test_a_server_does_not_continue_a_local_run(toy, prompts, server, tmp_path):
     path = tmp_path / "answers.jsonl"
     ma.evaluate(toy, prompts[:1], new_tokens=12, out=path)
     with pytest.raises(OptionError, match=r"another run \(served_model differs\)"):

@@ -187,7 +187,7 @@ def test_an_address_without_v1_is_told_at_once(prompts, server):
     assert len(server.bodies) <= 3
 
 
-def test_a_bad_request_is_not_read_as_a_server_of_texts(prompts, server):
+def test_a_bad_request_is_no_text_server(prompts, server):
     server.fault = lambda handler, body: (
         body is not None and handler.send(400, {"error": "max_tokens must be even"})
     )

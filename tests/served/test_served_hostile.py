@@ -19,7 +19,7 @@ def no_proxies(monkeypatch):
         monkeypatch.delenv(name.lower(), raising=False)
 
 
-def test_the_server_gets_the_key_and_nothing_else_of_the_environment(prompts, engine, monkeypatch):
+def test_the_server_gets_only_the_key(prompts, engine, monkeypatch):
     """Headers that the environment gives for OpenAI, one of which would replace the key."""
     monkeypatch.setenv("LAB_KEY", KEY)
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer of-other\nX-Lab: of-other")
@@ -107,7 +107,7 @@ def zipped(handler, body):
         (zipped, "gives no finished completion"),
     ],
 )
-def test_a_reply_is_not_read_beyond_what_an_answer_can_be(prompts, engine, fault, message):
+def test_an_endless_reply_is_not_read(prompts, engine, fault, message):
     with (
         running(StandIn(engine, fault=fault)) as server,
         pytest.raises(ServerError, match=message),

@@ -47,14 +47,14 @@ def test_findings_are_those_of_all_tests_on_all_cells(units, skewed):
     np.testing.assert_allclose(screened.q[is_found], full.q[is_found], atol=0.02)
 
 
-def test_p_of_cells_that_are_tried_no_further_are_still_those_of_chance():
+def test_p_values_of_stopped_cells_stay_valid():
     p = paired_tests(differences(20, 4000, 0, seed=3)).p
     for level in (0.02, 0.1, 0.5):
         error = np.sqrt(level * (1 - level) / 4000)
         assert abs((p < level).mean() - level) < 4 * error
 
 
-def test_a_column_that_a_unit_lacks_has_no_test_and_one_of_zeros_no_effect():
+def test_incomplete_columns_are_untested_and_zeros_have_no_effect():
     d = differences(14, 60, 20)
     d[3, 5] = np.nan
     d[:, 50] = 0.0

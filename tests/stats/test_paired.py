@@ -88,7 +88,7 @@ def test_skewed_differences_without_an_effect_are_not_found(n):
     assert by_signs > 0.08, "negative control"
 
 
-def test_a_cell_that_one_prompt_dominates_does_not_hide_the_others(monkeypatch):
+def test_a_dominated_cell_does_not_hide_the_others(monkeypatch):
     """Its resamples without that prompt have t* of 10 if their smallest spread is a tenth."""
 
     def found():

@@ -50,13 +50,13 @@ def test_the_numbers_are_those_of_loops(numbers):
     assert_array_equal(outside, made.p < 0.05)
 
 
-def test_the_loops_would_notice_that_a_draw_is_compared_with_itself(numbers):
+def test_the_loops_would_notice_a_self_comparison(numbers):
     found, draws = numbers
     kept = by_loops(found, [*draws, draws[0]])
     assert abs(by_loops(found, draws) - kept).max() > 1e-3
 
 
-def test_one_more_random_model_is_found_no_more_often_than_said():
+def test_a_further_random_model_is_rarely_found():
     """Also where whole models differ (by 0.5 in a layer, where heads differ by 1)."""
     generator = np.random.default_rng(1)
     found = []

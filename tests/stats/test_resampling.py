@@ -116,7 +116,7 @@ def two_sided(count, resamples):
     return np.minimum(1.0, 2 * (1 + count) / (1 + resamples))
 
 
-def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkeypatch):
+def test_family_p_values_equal_a_written_out_step_down(monkeypatch):
     d = lognormal(24, 9, seed=2, shared=0.5)
     d[:, :3] += 0.8
     d[:, 3] -= 1.0
@@ -163,7 +163,7 @@ def test_plain_resamples_would_be_too_wide():
     assert np.median(widths(plain)) > 1.3 * np.median(widths(sequential))
 
 
-def test_one_prompt_that_makes_all_of_a_cells_spread_does_not_make_the_others_endless(monkeypatch):
+def test_one_outlying_prompt_leaves_other_cells_finite(monkeypatch):
     """Resamples without it have a spread of rounding, and t* of millions."""
     d = normal(20, 30, seed=0)
     counts = resample_sequentially(20, 999, np.random.default_rng(0))

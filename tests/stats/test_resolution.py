@@ -20,7 +20,7 @@ def alone(n, tests):
 
 
 @pytest.mark.parametrize("tests", [1, 8, 32])
-def test_a_large_effect_is_found_with_the_fewest_prompts_and_never_with_one_less(tests):
+def test_large_effects_need_exactly_the_fewest_prompts(tests):
     fewest = resolution(8, tests).fewest
     assert fewest <= MOST_EXACT, "all patterns are tried"
     for n in (fewest - 1, fewest):
@@ -54,7 +54,7 @@ def test_how_many_tests_have_to_pass_together():
 
 
 @pytest.mark.parametrize("draws", [3, 19, 20])
-def test_what_draws_of_random_weights_can_show_is_what_they_show_of_a_head_far_off(draws):
+def test_random_draws_resolve_a_far_head_as_promised(draws):
     weights = np.random.default_rng(0).normal(size=(draws + 1, 4, 8))
     weights[0] = 0.0
     weights[0, 0, 0] = 1e3

@@ -29,7 +29,7 @@ def test_intervals_of_shares_cover(share, n):
         assert coverage(t_interval, share, draws) < 0.88, "negative control"
 
 
-def test_single_answers_have_wilsons_interval_and_all_right_is_no_point():
+def test_single_answers_have_wilsons_interval():
     for right in (0, 3, 20):
         made = share_interval(np.repeat([1.0, 0.0], [right, 20 - right]))
         assert (made.low, made.high) == pytest.approx(wilson_interval(right, 20))
@@ -49,7 +49,7 @@ def test_intervals_of_differences_cover(first, second):
     assert share_difference(np.zeros(12)).high > 0.1, "a difference of 0 is not sure"
 
 
-def test_a_ratio_of_means_has_the_ratios_that_a_t_test_keeps():
+def test_a_ratio_interval_inverts_the_t_test():
     generator = np.random.default_rng(3)
     below = generator.normal(2, 1, 20)
     above = below[:, None] * [0.5, 0.0] + generator.normal(0, 0.4, (20, 2))

@@ -73,7 +73,7 @@ def test_too_few_units(units, message):
         units.refuse_below(3)
 
 
-def test_intervals_over_groups_cover_and_those_over_their_prompts_do_not():
+def test_only_intervals_over_groups_cover():
     """1,500 cells as so many experiments with 24 groups of 5; the binomial error of coverage is 0.6 points."""
     d, units = drawn(24, 5, 1500, seed=5)
     made = paired(units.means(d), resamples=199)
@@ -84,7 +84,7 @@ def test_intervals_over_groups_cover_and_those_over_their_prompts_do_not():
 
 
 @pytest.mark.parametrize("n", [7, 24])
-def test_halves_are_disjoint_the_same_each_time_and_no_classes_that_alternate(n):
+def test_halves_are_disjoint_and_reproducible(n):
     first, other = halves_of(n)
     assert sorted([*first, *other]) == list(range(n))
     assert len(first) == (n + 1) // 2
