@@ -6,7 +6,8 @@ FOLDER holds checkpoint folders. Queries and keys are taken before they are rota
 rotates them, at the positions of the baseline or of the longer sequence. The command prints the largest difference from
 ``ma.analyses.AttentionBudget`` over layers, heads, segments and causes, and the same for an oracle whose queries are one
 position wrong, which must be large. Beside it stands what plain transformers differ by when they compute in float32, as the
-hooked model does: 1e-5 in Qwen, which has large biases. ``tests/parity/test_attention_budget.py`` does this with the toys.
+hooked model does: 1e-5 in Qwen, which has large biases.
+``tests/analysis/test_attention_budget_parity.py`` does this with the toys.
 """
 
 from __future__ import annotations

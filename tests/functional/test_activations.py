@@ -1,4 +1,4 @@
-"""Measures of activations at their ends; tests/parity/test_mlp_activations.py has them token by token."""
+"""Measures of activations at their ends; tests/analysis/test_mlp_activations_parity.py has them token by token."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What blocks of rows need beside the loops over single rows in tests/parity/test_focus.py."""
+"""What blocks of rows need beside the loops over single rows in tests/analysis/test_focus_parity.py."""
 
 import torch
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
-from tests.parity.plain import loop_over_experts
+from tests.analysis.plain import loop_over_experts
 from tests.tiny_families import tiny_model
 
 THERE = {
@@ -18,7 +18,7 @@ PROBLEMS = [
     "Tom has 3 apples and gives 2 to Mia. How many apples are left?",
     "A box holds 12 pens. How many hold 36?",
 ]
-# On the CPU these show that the tests themselves work; all others are compared there by tests/parity and tests/model.
+# On the CPU these show that the tests themselves work; all others are compared there by tests/analysis and tests/model.
 ON_CPU = {
     "name": ("toy:gemma3", "GPT-OSS", "Falcon-RW (ALiBi)"),
     "length": (300,),

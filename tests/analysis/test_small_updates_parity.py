@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import mechattn as ma
-from tests.parity.plain import SHORT, seen_in
+from tests.analysis.plain import SHORT, seen_in
 from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)

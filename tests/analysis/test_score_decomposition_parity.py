@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from tests.parity.plain import SHORT, blocks_of, models, passed
+from tests.analysis.plain import SHORT, blocks_of, models, passed
 
 SLASH = ma.MeaninglessTokens("/", 20)
 ULP = 2.0**-24  # a float32 number is rounded by so much of itself

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from tests.parity.plain import SHORT, blocks_of, passed, read, rms, updates_of, weight_of
+from tests.analysis.plain import SHORT, blocks_of, passed, read, rms, updates_of, weight_of
 from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)

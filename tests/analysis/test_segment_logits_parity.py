@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from tests.parity.plain import SHORT, models, passed, read
+from tests.analysis.plain import SHORT, models, passed, read
 
 SLASH = ma.MeaninglessTokens("/", 20)
 LOGITS = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]

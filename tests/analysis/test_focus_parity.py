@@ -11,7 +11,7 @@ import mechattn as ma
 from mechattn.analysis.received_attention import AttentionMap
 from mechattn.axes import SEGMENTS
 from mechattn.model.checkpoint import toy_names
-from tests.parity.plain import SHORT, models, passed, updates_of, windows
+from tests.analysis.plain import SHORT, models, passed, updates_of, windows
 
 LATENT = "DeepSeek-V3 (latent attention)"
 # Windows and a norm after attention; values of another width; updates that are multiplied.

@@ -11,7 +11,7 @@ from mechattn.engine.engines import forward_in_blocks
 from mechattn.errors import OptionError
 from mechattn.model import hooks, patterns_at_hooks
 from mechattn.prompts.token_sequences import pad_right
-from tests.parity.plain import MECHANISMS
+from tests.analysis.plain import MECHANISMS
 from tests.tiny_families import tiny_model
 
 SHORT = [

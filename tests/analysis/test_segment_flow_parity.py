@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from tests.parity.plain import SHORT, models, passed
+from tests.analysis.plain import SHORT, models, passed
 
 
 def oracle(pattern, values, segments, source, target):

@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.updates import BEFORE_NORM
-from tests.parity.plain import SHORT, blocks_of, passed, rms, updates_of, weight_of
+from tests.analysis.plain import SHORT, blocks_of, passed, rms, updates_of, weight_of
 from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)

@@ -12,7 +12,7 @@ from mechattn.model.checkpoint import load_tokenizer, toy_folder
 from mechattn.model.hooked import original_of
 from mechattn.model.positions import rotations_of
 from mechattn.prompts.token_sequences import baseline_sequence
-from tests.parity.plain import MECHANISMS
+from tests.analysis.plain import MECHANISMS
 from tests.tiny_families import bridge_of, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)

@@ -7,7 +7,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import mechattn as ma
 from mechattn.model.checkpoint import toy_names
-from tests.parity.plain import (
+from tests.analysis.plain import (
     MECHANISMS,
     SHORT,
     alibi_in_the_mask_only,

@@ -5,7 +5,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.prompts.token_classes import TOKEN_CLASSES, token_class
-from tests.parity.plain import SHORT, models, seen_in
+from tests.analysis.plain import SHORT, models, seen_in
 
 CALIBRATION = tuple(ma.load_prompts("word-problems", limit=3, seed=1))
 
