@@ -142,9 +142,10 @@ class ModelFacts:
     revision: str | None = None  # the commit on the hub that the weights come from
     random_weights: Mapping[str, Any] | None = None  # the kind and seed of weights drawn at random
     # The twin of model/native_twin.py, or the model that the user gave as ``native``; None if there
-    # cannot be one, and why not.
+    # is neither.
     native: Any = None
-    why_not_native: str = ""
+    native_is_given: bool = False  # whether the user gave it
+    why_not_native: str = ""  # why there is no twin; empty if there is one
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
     report: Report | None = None  # of the last verification that passed, or that verify_model made
@@ -238,7 +239,8 @@ def holding(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for lock in _locks_of(model):
             if not lock.acquire(timeout=_SECONDS_BEFORE_WARNING):
-                name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
+                cfg = getattr(model, "cfg", None)
+                name = getattr(cfg, "model_name", type(model).__name__)
                 warn(
                     f"waiting: another thread has used {name} for"
                     f" {_SECONDS_BEFORE_WARNING:.0f} s. Hooks and patches are on the model, so one"
@@ -320,7 +322,7 @@ _default_float32 = _DefaultFloat32()
 def _locks_of(model: Any) -> list[Any]:
     """The locks of the configuration and the first parameter, which models may share.
 
-    They are always taken in this order, so that two threads cannot wait for each other.
+    They are always acquired in this order, so that two threads cannot wait for each other.
     """
     if not isinstance(model, nn.Module):
         return []
@@ -332,7 +334,8 @@ def _locks_of(model: Any) -> list[Any]:
 
 
 def _hook_of(module: Any) -> Any:
-    """The hook with which accelerate places a module's weights."""
+    """The hook with which accelerate places a module's weights; among several, the one that loads
+    offloaded weights."""
     hook = vars(module)["_hf_hook"]
     for inner in getattr(hook, "hooks", ()):
         if getattr(inner, "offload", False):
