@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
+    from mechattn.model.positions import Rotations
     from mechattn.model.verify.verification import Check, Report
     from mechattn.model.weights import State
 
@@ -158,8 +159,7 @@ class ModelFacts:
     # The model's state when it passed its last verification; None if it was never verified or its
     # last verification failed.
     state: State | None = None
-    # The Rotations of model/positions.py, by layers and rotary frequencies.
-    rotations: dict[Any, Any] = field(default_factory=dict)
+    rotations: dict[Any, Rotations] = field(default_factory=dict)  # by layers and frequencies
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
     @property
