@@ -123,10 +123,13 @@ class ModelRuns:
         for statement in self.statements.statements:
             if statement.key not in measured.values:
                 continue
-            values_of_draws = [draw.values.get(statement.key) for draw in untrained]
-            means = [sum(values) / len(values) for values in values_of_draws if values is not None]
+            untrained_means = []
+            for run_values in untrained:
+                if statement.key in run_values.values:
+                    draw_values = run_values.values[statement.key]
+                    untrained_means.append(sum(draw_values) / len(draw_values))
             values = measured.values[statement.key]
-            cells[statement.key] = measured_cell(statement, values, means)
+            cells[statement.key] = measured_cell(statement, values, untrained_means)
         return cells
 
     def all_values(self, draw: int | None = None) -> RunValues:
@@ -156,10 +159,10 @@ class ModelRuns:
         if path.exists() and (self.result_place.exists() or not is_page_run):
             return RunValues(**json.loads(path.read_text(encoding="utf-8")))
 
-        words = f"{self.name}: {RUNS[run_name].words}"
+        message = f"{self.name}: {RUNS[run_name].words}"
         if draw is not None:
-            words += f", untrained weights {draw + 1}"
-        say(words)
+            message += f", untrained weights {draw + 1}"
+        say(message)
         statements = self._of_run(run_name)
         try:
             result = self._result(run_name, draw)
@@ -170,18 +173,18 @@ class ModelRuns:
         if is_page_run:
             result.save(self.result_place)
 
-        measured = RunValues()
+        run_values = RunValues()
         for statement in statements:
             try:
                 values = value_of(result, statement.function, statement)
             except NotMeasurable as error:
-                measured.reasons[statement.key] = str(error)
+                run_values.reasons[statement.key] = str(error)
             else:
-                measured.values[statement.key] = values.tolist()
+                run_values.values[statement.key] = values.tolist()
 
-        text = json.dumps(asdict(measured), indent=1)
-        write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
-        return measured
+        text = json.dumps(asdict(run_values), indent=1)
+        write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))
+        return run_values
 
     @property
     def result_place(self) -> Path:
@@ -193,8 +196,8 @@ class ModelRuns:
         statements = self._of_run(ANSWERS)
         problems = self.settings.problems
         if not problems:
-            unanswered = Cell(NOT_MEASURABLE, note="no problem was answered (problems, --problems)")
-            return {statement.key: unanswered for statement in statements}
+            empty_cell = Cell(NOT_MEASURABLE, note="no problem was answered (problems, --problems)")
+            return {statement.key: empty_cell for statement in statements}
 
         say(f"{self.name}: answers to {len(problems)} problems")
         evaluation = evaluate(
@@ -207,16 +210,16 @@ class ModelRuns:
         )
 
         families = ", ".join(arm.family for arm in self.statements.arms)
-        architecture = architecture_named(self.name)
-        without_arm = (
-            f"ARM is published for the families {families}, and this model is {architecture}"
+        note_without_arm = (
+            f"ARM is published for the families {families}, and this model is"
+            f" {architecture_named(self.name)}"
         )
         cells = {}
         for statement in statements:
             if statement.condition in evaluation.conditions:
                 cells[statement.key] = accuracy_cell(statement, evaluation)
             else:
-                cells[statement.key] = Cell(NOT_MEASURABLE, note=without_arm)
+                cells[statement.key] = Cell(NOT_MEASURABLE, note=note_without_arm)
         return cells
 
     def _of_run(self, run_name: str) -> list[Statement]:
@@ -225,7 +228,7 @@ class ModelRuns:
 
     def _result(self, run_name: str, draw: int | None) -> Result:
         """The result of a run; with a draw, of untrained weights on the first prompts."""
-        planned = RUNS[run_name]
+        planned_run = RUNS[run_name]
         model = self.model
         prompts = self.settings.prompts
 
@@ -237,16 +240,16 @@ class ModelRuns:
             prompts = prompts[:UNTRAINED_PROMPTS]
 
         layers = None
-        if planned.first_layers is not None:
-            layers = range(min(planned.first_layers, model.cfg.n_layers))
+        if planned_run.first_layers is not None:
+            layers = range(min(planned_run.first_layers, model.cfg.n_layers))
         return run(
             model,
             prompts,
-            conditions_for(model, planned.conditions, self.arm),
-            planned.analyses,
+            conditions_for(model, planned_run.conditions, self.arm),
+            planned_run.analyses,
             layers=layers,
             seed=self.settings.seed,
-            keep=planned.keep,
+            keep=planned_run.keep,
         )
 
     def _values_file(self, run_name: str, draw: int | None = None) -> Path:
@@ -254,19 +257,18 @@ class ModelRuns:
 
         Only the device is left out, since it changes no more than rounding.
         """
-        planned = RUNS[run_name]
-        decides = [
+        hashed_values = [
             [field.name for field in fields(RunValues)],  # the form of the file
             self.name,
             self.weights_hash,
-            identity(planned),
+            identity(RUNS[run_name]),
             [statement.model_dump() for statement in self._of_run(run_name)],
             provenance.digest(self.settings.prompts),
             self.settings.seed,
             self.settings.dtype,
             provenance.versions(),
         ]
-        digest = provenance.digest(decides)[:8]
+        digest = provenance.digest(hashed_values)[:8]
         name = f"{self.file_name}-{run_name}"
         if draw is not None:
             name += f"-untrained-{draw}"

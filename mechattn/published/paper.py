@@ -106,7 +106,7 @@ def paper(
         folder=folder,
     )
 
-    cells, results, seconds = _measured(file_name_of, statements, settings)
+    cells, results, seconds = _measure_models(file_name_of, statements, settings)
     about = {
         "made": provenance.now(),
         "command": command,
@@ -171,16 +171,19 @@ def _check_prompts(prompts: Sequence[Prompt], source: str, problem_count: int) -
             )
 
 
-def _measured(
+def _measure_models(
     file_name_of: Mapping[str, str], statements: Statements, settings: Settings
 ) -> tuple[dict[str, dict[str, Cell]], list[Result], dict[str, float]]:
-    """The cells by statement and model, the results that the page draws, and the seconds that each
-    model took.
+    """Measure each model.
 
     Args:
         file_name_of: The start of the names of a model's files, by the name of the model.
         statements: The statements.
         settings: The other settings of the measurement.
+
+    Returns:
+        The cells by statement and model, the results that the page draws, and the seconds that each
+        model took.
     """
     results = []
     seconds = {}
