@@ -68,7 +68,10 @@ def toy_folder(name: str) -> Path:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a toy, from its tokenizer.json."""
+    """The tokenizer of a toy, from its tokenizer.json.
+
+    ``AutoTokenizer`` would take the class of the toy's family, which splits texts otherwise.
+    """
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(toy_folder(name))

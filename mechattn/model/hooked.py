@@ -83,23 +83,18 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
     modules that it does not wrap, such as dropout. ``named_modules`` would take a tenth of a short
     run: a bridge holds most modules under several names, and it walks through all of them.
     """
-    modules: dict[str, nn.Module] = {}
-    visited: set[int] = set()
+    names: dict[nn.Module, str] = {}
 
-    def visit(name: str, module: nn.Module) -> None:
-        if id(module) in visited:
+    def visit(name: str, module: nn.Module | None) -> None:
+        if module is None or module in names:
             return
-        visited.add(id(module))
-        modules[name] = module
+        names[module] = name
         for child_name, child in module._modules.items():
-            if child is not None:
-                visit(f"{name}.{child_name}".removeprefix("."), child)
+            visit(f"{name}.{child_name}".removeprefix("."), child)
 
     visit("", model)
-    original = original_of(model)
-    if original is not None:
-        visit("original_model", original)
-    return modules
+    visit("original_model", original_of(model))
+    return {name: module for module, name in names.items()}
 
 
 def unwrapped(module: Any) -> Any:
@@ -176,10 +171,11 @@ def facts_of(model: Any) -> ModelFacts | None:
 
 def architecture_of(model: Any) -> str:
     """The architecture of a hooked model, such as "LlamaForCausalLM", or "unknown"."""
-    architecture = getattr(model.cfg, "architecture", None)
-    if architecture is None:  # a HookedTransformer has it under another name
-        architecture = getattr(model.cfg, "original_architecture", None)
-    return str(architecture or "unknown")
+    for name in ("architecture", "original_architecture"):  # of a bridge, of a HookedTransformer
+        architecture = getattr(model.cfg, name, None)
+        if architecture:
+            return str(architecture)
+    return "unknown"
 
 
 def limit_of(model: Any, check: str) -> str | None:

@@ -93,12 +93,12 @@ def load_model(
     """
     hooked = _as_hooked_model(model, tokenizer, dtype, device, gguf_file, **options)
     facts = known_facts(hooked)
+    if verify is False:
+        _leave_unverified(hooked, facts)
+        return hooked
     if verify:
         facts.to_verify = True
-    if verify is None or verify:
-        keep_verified(hooked)
-    else:
-        _leave_unverified(hooked, facts)
+    keep_verified(hooked)
     return hooked
 
 

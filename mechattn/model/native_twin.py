@@ -64,6 +64,15 @@ def unhooked(model: Any) -> Any:
         ) from error
 
 
+def config_for_rebuilding(model: Any) -> Any:
+    """A copy of a transformers model's configuration, from which a new model makes its own choice
+    of attention: SDPA if its class has it."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation_internal = None
+    config.output_attentions = False
+    return config
+
+
 def _rebuilt(original: Any) -> Any:
     """A model of the same class and configuration with the same parameters.
 
@@ -72,12 +81,8 @@ def _rebuilt(original: Any) -> Any:
     """
     from accelerate import init_empty_weights
 
-    config = copy.deepcopy(original.config)
-    config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
-    config.output_attentions = False
-
     with init_empty_weights(include_buffers=False):
-        twin = type(original)(config)
+        twin = type(original)(config_for_rebuilding(original))
 
     tensors = [
         *original.named_buffers(remove_duplicate=False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -11,6 +10,7 @@ from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.booting import hooked_object
 from mechattn.model.hooked import alone, device_of, model_creation_lock
 from mechattn.model.load import keep_verified, known_facts, load_model
+from mechattn.model.native_twin import config_for_rebuilding
 from mechattn.model.own_code import as_trusted, is_of_own_code
 
 Kind = Literal["initialised", "shuffled"]
@@ -77,8 +77,7 @@ def check_draw(kind: str, seed: int) -> None:
 
 def _random_native(native: Any, kind: Kind, seed: int) -> Any:
     """A new transformers model of the same class and configuration, with random weights."""
-    config = copy.deepcopy(native.config)
-    config._attn_implementation_internal = None  # None lets the class choose its attention
+    config = config_for_rebuilding(native)
     with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
         model = type(native)(config)

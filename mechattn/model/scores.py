@@ -116,7 +116,7 @@ def blind_scores(model: HookedModel) -> BlindScores:
             sinks[layer] = layer_sinks
 
     alibi = None
-    if layers and _slopes(model) is not None:
+    if _slopes(model) is not None:
         with suppress(ModelError):  # for another kind of bias only the uniform null is known
             alibi = scores_of(model, layers[:1])[layers[0]]
     return BlindScores(model.cfg.n_heads, alibi, sinks)

@@ -56,7 +56,7 @@ def unloaded(model: Any) -> UnloadedModel:
         name = getattr(model, "name_or_path", None) or type(model).__name__
         return unloaded_tokenizer(model, name)
     hooked = load_model(model)
-    if getattr(hooked, "tokenizer", None) is None:
+    if hooked.tokenizer is None:
         raise ModelError(
             f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )

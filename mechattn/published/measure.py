@@ -26,7 +26,7 @@ from mechattn.published.values import NotMeasurable, value_of
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import write_whole
+from mechattn.store.atomic_writes import write_text
 
 # The number of prompts for each draw of untrained weights. Few suffice, since the page shows only
 # the range of the draws.
@@ -182,8 +182,7 @@ class ModelRuns:
             else:
                 run_values.values[statement.key] = values.tolist()
 
-        text = json.dumps(asdict(run_values), indent=1)
-        write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))
+        write_text(path, json.dumps(asdict(run_values), indent=1))
         return run_values
 
     @property

@@ -21,7 +21,7 @@ from mechattn.results import provenance
 from mechattn.results.provenance import file_names
 from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.atomic_writes import write_whole
+from mechattn.store.atomic_writes import write_text
 from mechattn.store.reading import load_result
 
 
@@ -121,8 +121,8 @@ def paper(
         "versions": provenance.versions(),
     }
     comparison = Comparison(statements, cells, about)
-    _write_text(folder / "paper.json", comparison.to_json())
-    _write_text(folder / "paper.md", comparison.to_markdown() + "\n")
+    write_text(folder / "paper.json", comparison.to_json())
+    write_text(folder / "paper.md", comparison.to_markdown() + "\n")
     write_comparison(comparison, results, folder / "index.html", force)
     return comparison
 
@@ -197,12 +197,3 @@ def _measure_models(
         results.append(load_result(runs.result_place))
         seconds[short_name] = round(time.monotonic() - start, 1)
     return cells, results, seconds
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a text file completely or not at all.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))

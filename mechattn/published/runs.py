@@ -67,7 +67,7 @@ def conditions_for(
     """The conditions with these names.
 
     The number of “/” is the nearest to 55 that the model's tokenizer allows, and a random sentence
-    has the same number of tokens. Without an ARM, its condition is left out.
+    has the same number of tokens. Without ``arm``, the condition "arm" is left out.
     """
     slash = MeaninglessTokens("/", INSERTED_COUNT).fitted(model)
     conditions: dict[str, Condition] = {"slash": slash, "sentence": RandomSentence(slash.count)}
