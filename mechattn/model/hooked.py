@@ -25,7 +25,7 @@ FACTS_NAME = "_mechattn"  # the attribute of a model that holds its ModelFacts
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Held while a model is made, because transformers and accelerate then modify torch.
 model_creation_lock = RLock()
-_SECONDS_BEFORE_WARNING = 10.0
+_SECONDS_BEFORE_WARNING = 10.0  # how long a thread waits for a model before it says so
 # The lock of each configuration and each first parameter. It is not kept on the model, because a
 # lock cannot be pickled or copied.
 _locks = WeakIdKeyDictionary()
@@ -116,17 +116,17 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
     It is set on the object itself: a bridge would forward a plain assignment to the module that it
     wraps.
     """
-    missing = object()
-    previous_value = vars(owner).get(name, missing)
+    was_set = name in vars(owner)
+    previous_value = vars(owner).get(name)
     object.__setattr__(owner, name, value)
 
     try:
         yield
     finally:
-        if previous_value is missing:
-            object.__delattr__(owner, name)
-        else:
+        if was_set:
             object.__setattr__(owner, name, previous_value)
+        else:
+            object.__delattr__(owner, name)
 
 
 @dataclass

@@ -62,10 +62,10 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
     if layers is None:
         return attending_layers
 
-    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not chosen:
+    requested_layers = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not requested_layers:
         raise OptionError("layers=[] selects no layers; omit it for all layers")
-    for layer in chosen:
+    for layer in requested_layers:
         if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
         if layer not in attending_layers:
@@ -79,7 +79,7 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
                 f" {layer_words}"
             )
 
-    return sorted({int(layer) for layer in chosen})
+    return sorted({int(layer) for layer in requested_layers})
 
 
 def attention_window(model: HookedModel, layer: int) -> int | None:

@@ -85,6 +85,9 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
         norm: One of its norms, or the identity in place of one.
         name: The name of the norm in an error.
 
+    Returns:
+        The frozen norm. One that returns the random vectors unchanged is an identity with σ = 1.
+
     Raises:
         ModelError: It is not a norm of this form.
     """
@@ -189,7 +192,7 @@ def unembedding(model: HookedModel) -> Unembedding:
 
     factor = float(particulars_of(model).logit_factor(config_of(model)))
     to_logits = Unembedding(w_u, in_working_dtype(w_u).mean(1), frozen, factor, _logit_cap(model))
-    _check_direct(model, to_logits)
+    _check_logits(model, to_logits)
     return to_logits
 
 
@@ -214,7 +217,7 @@ def _logit_cap(model: HookedModel) -> float | None:
     return float(cap)
 
 
-def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
+def _check_logits(model: HookedModel, to_logits: Unembedding) -> None:
     """Refuse a model whose logits on a few tokens do not follow from the final residual stream.
 
     Raises:

@@ -31,7 +31,7 @@ from mechattn.store.atomic_writes import write_text
 # The number of prompts for each draw of untrained weights. Few suffice, since the page shows only
 # the range of the draws.
 UNTRAINED_PROMPTS = 8
-FIRST_DRAW = 1000  # the seed of the first draw, by default; far from the seeds that users choose
+FIRST_DRAW = 1000  # the first draw's seed if ``seed`` is 0; far from the seeds that users choose
 PAGE_RUN = "first"  # the run whose result the page shows
 
 
@@ -75,7 +75,7 @@ class RunValues:
 
 @dataclass
 class ModelRuns:
-    """All runs of one model; the model is loaded when the first run is not stored yet.
+    """All runs of one model. It is loaded when a run is not stored yet, or to answer problems.
 
     Args:
         name: The model, as ``load_model`` takes it.
@@ -90,7 +90,7 @@ class ModelRuns:
     settings: Settings
     # The model with untrained weights by its draw. Only one is kept, since each takes the memory of
     # a model.
-    untrained: dict[int, HookedModel] = field(default_factory=dict, init=False)
+    untrained_models: dict[int, HookedModel] = field(default_factory=dict, init=False)
 
     @cached_property
     def model(self) -> HookedModel:
@@ -101,7 +101,7 @@ class ModelRuns:
     @cached_property
     def arm(self) -> ARM | None:
         """ARM with the hyperparameters published for the model's family; None if there are none."""
-        family = architecture_named(self.name).partition("For")[0]
+        family = architecture_named(self.name).partition("For")[0]  # as in "LlamaForCausalLM"
         for arm in self.statements.arms:
             if arm.family == family:
                 return ARM(form=arm.form, c=arm.c, p1=arm.p1)
@@ -109,39 +109,39 @@ class ModelRuns:
 
     @cached_property
     def weights_hash(self) -> str | None:
-        """A hash that identifies the weights without loading them; None for a toy model."""
+        """What identifies the stored weights; None for a toy (``stored_hash``)."""
         return stored_hash(self.name)
 
     def cells(self) -> dict[str, Cell]:
         """The cell of every statement, by its key."""
-        measured = self.all_values()
-        untrained = [self.all_values(draw) for draw in range(self.settings.draws)]
+        own_weights = self.all_values()
+        draws = [self.all_values(draw) for draw in range(self.settings.draws)]
         cells = self._answer_cells()
-        for key, reason in measured.reasons.items():
+        for key, reason in own_weights.reasons.items():
             cells[key] = Cell(NOT_MEASURABLE, note=reason)
 
         for statement in self.statements.statements:
-            if statement.key not in measured.values:
+            if statement.key not in own_weights.values:
                 continue
             untrained_means = []
-            for run_values in untrained:
-                if statement.key in run_values.values:
-                    draw_values = run_values.values[statement.key]
-                    untrained_means.append(sum(draw_values) / len(draw_values))
-            values = measured.values[statement.key]
-            cells[statement.key] = measured_cell(statement, values, untrained_means)
+            for untrained_weights in draws:
+                if statement.key in untrained_weights.values:
+                    values = untrained_weights.values[statement.key]
+                    untrained_means.append(sum(values) / len(values))
+            own_values = own_weights.values[statement.key]
+            cells[statement.key] = measured_cell(statement, own_values, untrained_means)
         return cells
 
     def all_values(self, draw: int | None = None) -> RunValues:
         """What all runs measure, with the model's weights or with a draw of untrained weights."""
-        measured = RunValues()
+        all_runs = RunValues()
         for run_name in RUNS:
             run_values = self.run_values(run_name, draw)
-            measured.values |= run_values.values
-            measured.reasons |= run_values.reasons
+            all_runs.values |= run_values.values
+            all_runs.reasons |= run_values.reasons
 
-        self.untrained.clear()  # frees its memory
-        return measured
+        self.untrained_models.clear()  # frees their memory
+        return all_runs
 
     def run_values(self, run_name: str, draw: int | None = None) -> RunValues:
         """What one run measures, from its file if it is stored.
@@ -151,8 +151,9 @@ class ModelRuns:
             draw: The number of a draw of untrained weights; None for the model's own weights.
 
         Raises:
-            MechattnError: The run for the page cannot be made with the model's own weights. If
-                another run cannot be made, its values have reasons instead.
+            MechattnError: The run for the page is refused with the model's own weights, or the
+                prompts do not fit the model. If the model or an option is refused in another run,
+                its values have reasons instead.
         """
         path = self._values_file(run_name, draw)
         is_page_run = run_name == PAGE_RUN and draw is None
@@ -232,10 +233,10 @@ class ModelRuns:
         prompts = self.settings.prompts
 
         if draw is not None:
-            if draw not in self.untrained:
+            if draw not in self.untrained_models:
                 seed = FIRST_DRAW * (1 + self.settings.seed) + draw
-                self.untrained = {draw: random_weights(self.model, seed=seed)}
-            model = self.untrained[draw]
+                self.untrained_models = {draw: random_weights(self.model, seed=seed)}
+            model = self.untrained_models[draw]
             prompts = prompts[:UNTRAINED_PROMPTS]
 
         layers = None
