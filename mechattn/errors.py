@@ -122,7 +122,7 @@ def check_choice(known: Any, **arguments: Any) -> None:
     choices = get_args(known) or tuple(known)
     for name, value in arguments.items():
         if value not in choices:
-            quoted_choices = ", ".join(repr(choice) for choice in choices)
+            quoted_choices = ", ".join(map(repr, choices))
             raise OptionError(f"{name}={value!r}: choose one of {quoted_choices}")
 
 

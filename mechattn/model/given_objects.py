@@ -142,8 +142,8 @@ def text_model_of(model: Any) -> Any:
     class_name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ModelError(
-            f"{class_name} is multimodal, and its text model is loaded by itself, which is not possible "
-            "with device_map; load it onto one device"
+            f"{class_name} is multimodal, and its text model is loaded by itself, which is not"
+            " possible with device_map; load it onto one device"
         )
 
     text_model = _text_model(model, text_class)
@@ -158,9 +158,9 @@ def text_model_of(model: Any) -> Any:
     difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     if not difference <= _LOGIT_TOLERANCE:  # also refuses NaN
         raise ModelError(
-            f"{class_name} is multimodal, and its text model by itself ({text_class.__name__}) gives"
-            f" other logits ({float(difference):.2g} of their root mean square apart), so it is not"
-            " measured"
+            f"{class_name} is multimodal, and its text model by itself ({text_class.__name__})"
+            f" gives other logits ({float(difference):.2g} of their root mean square apart), so it"
+            " is not measured"
         )
 
     return text_model

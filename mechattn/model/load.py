@@ -109,7 +109,8 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     The outcome is kept on the model. If a check failed, the model is refused until it passes a
     verification or is given to ``load_model(model, verify=False)``. A model given as ``native`` is
     kept as well, even if the check of the logits failed, and later verifications compare with it.
-    If it was the wrong one, verify again with the right one as ``native``.
+    If it was the wrong one, verify again with the right one as ``native``; ``verify=False`` drops
+    it.
 
     Args:
         model: Anything that ``load_model`` accepts.
@@ -263,7 +264,10 @@ def _as_hooked_model(
 
 
 def _leave_unverified(model: Any, facts: ModelFacts) -> None:
-    """Turn verification off for a model, unless it passed and has not changed since."""
+    """Turn verification off for a model, unless it passed and has not changed since.
+
+    A native model that was given, and beside which the model failed, is dropped.
+    """
     if facts.state is not None:
         if facts.state == state_of(model):
             return
@@ -273,6 +277,8 @@ def _leave_unverified(model: Any, facts: ModelFacts) -> None:
         facts.state = None
         facts.streaming = None
         facts.fused = None
+    elif facts.native_is_given:  # and the model has failed beside it
+        keep_twin(model, facts)  # so that the given model does not answer in this one's place
     facts.to_verify = False
 
 

@@ -1,10 +1,10 @@
 """Trust: a checkpoint does not run its own code unless the user allows it.
 
-No option of these libraries ensures this. For some architectures TransformerLens imports the checkpoint's code whatever
-``trust_remote_code`` says, and transformers asks on standard input if the option is not given. So
-the functions of transformers that ask or import code are wrapped, once and permanently. The
-wrappers act only in the thread and the ``with`` block of a load by mechattn; other code that loads
-a model in this process is not affected.
+No option of these libraries ensures this. For some architectures TransformerLens imports the
+checkpoint's code whatever ``trust_remote_code`` says, and transformers asks on standard input if
+the option is not given. So the functions of transformers that ask or import code are wrapped, once
+and permanently. The wrappers act only in the thread and the ``with`` block of a load by mechattn;
+other code that loads a model in this process is not affected.
 """
 
 from __future__ import annotations

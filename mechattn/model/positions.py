@@ -147,7 +147,7 @@ def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
     if "dynamic" in kind and longest:
         return Boundary(int(longest), "dynamic")
 
-    if kind in ("longrope", "su") or "long_factor" in settings:
+    if kind in ("longrope", "su") or "long_factor" in settings:  # "su" is its first name
         name = "original_max_position_embeddings"
         length = settings.get(name) or getattr(config, name, longest)
         if length:

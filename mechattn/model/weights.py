@@ -45,15 +45,15 @@ _LOAD_AGAIN = (
     "Load the model again as it is now; load_model(model, verify=False) measures it anyway, and "
     "every result then records verified: false"
 )
-# By the kind of change. ``name`` is the changed part, whose value was ``verified`` and is ``current``.
+# By the kind of change. ``name`` is the changed part, ``verified`` and ``current`` are its values.
 _CHANGES = {
     "class": (
         "{name} is {current} where {verified} was. Adapters are merged (merge_and_unload) before "
         "load_model. " + _LOAD_AGAIN
     ),
     "dtype": (
-        "{name} is {current} and was {verified}. Give the dtype to load_model(…, dtype=…), which leaves"
-        " the rotary frequencies in float32"
+        "{name} is {current} and was {verified}. Give the dtype to load_model(…, dtype=…), which"
+        " leaves the rotary frequencies in float32"
     ),
     "attention": (
         "{name} is {current!r} and was {verified!r}, so hooks may not fire. " + _LOAD_AGAIN

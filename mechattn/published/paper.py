@@ -165,8 +165,8 @@ def _check_prompts(prompts: Sequence[Prompt], source: str, problem_count: int) -
     for prompt in prompts[:problem_count]:
         if prompt.solution is None:
             raise OptionError(
-                f"{problem_count} problems are to be answered, but {prompt.where} of {source} has no"
-                " solution, so no answer can be graded; name the field with the solution"
+                f"{problem_count} problems are to be answered, but {prompt.where} of {source} has"
+                " no solution, so no answer can be graded; name the field with the solution"
                 " (answer_field=…, --answer-field), or leave problems out"
             )
 
