@@ -10,21 +10,22 @@ from typing import Any, get_args
 # The user's line is the first that belongs to none of these packages. Run-time type checks put
 # frames of beartype and jaxtyping between those of mechattn.
 _OURS = {"mechattn", "beartype", "jaxtyping"}
-_BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_BYTES_OF_UNIT = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LONGEST_REASON = 300  # characters; some errors list every architecture
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
 # Everything that moves the cursor, colours, rings the bell or changes the writing direction, except
 # newlines and tabs.
-_CONTROL = re.compile(
+_CONTROL_CHARACTER = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 # A password may contain a slash that is not written as %2F. In an Azure URL (abfs://), the text
-# before the @ is a container, not a user.
-_USER = re.compile(
+# before the @ is a container, not a user. Without the bound of 1,000 characters, a long text that
+# has no @ would take quadratic time.
+_USER_IN_URL = re.compile(
     r"(?<=://)(?<!abfs://)(?<!abfss://)"
     r"(?:[^/?#\s\"'<>:@]{0,1000}:[^\s\"'<>@]{0,1000}@|[^/?#\s\"'<>@]{0,1000}@)+"
 )
-_QUERY = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
+_QUERY_IN_URL = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
 
 
 class MechattnError(Exception):
@@ -121,7 +122,8 @@ def check_choice(known: Any, **arguments: Any) -> None:
     choices = get_args(known) or tuple(known)
     for name, value in arguments.items():
         if value not in choices:
-            raise OptionError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+            quoted_choices = ", ".join(map(repr, choices))
+            raise OptionError(f"{name}={value!r}: choose one of {quoted_choices}")
 
 
 def memory_bytes(memory: str) -> int:
@@ -131,12 +133,12 @@ def memory_bytes(memory: str) -> int:
         OptionError: It is not a number with the unit KiB, MiB or GiB, or is less than a byte.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
-    count = 0
     if match:
-        count = int(float(match[1]) * _BUDGETS[match[2].upper()])
-    if count == 0:
-        raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
-    return count
+        number, unit = match.groups()
+        byte_count = int(float(number) * _BYTES_OF_UNIT[unit.upper()])
+        if byte_count > 0:
+            return byte_count
+    raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -150,7 +152,10 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def reason(error: Exception) -> str:
-    """An error's class and the first line of its text, shortened to 300 characters."""
+    """An error's class and, if it has a text, the first line of this text.
+
+    The line is shortened to 300 characters and has no full stop at its end.
+    """
     error_class = type(error).__name__
     lines = str(error).strip().splitlines()
     if not lines:
@@ -167,13 +172,13 @@ def say(message: str) -> None:
 def plain(text: str) -> str:
     """A text whose control characters are escaped, as in ``\\x1b[31m``, so that they have no effect
     on a terminal."""
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    return _CONTROL_CHARACTER.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def without_secrets(text: str) -> str:
     """A text whose URLs have no user names, passwords or query strings, which may hold keys and
     tokens."""
-    return _QUERY.sub(r"\1…", _USER.sub("…@", text))
+    return _QUERY_IN_URL.sub(r"\1…", _USER_IN_URL.sub("…@", text))
 
 
 def shown(text: str) -> str:
@@ -182,8 +187,7 @@ def shown(text: str) -> str:
 
 
 def visible(token: str) -> str:
-    """A token's text with "⏎" for each newline; "·" if it is empty or has only zero-width
-    characters."""
+    """A token's text with "⏎" for each newline; "·" if it has nothing but zero-width characters."""
     if not token.strip(_INVISIBLE):
         return "·"
     return token.replace("\n", "⏎")

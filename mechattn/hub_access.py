@@ -38,7 +38,7 @@ def asked_once(place: str) -> Iterator[None]:
     from huggingface_hub import constants, get_session
 
     with _offline_switch:
-        offline = constants.HF_HUB_OFFLINE
+        user_setting = constants.HF_HUB_OFFLINE
         try:
             # The hub's own client knows the user's proxies.
             get_session().head(constants.ENDPOINT, timeout=5)
@@ -47,7 +47,7 @@ def asked_once(place: str) -> Iterator[None]:
         try:
             yield
         finally:
-            constants.HF_HUB_OFFLINE = offline
+            constants.HF_HUB_OFFLINE = user_setting
 
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:

@@ -9,9 +9,11 @@ from typing import Any
 
 from mechattn.errors import visible
 
-# The background of each segment. They are faint, so that the text of a notebook stays readable in
-# light and dark themes.
-GROUNDS = {
+# A token keeps its spaces, and its writing direction does not affect its neighbours.
+AS_WRITTEN = "white-space:pre-wrap;unicode-bidi:isolate"
+# The background colour of each segment. The colours are faint, so that the text of a notebook stays
+# readable in light and dark themes.
+_BACKGROUNDS = {
     "first": "rgba(128,128,128,.18)",
     "template": "rgba(128,128,128,.18)",
     "system": "rgba(80,160,80,.16)",
@@ -20,9 +22,7 @@ GROUNDS = {
     "answer": "rgba(150,90,200,.18)",
     "changed": "rgba(230,150,30,.32)",
 }
-_LEFT = "text-align:left;vertical-align:top"
-# A token keeps its spaces, and its writing direction does not affect its neighbours.
-AS_WRITTEN = "white-space:pre-wrap;unicode-bidi:isolate"
+_CELL_STYLE = "text-align:left;vertical-align:top"
 
 
 def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str] = ()) -> str:
@@ -35,7 +35,7 @@ def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str
     """
     parts = []
     if caption:
-        style = f"{_LEFT};font-weight:600"
+        style = f"{_CELL_STYLE};font-weight:600"
         parts.append(f'<caption style="{style}">{html.escape(caption)}</caption>')
     if header:
         parts.append(f"<thead>{_row('th', header)}</thead>")
@@ -44,16 +44,15 @@ def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str
     return f"<table>{''.join(parts)}</table>"
 
 
-def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
+def tokens(texts: Sequence[tuple[str, str]], caption: str = "") -> str:
     """HTML of tokens on the background colours of their segments, with a legend.
 
     Args:
         texts: The text and the segment of each token.
-        caption: The words before the legend.
+        caption: The text before the legend.
     """
-    texts = list(texts)
-    present = {segment for _, segment in texts}
-    legend = " ".join(_token(name, name) for name in GROUNDS if name in present)
+    segments = {segment for _, segment in texts}
+    legend = " ".join(_token(name, name) for name in _BACKGROUNDS if name in segments)
     spans = "".join(_token(visible(text), segment) for text, segment in texts)
     style = "font-family:monospace;line-height:1.9;overflow-wrap:anywhere"
     return f'<p>{html.escape(caption)} {legend}</p><p style="{style}">{spans}</p>'
@@ -71,19 +70,21 @@ def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -
     for row in [header, *rows]:
         cells = [str(cell).replace("|", "\\|") for cell in row]
         lines.append(f"| {' | '.join(cells)} |")
-    lines.insert(1, "|---" * len(header) + "|")
+    rule = "|---" * len(header) + "|"
+    lines.insert(1, rule)
     return "\n".join(lines)
 
 
 def _row(tag: str, cells: Sequence[Any]) -> str:
     """A row of an HTML table. ``tag`` is "td", or "th" for a header."""
-    row = "".join(f'<{tag} style="{_LEFT}">{html.escape(str(cell))}</{tag}>' for cell in cells)
+    texts = [html.escape(str(cell)) for cell in cells]
+    row = "".join(f'<{tag} style="{_CELL_STYLE}">{text}</{tag}>' for text in texts)
     return f"<tr>{row}</tr>"
 
 
 def _token(text: str, segment: str) -> str:
     """HTML of a token on the background colour of its segment."""
     return (
-        f'<span title="{segment}" style="background:{GROUNDS[segment]};padding:2px;margin:1px;'
+        f'<span title="{segment}" style="background:{_BACKGROUNDS[segment]};padding:2px;margin:1px;'
         f'border-radius:3px;{AS_WRITTEN}">{html.escape(text)}</span>'
     )

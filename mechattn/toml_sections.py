@@ -22,9 +22,9 @@ else:
     import tomli as tomllib
 
 _LARGEST_FILE = 2**20  # bytes; a config takes a few kB, so a larger file is something else
-_LONGEST_VALUE = 40  # letters of a value that a message quotes
+_LONGEST_VALUE = 40  # characters of a value that a message quotes
 # If a value may be of several types, pydantic adds one of them to the keys of an error.
-_TYPE = re.compile(r"int|str|list\[.*|json-or-python\[.*")
+_TYPE_AFTER_KEYS = re.compile(r"int|str|list\[.*|json-or-python\[.*")
 _Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]  # the integers of TOML
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
 
@@ -95,9 +95,9 @@ def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
         raise OptionError(f"{path} is not TOML: {error}") from None
 
 
-def no_such_key(name: str, known: Iterable[str]) -> str:
+def no_such_key(name: str, known: Collection[str]) -> str:
     """The message for an unknown key, with the known keys and the one that may be meant."""
-    return f"there is no such key here{near(name, known)}; the keys are {', '.join(known)}"
+    return f"there is no such key here{_did_you_mean(name, known)}; the keys are {', '.join(known)}"
 
 
 def check_known(where: str, name: str, known: Collection[str]) -> None:
@@ -107,20 +107,8 @@ def check_known(where: str, name: str, known: Collection[str]) -> None:
         OptionError: The name is not known; the message lists those that are.
     """
     if name not in known:
-        raise OptionError(
-            f"{where} = {name!r}: choose one of {', '.join(known)}{near(name, known)}"
-        )
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """A question whether the most similar known word is meant; "" if none is similar."""
-    known = list(known)
-    similar = difflib.get_close_matches(word, known, 1)
-    if len(word) > 2:
-        similar += [name for name in known if word.casefold() in name.casefold()]
-    if not similar:
-        return ""
-    return f" (did you mean {similar[0]!r}?)"
+        question = _did_you_mean(name, known)
+        raise OptionError(f"{where} = {name!r}: choose one of {', '.join(known)}{question}")
 
 
 def validation_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
@@ -134,7 +122,7 @@ def validation_words(error: ValidationError, root: type[BaseModel], where: str =
     sentences = []
     for problem in error.errors():
         keys = [str(key) for key in problem["loc"]]
-        if keys and problem["type"] != "extra_forbidden" and _TYPE.fullmatch(keys[-1]):
+        if keys and problem["type"] != "extra_forbidden" and _TYPE_AFTER_KEYS.fullmatch(keys[-1]):
             keys.pop()
         sentences.append(f"{where}{'.'.join(keys)}: {_problem_words(problem, root)}")
     return "; ".join(sentences)
@@ -165,8 +153,8 @@ class FigureSection(OpenSection):
 
 
 class OutputSection(Section):
-    """The paths of the result and its page, relative to the working directory, and which layer and
-    heads the lines show that lead the page."""
+    """The paths of the result and its page, relative to the working directory, and the layer and
+    heads that the first lines of the page are about."""
 
     result: str
     page: str | None = None
@@ -188,8 +176,8 @@ class ServerSection(Section):
 
 
 class EvaluationSection(Section):
-    """The arguments of ``evaluate``, and the file for the answers. Several models need "{model}" in
-    its name."""
+    """The arguments of ``evaluate``, and the file for the answers, whose name needs "{model}" if
+    there are several models."""
 
     out: str
     new_tokens: _Int = 256
@@ -201,7 +189,8 @@ class EvaluationSection(Section):
 
 
 class Config(Section):
-    """A whole run. Each model gives a result of its own: several need "{model}" in its path."""
+    """A whole run. Each model gives a result of its own, so with several models the path of the
+    result needs "{model}"."""
 
     model: str | list[str]
     prompts: PromptsSection
@@ -227,8 +216,10 @@ class Config(Section):
 
     @property
     def models(self) -> list[str]:
-        """The models, at least one."""
-        return [self.model] if isinstance(self.model, str) else self.model
+        """The models as a list, also if there is only one."""
+        if isinstance(self.model, str):
+            return [self.model]
+        return self.model
 
 
 def read_sections(path: str | Path) -> Config:
@@ -238,12 +229,12 @@ def read_sections(path: str | Path) -> Config:
         OptionError: The file cannot be read, or a key or value in it is refused.
     """
     try:
-        return config_of(toml_values(path), f"{path}: ")
+        return config_from_values(toml_values(path), f"{path}: ")
     except RecursionError:
         raise OptionError(f"{path} is nested too deeply") from None
 
 
-def config_of(values: dict[str, Any], where: str = "") -> Config:
+def config_from_values(values: dict[str, Any], where: str = "") -> Config:
     """The config with these values. ``where`` is the beginning of every message.
 
     Raises:
@@ -258,27 +249,38 @@ def config_of(values: dict[str, Any], where: str = "") -> Config:
     return config
 
 
-def _problem_words(error: Any, root: Any) -> str:
-    """One of pydantic's errors in words for the user."""
-    if error["type"] == "extra_forbidden":
-        *section, name = error["loc"]
-        return no_such_key(str(name), list(_section_at(root, section).model_fields))
-    if error["type"] == "missing":
+def _did_you_mean(word: str, known: Collection[str]) -> str:
+    """A question whether the most similar known word is meant; "" if none is similar."""
+    similar = difflib.get_close_matches(word, known, 1)
+    if len(word) > 2:
+        similar += [name for name in known if word.casefold() in name.casefold()]
+    if not similar:
+        return ""
+    return f" (did you mean {similar[0]!r}?)"
+
+
+def _problem_words(problem: Any, root: Any) -> str:
+    """One of the problems in a ``ValidationError``, in words for the user."""
+    if problem["type"] == "extra_forbidden":
+        *keys, unknown_key = problem["loc"]
+        section = _section_at(root, keys)
+        return no_such_key(str(unknown_key), section.model_fields)
+    if problem["type"] == "missing":
         return "is missing"
-    if error["type"] == "value_error":
-        return str(error["msg"]).removeprefix("Value error, ")
-    return f"{error['msg']}, not {str(error['input'])[:_LONGEST_VALUE]!r}"
+    if problem["type"] == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    value = str(problem["input"])
+    return f"{problem['msg']}, not {value[:_LONGEST_VALUE]!r}"
 
 
-def _section_at(root: Any, path: Iterable[Any]) -> Any:
-    """The class of the section that keys lead to. Indices of lists and names in tables are skipped,
-    because they are not fields."""
-    for name in path:
-        if name not in root.model_fields:
+def _section_at(section: Any, keys: Iterable[Any]) -> Any:
+    """The class of the section to which keys lead from another section. Indices of lists and names
+    in tables are skipped, because they are not fields."""
+    for key in keys:
+        if key not in section.model_fields:
             continue
-        section = root.model_fields[name].annotation
-        # Unwraps list[Section], dict[str, Section] and Section | None.
-        while not isinstance(section, type) or not issubclass(section, BaseModel):
-            section = next(arg for arg in get_args(section)[::-1] if arg is not type(None))
-        root = section
-    return root
+        section = section.model_fields[key].annotation
+        # list[Section], dict[str, Section] or Section | None
+        while types := [arg for arg in get_args(section) if arg is not type(None)]:
+            section = types[-1]
+    return section

@@ -146,7 +146,7 @@ def figures(
     Heads are chosen by their change on one half of the prompts, and drawn on the other half.
     """
     from mechattn.commands.figures import make_figures
-    from mechattn.toml_sections import config_of
+    from mechattn.toml_sections import config_from_values
 
     if system is None and prompts == "gsm8k":
         system = REASON
@@ -166,7 +166,7 @@ def figures(
         "layer": layer,
         "heads": _head_numbers(heads),
     }
-    config = config_of(
+    config = config_from_values(
         {
             "model": model,
             "prompts": prompt_section,

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.store.atomic_writes import check_writable, write_whole
+from mechattn.store.atomic_writes import check_writable, write_text
 
 Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
 # A later run may add problems, conditions and samples. The file's provenance then has these facts
@@ -168,7 +168,7 @@ def write_answers(
         )
     lines = [_line({"provenance": provenance})]
     lines += [_line(asdict(answer)) for answer in answers]
-    write_whole(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))
+    write_text(path, "".join(lines))
 
 
 def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:

@@ -23,7 +23,7 @@ class Particulars:
     """What an architecture does that others don't. The defaults are those of most architectures."""
 
     # From the configuration, the layer and 1 / √d_head to the factor of q·k.
-    score_scale: Callable[[Any, int, float], float] = lambda config, layer, usual: usual
+    score_scale: Callable[[Any, int, float], float] = lambda config, layer, default: default
     # From the configuration and the number of heads to the ALiBi slopes. By default they are those
     # of Press et al., if TransformerLens reports ALiBi.
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
@@ -43,9 +43,9 @@ class Particulars:
     mend: Callable[[Any], str | None] = lambda model: None
 
 
-def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
+def _gpt2_scale(config: Any, layer: int, default: float) -> float:
     """1 / √d_head or 1; divided by the layer's number, from 1, if the configuration says so."""
-    scale = usual if config.scale_attn_weights else 1.0
+    scale = default if config.scale_attn_weights else 1.0
     if config.scale_attn_by_inverse_layer_idx:
         return scale / (layer + 1)
     return scale
@@ -58,20 +58,16 @@ def _do_not_divide_products(model: Any) -> str | None:
     """
     if config_of(model).scale_attn_weights:
         return None
-    for block in model.blocks:
-        reconstruct = block.attn._reconstruct_attention
-        block.attn._reconstruct_attention = partial(
-            _with_larger_queries, reconstruct, model.cfg.d_head
-        )
+    _wrap_attention(model, partial(_with_larger_queries, model.cfg.d_head))
     return (
         "q·k is not divided by √d_head, as scale_attn_weights=False says: TransformerLens divides"
         " it in every GPT-2"
     )
 
 
-def _mpt_scale(config: Any, layer: int, usual: float) -> float:
+def _mpt_scale(config: Any, layer: int, default: float) -> float:
     """The configuration's factor if it names one, else 1 / √d_head."""
-    return config.attn_config.softmax_scale or usual
+    return config.attn_config.softmax_scale or default
 
 
 def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
@@ -105,9 +101,7 @@ def _count_alibi_once(model: Any) -> str | None:
     """Add ALiBi only once in each layer of a model with ALiBi."""
     if not config_of(model).alibi:
         return None
-    for block in model.blocks:
-        reconstruct = block.attn._reconstruct_attention
-        block.attn._reconstruct_attention = partial(_without_second_alibi, reconstruct)
+    _wrap_attention(model, _without_second_alibi)
     return (
         "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in"
         " transformers 4.46 to 5.23, since the mask carries it already"
@@ -161,7 +155,6 @@ PARTICULARS: Mapping[str, Particulars] = {
     "recurrent_gemma": Particulars(kinds_field=None, window_field="attention_window_size"),
 }
 
-
 _HOOKED_TRANSFORMER = Particulars(kinds_field="attn_types", window_field="window_size")
 
 
@@ -173,13 +166,20 @@ def particulars_of(model: Any) -> Particulars:
     return PARTICULARS.get(config.model_type, Particulars())
 
 
-def score_scale(model: Any, layer: int, width: int) -> float:
-    """The factor of q·k in a layer whose heads have this width."""
-    return particulars_of(model).score_scale(config_of(model), layer, width**-0.5)
+def score_scale(model: Any, layer: int, d_head: int) -> float:
+    """The factor of q·k in a layer whose heads have this ``d_head``."""
+    return particulars_of(model).score_scale(config_of(model), layer, d_head**-0.5)
+
+
+def _wrap_attention(model: Any, wrapper: Callable[..., Any]) -> None:
+    """Let a function, which gets the original method first, compute the attention of each layer."""
+    for block in model.blocks:
+        reconstruct = block.attn._reconstruct_attention
+        block.attn._reconstruct_attention = partial(wrapper, reconstruct)
 
 
 def _with_larger_queries(
-    reconstruct: Callable[..., Any], d_head: int, q: Tensor, *args: Any, **kwargs: Any
+    d_head: int, reconstruct: Callable[..., Any], q: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Attention from queries times √d_head, which cancels the division of q·k by √d_head."""
     return reconstruct(q * d_head**0.5, *args, **kwargs)

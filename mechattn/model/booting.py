@@ -46,26 +46,26 @@ def hooked_checkpoint(
     place = checkpoint.model_place(name)
     is_toy = name.startswith(checkpoint.TOY_PREFIX)
     # The options that the loaders of configurations and tokenizers take too.
-    on_hub = {"trust_remote_code": False}
-    on_hub |= _named(options, ("revision", "trust_remote_code"))
+    hub_options = {"trust_remote_code": False}
+    hub_options |= _named(options, ("revision", "trust_remote_code"))
 
-    config = checkpoint.config_of_place(place, **on_hub)
+    config = checkpoint.config_of_place(place, **hub_options)
     checkpoint.check_weights_are_whole(place)
     architectures = getattr(config, "architectures", None) or [type(config).__name__]
     refuse_other_kinds(architectures[0], config)
 
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
-        stored = getattr(config, "dtype", None)
+        stored_dtype = getattr(config, "dtype", None)
         dtype = torch.float32
         # A toy is stored in float16 only to make its file small.
-        if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
-            dtype = stored
+        if isinstance(stored_dtype, torch.dtype) and not (is_toy or on_cpu):
+            dtype = stored_dtype
 
     if tokenizer is None and is_toy:
         tokenizer = checkpoint.load_tokenizer(name)
     elif tokenizer is None:
-        tokenizer = checkpoint.tokenizer_of(place, **on_hub)
+        tokenizer = checkpoint.tokenizer_of(place, **hub_options)
 
     if not is_gguf(place) and not is_multimodal(config):
         return _boot(
@@ -73,17 +73,17 @@ def hooked_checkpoint(
         )
 
     placing = _named(options, _PLACING)
-    others = {option: value for option, value in options.items() if option not in placing}
+    boot_options = {option: value for option, value in options.items() if option not in placing}
     if device is None and not placing:
         device = get_device()
     if not is_gguf(place):
-        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **on_hub)
-        return hooked_object(hf_model, tokenizer, None, device, name, **others)
+        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **hub_options)
+        return hooked_object(hf_model, tokenizer, None, device, name, **boot_options)
 
     with transformers_restored():
         hf_model = load_dequantised(place, config, dtype, **placing)
     gguf = gguf_provenance(place)
-    return hooked_object(hf_model, tokenizer, None, device, name, gguf, **others)
+    return hooked_object(hf_model, tokenizer, None, device, name, gguf, **boot_options)
 
 
 def hooked_object(
@@ -153,10 +153,10 @@ def examine(model: Any, facts: ModelFacts) -> None:
 @contextmanager
 def transformers_restored() -> Iterator[None]:
     """Inside a ``with`` block, transformers shows no progress bar and loads no processor of images;
-    afterwards it is as before.
+    afterwards it is as before, with its own attention functions.
 
-    Booting replaces attention functions (TransformerLens issue 1795). To load a processor of
-    images, TransformerLens would run pip if torchvision is not installed.
+    Booting replaces these functions (TransformerLens issue 1795). To load a processor of images,
+    TransformerLens would run pip if torchvision is not installed.
     """
     import transformers
     from transformers.utils import logging
@@ -193,6 +193,13 @@ def _boot(
 ) -> Any:
     """A bridge in compatibility mode, with raw weights and the given tokenizer.
 
+    Args:
+        name: The place from which TransformerLens loads the model, unless ``hf_model`` is given.
+        shown_name: The name of the hooked model, for messages and results.
+        tokenizer: The tokenizer, or None.
+        gguf: The provenance of the GGUF file, if the weights come from one.
+        **options: Options of ``TransformerBridge.boot_transformers``.
+
     Raises:
         ModelError: TransformerLens cannot hook the model.
     """
@@ -200,12 +207,13 @@ def _boot(
 
     try:
         with transformers_restored():
-            # TransformerLens looks for a tokenizer if it is given none, so a model without a
-            # tokenizer is booted with a stand-in.
-            stand_in = copy.deepcopy(tokenizer)
+            # TransformerLens changes the tokenizer that it is given, and looks for one if it is
+            # given none. So it gets a copy, or for a model without a tokenizer a stand-in.
             if tokenizer is None:
-                stand_in = checkpoint.lettered_tokenizer(1)
-            bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
+                boot_tokenizer = checkpoint.lettered_tokenizer(1)
+            else:
+                boot_tokenizer = copy.deepcopy(tokenizer)
+            bridge = TransformerBridge.boot_transformers(name, tokenizer=boot_tokenizer, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(

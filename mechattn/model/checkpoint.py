@@ -25,6 +25,27 @@ TOY_PREFIX = "toy:"
 RELAY = "toy:relay"
 _TOYS = Path(__file__).parent.parent / "toys"
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
+# Numbers, contractions, spaces and other scripts, which tokenizers split in different ways.
+_TEXTS_TO_SPLIT = (
+    "Tom has 3 apples, and 1,234.5 more.",
+    " It's  I'll WE'LL\n\n\tnaïve Café",
+    "x = 12345 + 67",
+    "你好 мир 🙂",
+)
+# What a directory without a config.json holds, by a pattern of its files.
+_HELD_WITHOUT_CONFIG = {
+    "adapter_config.json": (
+        "holds an adapter (such as LoRA), not a model: merge it into its base model "
+        "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives"
+    ),
+    "*.gguf": "holds a GGUF file: name it with gguf_file=…",
+    "consolidated*": (
+        "holds weights in Meta's or Mistral's format: convert them with transformers' script"
+    ),
+    "checkpoint-*/config.json": (
+        "holds the checkpoints of a training: name one of its folders checkpoint-…"
+    ),
+}
 
 
 def toy_names() -> list[str]:
@@ -47,7 +68,10 @@ def toy_folder(name: str) -> Path:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a toy, from its tokenizer.json."""
+    """The tokenizer of a toy, from its tokenizer.json.
+
+    ``AutoTokenizer`` would take the class of the toy's family, which splits texts otherwise.
+    """
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(toy_folder(name))
@@ -83,28 +107,12 @@ def model_place(name: str) -> str:
 
     if may_be_on_hub(place):
         return place
-    kind = "not a directory here"
+    fault = "it is not a directory here"
     if os.path.exists(place):
-        kind = "a file, not the directory of a checkpoint"
+        fault = "it is a file, not the directory of a checkpoint"
     raise ModelError(
-        f"there is no model {name!r}: it is {kind}, and models on the hub are named owner/name"
+        f"there is no model {name!r}: {fault}, and models on the hub are named owner/name"
     )
-
-
-# What a directory without a config.json is, by the files in it.
-_OTHER_FOLDERS = {
-    "adapter_config.json": (
-        "holds an adapter (such as LoRA), not a model: merge it into its base model "
-        "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives"
-    ),
-    "*.gguf": "holds a GGUF file: name it with gguf_file=…",
-    "consolidated*": (
-        "holds weights in Meta's or Mistral's format: convert them with transformers' script"
-    ),
-    "checkpoint-*/config.json": (
-        "holds the checkpoints of a training: name one of its folders checkpoint-…"
-    ),
-}
 
 
 def check_weights_are_whole(place: str) -> None:
@@ -115,8 +123,9 @@ def check_weights_are_whole(place: str) -> None:
     """
     folder = Path(place)
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
-    whole = [*folder.glob("model.safetensors*"), *folder.glob("pytorch_model*")]
-    if shards and not whole:
+    # A file of all weights, or the index of their parts.
+    whole_or_index = [*folder.glob("model.safetensors*"), *folder.glob("pytorch_model*")]
+    if shards and not whole_or_index:
         raise ModelError(
             f"the directory {place} holds parts of the weights ({shards[0].name} …) without "
             "model.safetensors.index.json, which says what each part holds; copy it there"
@@ -139,7 +148,7 @@ def tokenizer_named(name: str) -> Any:
     return tokenizer
 
 
-def tokenizer_of(place: str, **remote: Any) -> Any:
+def tokenizer_of(place: str, **hub_options: Any) -> Any:
     """The tokenizer of a checkpoint; None for a directory without one.
 
     For such a directory transformers alone would make an empty tokenizer.
@@ -150,14 +159,14 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     from transformers import AutoTokenizer
 
     if os.path.isdir(place):
-        kinds = [kind for kind in _TOKENIZER_FILES if any(Path(place).glob(kind))]
-        if not kinds:
+        patterns = [pattern for pattern in _TOKENIZER_FILES if any(Path(place).glob(pattern))]
+        if not patterns:
             return None
 
-    folder, file = as_transformers_names(place)
+    folder, file_option = as_transformers_names(place)
     try:
         with read_once():
-            tokenizer = AutoTokenizer.from_pretrained(folder, **file, **remote)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **file_option, **hub_options)
     except Exception as error:
         refuse_own_code(error, place)
         raise ModelError(
@@ -167,15 +176,6 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
 
     _warn_of_other_ids(tokenizer, Path(place))
     return tokenizer
-
-
-# Numbers, contractions, spaces and other scripts, which tokenizers split in different ways.
-_TEXTS_TO_SPLIT = (
-    "Tom has 3 apples, and 1,234.5 more.",
-    " It's  I'll WE'LL\n\n\tnaïve Café",
-    "x = 12345 + 67",
-    "你好 мир 🙂",
-)
 
 
 def lettered_tokenizer(size: int) -> Any:
@@ -204,7 +204,7 @@ def prepends_bos(tokenizer: Any) -> bool:
     return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
-def config_of_place(place: str, **remote: Any) -> Any:
+def config_of_place(place: str, **hub_options: Any) -> Any:
     """The config of a checkpoint.
 
     Raises:
@@ -214,20 +214,20 @@ def config_of_place(place: str, **remote: Any) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    folder, file = as_transformers_names(place)
+    folder, file_option = as_transformers_names(place)
     try:
         with read_once():
-            config = AutoConfig.from_pretrained(folder, **file, **remote)
+            config = AutoConfig.from_pretrained(folder, **file_option, **hub_options)
     except Exception as error:
         refuse_own_code(error, place)
         if os.path.exists(place):
             raise ModelError(
                 f"transformers cannot read the configuration of {place}: {reason(error)}"
             ) from error
+        toys = ", ".join([*toy_names(), RELAY])
         raise ModelError(
-            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not"
-            f" {SMOLLM2}, not a checkpoint directory here, and loading it from the"
-            f" hub failed ({reason(error)})"
+            f"there is no model {place!r}: not a toy ({toys}), not {SMOLLM2}, not a checkpoint"
+            f" directory here, and loading it from the hub failed ({reason(error)})"
         ) from error
 
     if is_gguf(place):  # its header does not name a class of transformers
@@ -248,7 +248,8 @@ def text_config(name: str) -> Any:
 
 def architecture_named(name: str) -> str:
     """The class that a model's config names, such as "Qwen2ForCausalLM"; "" if it names none."""
-    return (_config_named(name).architectures or [""])[0]
+    architectures = _config_named(name).architectures or [""]
+    return architectures[0]
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
@@ -266,7 +267,7 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
 
 def _without_config(folder: Path) -> str:
     """What a directory without a config.json holds, and what to do, for an error message."""
-    for pattern, explanation in _OTHER_FOLDERS.items():
+    for pattern, explanation in _HELD_WITHOUT_CONFIG.items():
         if any(folder.glob(pattern)):
             return explanation
     return "has no config.json, so it is not a checkpoint; save one with save_pretrained"
@@ -279,10 +280,11 @@ def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return
-    stored = Tokenizer.from_file(str(path))
+    file_tokenizer = Tokenizer.from_file(str(path))
     for text in _TEXTS_TO_SPLIT:
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if token_ids != stored.encode(text, add_special_tokens=False).ids:
+        class_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        file_ids = file_tokenizer.encode(text, add_special_tokens=False).ids
+        if class_ids != file_ids:
             warn(
                 f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads"
                 f" {text!r} as other tokens than its tokenizer.json; to use the file, pass"

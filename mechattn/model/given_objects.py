@@ -18,7 +18,7 @@ _OTHER_INPUTS = ("vision_config", "audio_config", "image_config", "speech_config
 _PROBE_LENGTH = 8  # tokens
 # The largest allowed difference, in root mean squares of the logits. Both models run the same code
 # on the same weights, so they should differ by rounding alone.
-_TOLERANCE = 1e-2
+_LOGIT_TOLERANCE = 1e-2
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
@@ -52,7 +52,7 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
     """Refuse encoders, encoder-decoders, classifiers and models without a head.
 
     Raises:
-        ModelError: It is one of these, by its class name or its configuration.
+        ModelError: The class name or the configuration is that of one of these.
     """
     from transformers.models.auto import modeling_auto
 
@@ -79,23 +79,23 @@ def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
     computed_buffers = []
     for module in hf_model.modules():
         for name in module._non_persistent_buffers_set:
-            values = module._buffers[name]
-            if values is not None:
-                computed_buffers.append((module, name, values))
+            buffer = module._buffers[name]
+            if buffer is not None:
+                computed_buffers.append((module, name, buffer))
 
     hf_model = hf_model.to(device=device, dtype=dtype)
-    for module, name, values in computed_buffers:
-        module._buffers[name] = values.to(device=device)
+    for module, name, buffer in computed_buffers:
+        module._buffers[name] = buffer.to(device=device)
     return hf_model
 
 
 def warn_of_rounded_frequencies(hf_model: Any) -> None:
     """Warn if the user has rounded the model's rotary frequencies to half precision."""
-    for name, values in hf_model.named_buffers():
-        if name.endswith("inv_freq") and values.dtype in (torch.float16, torch.bfloat16):
+    for name, buffer in hf_model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dtype in (torch.float16, torch.bfloat16):
             warn(
                 f"the rotary frequencies of this {type(hf_model).__name__} are rounded to"
-                f" {values.dtype}, as model.to(dtype) does, so far positions are turned by wrong"
+                f" {buffer.dtype}, as model.to(dtype) does, so far positions are turned by wrong"
                 " angles; give the dtype to from_pretrained or to load_model instead"
             )
             return
@@ -103,8 +103,8 @@ def warn_of_rounded_frequencies(hf_model: Any) -> None:
 
 def is_multimodal(config: Any) -> bool:
     """Whether a configuration has a text model and one of images or sounds."""
-    other_inputs = (getattr(config, name, None) for name in _OTHER_INPUTS)
-    return getattr(config, "text_config", None) is not None and any(other_inputs)
+    has_other_inputs = any(getattr(config, name, None) for name in _OTHER_INPUTS)
+    return has_other_inputs and getattr(config, "text_config", None) is not None
 
 
 def multimodal_model(place: str, config: Any, **options: Any) -> Any:
@@ -139,31 +139,31 @@ def text_model_of(model: Any) -> Any:
     text_class = _text_class(model.config.text_config)
     if text_class is None:
         return model
-    name = type(model).__name__
+    class_name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ModelError(
-            f"{name} is multimodal, and its text model is loaded by itself, which is not possible "
-            "with device_map; load it onto one device"
+            f"{class_name} is multimodal, and its text model is loaded by itself, which is not"
+            " possible with device_map; load it onto one device"
         )
 
-    text = _text_model(model, text_class)
+    text_model = _text_model(model, text_class)
     tokens = few_tokens(model, _PROBE_LENGTH)
     model.eval()
-    text.eval()
+    text_model.eval()
 
     with torch.no_grad():
         expected = model(input_ids=tokens, use_cache=False).logits.float()
-        logits = text(input_ids=tokens, use_cache=False).logits.float()
+        logits = text_model(input_ids=tokens, use_cache=False).logits.float()
 
     difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    if not difference <= _TOLERANCE:
+    if not difference <= _LOGIT_TOLERANCE:  # also refuses NaN
         raise ModelError(
-            f"{name} is multimodal, and its text model by itself ({text_class.__name__}) gives"
-            f" other logits ({float(difference):.2g} of their root mean square apart), so it is not"
-            " measured"
+            f"{class_name} is multimodal, and its text model by itself ({text_class.__name__})"
+            f" gives other logits ({float(difference):.2g} of their root mean square apart), so it"
+            " is not measured"
         )
 
-    return text
+    return text_model
 
 
 def _text_class(text_config: Any) -> Any | None:
@@ -179,7 +179,7 @@ def _text_class(text_config: Any) -> Any | None:
 
 
 def _text_model(model: Any, text_class: Any) -> Any:
-    """The text model, made without weights and given the multimodal model's.
+    """The text model of a multimodal model, with the same parameters.
 
     Raises:
         ModelError: The multimodal model lacks one of its parameters.
@@ -190,19 +190,21 @@ def _text_model(model: Any, text_class: Any) -> Any:
     config._name_or_path = getattr(model.config, "_name_or_path", "")
 
     with init_empty_weights(include_buffers=False):
-        text = text_class(config)
+        text_model = text_class(config)
 
-    decoder = model.get_decoder().state_dict(keep_vars=True)
-    weights = {f"{text.base_model_prefix}.{name}": values for name, values in decoder.items()}
+    prefix = text_model.base_model_prefix
+    decoder_weights = model.get_decoder().state_dict(keep_vars=True)
+    weights = {f"{prefix}.{name}": tensor for name, tensor in decoder_weights.items()}
     weights["lm_head.weight"] = model.get_output_embeddings().weight
-    text.load_state_dict(weights, strict=False, assign=True)
-    text.tie_weights()
-    absent = [name for name, values in text.named_parameters() if values.is_meta]
+    text_model.load_state_dict(weights, strict=False, assign=True)
+    text_model.tie_weights()
+    # The parameters that got no weights.
+    absent = [name for name, parameter in text_model.named_parameters() if parameter.is_meta]
     if absent:
         raise ModelError(
             f"{type(model).__name__} is multimodal, and its text model by itself "
             f"({text_class.__name__}) lacks the parameter {absent[0]}"
         )
 
-    text.generation_config = model.generation_config
-    return text.to(model.device)
+    text_model.generation_config = model.generation_config
+    return text_model.to(model.device)

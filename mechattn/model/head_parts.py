@@ -25,11 +25,14 @@ from mechattn.model.hooked import (
 def mixed_values(
     model: HookedModel, layer: int, v: Float[Tensor, ...], pattern: Pattern
 ) -> Float[Tensor, "batch kv_head key d_head"] | None:
-    """The values that the pattern mixes, from those at hook_v; None if their layout is unknown."""
+    """The values that the pattern mixes, from the values v at hook_v.
+
+    None if the layout of v is unknown.
+    """
     if v.ndim == 4 and is_latent(model, layer):  # its hook_v has heads before positions
         v = rearrange(v, "batch head pos d_head -> batch pos head d_head")
-    _, heads, _, keys = pattern.shape
-    if v.ndim != 4 or v.shape[1] != keys or heads % v.shape[2]:
+    _, head_count, _, key_count = pattern.shape
+    if v.ndim != 4 or v.shape[1] != key_count or head_count % v.shape[2]:
         return None
     v = _clipped_and_normed(model, layer, v)
     return rearrange(v, "batch key kv_head d_head -> batch kv_head key d_head")
@@ -42,8 +45,8 @@ def clip_of(model: HookedModel, layer: int) -> float | None:
     """
     module = attention_module(model, layer)
     config = getattr(module, "config", None)
-    limit = getattr(module, "clip_qkv", None) or getattr(config, "clip_qkv", None)
-    return float(limit) if limit else None
+    bound = getattr(module, "clip_qkv", None) or getattr(config, "clip_qkv", None)
+    return float(bound) if bound else None
 
 
 def norms_of_output(model: HookedModel, layer: int) -> dict[str, nn.Module]:
@@ -110,13 +113,15 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
         ModelError: The heads of this model have no separate updates, or no W_O by head.
     """
     name = model.cfg.model_name
-    quantised = None
+    quantisation_fault = None
     if getattr(original_of(model), "is_quantized", False):
-        quantised = "its weights are quantised: load it unquantised"
+        quantisation_fault = "its weights are quantised: load it unquantised"
 
     limit = limit_of(model, "heads")
     if limit is not None:
-        raise ModelError(f"{name}: {quantised or limit}; so heads have no separate updates")
+        raise ModelError(
+            f"{name}: {quantisation_fault or limit}; so heads have no separate updates"
+        )
     norm = next(iter(norms_of_output(model, layer)), None)
     if norm is not None:
         raise ModelError(
@@ -128,7 +133,7 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
         w_o = output_projection(model, layer)
     except Exception as error:  # TransformerLens raises several classes if it cannot find W_O
         raise ModelError(
-            f"layer {layer} of {name} has no W_O by head ({quantised or error})"
+            f"layer {layer} of {name} has no W_O by head ({quantisation_fault or error})"
         ) from None
 
     is_by_head = w_o.ndim == 3 and len(w_o) == model.cfg.n_heads
@@ -158,21 +163,23 @@ def _clipped_and_normed(
     model: HookedModel, layer: int, v: Float[Tensor, "batch key kv_head d_head"]
 ) -> Float[Tensor, "batch key kv_head d_head"]:
     """The values after the clip and norm that some models apply to them after hook_v."""
-    limit = clip_of(model, layer)
-    if limit is not None:
-        v = v.clamp(-limit, limit)
+    bound = clip_of(model, layer)
+    if bound is not None:
+        v = v.clamp(-bound, bound)
     norm = unwrapped(getattr(attention_module(model, layer), "v_norm", None))
     if norm is not None:
         v = norm(v)
     return v
 
 
-def _bias(model: HookedModel, layer: int, name: str, heads: int) -> Float[Tensor, "{heads} d_head"]:
+def _bias(
+    model: HookedModel, layer: int, name: str, head_count: int
+) -> Float[Tensor, "{head_count} d_head"]:
     """A bias of queries or keys by head; zeros if there is none."""
     attention = model.blocks[layer].attn
     with weights_here(attention):
         bias = getattr(attention, name, None)
     if bias is None:
-        return torch.zeros(heads, model.cfg.d_head, device=device_of(attention))
-    by_head = "(head d_head) -> head d_head"
-    return rearrange(bias.detach().flatten(), by_head, head=heads).float()
+        return torch.zeros(head_count, model.cfg.d_head, device=device_of(attention))
+    flat_bias = bias.detach().flatten()
+    return rearrange(flat_bias, "(head d_head) -> head d_head", head=head_count).float()

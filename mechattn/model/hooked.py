@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
+    from mechattn.model.positions import Rotations
     from mechattn.model.verify.verification import Check, Report
     from mechattn.model.weights import State
 
@@ -24,7 +25,7 @@ FACTS_NAME = "_mechattn"  # the attribute of a model that holds its ModelFacts
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Held while a model is made, because transformers and accelerate then modify torch.
 model_creation_lock = RLock()
-_SECONDS_BEFORE_WARNING = 10.0
+_SECONDS_BEFORE_WARNING = 10.0  # how long a thread waits for a model before it says so
 # The lock of each configuration and each first parameter. It is not kept on the model, because a
 # lock cannot be pickled or copied.
 _locks = WeakIdKeyDictionary()
@@ -82,23 +83,18 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
     modules that it does not wrap, such as dropout. ``named_modules`` would take a tenth of a short
     run: a bridge holds most modules under several names, and it walks through all of them.
     """
-    modules: dict[str, nn.Module] = {}
-    visited: set[int] = set()
+    names: dict[nn.Module, str] = {}
 
-    def visit(name: str, module: nn.Module) -> None:
-        if id(module) in visited:
+    def visit(name: str, module: nn.Module | None) -> None:
+        if module is None or module in names:
             return
-        visited.add(id(module))
-        modules[name] = module
+        names[module] = name
         for child_name, child in module._modules.items():
-            if child is not None:
-                visit(f"{name}.{child_name}".removeprefix("."), child)
+            visit(f"{name}.{child_name}".removeprefix("."), child)
 
     visit("", model)
-    original = original_of(model)
-    if original is not None:
-        visit("original_model", original)
-    return modules
+    visit("original_model", original_of(model))
+    return {name: module for module, name in names.items()}
 
 
 def unwrapped(module: Any) -> Any:
@@ -120,17 +116,17 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
     It is set on the object itself: a bridge would forward a plain assignment to the module that it
     wraps.
     """
-    missing = object()
-    previous_value = vars(owner).get(name, missing)
+    was_set = name in vars(owner)
+    previous_value = vars(owner).get(name)
     object.__setattr__(owner, name, value)
 
     try:
         yield
     finally:
-        if previous_value is missing:
-            object.__delattr__(owner, name)
-        else:
+        if was_set:
             object.__setattr__(owner, name, previous_value)
+        else:
+            object.__delattr__(owner, name)
 
 
 @dataclass
@@ -142,9 +138,10 @@ class ModelFacts:
     revision: str | None = None  # the commit on the hub that the weights come from
     random_weights: Mapping[str, Any] | None = None  # the kind and seed of weights drawn at random
     # The twin of model/native_twin.py, or the model that the user gave as ``native``; None if there
-    # cannot be one, and why not.
+    # is neither.
     native: Any = None
-    why_not_native: str = ""
+    native_is_given: bool = False  # whether the user gave it
+    why_not_native: str = ""  # why there is no twin; empty if there is one
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
     report: Report | None = None  # of the last verification that passed, or that verify_model made
@@ -157,8 +154,7 @@ class ModelFacts:
     # The model's state when it passed its last verification; None if it was never verified or its
     # last verification failed.
     state: State | None = None
-    # The Rotations of model/positions.py, by layers and rotary frequencies.
-    rotations: dict[Any, Any] = field(default_factory=dict)
+    rotations: dict[Any, Rotations] = field(default_factory=dict)  # by layers and frequencies
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
     @property
@@ -175,10 +171,11 @@ def facts_of(model: Any) -> ModelFacts | None:
 
 def architecture_of(model: Any) -> str:
     """The architecture of a hooked model, such as "LlamaForCausalLM", or "unknown"."""
-    architecture = getattr(model.cfg, "architecture", None)
-    if architecture is None:  # a HookedTransformer has it under another name
-        architecture = getattr(model.cfg, "original_architecture", None)
-    return str(architecture or "unknown")
+    for name in ("architecture", "original_architecture"):  # of a bridge, of a HookedTransformer
+        architecture = getattr(model.cfg, name, None)
+        if architecture:
+            return str(architecture)
+    return "unknown"
 
 
 def limit_of(model: Any, check: str) -> str | None:
@@ -238,7 +235,8 @@ def holding(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for lock in _locks_of(model):
             if not lock.acquire(timeout=_SECONDS_BEFORE_WARNING):
-                name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
+                cfg = getattr(model, "cfg", None)
+                name = getattr(cfg, "model_name", type(model).__name__)
                 warn(
                     f"waiting: another thread has used {name} for"
                     f" {_SECONDS_BEFORE_WARNING:.0f} s. Hooks and patches are on the model, so one"
@@ -320,7 +318,7 @@ _default_float32 = _DefaultFloat32()
 def _locks_of(model: Any) -> list[Any]:
     """The locks of the configuration and the first parameter, which models may share.
 
-    They are always taken in this order, so that two threads cannot wait for each other.
+    They are always acquired in this order, so that two threads cannot wait for each other.
     """
     if not isinstance(model, nn.Module):
         return []
@@ -332,7 +330,8 @@ def _locks_of(model: Any) -> list[Any]:
 
 
 def _hook_of(module: Any) -> Any:
-    """The hook with which accelerate places a module's weights."""
+    """The hook with which accelerate places a module's weights; among several, the one that loads
+    offloaded weights."""
     hook = vars(module)["_hf_hook"]
     for inner in getattr(hook, "hooks", ()):
         if getattr(inner, "offload", False):

@@ -52,32 +52,34 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
         ModelError: No layer has attention.
         OptionError: ``layers`` is empty, or one of them is not a whole number or has no attention.
     """
-    with_attention = attention_layers(model)
-    if not with_attention:
+    attending_layers = attention_layers(model)
+    if not attending_layers:
         raise ModelError(
             f"{model.cfg.model_name} has no layer with attention (or none whose hook_pattern"
             " TransformerLens fires), so there is no attention to analyse"
         )
 
     if layers is None:
-        return with_attention
+        return attending_layers
 
-    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not chosen:
+    requested_layers = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not requested_layers:
         raise OptionError("layers=[] selects no layers; omit it for all layers")
-    for layer in chosen:
+    for layer in requested_layers:
         if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
-        if layer not in with_attention:
-            existing = f"{with_attention[0]} to {with_attention[-1]}"
-            if len(with_attention) != with_attention[-1] - with_attention[0] + 1:
-                existing = ", ".join(map(str, with_attention))
+        if layer not in attending_layers:
+            first = attending_layers[0]
+            last = attending_layers[-1]
+            layer_words = f"{first} to {last}"
+            if len(attending_layers) != last - first + 1:
+                layer_words = ", ".join(map(str, attending_layers))
             raise OptionError(
                 f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
-                f" {existing}"
+                f" {layer_words}"
             )
 
-    return sorted({int(layer) for layer in chosen})
+    return sorted({int(layer) for layer in requested_layers})
 
 
 def attention_window(model: HookedModel, layer: int) -> int | None:
@@ -122,15 +124,15 @@ def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
 def forward_to(
     model: HookedModel,
     tokens: Tokens,
-    last: int,
+    last_layer: int,
     fwd_hooks: Hooks,
     position_ids: Tokens | None = None,
     **options: Any,
 ) -> None:
-    """A forward pass that stops after layer ``last`` and keeps no cache.
+    """A forward pass that stops after a layer and keeps no cache.
 
-    If ``last`` is the model's last layer, logits are computed as well, at the last position only if
-    the model allows this.
+    After the model's last layer, logits are computed as well, at the last position only if the
+    model allows this.
     """
     if position_ids is not None:
         # Without a mask, transformers takes position ids with gaps for several packed sequences,
@@ -139,9 +141,9 @@ def forward_to(
         options["position_ids"] = position_ids
 
     options |= without_cache(model)
-    if last < model.cfg.n_layers - 1:
-        options["stop_at_layer"] = last + 1
-    elif "logits_to_keep" in _options_taken(model):
+    if last_layer < model.cfg.n_layers - 1:
+        options["stop_at_layer"] = last_layer + 1
+    elif "logits_to_keep" in _argument_names(model):
         options |= last_logits_only(model)
 
     with torch.no_grad(), norms_once(model):
@@ -177,8 +179,8 @@ def few_tokens(model: Any, count: int) -> Int[Tensor, "1 pos"]:
 
 
 def without_cache(model: HookedModel) -> dict[str, bool]:
-    """The option with which a forward pass keeps no cache; none if the model has no such option."""
-    if "use_cache" not in _options_taken(model):
+    """The option with which a forward pass keeps no cache; empty if the model does not have it."""
+    if "use_cache" not in _argument_names(model):
         return {}
     return {"use_cache": False}
 
@@ -186,8 +188,8 @@ def without_cache(model: HookedModel) -> dict[str, bool]:
 def last_logits_only(model: Any) -> dict[str, int]:
     """The option to compute logits at the last position only, for a model with ``logits_to_keep``.
 
-    There is none for a model whose last layers read the keys of earlier ones (Gemma 4): with it,
-    transformers would run these layers at the last position only, too.
+    Empty for a model whose last layers read the keys of earlier ones (Gemma 4): with the option,
+    transformers would run these layers too at the last position only.
     """
     if getattr(config_of(model), "num_kv_shared_layers", 0):
         return {}
@@ -197,16 +199,18 @@ def last_logits_only(model: Any) -> dict[str, int]:
 def blocks_of(model: Any) -> nn.ModuleList:
     """The layers of a hooked model or a transformers model.
 
+    Those of a transformers model are the longest of its lists of modules.
+
     Raises:
         ModelError: The model has no list of layers.
     """
-    hooked = getattr(model, "blocks", None)
-    if hooked is not None:
-        return hooked
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
+    hooked_blocks = getattr(model, "blocks", None)
+    if hooked_blocks is not None:
+        return hooked_blocks
+    module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not module_lists:
         raise ModelError(f"a {type(model).__name__} has no list of layers")
-    return max(lists, key=len)
+    return max(module_lists, key=len)
 
 
 def block_of(model: Any, layer: int) -> Any:
@@ -240,10 +244,8 @@ class RequiredCall:
 
 @contextmanager
 def norms_once(model: Any) -> Iterator[None]:
-    """Inside a ``with`` block, a bridge computes each norm once, with the same result.
-
-    It is computed with the module of transformers.
-    """
+    """Inside a ``with`` block, a bridge computes each norm only once, with the module of
+    transformers. The result is the same."""
     # The norms of the model, its blocks and their parts. A search for deeper ones would take longer
     # than it saves.
     owners = [model, *model.blocks]
@@ -254,37 +256,36 @@ def norms_once(model: Any) -> Iterator[None]:
         for owner in owners:
             for norm in owner.children():
                 if hasattr(type(norm), _NORM_COMPUTED_TWICE):
-                    twice = getattr(norm, _NORM_COMPUTED_TWICE)
-                    once = partial(_norm_once, norm, twice)
-                    stack.enter_context(attribute_set(norm, _NORM_COMPUTED_TWICE, once))
+                    compute_twice = getattr(norm, _NORM_COMPUTED_TWICE)
+                    compute_once = partial(_computed_once, norm, compute_twice)
+                    stack.enter_context(attribute_set(norm, _NORM_COMPUTED_TWICE, compute_once))
         yield
 
 
 def split_heads(
-    joint: Float[Tensor, "batch pos *rest"], heads: int
-) -> Float[Tensor, "batch pos {heads} d_head"]:
+    joint: Float[Tensor, "batch pos *rest"], head_count: int
+) -> Float[Tensor, "batch pos {head_count} d_head"]:
     """Queries, keys, values or z by head, however a bridge splits the last dimensions."""
-    if joint.ndim == 4 and joint.shape[2] == heads:
+    if joint.ndim == 4 and joint.shape[2] == head_count:
         return joint
-    return rearrange(
-        joint.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads
-    )
+    flat = joint.flatten(2)
+    return rearrange(flat, "batch pos (head d_head) -> batch pos head d_head", head=head_count)
 
 
-def _options_taken(model: HookedModel) -> set[str]:
-    """The argument names of the forward pass of the transformers model behind the hooks; none for
-    a ``HookedTransformer``."""
+def _argument_names(model: HookedModel) -> set[str]:
+    """The names of the arguments that the forward pass of the transformers model behind the hooks
+    takes; empty for a ``HookedTransformer``."""
     original = original_of(model)
     if original is None:
         return set()
     return set(inspect.signature(original.forward).parameters)
 
 
-def _norm_once(
-    norm: Any, norm_twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
+def _computed_once(
+    norm: Any, compute_twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
 ) -> Float[Tensor, "*batch channel"]:
-    """The output of a norm's own module, or of ``norm_twice`` if a hook inside the norm is used."""
+    """The output of a norm's own module, or of ``compute_twice`` if a hook in the norm is used."""
     for point in (norm.hook_scale, norm.hook_normalized):
         if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
-            return norm_twice(x)
+            return compute_twice(x)
     return norm.original_component(x).to(x.dtype)

@@ -93,12 +93,12 @@ def load_model(
     """
     hooked = _as_hooked_model(model, tokenizer, dtype, device, gguf_file, **options)
     facts = known_facts(hooked)
+    if verify is False:
+        _leave_unverified(hooked, facts)
+        return hooked
     if verify:
         facts.to_verify = True
-    if verify is None or verify:
-        keep_verified(hooked)
-    else:
-        _leave_unverified(hooked, facts)
+    keep_verified(hooked)
     return hooked
 
 
@@ -107,7 +107,10 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     """Verify a hooked model against the model itself: a table of checks, with their tolerances.
 
     The outcome is kept on the model. If a check failed, the model is refused until it passes a
-    verification or is given to ``load_model(model, verify=False)``.
+    verification or is given to ``load_model(model, verify=False)``. A model given as ``native`` is
+    kept as well, even if the check of the logits failed, and later verifications compare with it.
+    If it was the wrong one, verify again with the right one as ``native``; ``verify=False`` drops
+    it.
 
     Args:
         model: Anything that ``load_model`` accepts.
@@ -135,10 +138,10 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     facts.to_verify = True
     if native is not None:
         facts.native = native.eval()
-        facts.why_not_native = ""
-    facts.streaming = _tried(check_streaming, hooked)
+        facts.native_is_given = True
+    facts.streaming = _outcome_of(check_streaming, hooked)
     facts.fused = None
-    report = _tried(check_model, hooked, facts, length)
+    report = _outcome_of(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.state = None
     if facts.report.passed:
@@ -241,9 +244,9 @@ def _as_hooked_model(
             raise ModelError(
                 "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
             )
-        new_dtype = None if dtype == "auto" else dtype
+        weights_dtype = None if dtype == "auto" else dtype
         with model_creation_lock, as_trusted(is_of_own_code(model)):
-            return hooked_object(model, tokenizer, new_dtype, device, **options)
+            return hooked_object(model, tokenizer, weights_dtype, device, **options)
 
     if not isinstance(model, (str, Path)):
         raise ModelError(
@@ -251,9 +254,9 @@ def _as_hooked_model(
             " hooked model"
         )
 
-    own_code = options.get("trust_remote_code")
+    trust_remote_code = options.get("trust_remote_code")
     place = model_place(str(model))
-    with model_creation_lock, as_trusted(own_code), asked_once(place), read_once():
+    with model_creation_lock, as_trusted(trust_remote_code), asked_once(place), read_once():
         commit = hub_commit(place, options.get("revision"))
         hooked = hooked_checkpoint(str(model), tokenizer, dtype, device, options)
     known_facts(hooked).revision = commit
@@ -261,7 +264,10 @@ def _as_hooked_model(
 
 
 def _leave_unverified(model: Any, facts: ModelFacts) -> None:
-    """Turn verification off for a model, unless it passed and has not changed since."""
+    """Turn verification off for a model, unless it passed and has not changed since.
+
+    A native model that was given, and beside which the model failed, is dropped.
+    """
     if facts.state is not None:
         if facts.state == state_of(model):
             return
@@ -271,10 +277,12 @@ def _leave_unverified(model: Any, facts: ModelFacts) -> None:
         facts.state = None
         facts.streaming = None
         facts.fused = None
+    elif facts.native_is_given:  # and the model has failed beside it
+        keep_twin(model, facts)  # so that the given model does not answer in this one's place
     facts.to_verify = False
 
 
-def _tried(check: Callable[..., Outcome], model: HookedModel, *arguments: Any) -> Outcome:
+def _outcome_of(check: Callable[..., Outcome], model: HookedModel, *arguments: Any) -> Outcome:
     """The outcome of a check.
 
     Raises:
@@ -297,14 +305,14 @@ def _notice_changes(model: Any, facts: ModelFacts, verified_state: State) -> Non
     Raises:
         ModelError: Says what was edited, or which check failed.
     """
-    present_state = state_of(model)
-    refuse_changes(model, verified_state, present_state)
-    is_moved = verified_state["device"] != present_state["device"]
+    current_state = state_of(model)
+    refuse_changes(model, verified_state, current_state)
+    is_moved = verified_state["device"] != current_state["device"]
     if is_moved:
         keep_twin(model, facts)
-    if is_moved or verified_state["hooks"] != present_state["hooks"]:
+    if is_moved or verified_state["hooks"] != current_state["hooks"]:
         _verify(model, facts, AT_LOADING)
-    facts.state = present_state
+    facts.state = current_state
 
 
 def _verify(model: Any, facts: ModelFacts, length: int) -> None:
@@ -313,7 +321,7 @@ def _verify(model: Any, facts: ModelFacts, length: int) -> None:
     Raises:
         ModelError: A check failed. If the model has hooks, their places are named.
     """
-    report = _tried(check_model, model, facts, length)
+    report = _outcome_of(check_model, model, facts, length)
     state = state_of(model)
     try:
         report.require()

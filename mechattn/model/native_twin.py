@@ -19,6 +19,7 @@ WRAPPED = re.compile(r"\._?original_component")
 def keep_twin(model: Any, facts: ModelFacts) -> None:
     """Keep a new twin of a hooked model in its facts, or the reason why there is none."""
     facts.native = None
+    facts.native_is_given = False
     facts.why_not_native = ""
     original = original_of(model)
     if original is None:
@@ -63,6 +64,15 @@ def unhooked(model: Any) -> Any:
         ) from error
 
 
+def config_for_rebuilding(model: Any) -> Any:
+    """A copy of a transformers model's configuration, from which a new model makes its own choice
+    of attention: SDPA if its class has it."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation_internal = None
+    config.output_attentions = False
+    return config
+
+
 def _rebuilt(original: Any) -> Any:
     """A model of the same class and configuration with the same parameters.
 
@@ -71,27 +81,23 @@ def _rebuilt(original: Any) -> Any:
     """
     from accelerate import init_empty_weights
 
-    config = copy.deepcopy(original.config)
-    config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
-    config.output_attentions = False
-
     with init_empty_weights(include_buffers=False):
-        twin = type(original)(config)
+        twin = type(original)(config_for_rebuilding(original))
 
-    named = [
+    tensors = [
         *original.named_buffers(remove_duplicate=False),
         *original.named_parameters(remove_duplicate=False),
     ]
     # By the names that the parameters had before TransformerLens wrapped their modules.
-    shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
+    shared = {WRAPPED.sub("", name): tensor for name, tensor in tensors}
     twin.load_state_dict(shared, strict=False, assign=True)
     twin.tie_weights()
     # A new model takes its settings from its configuration, which lacks end tokens that only
     # generation_config.json names.
     twin.generation_config = getattr(original, "generation_config", None)
 
-    for name, tensor in twin.named_parameters():
-        if tensor.is_meta and name not in shared:
+    for name, parameter in twin.named_parameters():
+        if parameter.is_meta and name not in shared:
             raise LookupError(f"the hooked model has no parameter named {name}")
 
     # load_state_dict leaves out buffers that are not saved with a model.

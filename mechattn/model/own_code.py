@@ -1,10 +1,10 @@
 """Trust: a checkpoint does not run its own code unless the user allows it.
 
-No option does this. For some architectures TransformerLens imports the checkpoint's code whatever
-``trust_remote_code`` says, and transformers asks on standard input if the option is not given. So
-the functions of transformers that ask or import code are wrapped, once and permanently. The
-wrappers act only in the thread and the ``with`` block of a load by mechattn; other code that loads
-a model in this process is not affected.
+No option of these libraries ensures this. For some architectures TransformerLens imports the
+checkpoint's code whatever ``trust_remote_code`` says, and transformers asks on standard input if
+the option is not given. So the functions of transformers that ask or import code are wrapped, once
+and permanently. The wrappers act only in the thread and the ``with`` block of a load by mechattn;
+other code that loads a model in this process is not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from mechattn.errors import ModelError
 
 # Held around ``_wrap_transformers``: a cached function runs twice if two threads call it at once.
-_wrapping = Lock()
+_wrapping_lock = Lock()
 
 # Whether a checkpoint's own code may run; None outside our loads.
 _own_code_allowed: ContextVar[bool | None] = ContextVar("own_code_allowed", default=None)
@@ -29,7 +29,7 @@ _own_code_allowed: ContextVar[bool | None] = ContextVar("own_code_allowed", defa
 def as_trusted(trust_remote_code: bool | None) -> Iterator[None]:
     """Inside a ``with`` block, this thread runs a checkpoint's own code only if the user allowed
     it, without asking on the terminal."""
-    with _wrapping:
+    with _wrapping_lock:
         _wrap_transformers()
     token = _own_code_allowed.set(trust_remote_code is True)
     try:
@@ -66,16 +66,17 @@ def _wrap_transformers() -> None:
     from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
-    importing: Any = dynamic_module_utils
+    code_module: Any = dynamic_module_utils
     for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
-        setattr(importing, name, partial(_refuse_code, getattr(importing, name)))
-    asking: list[Any] = [dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto]
-    for module in asking:
+        setattr(code_module, name, partial(_refuse_code, getattr(code_module, name)))
+    # Each of these modules has imported the function that asks.
+    modules: list[Any] = [code_module, auto_factory, configuration_auto, tokenization_auto]
+    for module in modules:
         module.resolve_trust_remote_code = partial(_decide, module.resolve_trust_remote_code)
 
 
 def _refuse_code(load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function that imports a checkpoint's code, unless a load is not allowed to.
+    """Call a function that imports a checkpoint's code, unless the user has not allowed it.
 
     Raises:
         ModelError: The user has not allowed this load to run the code.

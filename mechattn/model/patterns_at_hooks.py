@@ -32,12 +32,12 @@ SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] |
 def forward_with_patterns(
     model: HookedModel,
     tokens: Tokens,
-    real: Marked | Tokens,
+    real: Marked,
     layers: list[int],
     see: SeePattern,
     edge_masks: Mapping[int, EdgeMask] | None = None,
     position_ids: Tokens | None = None,
-    last: int | None = None,
+    last_layer: int | None = None,
 ) -> None:
     """A forward pass that calls a function with the pattern of each layer.
 
@@ -50,9 +50,9 @@ def forward_with_patterns(
             are None if the layer has no hook_v, or one of an unknown layout.
         edge_masks: By layer, the edges of attention to cut.
         position_ids: The position ids; by default the model's own.
-        last: The layer after which the pass stops; by default the last of ``layers``.
+        last_layer: The layer after which the pass stops; by default the last of ``layers``.
     """
-    values: dict[int, Tensor] = {}
+    values_of_layer: dict[int, Tensor] = {}
     hook_dict = model.hook_dict
     fwd_hooks: Hooks = []
 
@@ -61,10 +61,10 @@ def forward_with_patterns(
         fwd_hooks.append((f"blocks.{layer}.attn.hook_attn_scores", hide))
 
     def keep_values(v: Float[Tensor, ...], hook: Any, layer: int) -> None:
-        values[layer] = v.detach()
+        values_of_layer[layer] = v.detach()
 
     def show_pattern(pattern: Pattern, hook: Any, layer: int) -> None:
-        v = values.pop(layer, None)
+        v = values_of_layer.pop(layer, None)
         if v is not None:
             v = mixed_values(model, layer, v, pattern)
         see(layer, pattern.detach(), v)
@@ -78,9 +78,9 @@ def forward_with_patterns(
     options = {}
     if not real.all():
         options["attention_mask"] = real.long()
-    if last is None:
-        last = max(layers)
-    forward_to(model, tokens, last, fwd_hooks, position_ids, **options)
+    if last_layer is None:
+        last_layer = max(layers)
+    forward_to(model, tokens, last_layer, fwd_hooks, position_ids, **options)
 
 
 def check_pattern(
@@ -101,6 +101,7 @@ def check_pattern(
     """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
+    # In half precision a sum may be 1 % off. A learned sink may get all of a query's attention.
     least = 0.99 if sinks_of(model, layer) is None else -0.01
     is_bad = ~((sums < 1.01) & (sums > least))  # true for NaN, too
     if is_bad.any():
@@ -125,10 +126,10 @@ def check_pattern(
     visible = visible_keys(torch.arange(length, device=pattern.device), length, window)
     stray_mass = strongest.masked_fill(visible, 0.0).max()
     if stray_mass > _NO_MASS:
-        mask = "full causal attention" if window is None else f"a window of {window}"
+        kind = "full causal attention" if window is None else f"a window of {window}"
         raise ModelError(
             f"layer {layer}: a query gives attention of {float(stray_mass):.2g} to a key that it"
-            f" should not see ({mask}); the mask is not the model's"
+            f" should not see ({kind}); the mask is not the model's"
         )
 
 

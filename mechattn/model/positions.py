@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Attention, Pattern, Rows, working_dtype
+from mechattn.functional.attention import Attention, Pattern, Rows, in_working_dtype
 from mechattn.functional.budget import NO_ROTATION, Rotation
 from mechattn.model import hooks
 from mechattn.model.hooked import (
@@ -31,7 +31,7 @@ from mechattn.model.patterns_at_hooks import forward_with_patterns
 
 _TRIED_LENGTH = 6  # tokens on which position ids are tried
 _ROTATED_LENGTH = 16  # tokens whose queries and keys are compared
-_FAR = 1000  # positions by which these tokens are moved, so that slow frequencies matter too
+_LARGEST_SHIFT = 1000  # positions by which these are moved, so that slow frequencies matter too
 # The largest differences from rounding, in float32 and in half precision.
 _ROUNDING = (1e-3, 0.1)
 
@@ -70,10 +70,11 @@ def boundary_of(model: Any) -> Boundary | None:
     stated_boundaries = [_boundary(settings, config) for settings in _rope_settings(config)]
     boundaries = {boundary for boundary in stated_boundaries if boundary is not None}
     if len(boundaries) > 1:
-        lengths = ", ".join(f"{at:,}" for at in sorted(boundary.at for boundary in boundaries))
+        lengths = sorted(boundary.at for boundary in boundaries)
+        listed_lengths = ", ".join(f"{length:,}" for length in lengths)
         raise ModelError(
             f"the layers of a {type(model).__name__} change their frequencies at different lengths"
-            f" ({lengths}), so mechattn cannot separate its prompts by length"
+            f" ({listed_lengths}), so mechattn cannot separate its prompts by length"
         )
     return next(iter(boundaries), None)
 
@@ -127,8 +128,7 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> Rotations:
     key = (*layers, *frequencies)
     if key not in facts.rotations:
         facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
-    rotations: Rotations = facts.rotations[key]
-    return rotations
+    return facts.rotations[key]
 
 
 def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
@@ -147,7 +147,7 @@ def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
     if "dynamic" in kind and longest:
         return Boundary(int(longest), "dynamic")
 
-    if kind in ("longrope", "su") or "long_factor" in settings:
+    if kind in ("longrope", "su") or "long_factor" in settings:  # "su" is its first name
         name = "original_max_position_embeddings"
         length = settings.get(name) or getattr(config, name, longest)
         if length:
@@ -163,7 +163,7 @@ def _change_of_pattern(
     None if the model takes no position ids.
     """
     tokens = hooks.few_tokens(model, len(ids))
-    real = torch.ones_like(tokens)
+    real = torch.ones_like(tokens, dtype=torch.bool)
     patterns: list[Float[Tensor, "1 head query key"]] = []
 
     def see(layer: int, pattern: Pattern, v: Any) -> None:
@@ -172,7 +172,7 @@ def _change_of_pattern(
     try:
         for given_ids in (ids, other_ids):
             forward_with_patterns(model, tokens, real, [layer], see, position_ids=given_ids[None])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # it has no argument for them, or refuses them
         return None
     pattern, other_pattern = patterns
     return float((other_pattern - pattern).abs().max())
@@ -208,7 +208,7 @@ def _tried_rotations(
     if boundary is not None:
         longest = min(longest, boundary.at)
     positions = torch.arange(_ROTATED_LENGTH, device=device_of(model))
-    shift = min(_FAR, longest - _ROTATED_LENGTH)
+    shift = min(_LARGEST_SHIFT, longest - _ROTATED_LENGTH)
     position_ids = torch.stack([positions, positions + shift])
 
     try:
@@ -255,7 +255,7 @@ def _attentions(
     return attention_of_layer
 
 
-def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
+def _candidates(frequencies: Sequence[Tensor], d_head: int) -> Iterator[Rotation]:
     """No rotation, and every way in which models use each set of frequencies.
 
     The two channels of a pair are adjacent, or one is in the first half of the rotated channels and
@@ -263,25 +263,26 @@ def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]
     """
     yield NO_ROTATION
     for pair_frequencies in frequencies:
-        unrotated = width - 2 * len(pair_frequencies)
-        if unrotated < 0:
+        unrotated_channels = d_head - 2 * len(pair_frequencies)
+        if unrotated_channels < 0:
             continue
         for adjacent in (False, True):
-            for first in {0, unrotated}:
+            for first in {0, unrotated_channels}:
                 yield Rotation(pair_frequencies, adjacent, first)
 
 
 def _error(rotation: Rotation, attention: Attention, position_ids: Int[Tensor, "2 pos"]) -> float:
-    """The largest difference between the rotated first row and the second row.
+    """The largest error of a rotation that is to turn the first row into the second.
 
-    It is relative to the largest number, and is the larger of those of queries and keys.
+    The error of queries, and that of keys, is the largest difference between the rotated first row
+    and the second row, relative to the largest number of both rows.
     """
     errors = []
-    for x in (attention.q, attention.k):
-        x = x.to(working_dtype(x))
+    for vectors in (attention.q, attention.k):
+        x = in_working_dtype(vectors)
         ids = position_ids.to(x.device)
         turns = rotation.turns(ids[:1], ids[1:], x.dtype)
-        moved = rotation.moved(x[:1], turns)
+        rotated_row = rotation.moved(x[:1], turns)
         largest = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)  # all may be 0
-        errors.append(float((moved - x[1:]).abs().max() / largest))
+        errors.append(float((rotated_row - x[1:]).abs().max() / largest))
     return max(errors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -11,6 +10,7 @@ from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.booting import hooked_object
 from mechattn.model.hooked import alone, device_of, model_creation_lock
 from mechattn.model.load import keep_verified, known_facts, load_model
+from mechattn.model.native_twin import config_for_rebuilding
 from mechattn.model.own_code import as_trusted, is_of_own_code
 
 Kind = Literal["initialised", "shuffled"]
@@ -52,19 +52,17 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
             " Give an unquantised model by its name, its directory, or as a transformers model"
         )
 
-    with model_creation_lock:
-        native = _drawn(facts.native, kind, seed)
+    with model_creation_lock, as_trusted(is_of_own_code(facts.native)):
+        random_native = _random_native(facts.native, kind, seed)
+        random_model = hooked_object(random_native, hooked.tokenizer)
 
-        with as_trusted(is_of_own_code(native)):
-            drawn = hooked_object(native, hooked.tokenizer)
-
-    keep_verified(drawn)
-    drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
-    drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
-    facts_of_drawn = known_facts(drawn)
-    facts_of_drawn.weights = "random"
-    facts_of_drawn.random_weights = {"kind": kind, "seed": seed}
-    return drawn
+    keep_verified(random_model)
+    random_model.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
+    random_model.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
+    random_facts = known_facts(random_model)
+    random_facts.weights = "random"
+    random_facts.random_weights = {"kind": kind, "seed": seed}
+    return random_model
 
 
 def check_draw(kind: str, seed: int) -> None:
@@ -77,25 +75,24 @@ def check_draw(kind: str, seed: int) -> None:
     check_counts(0, 2**63 - 1, seed=seed)
 
 
-def _drawn(native: Any, kind: Kind, seed: int) -> Any:
+def _random_native(native: Any, kind: Kind, seed: int) -> Any:
     """A new transformers model of the same class and configuration, with random weights."""
-    config = copy.deepcopy(native.config)
-    config._attn_implementation_internal = None  # None lets the class choose its attention
+    config = config_for_rebuilding(native)
     with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
-        drawn = type(native)(config)
+        model = type(native)(config)
 
-    drawn.generation_config = getattr(native, "generation_config", None)
-    drawn = drawn.to(device=device_of(native), dtype=next(native.parameters()).dtype)
+    model.generation_config = getattr(native, "generation_config", None)
+    model = model.to(device=device_of(native), dtype=next(native.parameters()).dtype)
     if kind == "initialised":
-        return drawn
+        return model
 
     generator = torch.Generator().manual_seed(seed)
-    drawn.load_state_dict(native.state_dict())
+    model.load_state_dict(native.state_dict())
     with torch.no_grad():
-        for _, values in sorted(drawn.named_parameters()):  # a tied parameter occurs once
-            order = torch.randperm(values.numel(), generator=generator)
-            shuffled = values.flatten()[order.to(values.device)]
-            values.copy_(shuffled.view_as(values))
+        for _, parameter in sorted(model.named_parameters()):  # a tied parameter occurs once
+            permutation = torch.randperm(parameter.numel(), generator=generator)
+            shuffled_values = parameter.flatten()[permutation.to(parameter.device)]
+            parameter.copy_(shuffled_values.view_as(parameter))
 
-    return drawn
+    return model

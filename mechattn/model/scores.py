@@ -70,8 +70,8 @@ class Scores:
         """The four parts whose sum is the scores.
 
         Returns:
-            The content of query and key; the part of b_Q and the key; ALiBi; and the rest, which
-            depends only on the query.
+            The part of query and key without their biases; the part of b_Q and the key; ALiBi; and
+            the rest, which depends only on the query and does not affect the pattern.
         """
         by_head = "batch pos head d_head -> batch head pos d_head"
         q = rearrange(q.float(), by_head)
@@ -116,7 +116,7 @@ def blind_scores(model: HookedModel) -> BlindScores:
             sinks[layer] = layer_sinks
 
     alibi = None
-    if layers and _slopes(model) is not None:
+    if _slopes(model) is not None:
         with suppress(ModelError):  # for another kind of bias only the uniform null is known
             alibi = scores_of(model, layers[:1])[layers[0]]
     return BlindScores(model.cfg.n_heads, alibi, sinks)
@@ -137,19 +137,17 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
             " GPT-Neo)"
         )
 
-    for layer in layers:
-        limit = clip_of(model, layer)
-        if limit is not None:
-            raise ModelError(
-                f"{name} clips queries and keys at ±{limit:g} after projection, so its scores are"
-                " not a sum of parts"
-            )
-
     slopes = _slopes(model)
     rounded = particulars_of(model).alibi_in_bfloat16
     scores = {}
 
     for layer in layers:
+        bound = clip_of(model, layer)
+        if bound is not None:
+            raise ModelError(
+                f"{name} clips queries and keys at ±{bound:g} after projection, so its scores are"
+                " not a sum of parts"
+            )
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
         if slopes is not None:
@@ -157,12 +155,12 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
         scores[layer] = Scores(b_q, b_k, scale, slopes, rounded)
 
     rounding = rounding_of(model, *ROUNDING)
-    sum_of_parts = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"
+    formula = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"
 
     for layer, error in _errors(model, scores).items():
         if error > rounding:
             raise ModelError(
-                f"{name}, layer {layer}: softmax of {sum_of_parts} is not the pattern (largest"
+                f"{name}, layer {layer}: softmax of {formula} is not the pattern (largest"
                 f" difference {error:.2g}), so the parts of its scores are unknown"
             )
 
@@ -171,26 +169,30 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
 
 def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
     """The ALiBi slopes; None for a model without ALiBi."""
-    heads = model.cfg.n_heads
-    special = particulars_of(model).slopes
-    if special is not None:
-        return special(config_of(model), heads)
+    n_heads = model.cfg.n_heads
+    slopes_of_config = particulars_of(model).slopes
+    if slopes_of_config is not None:
+        return slopes_of_config(config_of(model), n_heads)
     if model.cfg.positional_embedding_type != "alibi":
         return None
-    return alibi_slopes(heads)
+    return alibi_slopes(n_heads)
 
 
 def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float]:
-    """By layer, the largest difference between the softmax of the parts and the pattern."""
+    """By layer, the largest difference between the softmax of the parts' sum and the pattern.
+
+    Raises:
+        ModelError: A layer has no hook for its queries, keys or pattern.
+    """
     tokens = hooks.few_tokens(model, PROBE_LENGTH)
     names = []
     for layer in scores:
         names += [f"blocks.{layer}.{Q_HOOK}", f"blocks.{layer}.{K_HOOK}", hooks.pattern_hook(layer)]
     hook_dict = model.hook_dict  # rebuilt at each access
-    missing = [name for name in names if name not in hook_dict]
-    if missing:
+    absent_hooks = [name for name in names if name not in hook_dict]
+    if absent_hooks:
         raise ModelError(
-            f"{model.cfg.model_name} has no {missing[0]}, so its scores cannot be decomposed"
+            f"{model.cfg.model_name} has no {absent_hooks[0]}, so its scores cannot be decomposed"
         )
 
     _, values = hooks.logits_and_values(model, tokens, names)
@@ -200,12 +202,12 @@ def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float
         k = values[f"blocks.{layer}.{K_HOOK}"].float()
         pattern = values[hooks.pattern_hook(layer)].float()
         content, bias, alibi, rest = layer_scores.parts(q, k)
-        total = content + bias + alibi + rest
+        sum_of_parts = content + bias + alibi + rest
 
         queries = torch.arange(tokens.shape[1], device=pattern.device)
         window = hooks.attention_window(model, layer)
         visible = visible_keys(queries, tokens.shape[1], window)
-        computed = total.masked_fill(~visible, -torch.inf).softmax(-1)
-        errors[layer] = float((computed - pattern).abs().max())
+        computed_pattern = sum_of_parts.masked_fill(~visible, -torch.inf).softmax(-1)
+        errors[layer] = float((computed_pattern - pattern).abs().max())
 
     return errors

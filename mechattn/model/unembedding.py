@@ -25,6 +25,7 @@ from mechattn.model.hooked import (
 from mechattn.model.hooks import few_tokens, logits_and_values
 
 _TRIED_VECTORS = 4
+_TRIED_TOKENS = 8
 # The largest relative errors from rounding, of a norm and of logits: in float32, and in half
 # precision.
 _NORM_ROUNDING = (1e-3, 3e-2)
@@ -60,7 +61,10 @@ class FrozenNorm:
         return input_direction
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-        """σ of the norm's input: ``√(variance + ε)``, in an RMSNorm ``√(mean square + ε)``."""
+        """σ of the norm's input, as at TransformerLens's ``hook_scale``.
+
+        It is ``√(variance + ε)`` or, in an RMSNorm, ``√(mean square + ε)``.
+        """
         x = in_working_dtype(x)
         if not self.scales:
             return torch.ones_like(x[..., 0])
@@ -80,6 +84,9 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
         model: A hooked model.
         norm: One of its norms, or the identity in place of one.
         name: The name of the norm in an error.
+
+    Returns:
+        The frozen norm. One that returns the random vectors unchanged is an identity with σ = 1.
 
     Raises:
         ModelError: It is not a norm of this form.
@@ -105,15 +112,15 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     signs = ones.clone()
     signs[1::2] = -1
     normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
-    normed_signs = normed_signs - bias
+    unbiased_signs = normed_signs - bias
 
     # A norm that subtracts the mean turns ones into zeros, up to rounding.
-    centres = bool((normed_ones - bias).abs().max() < 1e-2 * normed_signs.abs().max())
+    centres = bool((normed_ones - bias).abs().max() < 1e-2 * unbiased_signs.abs().max())
     if centres:
         signs = signs - signs.mean()  # the mean is not 0 if the width is odd
     eps = _eps_of(norm, model)
     variance = float(signs.square().mean())
-    gamma = normed_signs / signs * (variance + eps) ** 0.5
+    gamma = unbiased_signs / signs * (variance + eps) ** 0.5
 
     frozen = FrozenNorm(gamma, centres, eps)
     expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
@@ -155,8 +162,8 @@ class Unembedding:
         """The logits before the cap: ``cap · artanh(logit / cap)``; unchanged without a cap."""
         if self.cap is None:
             return logits
-        within = 1 - torch.finfo(logits.dtype).eps  # artanh(1) is infinite
-        share_of_cap = (logits / self.cap).clamp(-within, within)
+        largest_share = 1 - torch.finfo(logits.dtype).eps  # artanh(1) is infinite
+        share_of_cap = (logits / self.cap).clamp(-largest_share, largest_share)
         return self.cap * share_of_cap.atanh()
 
 
@@ -185,7 +192,7 @@ def unembedding(model: HookedModel) -> Unembedding:
 
     factor = float(particulars_of(model).logit_factor(config_of(model)))
     to_logits = Unembedding(w_u, in_working_dtype(w_u).mean(1), frozen, factor, _logit_cap(model))
-    _check_direct(model, to_logits)
+    _check_logits(model, to_logits)
     return to_logits
 
 
@@ -199,18 +206,18 @@ def _eps_of(norm: Any, model: HookedModel) -> float:
 
 
 def _logit_cap(model: HookedModel) -> float | None:
-    """The cap of the logits; None for most."""
+    """The cap of the logits; None for most models, which have none."""
     config = config_of(model)
     if config is None:  # a HookedTransformer
         cap = getattr(model.cfg, "output_logits_soft_cap", None)
     else:
         cap = getattr(config, "final_logit_softcapping", None)
     if not cap or cap < 0:
-        return None  # 0 and -1 mean none
+        return None  # 0 and -1 stand for no cap
     return float(cap)
 
 
-def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
+def _check_logits(model: HookedModel, to_logits: Unembedding) -> None:
     """Refuse a model whose logits on a few tokens do not follow from the final residual stream.
 
     Raises:
@@ -221,14 +228,14 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     if limit is not None:
         raise ModelError(f"{name}: {limit}; so updates do not reach its logits unchanged")
 
-    last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    tokens = few_tokens(model, 8)
-    all_logits, values = logits_and_values(model, tokens, [last])
+    last_hook = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+    tokens = few_tokens(model, _TRIED_TOKENS)
+    all_logits, values = logits_and_values(model, tokens, [last_hook])
     logits = to_logits.uncapped(in_working_dtype(all_logits[0]).to(tokens.device))
     centred_logits = logits - logits.mean(-1, keepdim=True)
     expected = centred_logits[:, tokens[0]]
 
-    stream = in_working_dtype(values[last]).to(tokens.device)
+    stream = in_working_dtype(values[last_hook]).to(tokens.device)
     directions = to_logits.direction(tokens)[0]
     sigma = to_logits.norm.scale(stream)[0]
     computed = (directions @ stream[0].T / sigma).T
@@ -236,9 +243,9 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     # b_U adds the same number to a token's logit at every position, so it is left out.
     difference = computed - expected
     error = (difference - difference.mean(0)).norm()
-    spread = (expected - expected.mean(0)).norm()
+    size = (expected - expected.mean(0)).norm()
     rounding = rounding_of(model, *_LOGIT_ROUNDING)
-    if not float(error) <= rounding * float(spread):  # also refuses NaN
+    if not float(error) <= rounding * float(size):  # also refuses NaN
         raise ModelError(
             f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap"
             " from its configuration, so a head's contribution to them is unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def unloaded(model: Any) -> UnloadedModel:
         name = getattr(model, "name_or_path", None) or type(model).__name__
         return unloaded_tokenizer(model, name)
     hooked = load_model(model)
-    if getattr(hooked, "tokenizer", None) is None:
+    if hooked.tokenizer is None:
         raise ModelError(
             f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
@@ -63,42 +64,41 @@ def unloaded(model: Any) -> UnloadedModel:
     source = known_facts(hooked).native
     if source is None:  # a quantised model has no twin
         source = original_of(hooked)
-    settings = getattr(source, "generation_config", None)
-    end = end_tokens(settings, hooked.tokenizer)
+    generation_config = getattr(source, "generation_config", None)
+    end = end_tokens(generation_config, hooked.tokenizer)
     return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
 
 
 def unloaded_tokenizer(
-    tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None
+    tokenizer: Any, name: str, n_ctx: int = NO_LIMIT, generation_config: Any = None
 ) -> UnloadedModel:
-    """A tokenizer as an unloaded model, with a name, a context length in tokens and generation
-    settings."""
-    sizes = Sizes(name, len(tokenizer), longest, checkpoint.prepends_bos(tokenizer))
-    return UnloadedModel(tokenizer, sizes, end_tokens(settings, tokenizer))
+    """A tokenizer as an unloaded model, with a name, a context length in tokens and a configuration
+    of generation."""
+    sizes = Sizes(name, len(tokenizer), n_ctx, checkpoint.prepends_bos(tokenizer))
+    return UnloadedModel(tokenizer, sizes, end_tokens(generation_config, tokenizer))
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer: those of the generation settings, and the tokenizer's EOS."""
-    tokens = getattr(generation_config, "eos_token_id", None)
-    if not isinstance(tokens, (list, tuple)):
-        tokens = [tokens]
-    tokens = [*tokens, tokenizer.eos_token_id]
-    return frozenset(int(token) for token in tokens if token is not None)
+    """The tokens that end an answer: those that the configuration of generation names, and the
+    tokenizer's EOS."""
+    end_ids = getattr(generation_config, "eos_token_id", None)
+    if not isinstance(end_ids, (list, tuple)):
+        end_ids = [end_ids]
+    return frozenset(int(i) for i in [*end_ids, tokenizer.eos_token_id] if i is not None)
 
 
 def _unloaded_checkpoint(name: str) -> UnloadedModel:
-    """The tokenizer, context length and generation settings of a checkpoint."""
+    """The tokenizer, context length and configuration of generation of a checkpoint."""
     from transformers import GenerationConfig
 
-    longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
-    if not isinstance(longest, int):
-        longest = NO_LIMIT
+    n_ctx = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
+    if not isinstance(n_ctx, int):
+        n_ctx = NO_LIMIT
     place = checkpoint.model_place(name)
-    try:
-        with asked_once(place):
-            settings = GenerationConfig.from_pretrained(place)
-    except OSError:  # a GGUF file has none: only its tokenizer names the token that ends an answer
-        settings = None
+    generation_config = None
+    # A GGUF file has no configuration: only its tokenizer names the token that ends an answer.
+    with suppress(OSError), asked_once(place):
+        generation_config = GenerationConfig.from_pretrained(place)
 
     tokenizer = checkpoint.tokenizer_named(name)
-    return unloaded_tokenizer(tokenizer, name, longest, settings)
+    return unloaded_tokenizer(tokenizer, name, n_ctx, generation_config)

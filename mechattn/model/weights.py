@@ -35,7 +35,7 @@ _HASHED_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
 _PIECE_BYTES = 2**18
 _MOST_PIECES = 64
 _HASHED_NUMBERS = 2**20
-# The last hash is used again if so many numbers of each parameter are still the same.
+# The last hash is used again if this many evenly spaced numbers of each tensor are the same.
 _COMPARED_NUMBERS = 64
 
 # Libraries that register hooks of their own when a model first runs. None of them changes a value.
@@ -45,17 +45,19 @@ _LOAD_AGAIN = (
     "Load the model again as it is now; load_model(model, verify=False) measures it anyway, and "
     "every result then records verified: false"
 )
-# By the kind of change. ``name`` is the changed part, ``now`` and ``before`` are its values.
+# By the kind of change. ``name`` is the changed part, ``verified`` and ``current`` are its values.
 _CHANGES = {
     "class": (
-        "{name} is {now} where {before} was. Adapters are merged (merge_and_unload) before "
+        "{name} is {current} where {verified} was. Adapters are merged (merge_and_unload) before "
         "load_model. " + _LOAD_AGAIN
     ),
     "dtype": (
-        "{name} is {now} and was {before}. Give the dtype to load_model(…, dtype=…), which leaves"
-        " the rotary frequencies in float32"
+        "{name} is {current} and was {verified}. Give the dtype to load_model(…, dtype=…), which"
+        " leaves the rotary frequencies in float32"
     ),
-    "attention": "{name} is {now!r} and was {before!r}, so hooks may not fire. " + _LOAD_AGAIN,
+    "attention": (
+        "{name} is {current!r} and was {verified!r}, so hooks may not fire. " + _LOAD_AGAIN
+    ),
     "weights": "the weights of {name} were edited. " + _LOAD_AGAIN,
 }
 
@@ -63,14 +65,18 @@ _CHANGES = {
 def weights_hash(model: Any) -> str:
     """A hash of a model's parameters and saved buffers: names, shapes, dtypes and values.
 
-    Of a tensor with more than 2**20 numbers, evenly spaced ones are hashed.
+    Of a tensor with more than 2**20 numbers, evenly spaced ones are hashed. The hash is kept, and
+    computed again if a tensor was written to.
     """
     facts = facts_of(model) or ModelFacts()
     source = facts.native
     if source is None:
         source = model
-    stored = sorted(source.state_dict().items())
-    tensors = {name: values for name, values in stored if isinstance(values, Tensor)}
+    tensors = {
+        name: values
+        for name, values in sorted(source.state_dict().items())
+        if isinstance(values, Tensor)
+    }
 
     versions = []  # the last hash is used again if these have not changed
     for values in tensors.values():
@@ -118,10 +124,10 @@ def stored_hash(name: str) -> str | None:
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
             step = max(_PIECE_BYTES, math.ceil(size / _MOST_PIECES))
-            with open(path, "rb") as stored:
+            with open(path, "rb") as file:
                 for start in range(0, size, step):
-                    stored.seek(start)
-                    digest.update(stored.read(_PIECE_BYTES))
+                    file.seek(start)
+                    digest.update(file.read(_PIECE_BYTES))
         return digest.hexdigest()[:16]
     except OSError:
         return None
@@ -161,19 +167,19 @@ def state_of(model: HookedModel) -> State:
     }
 
 
-def refuse_changes(model: HookedModel, before: State, now: State) -> None:
+def refuse_changes(model: HookedModel, verified_state: State, current_state: State) -> None:
     """Refuse a model whose modules, dtype, attention or weights are not those that were verified.
 
     Raises:
         ModelError: One of them was changed. The message says what to do.
     """
     for kind, sentence in _CHANGES.items():
-        for name in {**before[kind], **now[kind]}:
-            value_before = before[kind].get(name)
-            value_now = now[kind].get(name)
-            if value_before != value_now:
+        for name in {**verified_state[kind], **current_state[kind]}:
+            verified = verified_state[kind].get(name)
+            current = current_state[kind].get(name)
+            if verified != current:
                 plain_name = WRAPPED.sub("", name)
-                change = sentence.format(name=plain_name, before=value_before, now=value_now)
+                change = sentence.format(name=plain_name, verified=verified, current=current)
                 raise ModelError(
                     f"{model.cfg.model_name} was changed after it was verified: {change}"
                 )
@@ -204,7 +210,7 @@ def _sum_of_bits(values: Tensor) -> int:
     if values.is_meta:
         return 0
     octets = values.detach().reshape(-1).view(torch.uint8)
-    is_whole = octets.numel() % _WORD_BYTES == 0 and octets.storage_offset() % _WORD_BYTES == 0
-    if is_whole:
-        octets = octets.view(torch.int64)
-    return int(octets.sum())
+    if octets.numel() % _WORD_BYTES or octets.storage_offset() % _WORD_BYTES:
+        return int(octets.sum())
+    words = octets.view(torch.int64)
+    return int(words.sum())

@@ -95,16 +95,29 @@ class Variant:
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
-        """The condition's tokens, marked as this variant is read."""
+        """The condition's tokens, marked as this variant is read.
+
+        Raises:
+            ConditionError: The inserted tokens are to be hidden, but the condition itself has
+                already cut edges, which this would restore.
+        """
         sequence = self.condition.apply(prompt, model, seed)
         if self.keeps_positions:
             sequence = replace(sequence, keeps_positions=True)
         if self.hides:
+            if sequence.cut_edges is not None:
+                raise ConditionError(
+                    f"{type(self.condition).__name__} has cut edges of its own, which masked()"
+                    " would replace: leave masked() out, or cut all edges in the condition"
+                )
             sequence = replace(sequence, cut_edges=CutEdges(~sequence.inserted, sequence.inserted))
         return _intervened(sequence, self.interventions)
 
     def masked(self) -> Variant:
-        """Return the variant whose inserted tokens are hidden from the original ones."""
+        """Return the variant whose inserted tokens are hidden from the original ones.
+
+        It is refused when applied if the condition itself cuts edges.
+        """
         return replace(self, hides=True)
 
     def unshifted(self) -> Variant:

@@ -102,16 +102,20 @@ class Comparison:
     @property
     def models(self) -> list[str]:
         """The names of the models, in the order of the columns."""
-        first_statement = next(iter(self.cells.values()))
-        return list(first_statement)
+        cells_of_models = next(iter(self.cells.values()))
+        return list(cells_of_models)
 
     def table(self) -> pd.DataFrame:
         """One row for each statement and model; values are in percent, or in points."""
         rows = []
         for statement in self.statements.statements:
-            place = {"statement": statement.key, "published": statement.published}
             for model, cell in self.cells[statement.key].items():
-                rows.append(place | {"model": model} | asdict(cell))
+                row = {
+                    "statement": statement.key,
+                    "published": statement.published,
+                    "model": model,
+                }
+                rows.append(row | asdict(cell))
         return pd.DataFrame(rows)
 
     @property
@@ -119,13 +123,14 @@ class Comparison:
         """The number of cells with each word, and the number of intervals that are expected to miss
         the true value by chance."""
         counts = Counter(cell.word for cells in self.cells.values() for cell in cells.values())
-        counted = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
+        counts_in_words = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
-        measured = counts.total() - counts[NOT_MEASURABLE]
-        misses = measured / 20  # of 95 % intervals one in twenty
+        interval_count = counts.total() - counts[NOT_MEASURABLE]
+        expected_misses = interval_count / 20  # of 95 % intervals, one in twenty misses
         return (
-            f"{counts.total()} cells, of {len(self.cells)} published statements: {counted}. Of"
-            f" {measured} intervals of 95 %, about {misses:.0f} miss the true value by chance."
+            f"{counts.total()} cells, of {len(self.cells)} published statements: {counts_in_words}."
+            f" Of {interval_count} intervals of 95 %, about {expected_misses:.0f} miss the true"
+            " value by chance."
         )
 
     def place_words(self, statement: Statement) -> str:
@@ -158,7 +163,6 @@ class Comparison:
         lines = []
         for statement in self.statements.statements:
             lines.append(f"{statement.title}. Published: {statement.published}")
-
             for model, cell in self.cells[statement.key].items():
                 lines.append(f"  {model}: {cell}")
         return "\n".join([*lines, "", self.summary])
@@ -177,20 +181,20 @@ def measured_cell(
     unit = statement.unit
     interval = np.array(t_interval(np.asarray(values)))
     value, low, high = in_unit(interval, unit).tolist()
-    draws = in_unit(np.asarray(untrained), unit).tolist()
+    untrained_means = in_unit(np.asarray(untrained), unit).tolist()
     word = word_of(statement, low, high)
-    return Cell(word, unit, value, low, high, len(values), tuple(draws))
+    return Cell(word, unit, value, low, high, len(values), tuple(untrained_means))
 
 
 def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     """The cell of a statement about accuracy, with Newcombe's interval of the difference and the
     exact McNemar test."""
-    compared = evaluation.compare(statement.condition, statement.to, unit="prompt")
-    value = 100 * compared["difference"]
-    low = 100 * compared["low"]
-    high = 100 * compared["high"]
-    gained = int(compared["only_first"])
-    lost = int(compared["only_second"])
+    comparison = evaluation.compare(statement.condition, statement.to, unit="prompt")
+    value = 100 * comparison["difference"]
+    low = 100 * comparison["low"]
+    high = 100 * comparison["high"]
+    gained = int(comparison["only_first"])
+    lost = int(comparison["only_second"])
     p = binomtest(gained, max(1, gained + lost)).pvalue  # 1 if none is gained or lost
 
     reference_accuracy = 100 * evaluation.right(statement.to).mean()
@@ -198,10 +202,10 @@ def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     note = (
         f"{reference_accuracy:.1f} → {accuracy:.1f} %; {gained} problems gained, {lost} lost, exact"
         f" McNemar p = {p:.2g}; 80 % power for a difference of"
-        f" {100 * compared['detectable']:.1f} points"
+        f" {100 * comparison['detectable']:.1f} points"
     )
     word = word_of(statement, low, high)
-    return Cell(word, statement.unit, value, low, high, int(compared["n"]), note=note)
+    return Cell(word, statement.unit, value, low, high, int(comparison["n"]), note=note)
 
 
 def word_of(statement: Statement, low: float, high: float) -> str:
@@ -209,9 +213,10 @@ def word_of(statement: Statement, low: float, high: float) -> str:
 
     It is "as published" or "opposite" if the whole interval lies beyond the line of that word.
     """
-    is_as_published = low > statement.line
-    is_opposite = high < statement.opposite
-    if statement.direction == "below":
+    if statement.direction == "above":
+        is_as_published = low > statement.line
+        is_opposite = high < statement.opposite
+    else:
         is_as_published = high < statement.line
         is_opposite = low > statement.opposite
 
@@ -226,24 +231,23 @@ def rule_words(statement: Statement) -> str:
     """The rule of a statement, such as "as published below −2.0 %, opposite above +2.0 %"."""
     line = with_unit(statement.line, statement.unit)
     opposite_line = with_unit(statement.opposite, statement.unit)
-    opposite = {"below": "above", "above": "below"}[statement.direction]
-    return f"{AS_PUBLISHED} {statement.direction} {line}, {OPPOSITE} {opposite} {opposite_line}"
+    if statement.direction == "above":
+        return f"{AS_PUBLISHED} above {line}, {OPPOSITE} below {opposite_line}"
+    return f"{AS_PUBLISHED} below {line}, {OPPOSITE} above {opposite_line}"
 
 
 def in_unit(values: np.ndarray, unit: str) -> np.ndarray:
     """Values in the unit of their cell: log-ratios as changes in percent, shares and differences of
     shares times 100."""
     if unit == "change":
-        values = np.expm1(values)
+        return 100 * np.expm1(values)
     return 100 * values
 
 
 def number_words(value: float, unit: str) -> str:
     """A number without its unit; changes and points have a sign."""
-    form = "+.1f"
-    if unit == "share":
-        form = ".1f"
-    return in_digits(round(value, 1), form)
+    digits = ".1f" if unit == "share" else "+.1f"
+    return in_digits(round(value, 1), digits)
 
 
 def with_unit(value: float, unit: str) -> str:

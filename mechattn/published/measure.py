@@ -26,12 +26,12 @@ from mechattn.published.values import NotMeasurable, value_of
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import write_whole
+from mechattn.store.atomic_writes import write_text
 
 # The number of prompts for each draw of untrained weights. Few suffice, since the page shows only
 # the range of the draws.
 UNTRAINED_PROMPTS = 8
-FIRST_DRAW = 1000  # the seed of the first draw, by default; far from the seeds that users choose
+FIRST_DRAW = 1000  # the first draw's seed if ``seed`` is 0; far from the seeds that users choose
 PAGE_RUN = "first"  # the run whose result the page shows
 
 
@@ -75,7 +75,7 @@ class RunValues:
 
 @dataclass
 class ModelRuns:
-    """All runs of one model; the model is loaded when the first run is not stored yet.
+    """All runs of one model. It is loaded when a run is not stored yet, or to answer problems.
 
     Args:
         name: The model, as ``load_model`` takes it.
@@ -90,7 +90,7 @@ class ModelRuns:
     settings: Settings
     # The model with untrained weights by its draw. Only one is kept, since each takes the memory of
     # a model.
-    untrained: dict[int, HookedModel] = field(default_factory=dict, init=False)
+    untrained_models: dict[int, HookedModel] = field(default_factory=dict, init=False)
 
     @cached_property
     def model(self) -> HookedModel:
@@ -101,7 +101,7 @@ class ModelRuns:
     @cached_property
     def arm(self) -> ARM | None:
         """ARM with the hyperparameters published for the model's family; None if there are none."""
-        family = architecture_named(self.name).partition("For")[0]
+        family = architecture_named(self.name).partition("For")[0]  # as in "LlamaForCausalLM"
         for arm in self.statements.arms:
             if arm.family == family:
                 return ARM(form=arm.form, c=arm.c, p1=arm.p1)
@@ -109,36 +109,39 @@ class ModelRuns:
 
     @cached_property
     def weights_hash(self) -> str | None:
-        """A hash that identifies the weights without loading them; None for a toy model."""
+        """What identifies the stored weights; None for a toy (``stored_hash``)."""
         return stored_hash(self.name)
 
     def cells(self) -> dict[str, Cell]:
         """The cell of every statement, by its key."""
-        measured = self.all_values()
-        untrained = [self.all_values(draw) for draw in range(self.settings.draws)]
+        own_weights = self.all_values()
+        draws = [self.all_values(draw) for draw in range(self.settings.draws)]
         cells = self._answer_cells()
-        for key, reason in measured.reasons.items():
+        for key, reason in own_weights.reasons.items():
             cells[key] = Cell(NOT_MEASURABLE, note=reason)
 
         for statement in self.statements.statements:
-            if statement.key not in measured.values:
+            if statement.key not in own_weights.values:
                 continue
-            values_of_draws = [draw.values.get(statement.key) for draw in untrained]
-            means = [sum(values) / len(values) for values in values_of_draws if values is not None]
-            values = measured.values[statement.key]
-            cells[statement.key] = measured_cell(statement, values, means)
+            untrained_means = []
+            for untrained_weights in draws:
+                if statement.key in untrained_weights.values:
+                    values = untrained_weights.values[statement.key]
+                    untrained_means.append(sum(values) / len(values))
+            own_values = own_weights.values[statement.key]
+            cells[statement.key] = measured_cell(statement, own_values, untrained_means)
         return cells
 
     def all_values(self, draw: int | None = None) -> RunValues:
         """What all runs measure, with the model's weights or with a draw of untrained weights."""
-        measured = RunValues()
+        all_runs = RunValues()
         for run_name in RUNS:
             run_values = self.run_values(run_name, draw)
-            measured.values |= run_values.values
-            measured.reasons |= run_values.reasons
+            all_runs.values |= run_values.values
+            all_runs.reasons |= run_values.reasons
 
-        self.untrained.clear()  # frees its memory
-        return measured
+        self.untrained_models.clear()  # frees their memory
+        return all_runs
 
     def run_values(self, run_name: str, draw: int | None = None) -> RunValues:
         """What one run measures, from its file if it is stored.
@@ -148,18 +151,19 @@ class ModelRuns:
             draw: The number of a draw of untrained weights; None for the model's own weights.
 
         Raises:
-            MechattnError: The run for the page cannot be made with the model's own weights. If
-                another run cannot be made, its values have reasons instead.
+            MechattnError: The run for the page is refused with the model's own weights, or the
+                prompts do not fit the model. If the model or an option is refused in another run,
+                its values have reasons instead.
         """
         path = self._values_file(run_name, draw)
         is_page_run = run_name == PAGE_RUN and draw is None
         if path.exists() and (self.result_place.exists() or not is_page_run):
             return RunValues(**json.loads(path.read_text(encoding="utf-8")))
 
-        words = f"{self.name}: {RUNS[run_name].words}"
+        message = f"{self.name}: {RUNS[run_name].words}"
         if draw is not None:
-            words += f", untrained weights {draw + 1}"
-        say(words)
+            message += f", untrained weights {draw + 1}"
+        say(message)
         statements = self._of_run(run_name)
         try:
             result = self._result(run_name, draw)
@@ -170,18 +174,17 @@ class ModelRuns:
         if is_page_run:
             result.save(self.result_place)
 
-        measured = RunValues()
+        run_values = RunValues()
         for statement in statements:
             try:
                 values = value_of(result, statement.function, statement)
             except NotMeasurable as error:
-                measured.reasons[statement.key] = str(error)
+                run_values.reasons[statement.key] = str(error)
             else:
-                measured.values[statement.key] = values.tolist()
+                run_values.values[statement.key] = values.tolist()
 
-        text = json.dumps(asdict(measured), indent=1)
-        write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
-        return measured
+        write_text(path, json.dumps(asdict(run_values), indent=1))
+        return run_values
 
     @property
     def result_place(self) -> Path:
@@ -193,8 +196,8 @@ class ModelRuns:
         statements = self._of_run(ANSWERS)
         problems = self.settings.problems
         if not problems:
-            unanswered = Cell(NOT_MEASURABLE, note="no problem was answered (problems, --problems)")
-            return {statement.key: unanswered for statement in statements}
+            empty_cell = Cell(NOT_MEASURABLE, note="no problem was answered (problems, --problems)")
+            return {statement.key: empty_cell for statement in statements}
 
         say(f"{self.name}: answers to {len(problems)} problems")
         evaluation = evaluate(
@@ -207,16 +210,16 @@ class ModelRuns:
         )
 
         families = ", ".join(arm.family for arm in self.statements.arms)
-        architecture = architecture_named(self.name)
-        without_arm = (
-            f"ARM is published for the families {families}, and this model is {architecture}"
+        note_without_arm = (
+            f"ARM is published for the families {families}, and this model is"
+            f" {architecture_named(self.name)}"
         )
         cells = {}
         for statement in statements:
             if statement.condition in evaluation.conditions:
                 cells[statement.key] = accuracy_cell(statement, evaluation)
             else:
-                cells[statement.key] = Cell(NOT_MEASURABLE, note=without_arm)
+                cells[statement.key] = Cell(NOT_MEASURABLE, note=note_without_arm)
         return cells
 
     def _of_run(self, run_name: str) -> list[Statement]:
@@ -225,28 +228,28 @@ class ModelRuns:
 
     def _result(self, run_name: str, draw: int | None) -> Result:
         """The result of a run; with a draw, of untrained weights on the first prompts."""
-        planned = RUNS[run_name]
+        planned_run = RUNS[run_name]
         model = self.model
         prompts = self.settings.prompts
 
         if draw is not None:
-            if draw not in self.untrained:
+            if draw not in self.untrained_models:
                 seed = FIRST_DRAW * (1 + self.settings.seed) + draw
-                self.untrained = {draw: random_weights(self.model, seed=seed)}
-            model = self.untrained[draw]
+                self.untrained_models = {draw: random_weights(self.model, seed=seed)}
+            model = self.untrained_models[draw]
             prompts = prompts[:UNTRAINED_PROMPTS]
 
         layers = None
-        if planned.first_layers is not None:
-            layers = range(min(planned.first_layers, model.cfg.n_layers))
+        if planned_run.first_layers is not None:
+            layers = range(min(planned_run.first_layers, model.cfg.n_layers))
         return run(
             model,
             prompts,
-            conditions_for(model, planned.conditions, self.arm),
-            planned.analyses,
+            conditions_for(model, planned_run.conditions, self.arm),
+            planned_run.analyses,
             layers=layers,
             seed=self.settings.seed,
-            keep=planned.keep,
+            keep=planned_run.keep,
         )
 
     def _values_file(self, run_name: str, draw: int | None = None) -> Path:
@@ -254,19 +257,18 @@ class ModelRuns:
 
         Only the device is left out, since it changes no more than rounding.
         """
-        planned = RUNS[run_name]
-        decides = [
+        hashed_values = [
             [field.name for field in fields(RunValues)],  # the form of the file
             self.name,
             self.weights_hash,
-            identity(planned),
+            identity(RUNS[run_name]),
             [statement.model_dump() for statement in self._of_run(run_name)],
             provenance.digest(self.settings.prompts),
             self.settings.seed,
             self.settings.dtype,
             provenance.versions(),
         ]
-        digest = provenance.digest(decides)[:8]
+        digest = provenance.digest(hashed_values)[:8]
         name = f"{self.file_name}-{run_name}"
         if draw is not None:
             name += f"-untrained-{draw}"

@@ -36,7 +36,7 @@ STYLES = {
     NOT_MEASURABLE: "absent",
 }
 
-HEADS = 3  # the number of heads in a figure of the paper
+HEAD_COUNT = 3  # heads in a figure of the paper
 
 # What automatic captions say of the paper's figures, in the order of the page; layers and heads
 # are counted from 0.
@@ -116,13 +116,13 @@ def changing_heads(result: Result) -> list[int]:
 
     With too few prompts or groups to halve, they are the first heads.
     """
-    count = min(HEADS, result["received_attention"].sizes["head"])
+    count = min(HEAD_COUNT, result["received_attention"].sizes["head"])
     units = units_of(result)
     if units.n < 2 * FEWEST:
         return list(range(count))
-    chosen_on, _ = units.halves()
-    chosen = choose_heads(result, 0, count, "slash", np.asarray(chosen_on), "difference")
-    return [head for _, head in chosen]
+    first_half, _ = units.halves()
+    layers_and_heads = choose_heads(result, 0, count, "slash", np.asarray(first_half), "difference")
+    return [head for _, head in layers_and_heads]
 
 
 def _drawings(result: Result) -> dict[str, _Drawing]:

@@ -21,7 +21,7 @@ from mechattn.results import provenance
 from mechattn.results.provenance import file_names
 from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.atomic_writes import write_whole
+from mechattn.store.atomic_writes import write_text
 from mechattn.store.reading import load_result
 
 
@@ -106,7 +106,7 @@ def paper(
         folder=folder,
     )
 
-    cells, results, seconds = _measured(file_name_of, statements, settings)
+    cells, results, seconds = _measure_models(file_name_of, statements, settings)
     about = {
         "made": provenance.now(),
         "command": command,
@@ -121,8 +121,8 @@ def paper(
         "versions": provenance.versions(),
     }
     comparison = Comparison(statements, cells, about)
-    _write_text(folder / "paper.json", comparison.to_json())
-    _write_text(folder / "paper.md", comparison.to_markdown() + "\n")
+    write_text(folder / "paper.json", comparison.to_json())
+    write_text(folder / "paper.md", comparison.to_markdown() + "\n")
     write_comparison(comparison, results, folder / "index.html", force)
     return comparison
 
@@ -165,22 +165,25 @@ def _check_prompts(prompts: Sequence[Prompt], source: str, problem_count: int) -
     for prompt in prompts[:problem_count]:
         if prompt.solution is None:
             raise OptionError(
-                f"{problem_count} problems are to be answered, but {prompt.where} of {source} has no"
-                " solution, so no answer can be graded; name the field with the solution"
+                f"{problem_count} problems are to be answered, but {prompt.where} of {source} has"
+                " no solution, so no answer can be graded; name the field with the solution"
                 " (answer_field=…, --answer-field), or leave problems out"
             )
 
 
-def _measured(
+def _measure_models(
     file_name_of: Mapping[str, str], statements: Statements, settings: Settings
 ) -> tuple[dict[str, dict[str, Cell]], list[Result], dict[str, float]]:
-    """The cells by statement and model, the results that the page draws, and the seconds that each
-    model took.
+    """Measure each model.
 
     Args:
         file_name_of: The start of the names of a model's files, by the name of the model.
         statements: The statements.
         settings: The other settings of the measurement.
+
+    Returns:
+        The cells by statement and model, the results that the page draws, and the seconds that each
+        model took.
     """
     results = []
     seconds = {}
@@ -194,12 +197,3 @@ def _measured(
         results.append(load_result(runs.result_place))
         seconds[short_name] = round(time.monotonic() - start, 1)
     return cells, results, seconds
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a text file completely or not at all.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))

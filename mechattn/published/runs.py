@@ -17,7 +17,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.prompts.conditions import Baseline, Condition, MeaninglessTokens, RandomSentence
 
 ANSWERS = "answers"  # the run that generates answers instead of measuring attention
-COUNT = 55  # the number of inserted tokens, by default in the paper's code
+INSERTED_COUNT = 55  # tokens, the default of the paper's code
 CONDITIONS = ("slash", "sentence", "arm")
 
 
@@ -67,9 +67,9 @@ def conditions_for(
     """The conditions with these names.
 
     The number of “/” is the nearest to 55 that the model's tokenizer allows, and a random sentence
-    has the same number of tokens. Without an ARM, its condition is left out.
+    has the same number of tokens. Without ``arm``, the condition "arm" is left out.
     """
-    slash = MeaninglessTokens("/", COUNT).fitted(model)
+    slash = MeaninglessTokens("/", INSERTED_COUNT).fitted(model)
     conditions: dict[str, Condition] = {"slash": slash, "sentence": RandomSentence(slash.count)}
     if arm is not None:
         conditions["arm"] = Baseline(intervention=arm)

@@ -55,15 +55,16 @@ class Statement(Selection):
 
     @field_validator("quote")
     @classmethod
-    def _short(cls, quote: str) -> str:
-        words = len(quote.split())
-        if words > LONGEST_QUOTE:
-            raise ValueError(f"it has {words} words; quote at most {LONGEST_QUOTE}")
+    def _check_length(cls, quote: str) -> str:
+        word_count = len(quote.split())
+        if word_count > LONGEST_QUOTE:
+            raise ValueError(f"it has {word_count} words; quote at most {LONGEST_QUOTE}")
         return quote
 
     @property
     def unit(self) -> str:
-        """The unit of its values and lines."""
+        """The unit of the values, of ``line`` and of ``opposite``: "change", "share" or
+        "points"."""
         unit = UNITS[self.function]
         if unit == "share" and self.less_layers:
             return "points"  # a difference of shares
@@ -71,7 +72,7 @@ class Statement(Selection):
 
 
 class Statements(Section):
-    """The file of statements."""
+    """The content of the file of statements."""
 
     system: str
     sources: dict[str, Text]
@@ -87,24 +88,24 @@ def read_statements(path: Path = SHIPPED) -> Statements:
             not allowed, or a source, quantity, function, run or condition is unknown.
     """
     try:
-        file = Statements.model_validate(toml_values(path, "file of statements"))
+        content = Statements.model_validate(toml_values(path, "file of statements"))
     except ValidationError as error:
         raise OptionError(f"{path}: {validation_words(error, Statements)}") from None
 
-    counts = Counter(statement.key for statement in file.statements)
+    counts = Counter(statement.key for statement in content.statements)
     for key, count in counts.items():
         if count > 1:
             raise OptionError(f"{path}: the key {key!r} is given {count} times; give each its own")
 
     conditions = [BASELINE, *CONDITIONS]
     known_names = {
-        "source": file.sources,
+        "source": content.sources,
         "function": UNITS,
         "run": [*RUNS, ANSWERS],
         "condition": conditions,
         "to": conditions,
     }
-    for statement in file.statements:
+    for statement in content.statements:
         where = f"{path}: {statement.key}"
         for name, known in known_names.items():
             check_known(f"{where}.{name}", getattr(statement, name), known)
@@ -112,4 +113,4 @@ def read_statements(path: Path = SHIPPED) -> Statements:
             raise OptionError(f"{where}.quantities: answers have no quantities; leave them out")
         for quantity in statement.quantities:
             check_known(f"{where}.quantities", quantity, RUNS[statement.run].quantities)
-    return file
+    return content

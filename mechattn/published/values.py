@@ -11,6 +11,8 @@ for each prompt [prompt], and raises ``NotMeasurable`` if the model or the promp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
@@ -105,8 +107,9 @@ def change_at_peaks(result: Result, selection: Selection) -> PerPrompt:
         _, token_count = curve.shape
         count = max(1, round(PEAKS * token_count))
 
-        order = np.argsort(-curve * reference, axis=1, kind="stable")
-        peaks = order[:, :count]
+        # The product has the same order as the geometric mean.
+        largest_first = np.argsort(-curve * reference, axis=1, kind="stable")
+        peaks = largest_first[:, :count]
 
         log_changes = log_ratio(curve, reference)
         at_peaks = np.take_along_axis(log_changes, peaks, axis=1)
@@ -130,16 +133,8 @@ def band_width(result: Result, selection: Selection) -> PerPrompt:
     The distance is the mean over heads and over those positions of the question that every prompt
     has.
     """
-    distances = []
-    for curves in zip(*both_curves(result, selection), strict=True):
-        # Questions differ in length, and a mean over prompts needs the same positions of each.
-        shortest = min(curve.shape[1] for curve in curves)
-        aligned = np.stack([curve[:, :shortest] for curve in curves])
-
-        from_mean = abs(aligned - aligned.mean(0))
-        distances.append(from_mean.mean((1, 2)))
-
-    return log_ratio(*distances)
+    curves, references = zip(*both_curves(result, selection), strict=True)
+    return log_ratio(_distances_from_mean(curves), _distances_from_mean(references))
 
 
 def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
@@ -171,14 +166,15 @@ def change_of_large(result: Result, selection: Selection) -> PerPrompt:
     mean_reference = reference.mean((0, 1))
 
     # The edges of the histogram's bins, from −∞ to ∞.
-    left = dataset_with(result, selection.quantities[0]).bin.values.astype(np.float64)
-    right = np.append(left[1:], np.inf)
-    bounds = sorted({abs(edge) for edge in left[1:]})
+    lower_edges = dataset_with(result, selection.quantities[0]).bin.values.astype(np.float64)
+    upper_edges = np.append(lower_edges[1:], np.inf)
+    bounds = sorted({abs(edge) for edge in lower_edges[1:]})
 
     for bound in bounds:
-        beyond = (left >= bound) | (right <= -bound)
-        if mean_reference[beyond].sum() <= LARGE:
-            return log_ratio(values[..., beyond].sum(2), reference[..., beyond].sum(2)).mean(1)
+        is_large = (lower_edges >= bound) | (upper_edges <= -bound)
+        if mean_reference[is_large].sum() <= LARGE:
+            large_share = values[..., is_large].sum(2)
+            return log_ratio(large_share, reference[..., is_large].sum(2)).mean(1)
     raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
 
 
@@ -188,9 +184,9 @@ def classes_beside_other(result: Result, selection: Selection) -> PerPrompt:
     The first is the mean over those of the three classes that the question has.
     """
     shares = selected(result, selection.quantities[0], selection, selection.condition).isel(layer=0)
-    other = shares.sel(token_class="other").values
-    classes = shares.drop_sel(token_class="other").mean("token_class").values
-    return log_ratio(classes, other)
+    share_at_others = shares.sel(token_class="other").values
+    share_at_classes = shares.drop_sel(token_class="other").mean("token_class").values
+    return log_ratio(share_at_classes, share_at_others)
 
 
 def updates_at_first(result: Result, selection: Selection) -> PerPrompt:
@@ -204,13 +200,13 @@ def updates_at_first(result: Result, selection: Selection) -> PerPrompt:
     layers = [layer for layer in measured if layer >= FROM_LAYER]
     if not layers:
         raise NotMeasurable(f"the model has no layer {FROM_LAYER} or later")
-    later = selection.in_layers(layers)
+    in_later_layers = selection.in_layers(layers)
 
-    by_token = []
+    values_by_query = []
     for name in selection.quantities:
-        values = selected(result, f"{name}_per_prompt", later, selection.condition)
-        by_token.append(values.isel(key=slice(1, None)))
-    target, size = by_token
+        values = selected(result, f"{name}_per_prompt", in_later_layers, selection.condition)
+        values_by_query.append(values.isel(key=slice(1, None)))
+    target, size = values_by_query  # in the order in which the statement names them
 
     is_first = target == 0
     at_first = size.where(is_first).mean(("head", "key"))
@@ -346,7 +342,7 @@ def both_curves(result: Result, selection: Selection) -> list[tuple[np.ndarray, 
     for condition in (selection.condition, selection.to):
         values = selected(result, name, selection, condition).isel(layer=0)
         received.append(values.transpose("prompt", "head", ...).values)
-    curve, reference = received
+    in_condition, in_reference = received
 
     origins = result["sequences"].origin.sel(condition=BASELINE).values
     end = (origins >= 0).sum(1) - QUERIES_AFTER
@@ -357,7 +353,7 @@ def both_curves(result: Result, selection: Selection) -> list[tuple[np.ndarray, 
         keys = np.flatnonzero(is_key)
         if not len(keys):
             raise NotMeasurable(f"prompt {prompt} has too few tokens")
-        curves.append((curve[prompt][:, keys], reference[prompt][:, keys]))
+        curves.append((in_condition[prompt][:, keys], in_reference[prompt][:, keys]))
     return curves
 
 
@@ -378,3 +374,11 @@ def log_ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
             "in some prompt one of the two numbers is undefined or is 0, so there is no ratio"
         )
     return np.log(numerator / denominator)
+
+
+def _distances_from_mean(curves: Sequence[np.ndarray]) -> PerPrompt:
+    """The mean distance of each prompt's curve [head, key] from the mean curve of all prompts."""
+    # Questions differ in length, and a mean over prompts needs the same positions of each.
+    shortest = min(curve.shape[1] for curve in curves)
+    aligned = np.stack([curve[:, :shortest] for curve in curves])
+    return abs(aligned - aligned.mean(0)).mean((1, 2))

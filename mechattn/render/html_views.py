@@ -28,7 +28,7 @@ from mechattn.render.draw import FONT, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import check_heads
 from mechattn.render.words import model_caption
 from mechattn.results.result import Result, head_name
-from mechattn.store.atomic_writes import check_writable, write_whole
+from mechattn.store.atomic_writes import check_writable, write_text
 
 DIGITS = 3  # decimal places of an attention map; more would only make the page larger
 # The start of a tag in the head of each page of mechattn, before any style or script. A page may
@@ -321,7 +321,7 @@ def save_page(path: str | Path, text: str, force: bool = False) -> Path:
     """
     check_page_place(path, force)
     path = Path(path)
-    write_whole(path, lambda whole: whole.write_text(text, encoding="utf-8"))
+    write_text(path, text)
     return path
 
 

@@ -104,6 +104,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     sweep(path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8 completely or not at all, as :func:`write_whole` does.
+
+    Raises:
+        OutputError: It could not be written. What was there before is kept.
+    """
+    write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))
+
+
 def flush(paths: Iterable[Path]) -> None:
     """Wait until the content of these files, and the names in these folders, are on the disk.
 

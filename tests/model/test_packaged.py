@@ -21,10 +21,9 @@ def nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gguf_files, "_CLONE", tmp_path / "clone")
     monkeypatch.delenv("MECHATTN_SMOLLM2", raising=False)
-    missing = importlib.metadata.PackageNotFoundError
 
     def distribution(name):
-        raise missing(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(gguf_files, "distribution", distribution)
     return tmp_path

@@ -201,6 +201,9 @@ def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
     assert facts_of(processed).native is not wrong, "a failed call leaves the model as it was"
     assert facts_of(processed).to_verify
     assert "processed" in ma.verify_model(processed)["logits"].detail
+    assert not ma.verify_model(processed, native=tiny_model("Llama", seed=1)).passed
+    assert "given as native" in ma.verify_model(processed)["logits"].remedy
+    assert facts_of(ma.load_model(processed, verify=False)).native is None
     assert ma.verify_model(processed, native=tiny_model("Llama")).passed
 
 

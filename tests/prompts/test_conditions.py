@@ -11,6 +11,7 @@ import torch
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
+from mechattn.prompts.conditions import Variant
 from mechattn.prompts.token_sequences import insert
 from mechattn.prompts.tokenization import tokenize
 
@@ -277,6 +278,9 @@ def test_a_variant_keeps_what_the_condition_marks(toy):
     slash = ma.MeaninglessTokens("/", 3)
     assert Unmoved("/", 3).masked().apply(PROMPT, toy).keeps_positions
     assert not slash.masked().apply(PROMPT, toy).keeps_positions
+
+    with pytest.raises(ma.MechattnError, match="Variant has cut edges of its own"):
+        Variant(slash.masked()).masked().apply(PROMPT, toy)
 
 
 def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):

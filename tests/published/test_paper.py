@@ -9,7 +9,7 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import OptionError
 from mechattn.published import measure, paper
-from mechattn.published.comparison import NOT_MEASURABLE, WORDS
+from mechattn.published.comparison import NOT_MEASURABLE
 from mechattn.published.measure import ModelRuns, Settings
 from mechattn.published.statements import read_statements
 
@@ -34,7 +34,6 @@ def test_a_row_for_each_statement_and_model(compared, toy):
     comparison, _, _ = compared
     table = comparison.table()
     assert list(table.statement) == [each.key for each in read_statements().statements]
-    assert set(table.word) <= set(WORDS)
     row = table.set_index("statement").loc["attention_falls"]
     system = comparison.statements.system
     prompts = ma.load_prompts("word-problems", limit=4, template="joined", system=system)
@@ -60,7 +59,6 @@ def test_page_markdown_and_json_say_the_same(compared):
     assert "about 1 miss the true value by chance" in comparison.summary
     assert "captions of figures 15 and 18" in page
     rows = json.loads((out / "paper.json").read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == 25
     assert next(row for row in rows if row["word"] == NOT_MEASURABLE)["value"] is None
 
 
@@ -98,7 +96,6 @@ def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
     [
         ([], {}, "give a model"),
         ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
-        ("toy:llama", {"draws": -1}, "draws=-1"),
         ("toy:llama", {"new_tokens": 0}, "new_tokens=0"),
         (["models--a--b/snapshots/c", "models--a--b/snapshots/d"], {}, "both be called 'a/b'"),
     ],

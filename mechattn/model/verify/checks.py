@@ -94,6 +94,12 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     else:
         native_tokens = tokens.to(device_of(facts.native))
         native_logits, patterns, source = _run_native(facts.native, native_tokens)
+        remedy = f"the hooked model differs from the transformers model; {what_to_try(dtype)}"
+        if facts.native_is_given:
+            remedy += (
+                ". That model was given as native=…, and later verifications compare with it too:"
+                " if it is the wrong one, call verify_model(model, native=…) with the right one"
+            )
         native_checks = [
             compare_positions(
                 "logits",
@@ -102,7 +108,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
                 LOGIT_TOLERANCE[dtype],
                 f"logits against the model's own attention ({_attention_of(facts.native)}), worst"
                 " position",
-                f"the hooked model differs from the transformers model; {what_to_try(dtype)}",
+                remedy,
             ),
             _kernel(model, hook_values, patterns, source, dtype),
         ]
