@@ -47,8 +47,8 @@ class DamagedResult(OutputError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a result is stored: a folder of this machine, or an address. At an address, files
-    cannot be renamed.
+    """Where a result is stored: a folder of this machine, or an address, where files cannot be
+    renamed.
 
     Args:
         name: The absolute path of the folder, or the fsspec address.
@@ -158,21 +158,22 @@ class Location:
         """Check that a stored result is here and no other files, so that it can be replaced.
 
         Raises:
-            OutputError: There is something else, or something else as well.
+            OutputError: Something else is here, or the result contains other files.
         """
         attributes = self.attributes()
-        objects = attributes.get("objects", {})  # an unfinished result has no listing yet
-        if "mechattn_schema" not in attributes or not isinstance(objects, dict):
+        listed_names = attributes.get("objects", {})  # an unfinished result has no listing yet
+        if "mechattn_schema" not in attributes or not isinstance(listed_names, dict):
             raise OutputError(
                 f"{self} exists and is not a stored result; choose another name, or move it away"
             )
-        strangers = set(self.sizes()) - {ROOT, *objects}
+        foreign_names = self.sizes().keys() - {ROOT, *listed_names}
         if "writing" in attributes:
-            strangers = {name for name in strangers if not _OBJECT_NAME.fullmatch(name)}
-        if strangers:
+            foreign_names = {name for name in foreign_names if not _OBJECT_NAME.fullmatch(name)}
+        if foreign_names:
             raise OutputError(
-                f"{self} is a stored result that holds {min(strangers)} too, which mechattn did not"
-                " write, so it is not replaced; move that file elsewhere, or choose another name"
+                f"{self} is a stored result that holds {min(foreign_names)} too, which mechattn did"
+                " not write, so it is not replaced; move that file elsewhere, or choose another"
+                " name"
             )
 
 
@@ -185,13 +186,13 @@ def location_of(path: str | Path) -> Location:
     if not isinstance(path, (str, Path)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
     text = re.sub(r"\A(file|local)://", "", str(path))  # both are this machine
-    _, protocol_end, rest = text.rpartition("://")
-    if not text or (protocol_end and not rest.strip("/")):
+    protocol, _, path_at_address = text.rpartition("://")
+    if not text or (protocol and not path_at_address.strip("/")):
         raise OutputError(
             f'"{path}" names no folder and no address: give one such as "out/llama.zarr" or'
             ' "s3://bucket/llama.zarr"'
         )
-    if protocol_end:
+    if protocol:
         return Location(text.rstrip("/"))
     try:
         return Location(os.path.realpath(text))
@@ -239,8 +240,8 @@ class Listing(MemoryStore):
             content = root_content({})
         else:
             content = self.read(key)
-        buffers = prototype or default_buffer_prototype()
-        return buffers.buffer.from_bytes(content)
+        buffer_prototype = prototype or default_buffer_prototype()
+        return buffer_prototype.buffer.from_bytes(content)
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
         """Write an object for Zarr, which never writes part of one."""
@@ -295,15 +296,15 @@ class Listing(MemoryStore):
 
 
 @contextmanager
-def errors_of_files(what: str, advice: str) -> Iterator[None]:
+def errors_of_files(failure: str, advice: str) -> Iterator[None]:
     """Raise any error of files, codecs or the network within a ``with`` block as an OutputError.
 
     Every kind of address has its own classes of errors, so all are caught; ours are left as they
     are.
 
     Args:
-        what: What the error prevents.
-        advice: What the user can do.
+        failure: What the error prevents, as a clause.
+        advice: What the user can do, as a clause.
 
     Raises:
         OutputError: There was an error.
@@ -315,7 +316,7 @@ def errors_of_files(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         # Without its cause, as an address in it may contain a password.
-        raise OutputError(f"{what} ({reason}); {advice}") from None
+        raise OutputError(f"{failure} ({reason}); {advice}") from None
 
 
 def checksum(content: bytes) -> str:
