@@ -217,8 +217,8 @@ class Listing(MemoryStore):
     ) -> None:
         self.location = location
         self.checksums = dict(checksums)
-        self.names = ChainMap(self.checksums, {ROOT: ""})
-        super().__init__(self.names, read_only=read_only)  # type: ignore[arg-type]
+        names = ChainMap(self.checksums, {ROOT: ""})
+        super().__init__(names, read_only=read_only)  # type: ignore[arg-type]
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: Any = None
@@ -234,23 +234,18 @@ class Listing(MemoryStore):
         """As :meth:`get`, which newer versions of Zarr may call instead."""
         if byte_range is not None:  # Zarr reads ranges only of sharded arrays, which we never write
             raise NotImplementedError("an object of a result is read whole")
-        if key not in self.names:
-            return None
         if key == ROOT:  # Zarr asks for it before it is written, and needs none of its attributes
             content = root_content({})
-        else:
+        elif key in self.checksums:
             content = self.read(key)
+        else:
+            return None
         buffer_prototype = prototype or default_buffer_prototype()
         return buffer_prototype.buffer.from_bytes(content)
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
         """Write an object for Zarr, which never writes part of one."""
         await asyncio.to_thread(self.set_sync, key, value)
-
-    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Write an object for Zarr, unless it is listed."""
-        if key not in self.names:
-            await self.set(key, value)
 
     def set_sync(self, key: str, value: Buffer) -> None:
         """Write an object and list it. The root is left to ``write_root``."""
@@ -261,26 +256,15 @@ class Listing(MemoryStore):
         self.location.write(key, content)
         self.checksums[key] = checksum(content)
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        """Refuse to delete single objects, or to reopen the store for writing."""
-        raise NotImplementedError("a stored result is replaced as a whole")
-
-    delete = _refuse
-    delete_sync = _refuse
-    clear = _refuse
-    with_read_only = _refuse
-
     def read(self, name: str) -> bytes:
         """Read a listed object, and compare it with its checksum.
 
         Raises:
-            OutputError: It cannot be read.
-            DamagedResult: It is missing, or has another checksum.
+            OutputError: The object cannot be read.
+            DamagedResult: The object is missing, or has another checksum.
         """
-        try:
+        with errors_of_files(f"{name} of {self.location} cannot be read", "try it again"):
             content = self.location.read(name)
-        except Exception as error:  # files and the network have their own errors
-            raise OutputError(f"{name} of {self.location} cannot be read: {error}") from None
 
         if content is None:
             raise damage(self.location, name, "it is missing")

@@ -35,7 +35,7 @@ from mechattn.store.objects import (
     location_of,
     root_content,
 )
-from mechattn.store.reading import load_result, open_checked_result, open_result
+from mechattn.store.reading import open_checked_result, open_result
 
 # Bytes. A figure of one layer of a large result then reads little else.
 LARGEST_OBJECT = 2**20
@@ -104,7 +104,7 @@ def save_result(result: Result, path: str | Path) -> None:
     write_whole(location.folder, write)
 
 
-def merge_stored(target: str, paths: Sequence[str]) -> Result:
+def merge_stored(target: str, paths: Sequence[str]) -> None:
     """Merge stored results, one chunk of prompts at a time, and store the merged result.
 
     Raises:
@@ -130,7 +130,6 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
         )
 
     save_result(merged, target)
-    return load_result(target)
 
 
 def write_objects(result: Result, location: Location) -> Listing:
