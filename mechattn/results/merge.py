@@ -172,8 +172,10 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         encoding = {SOURCES: set().union(*sources)}
         merged[name] = (first_array.dims, values, first_array.attrs, encoding)
 
-    ids = np.concatenate([dataset.prompt.values.astype(str) for dataset in datasets])
-    coords: dict[Any, Any] = {"prompt": ids[order].tolist()}
+    ids: list[str] = []
+    for dataset in datasets:
+        ids += map(str, dataset.prompt.values)
+    coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
     for dim in first_dataset.coords:
         if dim in POSITION_DIMS:
             coords[dim] = np.arange(sizes[dim])
