@@ -83,7 +83,7 @@ def merge_results(results: Sequence[Result]) -> Result:
         )
 
     # For each prompt of the whole run, its index if the results are put one after the other.
-    order = np.array(sorted(range(len(ids)), key=lambda index: places_and_ids[index]))
+    order = np.array(sorted(range(len(ids)), key=places_and_ids.__getitem__))
     datasets = {}
     for name in results[0]:
         datasets[name] = _merged([result[name] for result in results], order)

@@ -278,11 +278,9 @@ def units_of(result: Result, unit: Unit = "auto") -> Units:
 def units_in(result: Result, values: xr.DataArray) -> Units:
     """The units of those prompts of a result that an array of values has: their groups, or the
     prompts if they have no groups."""
-    if "group" not in result["sequences"]:
-        return Units(values.sizes["prompt"])
     ids = values["prompt"].values.tolist()
-    groups = result["sequences"].group.sel(prompt=ids)
-    return Units.grouped([str(group) for group in groups.values])
+    sequences = result["sequences"].sel(prompt=ids)
+    return units_of(replace(result, datasets={"sequences": sequences}))
 
 
 def shared_units(result: Result, other: Result, unit: Unit) -> Units:
