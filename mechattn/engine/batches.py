@@ -25,12 +25,15 @@ from mechattn.prompts.token_sequences import Batch
 
 # The number of [query, key] matrices that are in memory at the same time with hooks: scores, masked
 # scores, pattern, and the working copies of a reduction.
-_SQUARES = 6
-_BLOCKS = 2  # the same for a streamed block of rows, which is masked and normalised in place
+_MATRICES_WITH_HOOKS = 6
+# The same for streamed blocks of rows, which are masked and normalised in place.
+_BLOCKS_WHILE_STREAMING = 2
 _FLOAT32_BYTES = 4
 # Rows. Without it, a large budget would put all short prompts into a single batch.
 _LARGEST_BATCH = 64
-_LEAST_FILL = 0.75  # the shortest prompt of a batch, as a fraction of its longest; less padding
+# The length of a batch's shortest prompt, as a fraction of its longest: a quarter is padding at
+# most.
+_LEAST_FILL = 0.75
 # What torch's allocators, cuBLAS and the operating system say in a RuntimeError. Only the error of
 # CUDA's allocator has a type of its own.
 _MEMORY_WORDS = (
@@ -57,9 +60,9 @@ def row_bytes(cfg: Any, length: int, holds_pattern: bool) -> int:
     # The numbers in memory at each position: about 8 vectors of the residual stream and of
     # projections, and 3 of the MLP.
     width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
-    query_rows = _BLOCKS * BLOCK
+    query_rows = _BLOCKS_WHILE_STREAMING * BLOCK
     if holds_pattern:
-        query_rows = _SQUARES * length
+        query_rows = _MATRICES_WITH_HOOKS * length
     return _FLOAT32_BYTES * length * (cfg.n_heads * query_rows + width)
 
 

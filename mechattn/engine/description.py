@@ -190,8 +190,8 @@ def sequences_dataset(
     if None not in groups:
         variables["group"] = _text_variable(("prompt",), groups)
 
-    indices = np.asarray(places, dtype=np.int64)
-    variables["place"] = (("prompt",), indices, {"units": "index in the whole run"})
+    place_values = np.asarray(places, dtype=np.int64)
+    variables["place"] = (("prompt",), place_values, {"units": "index in the whole run"})
 
     coords = {"prompt": [prompt.id for prompt in prompts], "condition": conditions}
     attributes = {"segments": ", ".join(SEGMENTS), "padding": PADDING}

@@ -174,7 +174,9 @@ def measure(
 
 def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
     """Refuse queries, keys and values that are not float tensors with shapes that fit together."""
-    vectors = [tensor for tensor in (q, k, v) if tensor is not None]
+    vectors = [q, k]
+    if v is not None:
+        vectors.append(v)
     are_floats = all(
         isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in vectors
     )

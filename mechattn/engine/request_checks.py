@@ -32,7 +32,7 @@ Analyses = Sequence[Analysis] | Analysis | None
 
 ByCondition = Mapping[str, TokenSequence]  # the sequences of one prompt
 # The attributes that every analysis must have.
-_DECLARED = ("name", "options", "quantities", "problem", "start", "values")
+_REQUIRED_ATTRIBUTES = ("name", "options", "quantities", "problem", "start", "values")
 
 
 def checked_analyses(analyses: Analyses) -> list[Analysis]:
@@ -375,7 +375,7 @@ def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> lis
 
 def _check_protocol(analysis: Any) -> None:
     """Refuse an analysis that does not follow the protocol."""
-    missing = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
+    missing = [attribute for attribute in _REQUIRED_ATTRIBUTES if not hasattr(analysis, attribute)]
     problem = ""
     if isinstance(analysis, type):
         problem = "it is a class, not an instance"

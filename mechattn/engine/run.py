@@ -134,9 +134,9 @@ class Plan:
             prompts: All prompts of the whole run.
         """
         likeness = likeness_of(prompts)
-        likeness_entries = []
+        likenesses = []
         if likeness:
-            likeness_entries.append({"prompts": len(prompts), "words": likeness})
+            likenesses.append({"prompts": len(prompts), "words": likeness})
             warn(
                 f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
                 " load_prompts(group=…)"
@@ -149,9 +149,7 @@ class Plan:
             analyses.append(analysis)
 
         engine = chosen_engine(self.model, self.options.engine, analyses, self.layers)
-        return Run(
-            replace(self, analyses=analyses), engine, blind_scores(self.model), likeness_entries
-        )
+        return Run(replace(self, analyses=analyses), engine, blind_scores(self.model), likenesses)
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ class Run:
     blind: BlindScores
     # Has an entry if the prompts of the whole run repeat each other: their number ("prompts") and a
     # sentence ("words"). A merge of several runs has the entries of all.
-    alike: Sequence[Mapping[str, Any]]
+    likenesses: Sequence[Mapping[str, Any]]
 
     def result(
         self, prompts: Sequence[Prompt], sequences: Sequences, places: Sequence[int]
@@ -193,9 +191,9 @@ class Run:
 
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(self.plan.model, prompts, sequences, places)
-        description = self._description(prompts, sequences[0])
+        entries = self._provenance(prompts, sequences[0])
         seconds = round(time.monotonic() - start_time, 3)
-        return Result(datasets, {**description, "halved": halved_groups, "seconds": seconds})
+        return Result(datasets, {**entries, "halved": halved_groups, "seconds": seconds})
 
     def _collectors(self, prompts: Sequence[Prompt], sequences: Sequences) -> list[Collector]:
         """An empty collector for each analysis."""
@@ -245,7 +243,7 @@ class Run:
         )
         return batch, values
 
-    def _description(
+    def _provenance(
         self, prompts: Sequence[Prompt], first_sequences: ByCondition
     ) -> dict[str, Any]:
         """The provenance: model, prompts, options, engine, versions and time."""
@@ -255,8 +253,8 @@ class Run:
             "hash": provenance.set_hash(prompts),
             "template": prompts[0].template,
         }
-        if self.alike:
-            prompts_entry["alike"] = self.alike
+        if self.likenesses:
+            prompts_entry["alike"] = self.likenesses
 
         conditions = {
             name: condition_data(condition, first_sequences[name])

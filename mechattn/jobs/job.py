@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from mechattn.analysis.analysis import Analysis
+from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import Plan, Run, RunOptions, make_plan
 from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.checkpoint import tokenizer_named
@@ -88,6 +89,7 @@ class Job:
         if self.threads is not None:
             check_counts(threads=self.threads)
         check_choice(Values, values=self.values)
+        with_baseline(self.conditions)  # refuses what is not a mapping of conditions
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
     @property

@@ -85,12 +85,15 @@ def run_job(
 
 
 def compute(
-    job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
+    job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool
 ) -> tuple[Result, bool]:
     """Compute a shard of a job and store its result at this path, as :func:`run_job` does.
 
     Returns:
         The result, and whether this call computed it; False if it was stored already.
+
+    Raises:
+        MechattnError: The shard has no chunks, the path is taken, or the job was interrupted.
     """
     chunk_indices = range(shard.number - 1, len(job.chunks), shard.count)
     if not chunk_indices:
@@ -131,7 +134,7 @@ def parse_shard(text: str | None) -> Shard:
     if text is None:
         return WHOLE
 
-    match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", str(text))
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise OptionError(f'shard {text!r}: write the third of 16 as "3/16"')
     return Shard(int(match[1]), int(match[2]))
@@ -207,8 +210,8 @@ class ChunkFolder:
             (self.path / LOCK).unlink(missing_ok=True)
             self.path.rmdir()
 
-    def _paths_named(self, name: re.Pattern[str]) -> list[Path]:
-        return sorted(path for path in self.path.iterdir() if name.fullmatch(path.name))
+    def _paths_named(self, pattern: re.Pattern[str]) -> list[Path]:
+        return sorted(path for path in self.path.iterdir() if pattern.fullmatch(path.name))
 
     def _opened(self, path: Path, index: int) -> Result:
         """Open a kept chunk.
@@ -288,11 +291,11 @@ def _compute_and_store(
     """
     job = chunk_folder.job
     results = chunk_folder.finished()
-    missing = [index for index in chunk_indices if index not in results]
+    missing_indices = [index for index in chunk_indices if index not in results]
     try:
         with tqdm(total=len(chunk_indices), initial=len(results), desc="chunks", delay=2) as bar:
-            if missing:  # an executor may start a cluster even if it gets no chunks
-                for index, result in executor.parts(job, missing):
+            if missing_indices:  # an executor may start a cluster even if it gets no chunks
+                for index, result in executor.parts(job, missing_indices):
                     if results:  # a model on the hub may have changed between two chunks
                         check_same_run(next(iter(results.values())), result)
                     results[index] = chunk_folder.keep(index, result)

@@ -259,7 +259,7 @@ def _merged_entries(
 def _collected(ours: Any, theirs: Any) -> Any:
     """All distinct values but None as a list. A single one stays as it is in a result that was
     never merged, and without any the entry is None."""
-    distinct_values = _distinct(_as_list(ours), _as_list(theirs))
+    distinct_values = _distinct(ours, theirs)
     if not distinct_values:
         return None
     if len(distinct_values) == 1:
@@ -267,22 +267,27 @@ def _collected(ours: Any, theirs: Any) -> Any:
     return distinct_values
 
 
-def _distinct(ours: list[Any] | None, theirs: list[Any] | None) -> list[Any]:
-    """All distinct values of both lists but None, in an order that does not depend on that of the
-    arguments."""
-    values_by_json = {json.dumps(value): value for value in [*(ours or []), *(theirs or [])]}
-    values_by_json.pop("null", None)
+def _distinct(ours: Any, theirs: Any) -> list[Any]:
+    """All distinct values of both entries, in an order that does not depend on which is ours."""
+    values_by_json = {json.dumps(value): value for value in _all_values(ours, theirs)}
     return [values_by_json[text] for text in sorted(values_by_json)]
 
 
 def _span(ours: Any, theirs: Any) -> list[str]:
     """The first and the last of all times."""
-    times = [*_as_list(ours), *_as_list(theirs)]
+    times = _all_values(ours, theirs)
     return [min(times), max(times)]
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _all_values(ours: Any, theirs: Any) -> list[Any]:
+    """The values of two entries. An entry is a list, a single value, or None without any value."""
+    values = []
+    for entry in (ours, theirs):
+        if isinstance(entry, list):
+            values += entry
+        elif entry is not None:
+            values.append(entry)
+    return values
 
 
 COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -292,7 +297,7 @@ COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
     # Rounded to milliseconds, so that the sum does not depend on the order.
     "seconds": lambda ours, theirs: round((ours or 0) + (theirs or 0), 3),
     "time": _span,
-    "halved": lambda ours, theirs: sorted([*(ours or []), *(theirs or [])], key=json.dumps),
+    "halved": lambda ours, theirs: sorted(_all_values(ours, theirs), key=json.dumps),
     "model.verified": lambda ours, theirs: bool(ours and theirs),
     "model.not_verified": _distinct,
 }

@@ -71,7 +71,8 @@ class Result(ForwardingMethods):
             A result with the same datasets. Datasets without a dimension are not changed by it.
 
         Raises:
-            OptionError: There is no such dimension or label, or the head is in another layer.
+            OptionError: There is no such dimension or label, nothing is selected, or the head is in
+            another layer.
         """
         layer_and_head = head_named(labels.get("head"))
         if layer_and_head:
@@ -94,17 +95,19 @@ class Result(ForwardingMethods):
                 label = [label]  # so that the dimension is kept
             indexers[dim] = label
 
+        arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
         datasets = {}
         for name, dataset in self.datasets.items():
             own_indexers = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
             try:
                 datasets[name] = dataset.sel(own_indexers)
             except KeyError:
-                arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
                 raise OptionError(
                     f"sel({arguments}): not all of these labels are in {name}; "
                     f"result[{name!r}].coords shows its labels"
                 ) from None
+            if 0 in map(datasets[name].sizes.get, own_indexers):
+                raise OptionError(f"sel({arguments}) selects nothing of {name}")
 
         return replace(self, datasets=datasets)
 
@@ -168,7 +171,7 @@ class Result(ForwardingMethods):
 
         Args:
             name: The analysis; by default the first, or "sequences" if there is none.
-            quantity: One of its quantities; by default those by segment, or all if none is.
+            quantity: One of its quantities; by default those by segment or, without any, all.
 
         Raises:
             OptionError: There is no such analysis or quantity.

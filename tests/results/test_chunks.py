@@ -259,7 +259,7 @@ def test_every_shard_calibrates_for_the_whole_run(real_job, monkeypatch):
     assert counts == [3], "once a process, not once a chunk"
 
 
-@pytest.mark.parametrize("shard", ["3", "5/4", "a/b"])
+@pytest.mark.parametrize("shard", ["3", "5/4", "a/b", 3])
 def test_a_shard_that_is_none(shard):
     with pytest.raises(OptionError, match='write the third of 16 as "3/16"'):
         parse_shard(shard)

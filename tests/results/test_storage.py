@@ -172,6 +172,7 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
         ({"head": 9}, "9"),
         ({"head": "L9H1"}, "9"),
         ({"layer": 0, "head": "L2H5"}, "that head is in layer 2"),
+        ({"layer": []}, r"sel\(layer=\[\]\) selects nothing of received_attention"),
     ):
         with pytest.raises(OptionError, match=message):
             slash_result.sel(**labels)
