@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, Protocol, runtime_checkable
 
@@ -244,36 +244,34 @@ def _fused_or_in_blocks(
     if engine == "fused" and names_needing_rows:
         raise OptionError(
             f"{', '.join(names_needing_rows)} needs rows, which a fused kernel does not give;"
-            ' choose engine="streaming" or "auto", or measure analyses without rows in a separate run'
-        )
-    if engine == "fused" and not row_analyses:
-        return ChosenEngine(
-            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
+            ' choose engine="streaming" or "auto", or measure analyses without rows in a separate'
+            " run"
         )
 
-    can_be_fused = bool(row_analyses) and not names_needing_rows
+    in_blocks = ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
+    if engine == "fused" and not row_analyses:
+        return replace(in_blocks, reason="not fused: no analysis takes a fused kernel's sums")
+
+    if engine == "streaming" or not row_analyses or names_needing_rows:
+        return in_blocks
     # Without a GPU the two calls of the kernel take longer than the rows.
-    auto_without_gpu = engine == "auto" and device_of(model).type != "cuda"
-    if engine == "streaming" or not can_be_fused or auto_without_gpu:
-        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
+    if engine == "auto" and device_of(model).type != "cuda":
+        return in_blocks
 
     if facts.fused is None:
         facts.fused = check_fused(model)
     fused_check = facts.fused
     if fused_check.outcome == "passed":
-        reason = (
-            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
+        return ChosenEngine(
+            "fused",
+            forward_fused,
+            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks",
         )
-        return ChosenEngine("fused", forward_fused, reason)
     if engine == "fused":
         raise ModelError(
             f'{model.cfg.model_name}: {fused_check}; choose engine="streaming" or "auto"'
         )
-    return ChosenEngine(
-        "streaming",
-        forward_in_blocks,
-        f"its numbers are those of the hooks; not fused: {fused_check.detail}",
-    )
+    return replace(in_blocks, reason=f"{in_blocks.reason}; not fused: {fused_check.detail}")
 
 
 def _edge_masks(model: HookedModel, batch: Batch, last_layer: int) -> dict[int, EdgeMask]:

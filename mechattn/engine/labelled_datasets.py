@@ -81,16 +81,12 @@ class Collector:
                     self._store(name, numbers, value_indices)
                     continue
 
-                for variable, numbers_by_position in self._by_position(
-                    name, numbers, batch
-                ).items():
-                    self._merge(variable, numbers_by_position, condition_indices, layer_index)
+                values_by_variable = self._by_position(name, numbers, batch)
+                for variable, numbers in values_by_variable.items():
+                    self._merge(variable, numbers, condition_indices, layer_index)
                     if self.keep == "prompts":
-                        self._store(
-                            variable,
-                            numbers_by_position.astype(np.float32, copy=False),
-                            value_indices,
-                        )
+                        numbers = numbers.astype(np.float32, copy=False)
+                        self._store(variable, numbers, value_indices)
 
     def dataset(self) -> xr.Dataset:
         """The collected values with names, units and descriptions.

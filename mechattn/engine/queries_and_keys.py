@@ -210,8 +210,8 @@ def _check_options(
     """Refuse slopes and sinks of another number of heads, and marks that are not boolean tensors of
     these positions."""
     _, heads, length, _ = q.shape
-    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
-        _check_shape(name, numbers, head=heads)
+    _check_shape("alibi", scores.alibi, head=heads)
+    _check_shape("sinks", scores.sinks, head=heads)
     for name, marked in (("counted", counted), *(segments or {}).items()):
         _check_shape(name, marked, batch=len(q), pos=length)
         if marked is not None and marked.dtype != torch.bool:

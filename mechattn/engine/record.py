@@ -31,7 +31,7 @@ from mechattn.engine.request_checks import (
     checked_sequences,
     with_baseline,
 )
-from mechattn.errors import ModelError, OptionError, check_choice
+from mechattn.errors import ModelError, OptionError, check_choice, check_counts
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.recorded import Affine, KeysValues, RecordedAffine
 from mechattn.model import hooks
@@ -71,7 +71,8 @@ def record_affine(
         seed: The seed of the condition's draws; use that of the run.
 
     Raises:
-        OptionError: The condition inserts nothing into a prompt, or a layer is out of range.
+        OptionError: The condition inserts nothing into a prompt, a layer is out of range, or the
+            seed is not a whole number from 0 on.
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(model)
@@ -127,7 +128,8 @@ def record_keys_values(
         seed: The seed of the condition's draws; use that of the run.
 
     Raises:
-        OptionError: A prompt has no such token under the condition, or a layer is out of range.
+        OptionError: A prompt has no such token under the condition, a layer is out of range, or the
+            seed is not a whole number from 0 on.
         ModelError: The model has no keys and values before RoPE (latent attention).
     """
     check_choice(SEGMENTS, segment=segment)
@@ -223,6 +225,7 @@ def _passes(
     Yields:
         A prompt, its batch with a row for each of ``condition_names``, and the values by layer.
     """
+    check_counts(0, seed=seed)
     engine = chosen_engine(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     conditions = with_baseline({_RECORDED: condition})

@@ -92,7 +92,7 @@ class Job:
         with_baseline(self.conditions)  # refuses what is not a mapping of conditions
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
-    @property
+    @cached_property
     def chunks(self) -> list[range]:
         """The indices of the prompts in each chunk."""
         indices = range(len(self.prompts))
