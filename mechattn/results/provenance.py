@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cache, partial
@@ -83,10 +83,9 @@ def name_of(path: str) -> str:
     """
     if "://" in path:
         return without_secrets(path)
-    in_hub_cache = re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", path)
+    in_hub_cache = re.search(r"models--(\w[\w.-]*)[/\\]snapshots", path)
     if in_hub_cache:
-        owner, name = in_hub_cache.groups()
-        return f"{owner}/{name}"
+        return in_hub_cache[1].replace("--", "/")
 
     names = [name for name in re.split(r"[/\\]", path) if name]
     has_drive = path[1:2] == ":"
@@ -174,7 +173,7 @@ class StoredCondition:
     options: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False  # original tokens don't see the inserted ones
     unshifted: bool = False  # original tokens keep their positions
-    interventions: tuple[Mapping[str, Any], ...] = ()  # the kind and the options of each
+    interventions: Sequence[Mapping[str, Any]] = ()  # the kind and the options of each
     written: str = ""  # the whole condition as text
 
     @property
@@ -187,9 +186,7 @@ class StoredCondition:
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
     """A condition of a result, from its provenance; one that is not there has the defaults."""
-    entry = result.provenance.get("conditions", {}).get(name, {})
-    # JSON stores the tuple of interventions as a list.
-    return replace(StoredCondition(**entry), interventions=tuple(entry.get("interventions", ())))
+    return StoredCondition(**result.provenance.get("conditions", {}).get(name, {}))
 
 
 def matched_control(result: Result, condition: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,9 +43,7 @@ class Result(ForwardingMethods):
 
     def __getitem__(self, name: str) -> xr.Dataset:
         if name not in self.datasets:
-            raise OptionError(
-                f"this result has no {name!r}; it has {', '.join(map(repr, self.datasets))}"
-            )
+            raise OptionError(f"this result has no {name!r}; it has {_quoted(self.datasets)}")
         return self.datasets[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -151,8 +149,7 @@ class Result(ForwardingMethods):
             return compared_names[0]
         if name not in compared_names:
             raise OptionError(
-                f"there is no condition {name!r}; the result has"
-                f" {', '.join(map(repr, compared_names))}"
+                f"there is no condition {name!r}; the result has {_quoted(compared_names)}"
             )
         return name
 
@@ -180,9 +177,7 @@ class Result(ForwardingMethods):
             name = next(iter(self._analyses()), "sequences")
         dataset = self[name]
         if quantity is not None and quantity not in dataset:
-            raise OptionError(
-                f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}"
-            )
+            raise OptionError(f"{name} has no quantity {quantity!r}; it has {_quoted(dataset)}")
 
         quantities = [label for label in dataset if "segment" in dataset[label].dims]
         if quantity is not None:
@@ -281,9 +276,11 @@ def units_of(result: Result, unit: Unit = "auto") -> Units:
 def units_in(result: Result, values: xr.DataArray) -> Units:
     """The units of those prompts of a result that an array of values has: their groups, or the
     prompts if they have no groups."""
+    if "group" not in result["sequences"]:
+        return Units(values.sizes["prompt"])
     ids = values["prompt"].values.tolist()
-    sequences = result["sequences"].sel(prompt=ids)
-    return units_of(replace(result, datasets={"sequences": sequences}))
+    groups = result["sequences"].group.sel(prompt=ids)
+    return Units.grouped([str(group) for group in groups.values])
 
 
 def shared_units(result: Result, other: Result, unit: Unit) -> Units:
@@ -341,6 +338,11 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
             for layer, head in zip(table["layer"], table["head"], strict=True)
         ]
     return table
+
+
+def _quoted(names: Iterable[object]) -> str:
+    """Names as an error lists them."""
+    return ", ".join(map(repr, names))
 
 
 def _groups_of(result: Result) -> list[str] | None:
