@@ -193,7 +193,7 @@ def short_problems(count, with_answer=True):
 def read_on_demand():
     """However small a result is, its per-prompt values are read when they are needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+        patch.setattr("mechattn.store.reading.SHARE_READ_AT_ONCE", 0)
         patch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
         yield
 

@@ -18,7 +18,7 @@ from mechattn.commands.from_config import (
 )
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
-from mechattn.jobs.executors import executor_named
+from mechattn.jobs.executors import executor_for
 from mechattn.jobs.job import Job
 from mechattn.jobs.resumable_run import (
     WHOLE,
@@ -95,7 +95,7 @@ def run_from_config(
     if words:
         command = command_of(words, config.paths)
     chosen_shard = parse_shard(shard)
-    chosen_executor = executor_named(config.executor, config.address, config.workers)
+    chosen_executor = executor_for(config.executor, config.address, config.workers)
     output = output_of(config)
     figures = page_figures(config, output)
 

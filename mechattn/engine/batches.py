@@ -25,12 +25,15 @@ from mechattn.prompts.token_sequences import Batch
 
 # The number of [query, key] matrices that are in memory at the same time with hooks: scores, masked
 # scores, pattern, and the working copies of a reduction.
-_SQUARES = 6
-_BLOCKS = 2  # the same for a streamed block of rows, which is masked and normalised in place
-_FLOAT32 = 4  # bytes
+_MATRICES_WITH_HOOKS = 6
+# The same for streamed blocks of rows, which are masked and normalised in place.
+_BLOCKS_WHILE_STREAMING = 2
+_FLOAT32_BYTES = 4
 # Rows. Without it, a large budget would put all short prompts into a single batch.
 _LARGEST_BATCH = 64
-_LEAST_FILL = 0.75  # the shortest prompt of a batch, as a fraction of its longest; less padding
+# The length of a batch's shortest prompt, as a fraction of its longest: a quarter is padding at
+# most.
+_LEAST_FILL = 0.75
 # What torch's allocators, cuBLAS and the operating system say in a RuntimeError. Only the error of
 # CUDA's allocator has a type of its own.
 _MEMORY_WORDS = (
@@ -54,17 +57,18 @@ def row_bytes(cfg: Any, length: int, holds_pattern: bool) -> int:
         holds_pattern: Whether a layer's whole pattern is in memory (hooks) or only blocks of its
             rows (streaming).
     """
-    # The numbers in memory at each position: residual stream, projections and MLP.
+    # The numbers in memory at each position: about 8 vectors of the residual stream and of
+    # projections, and 3 of the MLP.
     width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
-    query_rows = _BLOCKS * BLOCK
+    query_rows = _BLOCKS_WHILE_STREAMING * BLOCK
     if holds_pattern:
-        query_rows = _SQUARES * length
-    return _FLOAT32 * length * (cfg.n_heads * query_rows + width)
+        query_rows = _MATRICES_WITH_HOOKS * length
+    return _FLOAT32_BYTES * length * (cfg.n_heads * query_rows + width)
 
 
 def batch_plan(
     lengths: Sequence[int],
-    conditions: int,
+    condition_count: int,
     bytes_of_row: Callable[[int], int],
     memory: str,
     sides: Sequence[str],
@@ -75,7 +79,7 @@ def batch_plan(
 
     Args:
         lengths: The length of each prompt's longest sequence.
-        conditions: The number of conditions, and therefore of rows per prompt.
+        condition_count: The number of conditions, and therefore of rows per prompt.
         bytes_of_row: The memory of a row by its length, see :func:`row_bytes`.
         memory: The budget, such as "2GiB".
         sides: The side of the model's boundary on which each prompt lies; a batch has prompts of
@@ -88,15 +92,15 @@ def batch_plan(
     if not sides:
         sides = [""] * len(lengths)
 
-    def fits(batch: Sequence[int], index: int) -> bool:
-        """Whether a prompt at least as long as those of the batch can join it."""
-        shortest = batch[0]
-        rows = (len(batch) + 1) * conditions
+    def fits(prompt_indices: Sequence[int], index: int) -> bool:
+        """Whether a prompt at least as long as those of a batch can join them."""
+        first_index = prompt_indices[0]
+        row_count = (len(prompt_indices) + 1) * condition_count
         return (
-            sides[shortest] == sides[index]
-            and lengths[shortest] >= _LEAST_FILL * lengths[index]
-            and rows <= _LARGEST_BATCH
-            and rows * bytes_of_row(lengths[index]) <= budget
+            sides[first_index] == sides[index]
+            and lengths[first_index] >= _LEAST_FILL * lengths[index]
+            and row_count <= _LARGEST_BATCH
+            and row_count * bytes_of_row(lengths[index]) <= budget
         )
 
     batches: list[list[int]] = []
@@ -118,18 +122,18 @@ def in_halves(
         measure: Measures the prompts at some indices together.
 
     Returns:
-        What was measured, in the order of the prompts, and the groups that did not fit.
+        What each group gave, in the order of the prompts, and the groups that did not fit.
 
     Raises:
         ModelError: A single prompt does not fit.
     """
-    measured = []
-    too_large = []
-    waiting = [list(indices)]
-    while waiting:
-        batch = waiting.pop(0)
+    values_of_groups = []
+    too_large_groups = []
+    waiting_groups = [list(indices)]
+    while waiting_groups:
+        group = waiting_groups.pop(0)
         try:
-            measured.append(measure(batch))
+            values_of_groups.append(measure(group))
             continue
         except Exception as error:
             if not is_out_of_memory(error):
@@ -140,17 +144,17 @@ def in_halves(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-        if len(batch) == 1:
+        if len(group) == 1:
             raise ModelError(
-                f"the prompt at index {batch[0]} alone with all its conditions does not fit in"
+                f"the prompt at index {group[0]} alone with all its conditions does not fit in"
                 f" memory ({cause}); use fewer conditions per run, a shorter prompt, or a machine"
                 " with more memory"
             )
 
-        too_large.append(batch)
-        middle = len(batch) // 2
-        waiting[:0] = [batch[:middle], batch[middle:]]
-    return measured, too_large
+        too_large_groups.append(group)
+        middle = len(group) // 2
+        waiting_groups[:0] = [group[:middle], group[middle:]]
+    return values_of_groups, too_large_groups
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -191,8 +195,8 @@ def measure_batch(
         OptionError: An analysis gives sums or values that it does not declare.
     """
     placed_batch = PlacedBatch.of(model, batch, windows, prompt_ids)
-    placed = placed_batch.placed
-    nulls = Nulls(analyses, placed, blind)
+    input_batch = placed_batch.input_batch
+    nulls = Nulls(analyses, input_batch, blind)
     pending = PendingSums(placed_batch, analyses, nulls)
     receiver = RowReceiver(pending)
 
@@ -207,7 +211,7 @@ def measure_batch(
 
             if any_reads_first(intervention for intervention, _ in interventions):
                 # These interventions learn from a first pass, in which no layer is measured.
-                forward(model, placed, {}, receiver, pending.last_layer)
+                forward(model, input_batch, {}, receiver, pending.last_layer)
 
             stack.enter_context(watching_mlps)
             stack.enter_context(receiving_captures(pending))
@@ -215,7 +219,7 @@ def measure_batch(
             if receiver.is_needed:
                 windows_to_see = windows
             with suppress(AllArrived):
-                forward(model, placed, windows_to_see, receiver, pending.last_layer)
+                forward(model, input_batch, windows_to_see, receiver, pending.last_layer)
     except RowError as error:
         raise ModelError(f"{placed_batch.name_of_row(error.row)}: {error}") from error
     except Exception:

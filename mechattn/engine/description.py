@@ -111,14 +111,14 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
     if isinstance(inner, Baseline):
         interventions = (*inner.interventions, *interventions)
     elif sequence is not None:
-        marking = [
+        marking_interventions = [
             intervention for intervention in interventions if isinstance(intervention, Marks)
         ]
-        masked = masked or (sequence.cut_edges is not None and not marking)
+        masked = masked or (sequence.cut_edges is not None and not marking_interventions)
         unshifted = sequence.keeps_positions
 
         # The sequence holds its condition's own interventions first, and no marking ones.
-        own_count = len(sequence.interventions) - len(interventions) + len(marking)
+        own_count = len(sequence.interventions) - len(interventions) + len(marking_interventions)
         interventions = (*sequence.interventions[:own_count], *interventions)
 
     return {
@@ -155,16 +155,18 @@ def sequences_dataset(
     import xarray as xr
 
     conditions = list(sequences[0])
-    longest = max(len(sequence) for by_condition in sequences for sequence in by_condition.values())
-    shape = (len(prompts), len(conditions), longest)
+    longest_length = max(
+        len(sequence) for by_condition in sequences for sequence in by_condition.values()
+    )
+    shape = (len(prompts), len(conditions), longest_length)
 
     variables: dict[str, Any] = {}
     for name, (attribute, unit) in _OF_TOKENS.items():
-        array = np.full(shape, PADDING, dtype=np.int32)
+        values = np.full(shape, PADDING, dtype=np.int32)
         for row, by_condition in enumerate(sequences):
             for column, sequence in enumerate(by_condition.values()):
-                array[row, column, : len(sequence)] = getattr(sequence, attribute)
-        variables[name] = (("prompt", "condition", "pos"), array, {"units": unit})
+                values[row, column, : len(sequence)] = getattr(sequence, attribute)
+        variables[name] = (("prompt", "condition", "pos"), values, {"units": unit})
 
     # The first prompt shows what the conditions do; the texts of all would take much space.
     first_texts = []
@@ -174,7 +176,7 @@ def sequences_dataset(
         if model.tokenizer is not None:
             decoded = token_texts(model.tokenizer.decode, token_ids)
             texts = [plain(text) for text in decoded]  # without NUL, which NetCDF does not take
-        padding = [""] * (longest - len(texts))
+        padding = [""] * (longest_length - len(texts))
         first_texts.append(texts + padding)
     variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
 
@@ -188,8 +190,8 @@ def sequences_dataset(
     if None not in groups:
         variables["group"] = _text_variable(("prompt",), groups)
 
-    indices = np.asarray(places, dtype=np.int64)
-    variables["place"] = (("prompt",), indices, {"units": "index in the whole run"})
+    place_values = np.asarray(places, dtype=np.int64)
+    variables["place"] = (("prompt",), place_values, {"units": "index in the whole run"})
 
     coords = {"prompt": [prompt.id for prompt in prompts], "condition": conditions}
     attributes = {"segments": ", ".join(SEGMENTS), "padding": PADDING}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, Protocol, runtime_checkable
 
@@ -79,15 +79,17 @@ def chosen_engine(
         return ChosenEngine("hooks", forward_through_hooks, "asked for")
 
     # Some hooks, such as hook_pattern, do not fire while attention is streamed.
-    hidden = [name for name in captures if not fires_while_streamed(name)]
-    if hidden:
+    silent_hooks = [name for name in captures if not fires_while_streamed(name)]
+    if silent_hooks:
         if engine == "auto":
             return ChosenEngine(
-                "hooks", forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
+                "hooks",
+                forward_through_hooks,
+                f"not streamed: {silent_hooks[0]} fires only with hooks",
             )
         raise OptionError(
-            f"an analysis captures {hidden[0]!r}, which doesn't fire while attention is streamed;"
-            ' choose engine="hooks" or "auto"'
+            f"an analysis captures {silent_hooks[0]!r}, which doesn't fire while attention is"
+            ' streamed; choose engine="hooks" or "auto"'
         )
 
     # A model that mechattn did not load has no place for facts, so it is checked in every run.
@@ -95,14 +97,16 @@ def chosen_engine(
     if facts.streaming is None:
         facts.streaming = check_streaming(model)
 
-    check = facts.streaming
-    if check.outcome != "passed":
+    streaming_check = facts.streaming
+    if streaming_check.outcome != "passed":
         if engine != "auto":
             raise ModelError(
-                f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or'
-                ' "auto"'
+                f"{model.cfg.model_name} cannot be streamed: {streaming_check}; choose"
+                ' engine="hooks" or "auto"'
             )
-        return ChosenEngine("hooks", forward_through_hooks, f"not streamed: {check.detail}")
+        return ChosenEngine(
+            "hooks", forward_through_hooks, f"not streamed: {streaming_check.detail}"
+        )
     return _fused_or_in_blocks(model, facts, engine, analyses)
 
 
@@ -111,7 +115,7 @@ def forward_in_blocks(
     batch: Batch,
     windows: Windows,
     receiver: LayerReceiver,
-    last: int,
+    last_layer: int,
 ) -> None:
     """Run the model, computing attention in blocks of query rows, and pass on each block.
 
@@ -123,11 +127,11 @@ def forward_in_blocks(
         windows: The measured layers, each with the number of keys that its queries see; None for
             all.
         receiver: Receives each block of each measured layer.
-        last: The last layer that is computed.
+        last_layer: The last layer that is computed.
     """
-    edge_masks = _edge_masks(model, batch, last)
+    edge_masks = _edge_masks(model, batch, last_layer)
     with streaming(model, windows, receiver.see_rows, edge_masks=edge_masks):
-        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
+        hooks.forward_to(model, batch.tokens, last_layer, [], batch.position_ids)
 
 
 def forward_fused(
@@ -135,16 +139,16 @@ def forward_fused(
     batch: Batch,
     windows: Windows,
     receiver: LayerReceiver,
-    last: int,
+    last_layer: int,
 ) -> None:
     """Run the model, computing attention with a fused kernel, and pass on whole layers.
 
     A layer that the kernel cannot compute comes in blocks of rows. The arguments are those of
     :func:`forward_in_blocks`.
     """
-    edge_masks = _edge_masks(model, batch, last)
+    edge_masks = _edge_masks(model, batch, last_layer)
     with streaming(model, windows, receiver.see_rows, receiver.see_whole, edge_masks=edge_masks):
-        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
+        hooks.forward_to(model, batch.tokens, last_layer, [], batch.position_ids)
 
 
 def forward_through_hooks(
@@ -152,7 +156,7 @@ def forward_through_hooks(
     batch: Batch,
     windows: Windows,
     receiver: LayerReceiver,
-    last: int,
+    last_layer: int,
 ) -> None:
     """Run the model, and pass on each layer's whole pattern from its hook as one block.
 
@@ -162,13 +166,13 @@ def forward_through_hooks(
         windows: The measured layers, each with the number of keys that its queries see; None for
             all.
         receiver: Receives the whole pattern of each measured layer.
-        last: The last layer that is computed.
+        last_layer: The last layer that is computed.
 
     Raises:
         ModelError: What a hook shows is not a pattern: it has NaN, rows that do not sum to 1, or a
             wrong mask.
     """
-    edge_masks = _edge_masks(model, batch, last)
+    edge_masks = _edge_masks(model, batch, last_layer)
     all_positions = slice(0, batch.tokens.shape[1])
 
     def see_pattern(
@@ -191,7 +195,14 @@ def forward_through_hooks(
     # the scores at their hooks.
     layers = sorted({*windows, *edge_masks})
     patterns_at_hooks.forward_with_patterns(
-        model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
+        model,
+        batch.tokens,
+        batch.real,
+        layers,
+        see_pattern,
+        edge_masks,
+        batch.position_ids,
+        last_layer,
     )
 
 
@@ -199,21 +210,21 @@ def _captured_hooks(
     model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]
 ) -> list[str]:
     """The names of the hooks that analyses capture, after checking that each layer has them."""
-    capturing = [analysis for analysis in analyses if isinstance(analysis, CaptureAnalysis)]
-    if not capturing:
+    capture_analyses = [analysis for analysis in analyses if isinstance(analysis, CaptureAnalysis)]
+    if not capture_analyses:
         return []
 
     hook_dict = model.hook_dict  # listing the hooks takes a while
-    captures: list[str] = []
-    for analysis in capturing:
-        captures += analysis.captures
+    captured_names: list[str] = []
+    for analysis in capture_analyses:
+        captured_names += analysis.captures
         for name, layer in product(analysis.captures, layers):
             if f"blocks.{layer}.{name}" not in hook_dict:
                 raise OptionError(
                     f"{analysis.name} captures {name!r}, which layer {layer} of"
                     f" {model.cfg.model_name} doesn't have; model.hook_dict lists all hooks"
                 )
-    return captures
+    return captured_names
 
 
 def _fused_or_in_blocks(
@@ -224,52 +235,52 @@ def _fused_or_in_blocks(
     "auto" chooses the kernel on a GPU, where it is faster, if no analysis needs rows and the kernel
     passes its check.
     """
-    of_rows = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
-    needing_rows = [
+    row_analyses = [analysis for analysis in analyses if isinstance(analysis, OF_ROWS)]
+    names_needing_rows = [
         analysis.name
-        for analysis in of_rows
+        for analysis in row_analyses
         if isinstance(analysis, PairAnalysis) or not isinstance(analysis, WholeAnalysis)
     ]
-    if engine == "fused" and needing_rows:
+    if engine == "fused" and names_needing_rows:
         raise OptionError(
-            f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
-            ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
-        )
-    if engine == "fused" and not of_rows:
-        return ChosenEngine(
-            "streaming", forward_in_blocks, "not fused: no analysis takes a fused kernel's sums"
+            f"{', '.join(names_needing_rows)} needs rows, which a fused kernel does not give;"
+            ' choose engine="streaming" or "auto", or measure analyses without rows in a separate'
+            " run"
         )
 
-    can_be_fused = bool(of_rows) and not needing_rows
+    in_blocks = ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
+    if engine == "fused" and not row_analyses:
+        return replace(in_blocks, reason="not fused: no analysis takes a fused kernel's sums")
+
+    if engine == "streaming" or not row_analyses or names_needing_rows:
+        return in_blocks
     # Without a GPU the two calls of the kernel take longer than the rows.
-    auto_without_gpu = engine == "auto" and device_of(model).type != "cuda"
-    if engine == "streaming" or not can_be_fused or auto_without_gpu:
-        return ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
+    if engine == "auto" and device_of(model).type != "cuda":
+        return in_blocks
 
     if facts.fused is None:
         facts.fused = check_fused(model)
-    check = facts.fused
-    if check.outcome == "passed":
-        reason = (
-            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
+    fused_check = facts.fused
+    if fused_check.outcome == "passed":
+        return ChosenEngine(
+            "fused",
+            forward_fused,
+            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks",
         )
-        return ChosenEngine("fused", forward_fused, reason)
     if engine == "fused":
-        raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
-    return ChosenEngine(
-        "streaming",
-        forward_in_blocks,
-        f"its numbers are those of the hooks; not fused: {check.detail}",
-    )
+        raise ModelError(
+            f'{model.cfg.model_name}: {fused_check}; choose engine="streaming" or "auto"'
+        )
+    return replace(in_blocks, reason=f"{in_blocks.reason}; not fused: {fused_check.detail}")
 
 
-def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:
+def _edge_masks(model: HookedModel, batch: Batch, last_layer: int) -> dict[int, EdgeMask]:
     """The edges that are cut in each computed layer, on the layer's device."""
     if batch.edge_mask is None:
         return {}
     edge_masks = {}
     for layer in hooks.attention_layers(model):
         edge_mask = batch.as_read_by(layer).edge_mask
-        if edge_mask is not None and layer <= last:
+        if edge_mask is not None and layer <= last_layer:
             edge_masks[layer] = edge_mask.to(device_of(model.blocks[layer]))
     return edge_masks

@@ -66,25 +66,27 @@ class Collector:
             values: By layer and quantity, each [row of the batch, …] and on the CPU.
         """
         names = self.coords["condition"]
-        prompts = np.array([prompt for prompt, _ in batch.rows])
-        conditions = np.array([names.index(condition) for _, condition in batch.rows])
+        prompt_indices = np.array([prompt for prompt, _ in batch.rows])
+        condition_indices = np.array([names.index(condition) for _, condition in batch.rows])
 
         for layer, layer_values in values.items():
             layer_index = self.coords["layer"].index(layer)
-            cells = (prompts, conditions, layer_index)
+            value_indices = (prompt_indices, condition_indices, layer_index)
 
             for name, value in layer_values.items():
                 if value.dtype == torch.bfloat16:  # which numpy lacks
                     value = value.float()
-                array = value.numpy()
+                numbers = value.numpy()
                 if "key" not in self.quantities[name].dims:
-                    self._keep(name, array, cells)
+                    self._store(name, numbers, value_indices)
                     continue
 
-                for variable, by_position in self._by_position(name, array, batch).items():
-                    self._merge(variable, by_position, conditions, layer_index)
+                values_by_variable = self._by_position(name, numbers, batch)
+                for variable, numbers in values_by_variable.items():
+                    self._merge(variable, numbers, condition_indices, layer_index)
                     if self.keep == "prompts":
-                        self._keep(variable, by_position.astype(np.float32, copy=False), cells)
+                        numbers = numbers.astype(np.float32, copy=False)
+                        self._store(variable, numbers, value_indices)
 
     def dataset(self) -> xr.Dataset:
         """The collected values with names, units and descriptions.
@@ -95,102 +97,103 @@ class Collector:
         import xarray as xr
 
         variables: Variables = {}
-        by_position = {variable for variable, _, _ in self._moments}
+        position_quantities = {variable for variable, _, _ in self._moments}
         for name, quantity in self.quantities.items():
-            if name in by_position:
+            if name in position_quantities:
                 variables |= self._position_variables(name, quantity, "key")
                 variables |= self._position_variables(name + BY_ORIGIN, quantity, "original_key")
             elif name in self._values:
                 dims = (*_OUTER, *quantity.dims)
                 variables[name] = (dims, self._values[name], self._attributes(quantity))
 
-        coords = {**self.coords, "segment": list(SEGMENTS)}
-        dataset = xr.Dataset(variables, coords=coords)
+        dataset = xr.Dataset(variables, {**self.coords, "segment": list(SEGMENTS)})
 
         # Labels of the other dimensions that variables may have.
-        labels: dict[str, Any] = {
+        labels_by_dim: dict[str, Any] = {
             "to_segment": list(SEGMENTS),
             "other_condition": self.coords["condition"],
             **getattr(self.analysis, "coords", {}),
         }
         for dim in ("head", "key", "original_key"):
-            labels[dim] = np.arange(dataset.sizes.get(dim, 0))
+            labels_by_dim[dim] = np.arange(dataset.sizes.get(dim, 0))
 
-        used_labels = {dim: label for dim, label in labels.items() if dim in dataset.dims}
+        coords = {dim: labels for dim, labels in labels_by_dim.items() if dim in dataset.dims}
         notes = getattr(self.analysis, "notes", {})
         attributes = {"analysis": self.analysis.name, **notes}
-        return dataset.assign_coords(used_labels).assign_attrs(attributes)
+        return dataset.assign_coords(coords).assign_attrs(attributes)
 
-    def _keep(self, variable: str, array: np.ndarray, cells: tuple[Any, ...]) -> None:
+    def _store(self, variable: str, values: np.ndarray, value_indices: tuple[Any, ...]) -> None:
         """Store each prompt's values.
 
         Args:
             variable: The variable's name.
-            array: Values [row of the batch, …].
-            cells: The indices of each row's prompt, of its condition, and of the layer.
+            values: Values [row of the batch, …].
+            value_indices: The indices of each row's prompt, of its condition, and of the layer.
         """
         if variable not in self._values:
-            outer = [len(self.coords[dim]) for dim in _OUTER]
-            shape = (*outer, *array.shape[1:])
+            outer_sizes = [len(self.coords[dim]) for dim in _OUTER]
+            shape = (*outer_sizes, *values.shape[1:])
             # Only a float can be NaN, which stands for a missing value.
-            dtype = np.promote_types(array.dtype, np.float32)
+            dtype = np.promote_types(values.dtype, np.float32)
             self._values[variable] = np.full(shape, np.nan, dtype=dtype)
 
-        self._values[variable][cells] = array
+        self._values[variable][value_indices] = values
 
-    def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
+    def _by_position(self, name: str, values: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """The values by position in the sequence, and by position in the baseline.
 
         They are NaN at positions that a sequence does not have.
 
         Args:
             name: The name of the quantity; the variable by position in the baseline adds a suffix.
-            array: Values [row of the batch, …, pos].
+            values: Values [row of the batch, …, pos].
             batch: The batch.
         """
-        dtype = np.promote_types(array.dtype, np.float32)
-        outer = array.shape[:-1]
-        by_key = np.full((*outer, self.widths["key"]), np.nan, dtype)
-        by_origin = np.full((*outer, self.widths["original_key"]), np.nan, dtype)
+        dtype = np.promote_types(values.dtype, np.float32)
+        outer_shape = values.shape[:-1]
+        by_key = np.full((*outer_shape, self.widths["key"]), np.nan, dtype)
+        by_origin = np.full((*outer_shape, self.widths["original_key"]), np.nan, dtype)
 
         for row, origin in enumerate(batch.origin.numpy()):
             # Padding is on the right.
             length = np.count_nonzero(origin > PADDING)
-            by_key[row, ..., :length] = array[row, ..., :length]
+            by_key[row, ..., :length] = values[row, ..., :length]
 
             # Two steps: indexed with an integer and an array at once, numpy would move the axis of
             # positions to the front.
-            original = np.flatnonzero(origin >= 0)
-            by_origin[row][..., origin[original]] = array[row][..., original]
+            original_positions = np.flatnonzero(origin >= 0)
+            by_origin[row][..., origin[original_positions]] = values[row][..., original_positions]
 
         return {name: by_key, name + BY_ORIGIN: by_origin}
 
-    def _merge(self, variable: str, array: np.ndarray, conditions: np.ndarray, layer: int) -> None:
+    def _merge(
+        self, variable: str, values: np.ndarray, condition_indices: np.ndarray, layer_index: int
+    ) -> None:
         """Add the moments over this batch's rows to those of each condition.
 
         Args:
             variable: The variable's name.
-            array: Values [row of the batch, …].
-            conditions: The index of each row's condition.
-            layer: The index of the layer.
+            values: Values [row of the batch, …].
+            condition_indices: The index of each row's condition.
+            layer_index: The index of the layer.
         """
-        for condition in np.unique(conditions).tolist():
-            moments = Moments.of(array[conditions == condition])
-            key = (variable, condition, layer)
+        for condition_index in np.unique(condition_indices).tolist():
+            moments = Moments.of(values[condition_indices == condition_index])
+            key = (variable, condition_index, layer_index)
             if key in self._moments:
                 moments = self._moments[key].merge(moments)
             self._moments[key] = moments
 
-    def _position_variables(self, name: str, quantity: Quantity, position: str) -> Variables:
+    def _position_variables(self, name: str, quantity: Quantity, position_dim: str) -> Variables:
         """The mean, variance and n over prompts at each position, and each prompt's values if kept.
 
         Args:
             name: The name of the variable that holds the mean; the others add a suffix.
             quantity: The quantity.
-            position: The dimension of positions: "key" in the sequence, "original_key" in the
+            position_dim: The dimension of positions: "key" in the sequence, "original_key" in the
                 baseline.
         """
-        dims = tuple(position if dim == "key" else dim for dim in quantity.dims)
+        dims = tuple(position_dim if dim == "key" else dim for dim in quantity.dims)
         attributes = self._attributes(quantity)
         variables: Variables = {}
         if self.keep == "prompts":

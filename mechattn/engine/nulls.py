@@ -176,7 +176,7 @@ class Nulls:
 
     def _blind_attention(self, kind: str, layer: int, window: Window, batch: Batch) -> Attention:
         """The attention of queries of 0; uniform attention has a single head, for all."""
-        rows, length = batch.tokens.shape
+        row_count, length = batch.tokens.shape
         if kind == BLIND:
             heads = self.blind.heads
             bias = self.blind.bias(length)
@@ -187,7 +187,7 @@ class Nulls:
             sinks = self.blind.uniform_sink(layer)
 
         # Queries and keys of 0 need a single dimension, whatever d_head is.
-        q = torch.zeros(rows, heads, length, 1, device=batch.tokens.device)
+        q = torch.zeros(row_count, heads, length, 1, device=batch.tokens.device)
         k = q[:, :1]
         v = torch.ones_like(k)
 

@@ -34,8 +34,9 @@ class LayerState:
     """What one analysis has received of one layer."""
 
     sums: Sums
-    missing: set[str]  # the parts that are not complete
-    waiting: Callable[[], None] | None = None  # a reduction that runs once the rows are complete
+    missing_parts: set[str]  # those that are not complete
+    # A reduction that runs once the rows are complete.
+    waiting_reduction: Callable[[], None] | None = None
 
 
 class PendingSums:
@@ -68,7 +69,8 @@ class PendingSums:
         self.states: dict[tuple[int, int], LayerState] = {}
         self.values: list[LayerValues] = [{} for _ in analyses]
 
-        # For each sum, which rows of the batch are finite; read once, at the end of the pass.
+        # For each sum its analysis, its layer, and which rows of the batch are finite; read once,
+        # at the end of the pass.
         self.finite_rows: list[tuple[Analysis, int, Tensor]] = []
 
     @property
@@ -90,7 +92,7 @@ class PendingSums:
         """The state of an analysis in a layer; the first call starts its sums."""
         key = (number, layer)
         if key not in self.states:
-            sums = self.analyses[number].start(self.batch.batches[layer], self.batch.heads)
+            sums = self.analyses[number].start(self.batch.layer_batches[layer], self.batch.heads)
             self.states[key] = LayerState(sums, set(self.parts[number]))
         return self.states[key]
 
@@ -100,8 +102,8 @@ class PendingSums:
         This is usually at once, but some bridges fire hook_pattern after hook_z.
         """
         state = self.state_of(number, layer)
-        if state.missing & _OF_ATTENTION:
-            state.waiting = reduce
+        if state.missing_parts & _OF_ATTENTION:
+            state.waiting_reduction = reduce
         else:
             reduce()
 
@@ -112,15 +114,15 @@ class PendingSums:
             AllArrived: These were the last values of the pass.
         """
         state = self.state_of(number, layer)
-        state.missing.discard(part)
+        state.missing_parts.discard(part)
 
-        reduce = state.waiting
-        if reduce is not None and not state.missing & _OF_ATTENTION:
+        reduce = state.waiting_reduction
+        if reduce is not None and not state.missing_parts & _OF_ATTENTION:
             # The reduction completes its own part. Removed from the state before it runs, so that
             # its tensors can be freed.
-            state.waiting = None
+            state.waiting_reduction = None
             reduce()
-        elif not state.missing:
+        elif not state.missing_parts:
             del self.states[number, layer]
             self._finish(number, layer, state.sums)
 
@@ -135,14 +137,14 @@ class PendingSums:
             for layer in self.batch.windows:
                 if layer in self.values[number]:
                     continue
-                missing = self.state_of(number, layer).missing
+                missing_parts = sorted(self.state_of(number, layer).missing_parts)
                 raise ModelError(
                     f"layer {layer} has run, but {analysis.name} has not received everything it"
-                    f" needs ({', '.join(sorted(missing))}), so there is nothing to report"
+                    f" needs ({', '.join(missing_parts)}), so there is nothing to report"
                 )
 
         # The only place in a pass that waits for the GPUs; then all values have been copied.
-        for device in {self.batch.placed.tokens.device, *self.batch.devices.values()}:
+        for device in {self.batch.input_batch.tokens.device, *self.batch.devices.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -155,13 +157,13 @@ class PendingSums:
             return
 
         # Gathered on the model's first device, so that a single copy to the CPU is enough.
-        device = self.batch.placed.tokens.device
+        device = self.batch.input_batch.tokens.device
         is_finite = torch.stack([rows.to(device) for _, _, rows in self.finite_rows]).cpu()
         if is_finite.all():
             return
 
-        index, row = (~is_finite).nonzero()[0].tolist()
-        analysis, layer, _ = self.finite_rows[index]
+        sum_index, row = (~is_finite).nonzero()[0].tolist()
+        analysis, layer, _ = self.finite_rows[sum_index]
 
         hint = "try another dtype, such as float32"
         if not is_ours(type(analysis)):
@@ -179,28 +181,29 @@ class PendingSums:
         analysis = self.analyses[number]
         window = self.batch.windows[layer]
 
-        rows = len(self.batch.placed.rows)
+        row_count = len(self.batch.input_batch.rows)
         for name, value in sums.items():
-            if tuple(value.shape[:1]) != (rows,):
+            if tuple(value.shape[:1]) != (row_count,):
                 raise OptionError(
                     f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its"
-                    f" first axis must be that of the {rows} sequences of the batch"
+                    f" first axis must be that of the {row_count} sequences of the batch"
                 )
             if value.is_floating_point():
                 # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
-                largest = value.reshape(rows, -1).abs().amax(1)
-                self.finite_rows.append((analysis, layer, largest.isfinite()))
+                largest_of_rows = value.reshape(row_count, -1).abs().amax(1)
+                self.finite_rows.append((analysis, layer, largest_of_rows.isfinite()))
 
-        values = analysis.values(sums, self.batch.batches[layer], window)
+        values = analysis.values(sums, self.batch.layer_batches[layer], window)
 
         # An analysis has one way of computing values, so only those of its first layer are checked.
         if not self.values[number]:
-            _check_values(analysis, values, self.batch.placed, self.batch.heads)
+            _check_values(analysis, values, self.batch.input_batch, self.batch.heads)
 
         # Values on a GPU are copied without waiting for it; checked_values waits for all of them.
-        measured = values | self.nulls.of(number, layer, window)
+        values_and_nulls = values | self.nulls.of(number, layer, window)
         self.values[number][layer] = {
-            name: value.to("cpu", non_blocking=value.is_cuda) for name, value in measured.items()
+            name: value.to("cpu", non_blocking=value.is_cuda)
+            for name, value in values_and_nulls.items()
         }
         if all(len(by_layer) == len(self.batch.windows) for by_layer in self.values):
             raise AllArrived
@@ -231,15 +234,15 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
     for name, quantity in quantities.items():
         value = values[name]
         # A dimension that only this analysis has may have any size, unless ``coords`` labels it.
-        expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
+        expected_shape = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
         shape = list(getattr(value, "shape", ()))
-        fits = isinstance(value, Tensor) and len(shape) == len(expected)
-        if fits:
-            sizes_of_dims = zip(expected, shape, strict=True)
-            fits = all(size in (None, actual) for size, actual in sizes_of_dims)
-        if not fits:
+        has_expected_shape = isinstance(value, Tensor) and len(shape) == len(expected_shape)
+        if has_expected_shape:
+            sizes_of_dims = zip(expected_shape, shape, strict=True)
+            has_expected_shape = all(size in (None, actual) for size, actual in sizes_of_dims)
+        if not has_expected_shape:
             dims = ", ".join(["batch", *quantity.dims])
             raise OptionError(
                 f"{analysis.name}: {name!r} is a {type(value).__name__} of shape {shape}; its dims"
-                f" promise a tensor [{dims}] = {expected}"
+                f" promise a tensor [{dims}] = {expected_shape}"
             )

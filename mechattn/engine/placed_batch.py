@@ -27,11 +27,11 @@ class PlacedBatch:
     """A batch, copied to each device that holds a measured layer."""
 
     model: HookedModel
-    placed: Batch  # on the device where the model takes its input
+    input_batch: Batch  # on the device where the model takes its input
     windows: Windows
     devices: Mapping[int, torch.device]  # of the measured layers
     copies: Mapping[torch.device, Batch]
-    batches: Mapping[int, Batch]  # on the layer's device, as the layer reads it
+    layer_batches: Mapping[int, Batch]  # on the layer's device, as the layer reads it
     prompt_ids: tuple[str, ...]
 
     @classmethod
@@ -53,15 +53,17 @@ class PlacedBatch:
         home = device_of(model)
         devices = {layer: device_of(model.blocks[layer]) for layer in windows}
         copies = {device: batch.to(device) for device in {home, *devices.values()}}
-        batches = {layer: copies[device].as_read_by(layer) for layer, device in devices.items()}
+        layer_batches = {
+            layer: copies[device].as_read_by(layer) for layer, device in devices.items()
+        }
 
         return cls(
             model=model,
-            placed=copies[home],
+            input_batch=copies[home],
             windows=windows,
             devices=devices,
             copies=copies,
-            batches=batches,
+            layer_batches=layer_batches,
             prompt_ids=tuple(prompt_ids),
         )
 
@@ -73,11 +75,11 @@ class PlacedBatch:
     def layer_pairs(self, layer: int) -> Pairs:
         """Each sequence of the layer's batch with its baseline."""
         pairs = pairs_of(self.copies[self.devices[layer]])
-        return replace(pairs, batch=self.batches[layer])
+        return replace(pairs, batch=self.layer_batches[layer])
 
     def name_of_row(self, row: int) -> str:
         """The prompt and the condition of a row, for messages."""
-        prompt, condition = self.placed.rows[row]
+        prompt, condition = self.input_batch.rows[row]
         return f'prompt {self.prompt_ids[prompt]} with the condition "{condition}"'
 
     def interventions(self) -> list[tuple[Intervention, Target]]:
@@ -85,26 +87,28 @@ class PlacedBatch:
 
         Rows of a condition that have the same interventions share one target.
         """
-        batch = self.placed
+        batch = self.input_batch
         # Keyed by identity, because a condition may give each prompt an intervention of its own.
-        rows_of: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+        rows_by_interventions: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, (_, condition) in enumerate(batch.rows):
             interventions = batch.interventions[row]
             if interventions:
-                rows_of[(condition, *map(id, interventions))].append(row)
+                rows_by_interventions[(condition, *map(id, interventions))].append(row)
 
         # An original token has its position in the baseline, any other −1 − its position in the
         # sequence. Random draws depend on this number, so they are the same in every batch.
         positions = torch.where(batch.original, batch.origin, -1 - batch.positions)
 
-        with_targets = []
-        for rows in rows_of.values():
-            index = torch.tensor(rows, device=batch.tokens.device)
-            ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in rows)
-            target = Target(index, ids, positions[index], batch.segment[index])
+        interventions_and_targets = []
+        for rows in rows_by_interventions.values():
+            row_indices = torch.tensor(rows, device=batch.tokens.device)
+            target_ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in rows)
+            target = Target(
+                row_indices, target_ids, positions[row_indices], batch.segment[row_indices]
+            )
             for intervention in batch.interventions[rows[0]]:
-                with_targets.append((intervention, target))
-        return with_targets
+                interventions_and_targets.append((intervention, target))
+        return interventions_and_targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,25 +139,27 @@ class PairedLayer:
         keys = rows.keys
         pattern = rows.pattern
         # The number of original tokens up to the last query, in the sequence with the most.
-        count = pairs.reach[rows.queries.stop - 1]
+        original_count = pairs.reach[rows.queries.stop - 1]
 
         # The columns in the order of the baseline's tokens; 0 for tokens outside this block.
-        place = pairs.place[:, :count]
-        is_in_block = pairs.original[:, :count] & (place >= keys.start) & (place < keys.stop)
-        column = (place - keys.start).clamp(0, pattern.shape[-1] - 1)[:, None, None]
-        aligned = pattern.gather(-1, column.expand(*pattern.shape[:3], -1))
+        places = pairs.place[:, :original_count]
+        is_in_block = (
+            pairs.original[:, :original_count] & (places >= keys.start) & (places < keys.stop)
+        )
+        columns = (places - keys.start).clamp(0, pattern.shape[-1] - 1)[:, None, None]
+        aligned_pattern = pattern.gather(-1, columns.expand(*pattern.shape[:3], -1))
 
         # An inserted query has no row in the baseline. It gets that of the first token, unused.
         queries = pairs.batch.origin[:, rows.queries].clamp(min=0)
         return PairedRows(
             layer=self.number,
             pattern=pattern,
-            aligned=aligned * is_in_block[:, None, None],
-            baseline=self.baseline.rows(queries, count),
+            aligned=aligned_pattern * is_in_block[:, None, None],
+            baseline=self.baseline.rows(queries, original_count),
             v=self.v[:, :, keys],
-            v_aligned=self.v_aligned[:, :, :count],
-            v_baseline=self.baseline.v[:, :, :count],
-            segment=pairs.segment[:, :count],
+            v_aligned=self.v_aligned[:, :, :original_count],
+            v_baseline=self.baseline.v[:, :, :original_count],
+            segment=pairs.segment[:, :original_count],
             queries=rows.queries,
             keys=keys,
             batch=pairs.batch,
@@ -183,7 +189,7 @@ def paired_layer(
 
     # The values of the original tokens, in the order of the baseline.
     v = attention.v
-    place = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
-    v_aligned = v.gather(2, place)
+    indices = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
+    v_aligned = v.gather(2, indices)
 
     return PairedLayer(number, pairs, window, attention.of(pairs.baseline), v, v_aligned)

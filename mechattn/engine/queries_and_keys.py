@@ -146,9 +146,9 @@ def measure(
 
     def see(rows: Rows) -> None:
         counted_rows = is_counted[:, rows.queries]
-        own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
+        own_attention = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
         column_sums[..., rows.keys] += fn.column_sums(rows.pattern, counted_rows)
-        self_attention[..., rows.queries] = own * counted_rows[:, None]
+        self_attention[..., rows.queries] = own_attention * counted_rows[:, None]
         blocks.append(_of_queries(rows, segments))
 
     # With an empty last axis of the values, no output is computed.
@@ -160,8 +160,8 @@ def measure(
 
     # A query's attention to its own key does not count.
     received = column_sums - self_attention
-    seeing = fn.seeing_queries(is_counted, scores.window)
-    statistics = {"received": fn.received_attention(received, seeing)}
+    seeing_counts = fn.seeing_queries(is_counted, scores.window)
+    statistics = {"received": fn.received_attention(received, seeing_counts)}
     for name in blocks[0]:
         statistics[name] = torch.cat([block_statistics[name] for block_statistics in blocks], 2)
     if v is not None:
@@ -174,21 +174,31 @@ def measure(
 
 def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
     """Refuse queries, keys and values that are not float tensors with shapes that fit together."""
-    vectors = [tensor for tensor in (q, k, v) if tensor is not None]
-    fits = all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in vectors)
-    fits = fits and q.ndim == k.ndim == 4 and q.numel() > 0 and k.numel() > 0
-    if fits:
-        # Keys and values may have fewer heads, and values another width.
-        fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
-    if fits and v is not None:
-        fits = v.ndim == 4 and v.shape[:3] == k.shape[:3]
-    if not fits:
-        shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
-        raise OptionError(
-            f"q, k (and v) have the shapes {shapes}: give float tensors [batch, head, pos, d_head]"
-            " of the same sizes, except that the number of heads of k and v may be a divisor of"
-            " that of q, and v may have another last axis"
-        )
+    vectors = [q, k]
+    if v is not None:
+        vectors.append(v)
+    are_floats = all(
+        isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in vectors
+    )
+    if are_floats and _shapes_fit(q, k, v):
+        return
+
+    shapes = [list(getattr(tensor, "shape", ())) for tensor in vectors]
+    raise OptionError(
+        f"q, k (and v) have the shapes {shapes}: give float tensors [batch, head, pos, d_head]"
+        " of the same sizes, except that the number of heads of k and v may be a divisor of"
+        " that of q, and v may have another last axis"
+    )
+
+
+def _shapes_fit(q: Vectors, k: Keys, v: Values | None) -> bool:
+    """Whether queries, keys and values fit together. Keys and values may have fewer heads, and
+    values another width."""
+    if q.ndim != 4 or k.ndim != 4 or q.numel() == 0 or k.numel() == 0:
+        return False
+    if v is not None and (v.ndim != 4 or v.shape[:3] != k.shape[:3]):
+        return False
+    return k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
 
 
 def _check_options(
@@ -200,8 +210,8 @@ def _check_options(
     """Refuse slopes and sinks of another number of heads, and marks that are not boolean tensors of
     these positions."""
     _, heads, length, _ = q.shape
-    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
-        _check_shape(name, numbers, head=heads)
+    _check_shape("alibi", scores.alibi, head=heads)
+    _check_shape("sinks", scores.sinks, head=heads)
     for name, marked in (("counted", counted), *(segments or {}).items()):
         _check_shape(name, marked, batch=len(q), pos=length)
         if marked is not None and marked.dtype != torch.bool:
@@ -232,14 +242,14 @@ def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
 
 def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, Tensor]:
     """The statistics of each query of a block, [batch head query …]."""
-    largest, index = rows.pattern.max(-1)
+    largest, column = rows.pattern.max(-1)
     statistics = {
         "entropy": entropy(rows.pattern),
         "largest": largest,
-        "target": (index + rows.keys.start).to(largest.dtype),
+        "target": (column + rows.keys.start).to(largest.dtype),
     }
     if segments:
-        members = torch.stack([*segments.values()], -1)
-        key_members = members[:, None, rows.keys].to(largest.dtype)
-        statistics["mass"] = rows.pattern @ key_members
+        segment_marks = torch.stack([*segments.values()], -1)
+        key_marks = segment_marks[:, None, rows.keys].to(largest.dtype)
+        statistics["mass"] = rows.pattern @ key_marks
     return statistics

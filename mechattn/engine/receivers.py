@@ -55,7 +55,7 @@ class RowReceiver:
                 pattern=rows.pattern,
                 queries=rows.queries,
                 keys=rows.keys,
-                batch=self.batch.batches[layer],
+                batch=self.batch.layer_batches[layer],
                 window=self.batch.windows[layer],
                 v=getattr(rows.attention, "v", None),
                 attention=rows.attention,
@@ -74,7 +74,7 @@ class RowReceiver:
                 analysis.add_pairs(self.pending.state_of(number, layer).sums, paired_rows)
 
         # Blocks arrive in the order of the queries.
-        is_last_block = rows.queries.stop == self.batch.placed.tokens.shape[1]
+        is_last_block = rows.queries.stop == self.batch.input_batch.tokens.shape[1]
         if not is_last_block:
             return
 
@@ -87,7 +87,7 @@ class RowReceiver:
     def see_whole(self, layer: int, fused: Fused) -> None:
         """Add a whole layer from a fused kernel, chosen only if all analyses can take it."""
         attention = WholeAttention(
-            layer, fused, self.batch.batches[layer], self.batch.windows[layer]
+            layer, fused, self.batch.layer_batches[layer], self.batch.windows[layer]
         )
         for number, analysis in self.row_receivers:
             analysis.add_whole(self.pending.state_of(number, layer).sums, attention)
@@ -105,9 +105,9 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
         pending: The analyses and their sums; those with ``captures`` or ``add_final`` are served.
     """
     batch = pending.batch
-    capturing = pending.receivers("hooks")
+    capture_receivers = pending.receivers("hooks")
     final_receivers = pending.receivers("final")
-    if not capturing and not final_receivers:
+    if not capture_receivers and not final_receivers:
         yield
         return
 
@@ -121,7 +121,7 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
 
     hook_dict = batch.model.hook_dict  # listing the hooks takes a while
     with ExitStack() as stack:
-        for number, analysis in capturing:
+        for number, analysis in capture_receivers:
             for layer in batch.windows:
                 # A layer's tensors are passed on together, so that an analysis can relate them.
                 capture = _Capture(pending, number, analysis, layer)
@@ -154,8 +154,8 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             MLP does not read every token.
     """
     batch = pending.batch
-    watching = pending.receivers("mlps")
-    if not watching:
+    activation_receivers = pending.receivers("mlps")
+    if not activation_receivers:
         return nullcontext()
 
     # Once per pass, because the minimum is searched on a fine grid.
@@ -165,7 +165,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
 
     def see(layer: int, pre: Neurons, post: Neurons) -> None:
         """Give the analyses a layer's activations [batch pos d_mlp]."""
-        tokens = batch.placed.tokens
+        tokens = batch.input_batch.tokens
         d_mlp = pre.shape[-1]
         if pre.numel() != d_mlp * tokens.numel():
             raise ModelError(
@@ -178,11 +178,11 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             pre=pre.detach().reshape(*tokens.shape, d_mlp),
             post=post.detach().reshape(*tokens.shape, d_mlp),
             minimum=minimums[layer],
-            batch=batch.batches[layer],
+            batch=batch.layer_batches[layer],
             pairs=batch.layer_pairs(layer),
         )
 
-        for number, analysis in watching:
+        for number, analysis in activation_receivers:
             analysis.add_activations(pending.state_of(number, layer).sums, activations)
             pending.complete(number, layer, "mlps")
 
@@ -199,17 +199,17 @@ class _Capture:
     layer: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
+    def see(self, name: str, module: Any, args: Any, output: Tensor) -> None:
         """Keep the tensor of a hook, and pass all on after the last."""
-        batch = self.pending.batch.batches[self.layer]
+        batch = self.pending.batch.layer_batches[self.layer]
 
         # hook_resid_pre shows the output of the layer before, which may be on another device.
-        out = out.detach().to(batch.tokens.device)
+        output = output.detach().to(batch.tokens.device)
         # OPT flattens batch and positions into one axis before its MLP.
-        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
-            out = out.unflatten(0, batch.tokens.shape)
+        if output.shape[:2] != batch.tokens.shape and len(output) == batch.tokens.numel():
+            output = output.unflatten(0, batch.tokens.shape)
 
-        self.tensors[name] = out
+        self.tensors[name] = output
         if len(self.tensors) < len(self.analysis.captures):
             return
 

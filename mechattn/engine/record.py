@@ -31,7 +31,7 @@ from mechattn.engine.request_checks import (
     checked_sequences,
     with_baseline,
 )
-from mechattn.errors import ModelError, OptionError, check_choice
+from mechattn.errors import ModelError, OptionError, check_choice, check_counts
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.recorded import Affine, KeysValues, RecordedAffine
 from mechattn.model import hooks
@@ -71,33 +71,37 @@ def record_affine(
         seed: The seed of the condition's draws; use that of the run.
 
     Raises:
-        OptionError: The condition inserts nothing into a prompt, or a layer is out of range.
+        OptionError: The condition inserts nothing into a prompt, a layer is out of range, or the
+            seed is not a whole number from 0 on.
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(model)
-    limit = limit_of(model, "values")
-    if limit:
+    limit_of_values = limit_of(model, "values")
+    if limit_of_values:
         raise ModelError(
-            f"{model.cfg.model_name}: {limit}; λ and Σσ describe pattern · v, so they cannot be"
-            " applied to z here"
+            f"{model.cfg.model_name}: {limit_of_values}; λ and Σσ describe pattern · v, so they"
+            " cannot be applied to z here"
         )
     prompts = as_prompts(prompts)
-    chosen = hooks.chosen_layers(model, layers)
+    chosen_layers = hooks.chosen_layers(model, layers)
 
-    recorded: dict[str, dict[int, Affine]] = {}
-    measured = (BASELINE, _RECORDED)
-    passes = _passes(model, prompts, condition, _AffineParts(), chosen, seed, measured)
+    maps: dict[str, dict[int, Affine]] = {}
+    condition_names = (BASELINE, _RECORDED)
+    passes = _passes(
+        model, prompts, condition, _AffineParts(), chosen_layers, seed, condition_names
+    )
     for prompt, batch, values in passes:
-        original = batch.original[-1]
-        recorded[prompt.id] = {
+        row = condition_names.index(_RECORDED)
+        original = batch.original[row]
+        maps[prompt.id] = {
             layer: Affine(
-                layer_values["scale"][-1, :, original], layer_values["shift"][-1, :, original]
+                layer_values["scale"][row, :, original], layer_values["shift"][row, :, original]
             )
             for layer, layer_values in values.items()
         }
 
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
-    return RecordedAffine(recorded, tuple(chosen), source)
+    return RecordedAffine(maps, tuple(chosen_layers), source)
 
 
 @alone
@@ -124,32 +128,35 @@ def record_keys_values(
         seed: The seed of the condition's draws; use that of the run.
 
     Raises:
-        OptionError: A prompt has no such token under the condition, or a layer is out of range.
+        OptionError: A prompt has no such token under the condition, a layer is out of range, or the
+            seed is not a whole number from 0 on.
         ModelError: The model has no keys and values before RoPE (latent attention).
     """
     check_choice(SEGMENTS, segment=segment)
     model = load_model(model)
     prompts = as_prompts(prompts)
-    chosen = hooks.chosen_layers(model, layers)
-    for layer in chosen:
+    chosen_layers = hooks.chosen_layers(model, layers)
+    for layer in chosen_layers:
         if is_latent(model, layer):
             raise ModelError(
                 f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer"
                 f" {layer})"
             )
 
-    recorded: dict[str, dict[int, dict[Part, Tensor]]] = {}
+    keys_values: dict[str, dict[int, dict[Part, Tensor]]] = {}
     analysis = _KeysValuesAnalysis()
-    passes = _passes(model, prompts, condition, analysis, chosen, seed, (_RECORDED,), segment)
+    passes = _passes(
+        model, prompts, condition, analysis, chosen_layers, seed, (_RECORDED,), segment
+    )
     for prompt, batch, values in passes:
         in_segment = batch.of_segment(segment)[0]
-        recorded[prompt.id] = {
+        keys_values[prompt.id] = {
             layer: {"k": layer_values["k"][0, in_segment], "v": layer_values["v"][0, in_segment]}
             for layer, layer_values in values.items()
         }
 
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
-    return KeysValues(recorded, segment, source)
+    return KeysValues(keys_values, segment, source)
 
 
 @alone
@@ -174,7 +181,7 @@ def head_means(
     """
     model = load_model(model)
     prompts = as_prompts(prompts)
-    chosen = hooks.chosen_layers(model, layers)
+    chosen_layers = hooks.chosen_layers(model, layers)
     sequences = checked_sequences(with_baseline(None), prompts, model, seed=0)
     tokens_of_prompts = [by_condition[BASELINE].tokens for by_condition in sequences]
     sums: dict[int, Tensor] = {}
@@ -183,12 +190,12 @@ def head_means(
         sums[layer] = sums.get(layer, 0) + z.detach().double().sum((0, 1))
         return z
 
-    with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
+    with changing_z(model, {layer: partial(add_up, layer) for layer in chosen_layers}):
         for tokens in tokens_of_prompts:
-            hooks.forward_to(model, tokens[None].to(device_of(model)), max(chosen), [])
+            hooks.forward_to(model, tokens[None].to(device_of(model)), max(chosen_layers), [])
 
-    count = sum(map(len, tokens_of_prompts))
-    means = {layer: (total / count).float() for layer, total in sums.items()}
+    token_count = sum(map(len, tokens_of_prompts))
+    means = {layer: (total / token_count).float() for layer, total in sums.items()}
     return HeadMeans(means, len(prompts))
 
 
@@ -199,7 +206,7 @@ def _passes(
     analysis: Analysis,
     layers: Sequence[int],
     seed: int,
-    measured: Sequence[str],
+    condition_names: Sequence[str],
     segment: str = "inserted",
 ) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
     """Measure one prompt at a time under the condition, which is called "recorded".
@@ -211,13 +218,14 @@ def _passes(
         analysis: What is measured.
         layers: The layers.
         seed: The seed of the condition's draws.
-        measured: The conditions in the batch: "recorded" last, and the baseline before it if the
-            analysis compares the two.
+        condition_names: The conditions in the batch: "recorded" last, and the baseline before it if
+            the analysis compares the two.
         segment: The segment that is recorded.
 
     Yields:
-        A prompt, its batch with a row for each of ``measured``, and the values by layer.
+        A prompt, its batch with a row for each of ``condition_names``, and the values by layer.
     """
+    check_counts(0, seed=seed)
     engine = chosen_engine(model, "auto", [analysis], layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     conditions = with_baseline({_RECORDED: condition})
@@ -231,8 +239,8 @@ def _passes(
             )
 
     for prompt, prompt_sequences in zip(prompts, sequences, strict=True):
-        rows = [(0, name) for name in measured]
-        batch = pad_right([prompt_sequences[name] for name in measured], rows, 0)
+        rows = [(0, name) for name in condition_names]
+        batch = pad_right([prompt_sequences[name] for name in condition_names], rows, 0)
         (values,) = measure_batch(model, batch, engine.forward, windows, [analysis], [prompt.id])
         yield prompt, batch, values
 

@@ -32,7 +32,7 @@ Analyses = Sequence[Analysis] | Analysis | None
 
 ByCondition = Mapping[str, TokenSequence]  # the sequences of one prompt
 # The attributes that every analysis must have.
-_DECLARED = ("name", "options", "quantities", "problem", "start", "values")
+_REQUIRED_ATTRIBUTES = ("name", "options", "quantities", "problem", "start", "values")
 
 
 def checked_analyses(analyses: Analyses) -> list[Analysis]:
@@ -54,11 +54,11 @@ def checked_analyses(analyses: Analyses) -> list[Analysis]:
         raise OptionError(f"analyses={names}: give at least one, and each name once")
 
     # ``compare`` and figures look for a quantity by its name alone, with or without the suffix.
-    owners: dict[str, str] = {}
+    owner_of_quantity: dict[str, str] = {}
     for analysis in analyses:
         for name in analysis.quantities:
             quantity = name.removesuffix("_by_segment")
-            owner = owners.setdefault(quantity, analysis.name)
+            owner = owner_of_quantity.setdefault(quantity, analysis.name)
             if owner != analysis.name:
                 raise OptionError(
                     f"{owner} and {analysis.name} both measure a quantity named {quantity!r}:"
@@ -80,8 +80,8 @@ def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
             ' MeaninglessTokens("/")}'
         )
 
-    named = dict(conditions or {})
-    for name, condition in named.items():
+    conditions_by_name = dict(conditions or {})
+    for name, condition in conditions_by_name.items():
         check_name(name)
         if isinstance(condition, type) or not hasattr(condition, "apply"):
             example = "an instance of a condition, such as ma.MeaninglessTokens(…)"
@@ -90,19 +90,19 @@ def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
                 example = f"ma.Baseline(intervention={intervention.__name__}(…))"
             raise OptionError(f"the condition {name!r} is {condition!r}; give {example}")
 
-    baseline = named.pop(BASELINE, Baseline())
-    return {BASELINE: baseline, **named}
+    baseline = conditions_by_name.pop(BASELINE, Baseline())
+    return {BASELINE: baseline, **conditions_by_name}
 
 
 def condition_sequences(
-    named: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
+    conditions: Conditions, prompts: Sequence[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, TokenSequence]]:
     """The sequence of each prompt under each condition.
 
     Only a counterpart may change original tokens.
 
     Args:
-        named: The conditions by name, the baseline first.
+        conditions: The conditions by name, the baseline first.
         prompts: The prompts.
         model: The model whose tokenizer is used.
         seed: The seed of the conditions' draws.
@@ -114,10 +114,10 @@ def condition_sequences(
         ConditionError: A condition that a user wrote does not return a sequence, returns different
             tokens each time, or does more than insert tokens.
     """
-    prompt_sequences: list[dict[str, TokenSequence]] = []
+    sequences_of_prompts: list[dict[str, TokenSequence]] = []
     for prompt in prompts:
         sequences = {}
-        for name, condition in named.items():
+        for name, condition in conditions.items():
             sequence = condition.apply(prompt, model, seed)
             if not isinstance(sequence, TokenSequence):
                 raise ConditionError(
@@ -130,7 +130,7 @@ def condition_sequences(
                 continue
 
             # The first prompt is enough to find a condition that draws without the seed.
-            if not prompt_sequences:
+            if not sequences_of_prompts:
                 repetition = condition.apply(prompt, model, seed)
                 if not repetition.tokens.equal(sequence.tokens):
                     raise ConditionError(
@@ -140,12 +140,12 @@ def condition_sequences(
             _check_insertion(prompt, name, sequence, sequences[BASELINE])
 
         # Mark the tokens that a counterpart changes.
-        prompt_sequences.append(with_changes(sequences))
-    return prompt_sequences
+        sequences_of_prompts.append(with_changes(sequences))
+    return sequences_of_prompts
 
 
 def checked_sequences(
-    named: Conditions,
+    conditions: Conditions,
     prompts: Sequence[Prompt],
     model: HookedModel,
     seed: int,
@@ -156,7 +156,7 @@ def checked_sequences(
     If a condition keeps positions, the model is run on a few tokens. No other check runs it.
 
     Args:
-        named: The conditions by name, with the baseline.
+        conditions: The conditions by name, with the baseline.
         prompts: The prompts.
         model: The model that will read the sequences.
         seed: The seed of the conditions' draws.
@@ -169,7 +169,7 @@ def checked_sequences(
         MechattnError: The model cannot read a sequence, an analysis cannot measure it, or a
             condition or an intervention cannot be used.
     """
-    prompt_sequences = condition_sequences(named, prompts, model, seed)
+    prompt_sequences = condition_sequences(conditions, prompts, model, seed)
     for prompt, sequences in zip(prompts, prompt_sequences, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
 
@@ -228,15 +228,15 @@ def check_insertions_are_read(prompt: Prompt, sequences: ByCondition) -> None:
             continue
 
         first_inserted = int(sequence.inserted.int().argmax())
-        readers = int((~sequence.inserted[first_inserted:]).sum())
-        if readers == 1:
+        reader_count = int((~sequence.inserted[first_inserted:]).sum())
+        if reader_count == 1:
             warn(
                 f"only the last token (the template's newline, perhaps) reads what {name!r}"
                 " inserts; nothing else can change; give prompts with an answer, or another place,"
                 ' such as "before_question"'
             )
 
-        if readers == 0:
+        if reader_count == 0:
             raise ConditionError(
                 f"{prompt.where} ends with what {name!r} inserts, which no other token reads; give"
                 " prompts with an answer (load_prompts(…, with_answer=True), or"
@@ -253,21 +253,21 @@ def check_interventions(
     Edges that are cut in a layer that the model does not have are refused too.
     """
     # Keyed by identity: each intervention is checked once, with all sequences that it acts on.
-    uses: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
+    uses_by_id: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
     for prompt_id, sequences in zip(prompt_ids, prompt_sequences, strict=True):
         for sequence in sequences.values():
             for intervention in sequence.interventions:
-                _, used = uses.setdefault(id(intervention), (intervention, []))
-                used.append((prompt_id, sequence))
+                _, uses = uses_by_id.setdefault(id(intervention), (intervention, []))
+                uses.append((prompt_id, sequence))
 
             if sequence.cut_edges and sequence.cut_edges.layers is not None:
                 hooks.chosen_layers(model, sequence.cut_edges.layers)
 
-    for intervention, used in uses.values():
-        intervention.check(model, [prompt_id for prompt_id, _ in used])
+    for intervention, uses in uses_by_id.values():
+        intervention.check(model, [prompt_id for prompt_id, _ in uses])
 
         if isinstance(intervention, ChecksSequences):
-            for prompt_id, sequence in used:
+            for prompt_id, sequence in uses:
                 intervention.check_sequence(prompt_id, sequence)
 
 
@@ -318,11 +318,13 @@ def check_side(
     if boundary is None:
         return
 
-    counts = _position_counts(sequences)
-    longest = max(counts, key=counts.__getitem__)
-    shortest = min(counts, key=counts.__getitem__)
-    is_beyond = counts[longest] + new_tokens > boundary.at
-    clause = f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"'
+    position_counts = _position_counts(sequences)
+    longest_name = max(position_counts, key=position_counts.__getitem__)
+    shortest_name = min(position_counts, key=position_counts.__getitem__)
+    longest = position_counts[longest_name]
+    shortest = position_counts[shortest_name]
+    is_beyond = longest + new_tokens > boundary.at
+    clause = f'{prompt.where} has {longest:,} positions with the condition "{longest_name}"'
     if new_tokens:
         clause = f"{clause} and {new_tokens} new tokens are allowed"
 
@@ -336,19 +338,18 @@ def check_side(
             )
         return
 
-    if boundary.side(counts[shortest]) != boundary.side(counts[longest]):
+    if boundary.side(shortest) != boundary.side(longest):
         raise PromptError(
-            f'{prompt.where} has {counts[shortest]:,} positions with the condition "{shortest}" and'
-            f' {counts[longest]:,} with "{longest}": beyond {boundary.at:,} positions'
+            f'{prompt.where} has {shortest:,} positions with the condition "{shortest_name}" and'
+            f' {longest:,} with "{longest_name}": beyond {boundary.at:,} positions'
             f" {model.cfg.model_name} computes with other factors (LongRoPE), so this would"
             " compare two models and not the effect of the inserted tokens. Omit the prompt,"
             " insert fewer tokens, or let the original ones keep their positions (.unshifted())"
         )
-    if is_beyond and counts[longest] <= boundary.at:
+    if is_beyond and longest <= boundary.at:
         advice = "Omit the prompt"
-        most_new_tokens = boundary.at - counts[longest]
-        if most_new_tokens:
-            advice = f"{advice}, or give new_tokens={most_new_tokens} at most"
+        if longest < boundary.at:
+            advice = f"{advice}, or give new_tokens={boundary.at - longest} at most"
         raise PromptError(
             f"{clause}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
             f" other factors (LongRoPE), which would change in the middle of an answer. {advice}"
@@ -374,7 +375,7 @@ def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> lis
 
 def _check_protocol(analysis: Any) -> None:
     """Refuse an analysis that does not follow the protocol."""
-    missing = [attribute for attribute in _DECLARED if not hasattr(analysis, attribute)]
+    missing = [attribute for attribute in _REQUIRED_ATTRIBUTES if not hasattr(analysis, attribute)]
     problem = ""
     if isinstance(analysis, type):
         problem = "it is a class, not an instance"
@@ -430,8 +431,8 @@ def _check_sequences(
         unpaired_count = len(baseline) - int((~sequence.inserted).sum())
         if unpaired_count:
             raise PromptError(
-                f"{prompt.where} has {unpaired_count} tokens without a partner under {name!r}, so they"
-                " cannot be compared; give versions with the same number of tokens, or patch:"
+                f"{prompt.where} has {unpaired_count} tokens without a partner under {name!r}, so"
+                " they cannot be compared; give versions with the same number of tokens, or patch:"
                 " ma.patch and ma.edges leave such tokens out"
             )
 

@@ -134,9 +134,9 @@ class Plan:
             prompts: All prompts of the whole run.
         """
         likeness = likeness_of(prompts)
-        alike = []
+        likenesses = []
         if likeness:
-            alike.append({"prompts": len(prompts), "words": likeness})
+            likenesses.append({"prompts": len(prompts), "words": likeness})
             warn(
                 f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
                 " load_prompts(group=…)"
@@ -149,7 +149,7 @@ class Plan:
             analyses.append(analysis)
 
         engine = chosen_engine(self.model, self.options.engine, analyses, self.layers)
-        return Run(replace(self, analyses=analyses), engine, blind_scores(self.model), alike)
+        return Run(replace(self, analyses=analyses), engine, blind_scores(self.model), likenesses)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Run:
     blind: BlindScores
     # Has an entry if the prompts of the whole run repeat each other: their number ("prompts") and a
     # sentence ("words"). A merge of several runs has the entries of all.
-    alike: Sequence[Mapping[str, Any]]
+    likenesses: Sequence[Mapping[str, Any]]
 
     def result(
         self, prompts: Sequence[Prompt], sequences: Sequences, places: Sequence[int]
@@ -173,27 +173,27 @@ class Run:
             sequences: What ``Plan.sequences`` returns for these prompts.
             places: The index of each prompt in the whole run.
         """
-        start = time.monotonic()
+        start_time = time.monotonic()
         collectors = self._collectors(prompts, sequences)
         measure = partial(self._measured, prompts, sequences)
         batches = self._batches(sequences)
 
-        halved = []
+        halved_groups = []
         # A run of less than 2 s has no bar. With leave=None, the bar of one of several chunks
         # disappears at its end.
         for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
-            measured, too_large = in_halves(indices, measure)
-            for group in too_large:
-                halved.append({"prompts": len(group), "first": prompts[group[0]].id})
-            for batch, values in measured:
+            batches_and_values, too_large_groups = in_halves(indices, measure)
+            for group in too_large_groups:
+                halved_groups.append({"prompts": len(group), "first": prompts[group[0]].id})
+            for batch, values in batches_and_values:
                 for collector, layer_values in zip(collectors, values, strict=True):
                     collector.add(batch, layer_values)
 
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(self.plan.model, prompts, sequences, places)
-        description = self._description(prompts, sequences[0])
-        seconds = round(time.monotonic() - start, 3)
-        return Result(datasets, {**description, "halved": halved, "seconds": seconds})
+        entries = self._provenance(prompts, sequences[0])
+        seconds = round(time.monotonic() - start_time, 3)
+        return Result(datasets, {**entries, "halved": halved_groups, "seconds": seconds})
 
     def _collectors(self, prompts: Sequence[Prompt], sequences: Sequences) -> list[Collector]:
         """An empty collector for each analysis."""
@@ -217,7 +217,7 @@ class Run:
         holds_pattern = self.engine.name == "hooks"
         return batch_plan(
             lengths=[_longest(by_condition) for by_condition in sequences],
-            conditions=len(plan.conditions),
+            condition_count=len(plan.conditions),
             bytes_of_row=partial(row_bytes, plan.model.cfg, holds_pattern=holds_pattern),
             memory=plan.options.memory,
             sides=checks.sides_of(plan.model, sequences),
@@ -229,9 +229,9 @@ class Run:
         """The batch of the prompts at these indices under all conditions, and its values."""
         plan = self.plan
         # Any token can be the padding, since no token sees what comes after it.
-        pad = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
+        padding_id = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
         rows = [(index, name) for index in indices for name in sequences[index]]
-        batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
+        batch = pad_right([sequences[index][name] for index, name in rows], rows, padding_id)
         values = measure_batch(
             plan.model,
             batch,
@@ -243,18 +243,18 @@ class Run:
         )
         return batch, values
 
-    def _description(
+    def _provenance(
         self, prompts: Sequence[Prompt], first_sequences: ByCondition
     ) -> dict[str, Any]:
         """The provenance: model, prompts, options, engine, versions and time."""
         plan = self.plan
-        about_prompts: dict[str, Any] = {
+        prompts_entry: dict[str, Any] = {
             "count": len(prompts),
             "hash": provenance.set_hash(prompts),
             "template": prompts[0].template,
         }
-        if self.alike:
-            about_prompts["alike"] = self.alike
+        if self.likenesses:
+            prompts_entry["alike"] = self.likenesses
 
         conditions = {
             name: condition_data(condition, first_sequences[name])
@@ -262,7 +262,7 @@ class Run:
         }
         return {
             "model": model_data(plan.model, plan.paths),
-            "prompts": about_prompts,
+            "prompts": prompts_entry,
             "conditions": conditions,
             "analyses": {analysis.name: dict(analysis.options) for analysis in plan.analyses},
             "measured_layers": plan.layers,

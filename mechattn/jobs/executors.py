@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from mechattn.errors import MechattnError, OptionError, OutputError, check_choice
+from mechattn.errors import MechattnError, OptionError, OutputError, check_choice, check_counts
 from mechattn.jobs.job import Job, Worker
 from mechattn.results.result import Result
 
@@ -34,44 +34,54 @@ ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 class Executor(Protocol):
     """Something that computes chunks."""
 
-    def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Yield the number and the result of each chunk, in any order; numbers start at 0."""
+    def parts(self, job: Job, chunk_indices: Sequence[int]) -> Iterator[tuple[int, Result]]:
+        """Yield the index and the result of each chunk, in any order."""
 
 
-def executor_named(name: str, address: str | None = None, workers: int | None = None) -> Executor:
-    """Return the executor with this name.
+def executor_for(
+    executor: ExecutorName | Executor, address: str | None = None, workers: int | None = None
+) -> Executor:
+    """Return the executor with this name; an executor is returned as it is.
 
     Args:
-        name: "local" or "ray".
+        executor: "local", "ray", or an executor.
         address: The address of a Ray cluster, as for :class:`Ray`.
         workers: The number of workers in it, as for :class:`Ray`.
 
     Raises:
-        OptionError: There is no such executor, or "local" gets an address or a number of workers.
+        OptionError: There is no such executor, the number of workers is not a whole number from 1
+            on, or an address or a number of workers is given to another executor than "ray".
     """
-    check_choice(ExecutorName, executor=name)
-    if name == "ray":
+    if isinstance(executor, str):
+        check_choice(ExecutorName, executor=executor)
+    if executor == "ray":
+        if workers is not None:
+            check_counts(workers=workers)
         return Ray(address, workers)
     if address is not None or workers is not None:
-        raise OptionError('address or workers is for a cluster: add executor="ray", or omit it')
-    return Local()
+        raise OptionError(
+            'address and workers are for executor="ray": omit them, or give them to your executor'
+        )
+    if executor == "local":
+        return Local()
+    return executor
 
 
 class Local:
     """The executor for a single machine, or for one job of a job array."""
 
-    def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Yield the number and the result of each chunk, in the given order.
+    def parts(self, job: Job, chunk_indices: Sequence[int]) -> Iterator[tuple[int, Result]]:
+        """Yield the index and the result of each chunk, in the given order.
 
         The prompts of all these chunks are checked before the first is measured.
         """
         threads = torch.get_num_threads()
         worker = Worker(job)
         try:
-            for chunk in chunks:
-                worker.check(chunk)
-            for chunk in chunks:
-                yield worker.part(chunk)
+            for index in chunk_indices:
+                worker.check(index)
+            for index in chunk_indices:
+                yield worker.part(index)
         finally:
             torch.set_num_threads(threads)
 
@@ -92,8 +102,8 @@ class Ray:
     address: str | None = None
     workers: int | None = None
 
-    def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Yield the number and the result of each chunk as it arrives.
+    def parts(self, job: Job, chunk_indices: Sequence[int]) -> Iterator[tuple[int, Result]]:
+        """Yield the index and the result of each chunk as it arrives.
 
         The prompts of all these chunks are checked before the first is measured.
 
@@ -107,13 +117,14 @@ class Ray:
         # Stored once for all actors. Ray deletes it with its last reference, and an actor that
         # restarts reads it again.
         stored_job = ray.put(replace(job, threads=threads))
-        actors = self._actors(ray, stored_job, threads, len(chunks))
+        actors = self._actors(ray, stored_job, threads, len(chunk_indices))
         pool = ActorPool(actors)
         try:
-            checks = pool.map_unordered(lambda actor, chunk: actor.check.remote(chunk), chunks)
-            for _ in checks:  # all prompts are read before any is measured
-                pass
-            yield from pool.map_unordered(lambda actor, chunk: actor.part.remote(chunk), chunks)
+            # Prompts are read when list asks for the results, all before any is measured.
+            list(pool.map_unordered(lambda actor, index: actor.check.remote(index), chunk_indices))
+            yield from pool.map_unordered(
+                lambda actor, index: actor.part.remote(index), chunk_indices
+            )
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             reason = str(error).partition("\n")[0]
             raise OutputError(
@@ -134,20 +145,20 @@ class Ray:
         resources = ray.cluster_resources()
         cpus = threads
         default_workers = int(resources.get("CPU", 1)) // threads
-        gpus = int(resources.get("GPU", 0))
-        if gpus:  # the GPUs compute, so one core per actor is enough
+        gpu_count = int(resources.get("GPU", 0))
+        if gpu_count:  # the GPUs compute, so one core per actor is enough
             cpus = 1
-            default_workers = gpus
+            default_workers = gpu_count
 
         actor_class = ray.remote(Worker).options(
             num_cpus=cpus,
-            num_gpus=min(gpus, 1),
+            num_gpus=min(gpu_count, 1),
             max_restarts=-1,  # as often as needed
             max_task_retries=TRIES - 1,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )
-        count = max(1, min(self.workers or default_workers, chunk_count))
-        return [actor_class.remote(stored_job) for _ in range(count)]
+        actor_count = max(1, min(self.workers or default_workers, chunk_count))
+        return [actor_class.remote(stored_job) for _ in range(actor_count)]
 
     def _connected(self) -> Any:
         """Return Ray, connected to the cluster at the address or, without one, to a private one.

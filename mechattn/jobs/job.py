@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from mechattn.analysis.analysis import Analysis
+from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import Plan, Run, RunOptions, make_plan
 from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.checkpoint import tokenizer_named
@@ -66,15 +67,13 @@ class Job:
     analyses: Sequence[Analysis] | Analysis | None = None
     options: RunOptions = RunOptions()
     dtype: str = "auto"
-    device: str | None = field(default=None, compare=False)
+    device: str | None = None
     verify: bool = True
     chunk: int = CHUNK
     threads: int | None = None
-    require: Callable[[Any, list[int]], None] | None = field(
-        default=None, repr=False, compare=False
-    )
-    command: str = field(default="", compare=False)
-    paths: bool = field(default=False, compare=False)
+    require: Callable[[Any, list[int]], None] | None = None
+    command: str = ""
+    paths: bool = False
     values: Values = "float32"
 
     def __post_init__(self) -> None:
@@ -90,9 +89,10 @@ class Job:
         if self.threads is not None:
             check_counts(threads=self.threads)
         check_choice(Values, values=self.values)
+        with_baseline(self.conditions)  # refuses what is not a mapping of conditions
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
-    @property
+    @cached_property
     def chunks(self) -> list[range]:
         """The indices of the prompts in each chunk."""
         indices = range(len(self.prompts))
@@ -103,11 +103,14 @@ class Job:
     def decides(self) -> dict[str, Any]:
         """Everything that determines the numbers, as JSON data that a later run can be compared
         with."""
-        fields = ("model", "dtype", "verify", "chunk", "threads", "values")
         conditions = self.conditions or {}
+        entries = {}
+        for name in ("model", "dtype", "verify", "chunk", "threads", "values"):
+            entries[name] = repr(getattr(self, name))
+        for name, value in vars(self.options).items():
+            entries[name] = repr(value)
         return {
-            **{name: repr(getattr(self, name)) for name in fields},
-            **{name: repr(value) for name, value in vars(self.options).items()},
+            **entries,
             "prompts": {"count": len(self.prompts), "hash": provenance.digest(self.prompts)},
             "token_ids": self._token_ids(),
             # Groups do not change the numbers, but are stored with them.
@@ -165,23 +168,23 @@ class Worker:
         """The run, calibrated on all prompts of the job, so that all workers measure the same."""
         return self.plan.calibrated(self.job.prompts)
 
-    def check(self, chunk: int) -> None:
-        """Check that the model can read the prompts of a chunk, without running it.
+    def check(self, chunk_index: int) -> None:
+        """Check that the model can read the prompts of a chunk, without computing it.
 
         Raises:
             MechattnError: A prompt cannot be used.
         """
-        self.plan.sequences(self._prompts(chunk))
+        self.plan.sequences(self._prompts(chunk_index))
 
-    def part(self, chunk: int) -> tuple[int, Result]:
-        """Compute a chunk, and return its number and its result."""
-        prompts = self._prompts(chunk)
-        result = self.run.result(prompts, self.plan.sequences(prompts), self.job.chunks[chunk])
-
+    def part(self, chunk_index: int) -> tuple[int, Result]:
+        """Compute a chunk, and return its index and its result."""
+        prompts = self._prompts(chunk_index)
+        sequences = self.plan.sequences(prompts)
+        result = self.run.result(prompts, sequences, self.job.chunks[chunk_index])
         result = with_provenance(result, chunk=self.job.chunk, command=self.job.command)
         if self.job.values == "float16":
             result = in_half_the_space(result)
-        return chunk, result
+        return chunk_index, result
 
-    def _prompts(self, chunk: int) -> list[Prompt]:
-        return [self.job.prompts[index] for index in self.job.chunks[chunk]]
+    def _prompts(self, chunk_index: int) -> list[Prompt]:
+        return [self.job.prompts[index] for index in self.job.chunks[chunk_index]]

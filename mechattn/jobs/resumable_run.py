@@ -14,13 +14,14 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from mechattn.errors import Interrupted, MechattnError, OptionError, OutputError, say
-from mechattn.jobs.executors import Executor, ExecutorName, executor_named
+from mechattn.jobs.executors import Executor, ExecutorName, executor_for
 from mechattn.jobs.job import Job
 from mechattn.results.merge import check_same_run, merge_results
 from mechattn.results.result import Result, with_provenance
@@ -76,12 +77,7 @@ def run_job(
     Raises:
         MechattnError: An argument cannot be used, the path is taken, or the job was interrupted.
     """
-    if isinstance(executor, str):
-        executor = executor_named(executor, address, workers)
-    elif address is not None or workers is not None:
-        raise OptionError(
-            'address and workers are for executor="ray": omit them, or give them to your executor'
-        )
+    executor = executor_for(executor, address, workers)
     chosen_shard = parse_shard(shard)
     location = shard_location(path, chosen_shard)
     result, _ = compute(job, location, chosen_shard, executor, fresh)
@@ -89,37 +85,44 @@ def run_job(
 
 
 def compute(
-    job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
+    job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool
 ) -> tuple[Result, bool]:
     """Compute a shard of a job and store its result at this path, as :func:`run_job` does.
 
     Returns:
         The result, and whether this call computed it; False if it was stored already.
+
+    Raises:
+        MechattnError: The shard has no chunks, the path is taken, or the job was interrupted.
     """
-    chunks = range(shard.number - 1, len(job.chunks), shard.count)
-    if not chunks:
+    chunk_indices = range(shard.number - 1, len(job.chunks), shard.count)
+    if not chunk_indices:
         raise OptionError(
             f"shard {shard.number}/{shard.count} has nothing to do: {len(job.prompts)} prompts in"
             f" chunks of {job.chunk} make {len(job.chunks)} chunks. Use fewer shards or smaller"
             " chunks"
         )
 
-    if not fresh and _is_stored(job, path, chunks):
+    is_stored = not fresh and _is_stored(job, path, chunk_indices)
+    if is_stored:
         say(f"{path} already holds the result of this run; nothing was computed")
-        if chunks_folder(path).is_dir():  # left by a run that was killed at its end, or another job
+        # A process that was killed at the end of this run leaves a temporary folder and chunks.
+        folder = location_of(path).folder
+        if folder:
+            sweep(folder)
+        if chunks_folder(path).is_dir():
             with suppress(MechattnError), locked_chunks(path, job) as chunk_folder:
                 chunk_folder.finished()  # an error if they are of another job, so that they stay
                 chunk_folder.delete()
-        return load_result(path), False
+    else:
+        check_result_location(path)
+        with locked_chunks(path, job) as chunk_folder:
+            if fresh:
+                chunk_folder.discard()
+            _compute_and_store(chunk_folder, chunk_indices, executor, path)
+            chunk_folder.delete()
 
-    check_result_location(path)
-    with locked_chunks(path, job) as chunk_folder:
-        if fresh:
-            chunk_folder.discard()
-        _compute_missing(chunk_folder, chunks, executor, path)
-        chunk_folder.delete()
-
-    return load_result(path), True
+    return load_result(path), not is_stored
 
 
 def parse_shard(text: str | None) -> Shard:
@@ -131,7 +134,7 @@ def parse_shard(text: str | None) -> Shard:
     if text is None:
         return WHOLE
 
-    match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", str(text))
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise OptionError(f'shard {text!r}: write the third of 16 as "3/16"')
     return Shard(int(match[1]), int(match[2]))
@@ -141,15 +144,17 @@ def shard_location(path: str | Path, shard: Shard) -> str:
     """Where a shard's result is stored: "llama.zarr" gives "llama-3-of-16.zarr"."""
     if shard == WHOLE:
         return str(path)
-    ending = rf"-{shard.number}-of-{shard.count}\g<extension>"
-    return re.sub(r"(?P<extension>\.\w+)?/*\Z", ending, str(path), count=1)
+    stem, extension = os.path.splitext(str(path).rstrip("/"))
+    return f"{stem}-{shard.number}-of-{shard.count}{extension}"
 
 
 def chunks_folder(path: str | Path) -> Path:
     """The folder of the finished chunks. It is next to the result, or in the current folder if the
     result is stored at an address."""
     location = location_of(path)
-    folder = location.folder or Path.cwd() / PurePosixPath(location.name).name
+    folder = location.folder
+    if folder is None:
+        folder = Path.cwd() / PurePosixPath(location.name).name
     return folder.with_name(f"{folder.name}.parts")
 
 
@@ -161,37 +166,41 @@ class ChunkFolder:
     job: Job
 
     def finished(self) -> dict[int, Result]:
-        """Return the kept chunks by number, and delete those that are damaged.
+        """Return the kept chunks by index, without those that are damaged.
 
         Raises:
             OptionError: A chunk belongs to another job; the message says what differs.
         """
         results = {}
-        for path in sorted(self.path.iterdir()):
-            if not CHUNK_NAME.fullmatch(path.name):
-                continue
-            chunk = int(path.stem)
+        for path in self._paths_named(CHUNK_NAME):
+            index = int(path.stem)
             try:
-                results[chunk] = self._opened(path, chunk)
+                results[index] = self._opened(path, index)
             except DamagedResult as error:
-                _delete_chunk(path)
-                say(f"{error}; this kept chunk was deleted")
+                say(f"{error}; this kept chunk is not used")
 
         return results
 
-    def keep(self, chunk: int, result: Result) -> Result:
+    def keep(self, index: int, result: Result) -> Result:
         """Store a chunk with what decides its numbers, and open it to be read on demand."""
-        path = self.path / f"{chunk:05d}.zarr"
+        path = self.path / f"{index:05d}.zarr"
         save_result(with_provenance(result, job_decides=self.job.decides), path)
         return open_result(path)
 
     def discard(self) -> None:
-        """Delete all chunks, finished or not."""
-        for path in self.path.iterdir():
-            if CHUNK_NAME.fullmatch(path.name):
-                _delete_chunk(path)
-            elif UNFINISHED_NAME.fullmatch(path.name):
-                shutil.rmtree(path)
+        """Delete all chunks, finished or not.
+
+        Raises:
+            OutputError: A chunk is not a stored result, or contains something else.
+        """
+        for path in self._paths_named(UNFINISHED_NAME):
+            shutil.rmtree(path)
+        for path in self._paths_named(CHUNK_NAME):
+            Location(str(path)).check_ours()
+            # Renamed first, so that it counts as unfinished if the process is killed meanwhile.
+            unfinished = path.with_name(f".{path.name}{DELETED_ENDING}")
+            os.replace(path, unfinished)
+            shutil.rmtree(unfinished)
 
     def delete(self) -> None:
         """Delete the folder, now that the result is stored. If it contains anything that is not
@@ -201,7 +210,10 @@ class ChunkFolder:
             (self.path / LOCK).unlink(missing_ok=True)
             self.path.rmdir()
 
-    def _opened(self, path: Path, chunk: int) -> Result:
+    def _paths_named(self, pattern: re.Pattern[str]) -> list[Path]:
+        return sorted(path for path in self.path.iterdir() if pattern.fullmatch(path.name))
+
+    def _opened(self, path: Path, index: int) -> Result:
         """Open a kept chunk.
 
         Raises:
@@ -219,7 +231,7 @@ class ChunkFolder:
                     "again: mechattn run --fresh, in Python fresh=True"
                 )
 
-        if chunk >= len(self.job.chunks) or not _holds(result, self.job.chunks[chunk]):
+        if index >= len(self.job.chunks) or not _holds(result, self.job.chunks[index]):
             raise DamagedResult(f"{path} is another chunk")
         return result
 
@@ -251,7 +263,7 @@ def locked_chunks(path: str | Path, job: Job) -> Iterator[ChunkFolder]:
         lock.release()
 
 
-def _is_stored(job: Job, path: str | Path, chunks: range) -> bool:
+def _is_stored(job: Job, path: str | Path, chunk_indices: range) -> bool:
     """Whether the result of exactly these chunks of the job is stored."""
     try:
         result = open_checked_result(path)
@@ -260,14 +272,8 @@ def _is_stored(job: Job, path: str | Path, chunks: range) -> bool:
         return False
     except OutputError:  # no result is stored, or it cannot be read
         return False
-    folder = location_of(path).folder
-    if folder:  # a process that was killed at the end of its save leaves a temporary folder
-        sweep(folder)
-
-    prompt_indices: list[int] = []
-    for chunk in chunks:
-        prompt_indices += job.chunks[chunk]
-    return result.provenance.get("job") == job.fingerprint and _holds(result, prompt_indices)
+    chunks = [job.chunks[index] for index in chunk_indices]
+    return result.provenance.get("job") == job.fingerprint and _holds(result, chain(*chunks))
 
 
 def _holds(result: Result, prompt_indices: Iterable[int]) -> bool:
@@ -275,8 +281,8 @@ def _holds(result: Result, prompt_indices: Iterable[int]) -> bool:
     return result["sequences"].place.values.tolist() == list(prompt_indices)
 
 
-def _compute_missing(
-    chunk_folder: ChunkFolder, chunks: range, executor: Executor, path: str | Path
+def _compute_and_store(
+    chunk_folder: ChunkFolder, chunk_indices: range, executor: Executor, path: str | Path
 ) -> None:
     """Compute and keep the chunks that are not finished, and store the merged result.
 
@@ -285,36 +291,21 @@ def _compute_missing(
     """
     job = chunk_folder.job
     results = chunk_folder.finished()
-    missing = [chunk for chunk in chunks if chunk not in results]
+    missing_indices = [index for index in chunk_indices if index not in results]
     try:
-        with tqdm(total=len(chunks), initial=len(results), desc="chunks", delay=2) as bar:
-            if missing:  # an executor may start a cluster even if it gets no chunks
-                for chunk, result in executor.parts(job, missing):
+        with tqdm(total=len(chunk_indices), initial=len(results), desc="chunks", delay=2) as bar:
+            if missing_indices:  # an executor may start a cluster even if it gets no chunks
+                for index, result in executor.parts(job, missing_indices):
                     if results:  # a model on the hub may have changed between two chunks
                         check_same_run(next(iter(results.values())), result)
-                    results[chunk] = chunk_folder.keep(chunk, result)
+                    results[index] = chunk_folder.keep(index, result)
                     bar.update()
-        merged = merge_results([results[chunk] for chunk in chunks])
+        merged = merge_results([results[index] for index in chunk_indices])
         entries = {**merged.provenance, "job": job.fingerprint}
         entries.pop("job_decides")  # the fingerprint is a hash of it
         save_result(replace(merged, provenance=entries), path)
     except KeyboardInterrupt:
         raise Interrupted(
-            f"stopped; {len(results)} of {len(chunks)} chunks are done and kept in "
+            f"stopped; {len(results)} of {len(chunk_indices)} chunks are done and kept in "
             f"{chunk_folder.path}; rerun the command to resume"
         ) from None
-
-
-def _delete_chunk(path: Path) -> None:
-    """Delete a chunk. It is renamed first, so that a chunk that is half deleted when the process is
-    killed counts as unfinished.
-
-    Raises:
-        OutputError: It is not a stored result, or contains something else.
-    """
-    Location(str(path)).check_ours()
-
-    unfinished = path.with_name(f".{path.name}{DELETED_ENDING}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    os.replace(path, unfinished)
-    shutil.rmtree(unfinished)

@@ -57,9 +57,10 @@ class StackedArray(BackendArray):
         integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
         spans = []
         for index in key[1:]:
-            if not isinstance(index, slice):
-                index = slice(index, index + 1)  # its axis is removed at the end
-            spans.append(index)
+            if isinstance(index, slice):
+                spans.append(index)
+            else:
+                spans.append(slice(index, index + 1))  # its axis is removed at the end
         sizes = [
             len(range(*span.indices(size)))
             for span, size in zip(spans, self.shape[1:], strict=True)
@@ -113,8 +114,8 @@ def lazy_sources(result: Any) -> set[str]:
 
 
 def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
-    """A hash of all datasets: their attributes, and the numbers or texts, name, dimensions, dtype
-    and attributes of every array."""
+    """A hash of all datasets: their attributes, and the values, name, dimensions, shape, dtype and
+    attributes of every array."""
     hasher = hashlib.blake2b(digest_size=16)
     for name, dataset in sorted(datasets.items()):
         for label in sorted(dataset.variables, key=str):
@@ -123,8 +124,8 @@ def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
             dtype = "text"
             if not is_text:
                 dtype = variable.dtype.newbyteorder("<").str
-            description = [name, str(label), variable.dims, variable.shape, dtype, variable.attrs]
-            hasher.update(_json(description))
+            array_facts = [name, str(label), variable.dims, variable.shape, dtype, variable.attrs]
+            hasher.update(_json(array_facts))
             if is_text:
                 hasher.update(_json([str(text) for text in variable.values.flat]))
                 continue
@@ -157,8 +158,8 @@ def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
 
 
 def with_texts_as(dtype: Any, dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset with its texts in another dtype. Their indexes are dropped, because xarray does
-    not convert them."""
+    """The dataset with its texts in another dtype. Indexes of texts are dropped, because xarray
+    does not convert them."""
     texts = {}
     for label, variable in dataset.variables.items():
         if variable.dtype.kind in TEXT_KINDS:

@@ -82,8 +82,8 @@ def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | Non
         _Provenance.model_validate(provenance)
     except ValidationError as error:
         details = error.errors()[0]
-        entry = ".".join(map(str, details["loc"])) or "all of it"
-        return f"its provenance is not as mechattn writes it ({entry}: {details['msg']})"
+        entry_path = ".".join(map(str, details["loc"])) or "all of it"
+        return f"its provenance is not as mechattn writes it ({entry_path}: {details['msg']})"
 
     if "sequences" not in datasets:
         return "its sequences are missing"
@@ -91,26 +91,28 @@ def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | Non
     problem = _sequences_problem(sequences)
     if problem is not None:
         return problem
-    labels = {
+    labels_by_dim = {
         "layer": provenance["measured_layers"],
         "segment": list(SEGMENTS),
         "prompt": _labels(sequences, "prompt"),
         "condition": _labels(sequences, "condition"),
     }
     for name, dataset in datasets.items():
-        for dim, expected in labels.items():
-            if dim in dataset.dims and _labels(dataset, dim) != expected:
-                return f"{name} has other {dim}s"
+        for dim, labels in labels_by_dim.items():
+            if dim in dataset.dims and _labels(dataset, dim) != labels:
+                return f"{name} has other {dim}s than the rest of the result"
 
     return None
 
 
 def _sequences_problem(sequences: xr.Dataset) -> str | None:
-    """The first thing that is wrong with the sequences, in words; None if nothing is."""
+    """The first reason why the sequences cannot be used, in words; None if there is none."""
     for dim in ("prompt", "condition"):
         labels = _labels(sequences, dim)
-        if not labels or len(set(labels)) < len(labels):
-            return f"it has no {dim}s, or two with the same name"
+        if not labels:
+            return f"its sequences have no {dim}s"
+        if len(set(labels)) < len(labels):
+            return f"its sequences have two {dim}s with the same name"
 
     if _labels(sequences, "condition")[0] != BASELINE:
         return "its first condition is not the baseline"
@@ -125,10 +127,14 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
         if name in TOKEN_ARRAYS and sequences[name].dtype.kind != "i":
             return f"the array {name} of its sequences does not hold whole numbers"
 
-    indices = sequences.segment_index.values
-    unknown = indices[((indices < 0) & (indices != PADDING)) | (indices >= len(SEGMENTS))]
-    if unknown.size:
-        return f"its sequences have the segment {unknown[0]}, but there are only {len(SEGMENTS)}"
+    segment_indices = sequences.segment_index.values
+    known_indices = [PADDING, *range(len(SEGMENTS))]
+    unknown_indices = segment_indices[~np.isin(segment_indices, known_indices)]
+    if unknown_indices.size:
+        return (
+            f"its sequences have the segment {unknown_indices[0]}, but there are only"
+            f" {len(SEGMENTS)}"
+        )
     return None
 
 

@@ -453,16 +453,17 @@ class ForwardingMethods:
                 " q-values are computed from its rows alone"
             )
 
-        names = [*Options.__annotations__, "to", "quantity"]
-        for name in options:
-            if name not in names:
+        known_options = [*Options.__annotations__, "to", "quantity"]
+        for option in options:
+            if option not in known_options:
                 raise OptionError(
-                    f"a comparison has no option {name!r}; its options are {', '.join(names)}"
+                    f"a comparison has no option {option!r}; its options are"
+                    f" {', '.join(known_options)}"
                 )
 
         result = self._result
         if condition is None and options.get("other") is None:
             references = (BASELINE, options.get("to"))
-            candidates = (name for name in result.conditions if name not in references)
-            condition = next(candidates, None)
+            compared = (name for name in result.conditions if name not in references)
+            condition = next(compared, None)
         return Contrast(result, result.condition(condition), **options)

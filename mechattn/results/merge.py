@@ -68,22 +68,22 @@ def merge_results(results: Sequence[Result]) -> Result:
     results = sorted(results, key=_places_and_ids)  # so that their order does not matter
     provenance = plain_provenance(results[0])
     layout = _layout(results[0])
-    prompts = _places_and_ids(results[0])
+    places_and_ids = _places_and_ids(results[0])
     for result in results[1:]:
         provenance = _merged_entries(provenance, plain_provenance(result))
         _merged_entries(layout, _layout(result))  # raises an error if datasets differ
-        prompts += _places_and_ids(result)
+        places_and_ids += _places_and_ids(result)
 
-    ids = pd.Index([prompt_id for _, prompt_id in prompts])
+    ids = pd.Index([prompt_id for _, prompt_id in places_and_ids])
     if ids.has_duplicates:
-        repeated = ids[ids.duplicated()].unique()
+        repeated_ids = ids[ids.duplicated()].unique()
         raise OptionError(
-            f"prompt {repeated[0]} is in two of the results ({len(repeated)} such prompts in all); "
-            "give each result other prompts, with other ids"
+            f"prompt {repeated_ids[0]} is in two of the results ({len(repeated_ids)} such prompts"
+            " in all); give each result other prompts, with other ids"
         )
 
     # For each prompt of the whole run, its index if the results are put one after the other.
-    order = np.array(sorted(range(len(prompts)), key=lambda index: prompts[index]))
+    order = np.array(sorted(range(len(ids)), key=places_and_ids.__getitem__))
     datasets = {}
     for name in results[0]:
         datasets[name] = _merged([result[name] for result in results], order)
@@ -146,47 +146,50 @@ def _layout(result: Result) -> dict[str, Any]:
 
 def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     """Merge the datasets of one analysis; ``order`` is that of :class:`StackedArray`."""
-    first = datasets[0]
+    first_dataset = datasets[0]
     sizes = {}
-    for dim in first.dims:
+    for dim in first_dataset.dims:
         sizes[dim] = max(dataset.sizes[dim] for dataset in datasets)
 
     moments: dict[str, np.ndarray] = {}
-    for name in names_of_means(first):
+    for name in names_of_means(first_dataset):
         moments |= _merged_moments(datasets, name)
 
     merged = {}
-    for label, values in first.data_vars.items():
+    for label, first_array in first_dataset.data_vars.items():
         name = str(label)
         variables = [dataset[name].variable for dataset in datasets]
-        if "prompt" in values.dims:
-            array = _in_prompt_order(variables, sizes, order)
+        if "prompt" in first_array.dims:
+            values = _in_prompt_order(variables, sizes, order)
         elif name == FIRST_PROMPT_TEXT:
-            padding_length = sizes["pos"] - values.sizes["pos"]
-            array = np.pad(values.values, [(0, 0), (0, padding_length)], constant_values="")
+            padding_length = sizes["pos"] - first_array.sizes["pos"]
+            values = np.pad(first_array.values, [(0, 0), (0, padding_length)], constant_values="")
         elif name in moments:
-            array = moments[name]
+            values = moments[name]
         else:
             raise OptionError(f"{name} has no dimension prompt, so it cannot be merged")
         sources = [variable.encoding.get(SOURCES, set()) for variable in variables]
-        merged[name] = (values.dims, array, values.attrs, {SOURCES: set().union(*sources)})
+        encoding = {SOURCES: set().union(*sources)}
+        merged[name] = (first_array.dims, values, first_array.attrs, encoding)
 
     ids: list[str] = []
     for dataset in datasets:
         ids += map(str, dataset.prompt.values)
     coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
-    for dim in first.coords:
+    for dim in first_dataset.coords:
         if dim in POSITION_DIMS:
             coords[dim] = np.arange(sizes[dim])
         elif dim != "prompt":
-            coords[dim] = first[dim].values
+            coords[dim] = first_dataset[dim].values
 
-    return xr.Dataset(merged, coords, first.attrs)
+    return xr.Dataset(merged, coords, first_dataset.attrs)
 
 
 def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.ndarray]:
-    """A mean over all prompts, its variance and its count. Those of one dataset at a time are read,
-    and padded if their last axis is shorter."""
+    """A mean over all prompts, its variance and its count, by the names of their arrays.
+
+    The statistics of one dataset at a time are read. Those whose last axis is shorter are padded.
+    """
     n_name = f"{name}_n"
     variance_name = f"{name}_variance"
 
@@ -212,8 +215,8 @@ def _in_prompt_order(
             f"values of type {dtype} cannot be merged, as no number pads them: give them as"
             " integers or floats"
         )
-    stack_type = np.result_type(*(variable.dtype for variable in variables))
-    fill = np.array(PADDING_BY_KIND[dtype.kind], stack_type)
+    stack_dtype = np.result_type(*(variable.dtype for variable in variables))
+    fill = np.array(PADDING_BY_KIND[dtype.kind], stack_dtype)
     stack = StackedArray(variables, shape, order, fill)
     if all(is_in_memory(variable) for variable in variables):
         return stack.read((slice(None),) * len(dims))
@@ -254,31 +257,37 @@ def _merged_entries(
 
 
 def _collected(ours: Any, theirs: Any) -> Any:
-    """All distinct values but None as a list; one as itself, and None without any."""
-    distinct_values = _distinct(_as_list(ours), _as_list(theirs))
+    """All distinct values but None as a list. A single one stays as it is in a result that was
+    never merged, and without any the entry is None."""
+    distinct_values = _distinct(ours, theirs)
     if not distinct_values:
         return None
     if len(distinct_values) == 1:
-        return distinct_values[0]  # the form in a result that was never merged
+        return distinct_values[0]
     return distinct_values
 
 
-def _distinct(ours: list[Any] | None, theirs: list[Any] | None) -> list[Any]:
-    """All distinct values of both lists but None, in an order that does not depend on that of the
-    arguments."""
-    values = {json.dumps(value): value for value in [*(ours or []), *(theirs or [])]}
-    values.pop("null", None)
-    return [values[text] for text in sorted(values)]
+def _distinct(ours: Any, theirs: Any) -> list[Any]:
+    """All distinct values of both entries, in an order that does not depend on which is ours."""
+    values_by_json = {json.dumps(value): value for value in _all_values(ours, theirs)}
+    return [values_by_json[text] for text in sorted(values_by_json)]
 
 
 def _span(ours: Any, theirs: Any) -> list[str]:
     """The first and the last of all times."""
-    times = [*_as_list(ours), *_as_list(theirs)]
+    times = _all_values(ours, theirs)
     return [min(times), max(times)]
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _all_values(ours: Any, theirs: Any) -> list[Any]:
+    """The values of two entries. An entry is a list, a single value, or None without any value."""
+    values = []
+    for entry in (ours, theirs):
+        if isinstance(entry, list):
+            values += entry
+        elif entry is not None:
+            values.append(entry)
+    return values
 
 
 COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -288,7 +297,7 @@ COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
     # Rounded to milliseconds, so that the sum does not depend on the order.
     "seconds": lambda ours, theirs: round((ours or 0) + (theirs or 0), 3),
     "time": _span,
-    "halved": lambda ours, theirs: sorted([*(ours or []), *(theirs or [])], key=json.dumps),
+    "halved": lambda ours, theirs: sorted(_all_values(ours, theirs), key=json.dumps),
     "model.verified": lambda ours, theirs: bool(ours and theirs),
     "model.not_verified": _distinct,
 }

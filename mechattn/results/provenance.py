@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cache, partial
@@ -83,20 +83,20 @@ def name_of(path: str) -> str:
     """
     if "://" in path:
         return without_secrets(path)
-    in_hub_cache = re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", path)
+    in_hub_cache = re.search(r"models--(\w[\w.-]*)[/\\]snapshots", path)
     if in_hub_cache:
-        owner, name = in_hub_cache.groups()
-        return f"{owner}/{name}"
+        return in_hub_cache[1].replace("--", "/")
 
-    folders = [folder for folder in re.split(r"[/\\]", path) if folder]
+    names = [name for name in re.split(r"[/\\]", path) if name]
     has_drive = path[1:2] == ":"
-    is_path = path.startswith(("/", "\\", "~", ".")) or has_drive or len(folders) > 2
-    may_be_hub_name = len(folders) < 2 or not os.path.exists(path)
+    # A name on the hub is "name" or "owner/name".
+    is_path = path.startswith(("/", "\\", "~", ".")) or has_drive or len(names) > 2
+    may_be_hub_name = len(names) < 2 or not os.path.exists(path)
     if not is_path and may_be_hub_name:
         return path
-    if not folders or set(folders[-1]) == {"."}:
+    if not names or set(names[-1]) == {"."}:  # "/", "." or "..", which have a name once resolved
         return Path(path).resolve().name
-    return folders[-1]
+    return names[-1]
 
 
 def file_names(models: Iterable[str]) -> dict[str, str]:
@@ -106,18 +106,18 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
     Raises:
         OptionError: Two models would get the same name.
     """
-    names: dict[str, str] = {}
-    for model in models:
+    name_by_model: dict[str, str] = {}
+    for model in dict.fromkeys(models):
         last_part = model.rstrip("/").rsplit("/", 1)[-1]
         name = re.sub(r"[^\w.-]", "-", last_part)
-        namesakes = [other for other in names if names[other].casefold() == name.casefold()]
-        if namesakes and model not in names:
-            raise OptionError(
-                f"the models {namesakes[0]!r} and {model!r} would both write to files named"
-                f" {name!r}: run them separately, or give their folders different names"
-            )
-        names[model] = name
-    return names
+        for earlier_model, earlier_name in name_by_model.items():
+            if earlier_name.casefold() == name.casefold():
+                raise OptionError(
+                    f"the models {earlier_model!r} and {model!r} would both write to files named"
+                    f" {name!r}: run them separately, or give their folders different names"
+                )
+        name_by_model[model] = name
+    return name_by_model
 
 
 def command_of(words: Sequence[str], paths: bool = False) -> str:
@@ -173,7 +173,7 @@ class StoredCondition:
     options: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False  # original tokens don't see the inserted ones
     unshifted: bool = False  # original tokens keep their positions
-    interventions: tuple[Mapping[str, Any], ...] = ()  # the kind and the options of each
+    interventions: Sequence[Mapping[str, Any]] = ()  # the kind and the options of each
     written: str = ""  # the whole condition as text
 
     @property
@@ -186,9 +186,7 @@ class StoredCondition:
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
     """A condition of a result, from its provenance; one that is not there has the defaults."""
-    entry = result.provenance.get("conditions", {}).get(name, {})
-    # JSON stores the tuple of interventions as a list.
-    return replace(StoredCondition(**entry), interventions=tuple(entry.get("interventions", ())))
+    return StoredCondition(**result.provenance.get("conditions", {}).get(name, {}))
 
 
 def matched_control(result: Result, condition: str) -> str | None:
@@ -251,13 +249,13 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
 
 def kind_of(value: Any) -> str:
     """The name of an object's class, with a hash of its source if it is not mechattn's."""
-    kind: Any = type(value)
-    return _name_and_source(kind)
+    class_of_value: Any = type(value)
+    return _name_and_source(class_of_value)
 
 
-def is_ours(kind: Any) -> bool:
+def is_ours(definition: Any) -> bool:
     """Whether a class or function is defined in mechattn."""
-    return str(getattr(kind, "__module__", "")).partition(".")[0] == "mechattn"
+    return str(getattr(definition, "__module__", "")).partition(".")[0] == "mechattn"
 
 
 def _array_identity(array: Any) -> str:
@@ -278,39 +276,45 @@ def _array_identity(array: Any) -> str:
 
 def _captured(function: Any) -> list[Any]:
     """The values that a function carries: its closure, its defaults, and the object of a method."""
-    captured = [cell.cell_contents for cell in function.__closure__ or ()]
-    captured += function.__defaults__ or ()
-    captured += (function.__kwdefaults__ or {}).items()
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    values += function.__defaults__ or ()
+    values += (function.__kwdefaults__ or {}).items()
     if inspect.ismethod(function):
-        captured.append(function.__self__)
-    return captured
+        values.append(function.__self__)
+    return values
 
 
 def _writes_itself(value: Any) -> bool:
     """Whether the repr of an object describes it: a dataclass of ours with a written repr, whose
     text contains a hash of its content, or an object without attributes, such as a torch.dtype."""
-    kind: Any = type(value)
-    if is_ours(kind) and is_dataclass(value):
-        return kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR
-    return kind.__repr__ is not object.__repr__ and not _attributes_of(value)
+    class_of_value: Any = type(value)
+    if is_ours(class_of_value) and is_dataclass(value):
+        return class_of_value.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR
+    return class_of_value.__repr__ is not object.__repr__ and not _attributes_of(value)
 
 
 def _attributes_of(value: Any) -> list[str]:
     """The names of the fields of a dataclass, or of the attributes of any other object. Fields that
     repr leaves out are left out of our own dataclasses."""
-    kind: Any = type(value)
+    class_of_value: Any = type(value)
     if is_dataclass(value):
-        return [field.name for field in fields(value) if field.repr or not is_ours(kind)]
-    slots = [name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ())]
-    return [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+        is_our_class = is_ours(class_of_value)
+        return [field.name for field in fields(value) if field.repr or not is_our_class]
+    names = list(getattr(value, "__dict__", ()))
+    for parent in class_of_value.__mro__:
+        slots = vars(parent).get("__slots__", ())
+        if isinstance(slots, str):  # a class with a single slot may write it without a tuple
+            slots = (slots,)
+        names += [name for name in slots if hasattr(value, name)]
+    return names
 
 
 @cache
-def _name_and_source(kind: Any) -> str:
+def _name_and_source(definition: Any) -> str:
     """The name of a class or function, with a hash of its source if it is not mechattn's."""
-    name = getattr(kind, "__qualname__", type(kind).__qualname__)
+    name = getattr(definition, "__qualname__", type(definition).__qualname__)
     source = ""
-    for parent in getattr(kind, "__mro__", (kind,)):
+    for parent in getattr(definition, "__mro__", (definition,)):
         # A method of a built-in type has no module.
         module = getattr(parent, "__module__", "builtins")
         if module not in ("builtins", "abc") and not is_ours(parent):
@@ -320,22 +324,22 @@ def _name_and_source(kind: Any) -> str:
     return f"{name}[source {_hex_digest(source.encode('utf-8', 'backslashreplace'))}]"
 
 
-def _source(kind: Any) -> str:
+def _source(definition: Any) -> str:
     """The source of a class or function.
 
     If the source of a function is not known, its bytecode is used, and likewise for a lambda, which
     may share its line with others. If that of a class is not known, as in a notebook, those of its
     functions are used.
     """
-    if getattr(kind, "__name__", "") != "<lambda>":
+    if getattr(definition, "__name__", "") != "<lambda>":
         with suppress(OSError, TypeError):
-            return inspect.getsource(kind)
-    if inspect.isfunction(kind):
-        return _code_text(kind.__code__)
+            return inspect.getsource(definition)
+    if inspect.isfunction(definition):
+        return _code_text(definition.__code__)
 
-    parts = [str(getattr(kind, "__qualname__", ""))]
-    if isinstance(kind, type):
-        parts += map(_source, filter(inspect.isfunction, vars(kind).values()))
+    parts = [str(getattr(definition, "__qualname__", ""))]
+    if isinstance(definition, type):
+        parts += map(_source, filter(inspect.isfunction, vars(definition).values()))
     return "".join(parts)
 
 

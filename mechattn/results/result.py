@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,9 @@ from mechattn.results.forwarding_methods import ForwardingMethods
 from mechattn.results.provenance import Provenance
 from mechattn.stats.units import Unit, Units
 
-# The defaults: what a table or figure may take (a small part of any computer's memory), and the
-# number of prompts that are computed and stored together (an interruption loses at most these).
-MEMORY = "2GiB"
-CHUNK = 64
+# Defaults.
+MEMORY = "2GiB"  # what a table or figure may take: a small part of any computer's memory
+CHUNK = 64  # prompts that are computed and stored together: an interruption loses at most these
 _HEAD = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 
@@ -44,9 +43,7 @@ class Result(ForwardingMethods):
 
     def __getitem__(self, name: str) -> xr.Dataset:
         if name not in self.datasets:
-            raise OptionError(
-                f"this result has no {name!r}; it has {', '.join(map(repr, self.datasets))}"
-            )
+            raise OptionError(f"this result has no {name!r}; it has {_quoted(self.datasets)}")
         return self.datasets[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -72,7 +69,8 @@ class Result(ForwardingMethods):
             A result with the same datasets. Datasets without a dimension are not changed by it.
 
         Raises:
-            OptionError: There is no such dimension or label, or the head is in another layer.
+            OptionError: There is no such dimension or label, nothing is selected, or the head is in
+            another layer.
         """
         layer_and_head = head_named(labels.get("head"))
         if layer_and_head:
@@ -95,17 +93,19 @@ class Result(ForwardingMethods):
                 label = [label]  # so that the dimension is kept
             indexers[dim] = label
 
+        arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
         datasets = {}
         for name, dataset in self.datasets.items():
             own_indexers = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
             try:
                 datasets[name] = dataset.sel(own_indexers)
             except KeyError:
-                arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
                 raise OptionError(
                     f"sel({arguments}): not all of these labels are in {name}; "
                     f"result[{name!r}].coords shows its labels"
                 ) from None
+            if 0 in map(datasets[name].sizes.get, own_indexers):
+                raise OptionError(f"sel({arguments}) selects nothing of {name}")
 
         return replace(self, datasets=datasets)
 
@@ -138,23 +138,23 @@ class Result(ForwardingMethods):
                 "the baseline is what others are compared with; name another condition"
             )
 
-        compared = [condition for condition in self.conditions if condition != BASELINE]
-        if not compared:
+        compared_names = [condition for condition in self.conditions if condition != BASELINE]
+        if not compared_names:
             raise OptionError(
                 "this result has only the baseline; run it with a condition such as "
                 "MeaninglessTokens()"
             )
 
         if name is None:
-            return compared[0]
-        if name not in compared:
+            return compared_names[0]
+        if name not in compared_names:
             raise OptionError(
-                f"there is no condition {name!r}; the result has {', '.join(map(repr, compared))}"
+                f"there is no condition {name!r}; the result has {_quoted(compared_names)}"
             )
         return name
 
     def digest(self) -> str:
-        """A hash of the numbers, without the provenance: of every array with its name, dimensions,
+        """A hash of the datasets, without the provenance: of every array with its name, dimensions,
         dtype and attributes.
 
         Equal runs, stored or not, have the same digest. On another CPU or with another number of
@@ -168,7 +168,7 @@ class Result(ForwardingMethods):
 
         Args:
             name: The analysis; by default the first, or "sequences" if there is none.
-            quantity: One of its quantities; by default those by segment, or all if none is.
+            quantity: One of its quantities; by default those by segment or, without any, all.
 
         Raises:
             OptionError: There is no such analysis or quantity.
@@ -177,14 +177,14 @@ class Result(ForwardingMethods):
             name = next(iter(self._analyses()), "sequences")
         dataset = self[name]
         if quantity is not None and quantity not in dataset:
-            raise OptionError(
-                f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}"
-            )
+            raise OptionError(f"{name} has no quantity {quantity!r}; it has {_quoted(dataset)}")
 
         quantities = [label for label in dataset if "segment" in dataset[label].dims]
         if quantity is not None:
             quantities = [quantity]
-        table = dataset[quantities or list(dataset)].to_dataframe()
+        elif not quantities:
+            quantities = list(dataset)
+        table = dataset[quantities].to_dataframe()
         return table.dropna(how="all").reset_index()
 
     def _analyses(self) -> list[str]:
@@ -207,11 +207,11 @@ class Result(ForwardingMethods):
         return markup.table(rows, "Result")
 
     def __repr__(self) -> str:
-        model = self.provenance["model"]["name"]
-        prompts = self["sequences"].sizes["prompt"]
-        conditions = self.conditions
-        sizes = f"{prompts} prompts × {len(conditions)} conditions ({', '.join(conditions)})"
-        return shown(f"Result({model}: {sizes}; {', '.join(self._analyses())})")
+        model_name = self.provenance["model"]["name"]
+        prompt_count = self["sequences"].sizes["prompt"]
+        names = self.conditions
+        sizes = f"{prompt_count} prompts × {len(names)} conditions ({', '.join(names)})"
+        return shown(f"Result({model_name}: {sizes}; {', '.join(self._analyses())})")
 
 
 def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
@@ -245,7 +245,7 @@ def in_half_the_space(result: Result) -> Result:
     """
     datasets = {}
     for name, dataset in result.datasets.items():
-        halves = {}
+        float16_values = {}
         for label, values in dataset.data_vars.items():
             if values.dims[:1] != ("prompt",) or values.ndim < 2 or values.dtype.kind != "f":
                 continue
@@ -253,8 +253,8 @@ def in_half_the_space(result: Result) -> Result:
                 raise OptionError(
                     f'{label} is too large for values="float16"; omit it to keep float32'
                 )
-            halves[label] = values.astype(np.float16)
-        datasets[name] = dataset.assign(halves)
+            float16_values[label] = values.astype(np.float16)
+        datasets[name] = dataset.assign(float16_values)
 
     return replace(result, datasets=datasets)
 
@@ -298,17 +298,17 @@ def shared_units(result: Result, other: Result, unit: Unit) -> Units:
 
 
 def alike_words(result: Result) -> str:
-    """A sentence on how much the prompts repeat each other, as the run recorded it; "" if it
-    recorded nothing."""
+    """A sentence on how much the prompts repeat each other, if the run recorded that they do;
+    otherwise an empty text."""
     likenesses = result.provenance["prompts"].get("alike", [])
     if not likenesses:
         return ""
-    prompts = result["sequences"].sizes["prompt"]
-    counts = [likeness["prompts"] for likeness in likenesses]
+    prompt_count = result["sequences"].sizes["prompt"]
+    counted_prompts = [likeness["prompts"] for likeness in likenesses]
     scope = ""
-    if max(counts) > prompts:
+    if max(counted_prompts) > prompt_count:  # the result is a selection of the run
         scope = "In the whole run, "
-    elif min(counts) < prompts:
+    elif min(counted_prompts) < prompt_count:  # the result is merged
         scope = "In parts of it, "
     words = "; ".join(likeness["words"] for likeness in likenesses)
     return f"{scope}{words}."
@@ -330,14 +330,19 @@ def head_named(name: object) -> tuple[int, int] | None:
 
 
 def by_head(table: pd.DataFrame) -> pd.DataFrame:
-    """Name the rows of a table by their heads, for ``table.loc["L1H2"]``. The table is changed and
-    returned; one without layers and heads keeps its index."""
+    """Name the rows of a table by their heads, for ``table.loc["L1H2"]``. The table itself is
+    changed, and returned. A table without layers and heads keeps its index."""
     if {"layer", "head"} <= set(table.columns):
         table.index = [
             head_name(layer, head)
             for layer, head in zip(table["layer"], table["head"], strict=True)
         ]
     return table
+
+
+def _quoted(names: Iterable[object]) -> str:
+    """Names as an error lists them."""
+    return ", ".join(map(repr, names))
 
 
 def _groups_of(result: Result) -> list[str] | None:

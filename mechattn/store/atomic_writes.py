@@ -30,7 +30,8 @@ LOCK = "lock"
 OLD = "old"
 # Errors of FileLock if another process has the lock, or the file system has no locks.
 UNLOCKABLE = (Timeout, NotImplementedError)
-_ADDRESS = re.compile(r"\w\w+:/")  # a Path makes "s3:/bucket" of "s3://bucket"
+# A Path makes "s3:/bucket" of "s3://bucket". A single letter is a drive of Windows, "C:/".
+_ADDRESS = re.compile(r"\w\w+:/")
 
 
 def check_writable(path: str | Path) -> None:
@@ -80,18 +81,18 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     path = Path(os.path.realpath(path))
     try:
         with _temporary_folder(path) as folder:
-            new_path = _new_path(folder, path)
+            new_path = folder / _new_name(path)
             write(new_path)
             flush([folder, new_path, *new_path.rglob("*")])  # rglob yields nothing for a file
 
-            old = folder / OLD
+            old_path = folder / OLD
             if path.is_dir():
-                os.replace(path, old)
+                os.replace(path, old_path)
             try:
                 os.replace(new_path, path)
             except OSError:
-                if old.exists():
-                    os.replace(old, path)
+                if old_path.exists():
+                    os.replace(old_path, path)
                 raise
 
             flush([path.parent])
@@ -150,7 +151,7 @@ def recover(path: Path) -> None:
         complete_path = folder / OLD
         if not complete_path.exists():
             continue
-        new_path = _new_path(folder, path)
+        new_path = folder / _new_name(path)
         if new_path.exists():  # the new one was complete before the old one was moved away
             complete_path = new_path
         try:
@@ -222,40 +223,40 @@ def _locked_folder(path: Path) -> tuple[Path, FileLock]:
 
 
 def _prefix(path: Path) -> str:
-    """The beginning of the name of every temporary folder of this file or folder."""
+    """The beginning of the names of the temporary folders of this file or folder."""
     return f".{path.name}.mechattn-"
 
 
-def _new_path(folder: Path, path: Path) -> Path:
-    """The path of a new file or folder until it gets its name."""
-    return folder / f"new{path.suffix}"
+def _new_name(path: Path) -> str:
+    """The name of a new file or folder within its temporary folder."""
+    return f"new{path.suffix}"
 
 
 def _temporary_folders(path: Path) -> list[Path]:
     """The temporary folders of this file or folder, recognised by their names and contents."""
     pattern = glob.escape(_prefix(path)) + 8 * "[a-z0-9_]"  # tempfile adds 8 such characters
-    our_names = {MARKER, LOCK, OLD, _new_path(path.parent, path).name}
+    our_names = {MARKER, LOCK, OLD, _new_name(path)}
     folders = []
     with suppress(OSError):
         for folder in path.parent.glob(pattern):
             if folder.is_symlink() or not folder.is_dir():
                 continue
-            names = {entry.name for entry in folder.iterdir()}
+            entry_names = {entry.name for entry in folder.iterdir()}
             # The marker is missing if the process was killed before it wrote the marker or after
             # it deleted it. The folder is then empty or contains the lock alone.
-            if names <= our_names and (MARKER in names or names <= {LOCK}):
+            if entry_names <= our_names and (MARKER in entry_names or entry_names <= {LOCK}):
                 folders.append(folder)
     return folders
 
 
 def _remove(folder: Path, path: Path) -> None:
     """Delete a temporary folder, unless it contains the only copy of a result."""
-    old = folder / OLD
-    if old.exists() and not os.path.lexists(path):
+    if (folder / OLD).exists() and not os.path.lexists(path):
         return
     # The old one is deleted first: while it is here, recover treats a new one as complete. The
     # marker is deleted last: without it, the folder is not recognised as ours.
-    for entry in (old, _new_path(folder, path), folder / LOCK, folder / MARKER):
+    for name in (OLD, _new_name(path), LOCK, MARKER):
+        entry = folder / name
         if entry.is_dir():
             shutil.rmtree(entry)
         else:

@@ -47,8 +47,8 @@ class DamagedResult(OutputError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a result is stored: a folder of this machine, or an address. At an address, files
-    cannot be renamed.
+    """Where a result is stored: a folder of this machine, or an address, where files cannot be
+    renamed.
 
     Args:
         name: The absolute path of the folder, or the fsspec address.
@@ -158,21 +158,22 @@ class Location:
         """Check that a stored result is here and no other files, so that it can be replaced.
 
         Raises:
-            OutputError: There is something else, or something else as well.
+            OutputError: Something else is here, or the result contains other files.
         """
         attributes = self.attributes()
-        objects = attributes.get("objects", {})  # an unfinished result has no listing yet
-        if "mechattn_schema" not in attributes or not isinstance(objects, dict):
+        listed_names = attributes.get("objects", {})  # an unfinished result has no listing yet
+        if "mechattn_schema" not in attributes or not isinstance(listed_names, dict):
             raise OutputError(
                 f"{self} exists and is not a stored result; choose another name, or move it away"
             )
-        strangers = set(self.sizes()) - {ROOT, *objects}
+        foreign_names = self.sizes().keys() - {ROOT, *listed_names}
         if "writing" in attributes:
-            strangers = {name for name in strangers if not _OBJECT_NAME.fullmatch(name)}
-        if strangers:
+            foreign_names = {name for name in foreign_names if not _OBJECT_NAME.fullmatch(name)}
+        if foreign_names:
             raise OutputError(
-                f"{self} is a stored result that holds {min(strangers)} too, which mechattn did not"
-                " write, so it is not replaced; move that file elsewhere, or choose another name"
+                f"{self} is a stored result that holds {min(foreign_names)} too, which mechattn did"
+                " not write, so it is not replaced; move that file elsewhere, or choose another"
+                " name"
             )
 
 
@@ -185,13 +186,13 @@ def location_of(path: str | Path) -> Location:
     if not isinstance(path, (str, Path)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
     text = re.sub(r"\A(file|local)://", "", str(path))  # both are this machine
-    _, protocol_end, rest = text.rpartition("://")
-    if not text or (protocol_end and not rest.strip("/")):
+    protocol, _, path_at_address = text.rpartition("://")
+    if not text or (protocol and not path_at_address.strip("/")):
         raise OutputError(
             f'"{path}" names no folder and no address: give one such as "out/llama.zarr" or'
             ' "s3://bucket/llama.zarr"'
         )
-    if protocol_end:
+    if protocol:
         return Location(text.rstrip("/"))
     try:
         return Location(os.path.realpath(text))
@@ -216,8 +217,8 @@ class Listing(MemoryStore):
     ) -> None:
         self.location = location
         self.checksums = dict(checksums)
-        self.names = ChainMap(self.checksums, {ROOT: ""})
-        super().__init__(self.names, read_only=read_only)  # type: ignore[arg-type]
+        names = ChainMap(self.checksums, {ROOT: ""})
+        super().__init__(names, read_only=read_only)  # type: ignore[arg-type]
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: Any = None
@@ -233,23 +234,18 @@ class Listing(MemoryStore):
         """As :meth:`get`, which newer versions of Zarr may call instead."""
         if byte_range is not None:  # Zarr reads ranges only of sharded arrays, which we never write
             raise NotImplementedError("an object of a result is read whole")
-        if key not in self.names:
-            return None
         if key == ROOT:  # Zarr asks for it before it is written, and needs none of its attributes
             content = root_content({})
-        else:
+        elif key in self.checksums:
             content = self.read(key)
-        buffers = prototype or default_buffer_prototype()
-        return buffers.buffer.from_bytes(content)
+        else:
+            return None
+        buffer_prototype = prototype or default_buffer_prototype()
+        return buffer_prototype.buffer.from_bytes(content)
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
         """Write an object for Zarr, which never writes part of one."""
         await asyncio.to_thread(self.set_sync, key, value)
-
-    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Write an object for Zarr, unless it is listed."""
-        if key not in self.names:
-            await self.set(key, value)
 
     def set_sync(self, key: str, value: Buffer) -> None:
         """Write an object and list it. The root is left to ``write_root``."""
@@ -260,26 +256,15 @@ class Listing(MemoryStore):
         self.location.write(key, content)
         self.checksums[key] = checksum(content)
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        """Refuse to delete single objects, or to reopen the store for writing."""
-        raise NotImplementedError("a stored result is replaced as a whole")
-
-    delete = _refuse
-    delete_sync = _refuse
-    clear = _refuse
-    with_read_only = _refuse
-
     def read(self, name: str) -> bytes:
         """Read a listed object, and compare it with its checksum.
 
         Raises:
-            OutputError: It cannot be read.
-            DamagedResult: It is missing, or has another checksum.
+            OutputError: The object cannot be read.
+            DamagedResult: The object is missing, or has another checksum.
         """
-        try:
+        with errors_of_files(f"{name} of {self.location} cannot be read", "try it again"):
             content = self.location.read(name)
-        except Exception as error:  # files and the network have their own errors
-            raise OutputError(f"{name} of {self.location} cannot be read: {error}") from None
 
         if content is None:
             raise damage(self.location, name, "it is missing")
@@ -295,15 +280,15 @@ class Listing(MemoryStore):
 
 
 @contextmanager
-def errors_of_files(what: str, advice: str) -> Iterator[None]:
+def errors_of_files(failure: str, advice: str) -> Iterator[None]:
     """Raise any error of files, codecs or the network within a ``with`` block as an OutputError.
 
     Every kind of address has its own classes of errors, so all are caught; ours are left as they
     are.
 
     Args:
-        what: What the error prevents.
-        advice: What the user can do.
+        failure: What the error prevents, as a clause.
+        advice: What the user can do, as a clause.
 
     Raises:
         OutputError: There was an error.
@@ -315,7 +300,7 @@ def errors_of_files(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         # Without its cause, as an address in it may contain a password.
-        raise OutputError(f"{what} ({reason}); {advice}") from None
+        raise OutputError(f"{failure} ({reason}); {advice}") from None
 
 
 def checksum(content: bytes) -> str:

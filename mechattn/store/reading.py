@@ -38,7 +38,7 @@ from mechattn.store.objects import (
 
 # A result is read at once if it takes at most an eighth of the memory, which leaves the rest to the
 # tables and figures that are made of it.
-PARTS_OF_MEMORY = 8
+SHARE_READ_AT_ONCE = 1 / 8
 # Bytes. An array up to this size is read when a result is opened, because a later access to a disk
 # or a bucket would cost more than its content.
 SMALL_ARRAY = 2**16
@@ -113,9 +113,9 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
         OutputError: There is no stored result here, or it has an unknown schema, is damaged, or
             contains files that mechattn did not write.
     """
-    part_of_memory = memory_bytes(memory) // PARTS_OF_MEMORY
+    most_bytes = memory_bytes(memory) * SHARE_READ_AT_ONCE
     result = open_result(path)
-    is_small = lazy_bytes(result) <= part_of_memory
+    is_small = lazy_bytes(result) <= most_bytes
     with _reading(path):
         for variable in lazy_variables(result):
             if is_small or "prompt" not in variable.dims:
@@ -128,7 +128,7 @@ def open_checked_result(path: str | Path) -> Result:
     """Read every object once and compare it with its checksum, then open the result as
     :func:`open_result` does."""
     with _reading(path):
-        listing, provenance = open_listing(path)
+        listing, provenance = _checked_listing(path)
         listing.check()
         return _result_of(listing, provenance)
 
@@ -136,12 +136,20 @@ def open_checked_result(path: str | Path) -> Result:
 def open_result(path: str | Path) -> Result:
     """Open a result. Arrays that are small or have one dimension are read now, others on demand."""
     with _reading(path):
-        listing, provenance = open_listing(path)
+        listing, provenance = _checked_listing(path)
         return _result_of(listing, provenance)
 
 
-def open_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
-    """The listing of a result, and its provenance. All listed objects exist in their sizes.
+def _reading(path: str | Path) -> AbstractContextManager[None]:
+    """Raise any error of files within a ``with`` block as one that names the result."""
+    return errors_of_files(
+        f"the result at {path} cannot be read", "run it again, or restore a copy"
+    )
+
+
+def _checked_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
+    """The listing of a result, and its provenance, after checking that the folder or address has
+    exactly the listed objects, in the sizes that the arrays declare.
 
     If a process was killed while it replaced the folder, the folder is restored first.
 
@@ -174,11 +182,11 @@ def open_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
     if digest_of(provenance, checksums) != attributes["digest"]:
         raise damage(location, ROOT, "its provenance or its listing was changed")
 
-    strangers = set(sizes) - {ROOT, *checksums}
-    if strangers:
+    foreign_names = sizes.keys() - {ROOT, *checksums}
+    if foreign_names:
         raise OutputError(
-            f"the result at {location} holds {min(strangers)} too, which mechattn did not write; "
-            "move that file elsewhere"
+            f"the result at {location} holds {min(foreign_names)} too, which mechattn did not "
+            "write; move that file elsewhere"
         )
 
     listing = Listing(location, checksums, read_only=True)
@@ -186,17 +194,11 @@ def open_listing(path: str | Path) -> tuple[Listing, dict[str, Any]]:
     return listing, json.loads(provenance)
 
 
-def _reading(path: str | Path) -> AbstractContextManager[None]:
-    return errors_of_files(
-        f"the result at {path} cannot be read", "run it again, or restore a copy"
-    )
-
-
 def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
     """The result whose objects a listing has.
 
     Raises:
-        DamagedResult: It lacks something that every result needs.
+        DamagedResult: The result lacks something that every result needs.
     """
     tree = xr.open_datatree(
         listing,  # type: ignore[arg-type]
@@ -220,33 +222,33 @@ def _result_of(listing: Listing, provenance: dict[str, Any]) -> Result:
 
 
 def _check_has_root(folder: Path) -> None:
-    """Check that a folder is a stored result; if not, the error names those in it."""
+    """Check that a folder is a stored result; if not, the error names up to four in it."""
     if (folder / ROOT).is_file():
         return
     results = ", ".join(sorted(path.name for path in folder.glob("*.zarr"))[:4])
-    hint = ""
+    problem = f"there is no stored result at {folder}"
     if results:
-        hint = f"; this folder contains {results}"
-    raise OutputError(f"there is no stored result at {folder}{hint}")
+        problem += f"; this folder contains {results}"
+    raise OutputError(problem)
 
 
 def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
     """Check that the listed arrays are of a kind that mechattn writes, and that their objects, and
     no others, exist in their sizes."""
-    unclaimed = set(listing.checksums)
+    names_without_array = set(listing.checksums)
     for name in listing.checksums:
         if plain(name) != name:  # libraries print names in their warnings
             raise damage(listing.location, name, "its name contains control characters")
         if name.endswith(f"/{ROOT}"):
-            unclaimed -= {name, *_objects_of(listing, name, sizes)}
+            names_without_array -= {name, *_objects_of(listing, name, sizes)}
 
-    if unclaimed:
-        raise damage(listing.location, min(unclaimed), "it belongs to none of the arrays")
+    if names_without_array:
+        raise damage(listing.location, min(names_without_array), "it belongs to none of the arrays")
 
 
 def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) -> list[str]:
     """The names of the objects of an array, after checking that each has as many numbers or texts
-    as the metadata declare; [] for a group."""
+    as the array's metadata declare. A group has no objects of its own."""
     try:
         metadata = METADATA.validate_json(listing.read(metadata_name))
         if isinstance(metadata, _Group):
@@ -265,18 +267,18 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
         raise damage(listing.location, array_name, f"not all of its {prod(grid):,} objects exist")
     names = ["/".join([array_name, "c", *map(str, index)]) for index in np.ndindex(*grid)]
 
-    count = prod(object_shape)  # Zarr pads the last object to this shape
+    value_count = prod(object_shape)  # Zarr pads the last object to this shape
     for name in names:
         if name not in listing.checksums or name not in sizes:
             raise damage(listing.location, name, "it is missing")
         size = sizes[name]
         if isinstance(metadata, _Texts):
-            declared = int.from_bytes(listing.read(name)[:TEXT_LENGTH], "little")
-            fits = declared == count and size >= TEXT_LENGTH * (1 + count)
+            text_count = int.from_bytes(listing.read(name)[:TEXT_LENGTH], "little")
+            has_values = text_count == value_count and size >= TEXT_LENGTH * (1 + value_count)
         else:
-            fits = size == count * np.dtype(metadata.data_type).itemsize
-        if not fits:
-            reason = f"its {size:,} bytes do not hold {count:,} values"
+            has_values = size == value_count * np.dtype(metadata.data_type).itemsize
+        if not has_values:
+            reason = f"its {size:,} bytes do not hold {value_count:,} values"
             raise damage(listing.location, name, reason)
 
     return names

@@ -35,10 +35,11 @@ from mechattn.store.objects import (
     location_of,
     root_content,
 )
-from mechattn.store.reading import load_result, open_checked_result, open_result
+from mechattn.store.reading import open_checked_result, open_result
 
 # Bytes. A figure of one layer of a large result then reads little else.
 LARGEST_OBJECT = 2**20
+# The dimensions that large objects are cut along, in this order.
 CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
 
 
@@ -54,9 +55,10 @@ def check_result_location(path: str | Path) -> Location:
         check_writable(location.folder)
         return location
     with _writing_to(location):
-        probe = f"{location.path}.mechattn-{os.urandom(8).hex()}"
-        location.file_system.pipe_file(probe, b"")
-        location.file_system.rm_file(probe)
+        # A file is made and deleted to find out whether this is allowed.
+        probe_path = f"{location.path}.mechattn-{os.urandom(8).hex()}"
+        location.file_system.pipe_file(probe_path, b"")
+        location.file_system.rm_file(probe_path)
     return location
 
 
@@ -102,7 +104,7 @@ def save_result(result: Result, path: str | Path) -> None:
     write_whole(location.folder, write)
 
 
-def merge_stored(target: str, paths: Sequence[str]) -> Result:
+def merge_stored(target: str, paths: Sequence[str]) -> None:
     """Merge stored results, one chunk of prompts at a time, and store the merged result.
 
     Raises:
@@ -118,9 +120,9 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
         )
 
     merged = merge_results(results)
-    attributes = location.attributes()
-    is_finished = attributes and "writing" not in attributes
-    if is_finished and not is_part(open_result(target), merged):
+    # Of an incomplete result at an address, whose root is marked as "writing", nothing can be lost.
+    holds_result = location.exists() and "writing" not in location.attributes()
+    if holds_result and not is_part(open_result(target), merged):
         raise OptionError(
             f"{target} exists and is not a merge of {', '.join(paths)}: its content would be lost."
             " The first name is the target (mechattn merge TARGET RESULT…): name a new target, or"
@@ -128,16 +130,15 @@ def merge_stored(target: str, paths: Sequence[str]) -> Result:
         )
 
     save_result(merged, target)
-    return load_result(target)
 
 
 def write_objects(result: Result, location: Location) -> Listing:
     """Write the objects of a result, and return their listing. Without a root they cannot be
     loaded."""
     listing = Listing(location, {}, read_only=False)
-    chunk = result.provenance.get("chunk", CHUNK)
+    chunk_size = result.provenance.get("chunk", CHUNK)
     for name, dataset in result.datasets.items():
-        _write_dataset(name, dataset, chunk, listing)
+        _write_dataset(name, dataset, chunk_size, listing)
     return listing
 
 
@@ -180,6 +181,7 @@ def _checked_location(path: str | Path) -> Location:
 
 
 def _writing_to(location: Location) -> AbstractContextManager[None]:
+    """Raise any error of files within a ``with`` block as one that names the location."""
     return errors_of_files(f"nothing can be written to {location}", "choose another place")
 
 
@@ -202,38 +204,39 @@ def _save_at_address(result: Result, location: Location) -> None:
         write_root(result, listing)
 
 
-def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing) -> None:
+def _write_dataset(name: str, dataset: xr.Dataset, chunk_size: int, listing: Listing) -> None:
     """Write a dataset as a group. One chunk of prompts is in memory at a time."""
     # Texts have variable length, as Zarr 3 specifies no type for texts of fixed length.
     dataset = with_texts_as(np.dtypes.StringDType(), dataset.drop_encoding())
     encoding = {}
     for label, variable in dataset.variables.items():
         encoding[label] = {
-            "chunks": _object_shape(variable, chunk),
+            "chunks": _object_shape(variable, chunk_size),
             "compressors": None,
             "_FillValue": None,
             "write_empty_chunks": True,
         }
 
-    first = dataset.isel(prompt=slice(chunk), missing_dims="ignore")
-    first.to_zarr(
+    first_chunk = dataset.isel(prompt=slice(chunk_size), missing_dims="ignore")
+    first_chunk.to_zarr(
         listing, group=name, mode="w-", zarr_format=3, consolidated=False, encoding=encoding
     )
-    for start in range(chunk, dataset.sizes.get("prompt", 0), chunk):
-        block = dataset.isel(prompt=slice(start, start + chunk))
+    for start in range(chunk_size, dataset.sizes.get("prompt", 0), chunk_size):
+        chunk = dataset.isel(prompt=slice(start, start + chunk_size))
         # "a-" appends to the arrays with prompts, and does not write the others again.
-        block.to_zarr(listing, group=name, mode="a-", append_dim="prompt", consolidated=False)
+        chunk.to_zarr(listing, group=name, mode="a-", append_dim="prompt", consolidated=False)
 
 
-def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:
+def _object_shape(variable: xr.Variable, chunk_size: int) -> tuple[int, ...]:
     """The shape of an array's objects: a chunk of prompts, cut further until it is small enough."""
-    shape = {str(dim): max(1, size) for dim, size in variable.sizes.items()}
-    if "prompt" not in shape:
-        return tuple(shape.values())
-    shape["prompt"] = min(chunk, shape["prompt"])
+    lengths = {str(dim): max(1, length) for dim, length in variable.sizes.items()}
+    if "prompt" not in lengths:
+        return tuple(lengths.values())
+    lengths["prompt"] = min(chunk_size, lengths["prompt"])
     for dim in CUT_DIMENSIONS:
-        size = variable.dtype.itemsize * prod(shape.values())
-        if dim in shape and size > LARGEST_OBJECT:
-            pieces = ceil(size / LARGEST_OBJECT)  # of equal length, as Zarr pads the last one
-            shape[dim] = ceil(shape[dim] / pieces)
-    return tuple(shape.values())
+        object_bytes = variable.dtype.itemsize * prod(lengths.values())
+        if dim in lengths and object_bytes > LARGEST_OBJECT:
+            # Zarr pads the last object, so all should be of about the same length.
+            pieces = ceil(object_bytes / LARGEST_OBJECT)
+            lengths[dim] = ceil(lengths[dim] / pieces)
+    return tuple(lengths.values())

@@ -27,7 +27,7 @@ def full(rows, error, layer, monkeypatch):
         return begin(model, batch, *arguments)
 
     def fails(self, number, layer_now, part):
-        if len(self.batch.placed.rows) > rows and layer_now == layer:
+        if len(self.batch.input_batch.rows) > rows and layer_now == layer:
             raise error
         complete(self, number, layer_now, part)
 

@@ -53,7 +53,7 @@ def small(job, tmp_path_factory):
 def test_a_large_run_at_an_address(bucket, job, small, tmp_path, tmp_path_factory, monkeypatch):
     """One shard lies at the address, the other in a folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mechattn.store.reading.PARTS_OF_MEMORY", 2**60)
+    monkeypatch.setattr("mechattn.store.reading.SHARE_READ_AT_ONCE", 0)
     monkeypatch.setattr("mechattn.store.reading.SMALL_ARRAY", 0)
     result = ma.run_job(job, f"{bucket}/r.zarr")
     assert lazy_bytes(result)

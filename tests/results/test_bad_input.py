@@ -35,7 +35,7 @@ def test_executors_that_are_none(prompts, tmp_path):
     job = ma.Job("toy:llama", prompts)
     with pytest.raises(OptionError, match="executor='dask': choose one of"):
         ma.run_job(job, tmp_path / "r.zarr", executor="dask")
-    with pytest.raises(OptionError, match='workers is for a cluster: add executor="ray"'):
+    with pytest.raises(OptionError, match='address and workers are for executor="ray"'):
         ma.run_job(job, tmp_path / "r.zarr", workers=2)
 
 

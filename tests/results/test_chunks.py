@@ -147,7 +147,7 @@ def test_damaged_chunks_are_named_and_computed_again(
     file.write_bytes(content)
     assert numbers(ma.run_job(job, path, executor=ready)) == undisturbed
     assert ready.asked == [0, 1], "a whole one is kept"
-    assert capsys.readouterr().err.count("; this kept chunk was deleted") == 3
+    assert capsys.readouterr().err.count("; this kept chunk is not used") == 3
 
 
 def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, ready, stop, tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, ready, stop, tmp_pa
         return read(place, name)
 
     monkeypatch.setattr(Location, "read", stale)
-    with pytest.raises(OutputError, match=r"00001\.zarr cannot be read: .*Stale file handle"):
+    with pytest.raises(OutputError, match=r"00001\.zarr cannot be read .*Stale file handle"):
         ma.run_job(job, path, executor=ready)
     assert kept_chunks(path) == 2
 
@@ -253,7 +253,7 @@ def test_every_shard_calibrates_for_the_whole_run(real_job, monkeypatch):
     assert counts == [3], "once a process, not once a chunk"
 
 
-@pytest.mark.parametrize("shard", ["3", "5/4", "a/b"])
+@pytest.mark.parametrize("shard", ["3", "5/4", "a/b", 3])
 def test_a_shard_that_is_none(shard):
     with pytest.raises(OptionError, match='write the third of 16 as "3/16"'):
         parse_shard(shard)

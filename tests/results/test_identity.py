@@ -57,7 +57,7 @@ class Words(Plain):
 
 
 class Slots:
-    __slots__ = ("value",)
+    __slots__ = "value"
 
     def __init__(self, value):
         self.value = value

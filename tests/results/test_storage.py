@@ -169,9 +169,9 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
     assert slash_result.sel(condition="baseline").conditions == ["baseline"]
     for labels, message in (
         ({"token": 3}, "no dimension 'token'"),
-        ({"head": 9}, "9"),
         ({"head": "L9H1"}, "9"),
         ({"layer": 0, "head": "L2H5"}, "that head is in layer 2"),
+        ({"layer": []}, r"sel\(layer=\[\]\) selects nothing of received_attention"),
     ):
         with pytest.raises(OptionError, match=message):
             slash_result.sel(**labels)

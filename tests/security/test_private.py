@@ -94,6 +94,7 @@ def test_a_file_of_answers(home):
             "/home/jane/.cache/huggingface/hub/models--Qwen--Qwen2.5-Math-1.5B/snapshots/0a1b",
             "Qwen/Qwen2.5-Math-1.5B",
         ),
+        ("~/hub/models--gpt2/snapshots/0a1b", "gpt2"),
         ("s3://jane:SECRET@bucket/r.zarr", "s3://…@bucket/r.zarr"),
     ],
 )
