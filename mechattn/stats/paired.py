@@ -336,7 +336,7 @@ class PairedStream:
 
         tails = resampling.tails(values, t, draws.sequential, self.level)
         tests["p"] = np.maximum(p_flip, tails.p)
-        tests["p_family"] = np.maximum(tests["p"], tails.family)
+        tests["p_family"] = np.maximum(tests["p"], tails.p_adjusted)
 
         # A simultaneous interval is at least as wide as the pointwise ones.
         pointwise_low = np.fmin(columns["low"], tests["low_bootstrap"])

@@ -102,7 +102,7 @@ def test_a_cell_that_one_prompt_dominates_does_not_hide_the_others(monkeypatch):
         return np.mean(yes)
 
     assert found() > 0.8
-    monkeypatch.setattr(resampling, "_smallest_for_p", lambda n, cells: 0.1)
+    monkeypatch.setattr(resampling, "_smallest_spread_for_p", lambda n, cells: 0.1)
     assert found() < 0.2, "negative control"
 
 
