@@ -11,7 +11,7 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import NULLS, inserted_words
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, alike_words, units_of
-from mechattn.stats.paired import FEWEST_FOR_ALL
+from mechattn.stats.paired import FEWEST_FOR_SIMULTANEOUS
 
 
 def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
@@ -177,7 +177,7 @@ def _compared(table: pd.DataFrame) -> str:
         pattern_words += f" of {about['resampled']}, which are also what the bootstrap resamples"
 
     test_words = f"sign-flip tests ({pattern_words}) against {about['null']}"
-    if n >= FEWEST_FOR_ALL:
+    if n >= FEWEST_FOR_SIMULTANEOUS:
         test_words += (
             "; p is the largest of the p of this test, the p of a bootstrap-t test, and the p of a"
             " step-down bootstrap-t test divided by the number of tests"
