@@ -273,7 +273,7 @@ class PairedStream:
             ends[name] = difference_ends[name]
             ends[f"beyond_{name}"] = np.where(has_null, beyond_ends[name], np.nan)
 
-        detectable = tested["deviation"] * detectable_size(self.n, max(1, cells))
+        effect_found = detectable_size(self.n, max(1, cells), resamples=self.resamples)
         return Paired(
             n=self.n,
             difference=difference["mean"],
@@ -286,7 +286,7 @@ class PairedStream:
             p_flip=tests["p_flip"],
             p_family=tests["p_family"],
             q=false_discovery(tests["p"]),
-            detectable=detectable,
+            detectable=effect_found * tested["deviation"],
             p_difference=p_difference,
             q_difference=false_discovery(p_difference),
         )
