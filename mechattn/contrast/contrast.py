@@ -190,7 +190,7 @@ class Contrast(Question):
 
         of_head = self.of_parts(lambda result: result.sel(head=head))
         (block,) = layers_of(of_head)  # a head is in one layer
-        check_cells(self, block.cells.size, block.left_out)
+        check_cells(self, block.has_difference.size, block.left_out)
         columns = {
             "prompt": block.ours.prompt.values,
             "value": block.ours.values.reshape(-1),
@@ -310,7 +310,7 @@ class Contrast(Question):
         cell_count = 0
         left_out: list[str] = []
         for block in layers_of(self):
-            cell_count += block.cells.size
+            cell_count += block.has_difference.size
             left_out += block.left_out
         check_cells(self, cell_count, left_out)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from mechattn.contrast.quantities import (
@@ -43,7 +44,7 @@ class Differences:
         difference: ``log(ours / theirs)``, or ``ours − theirs`` [prompt, *cells].
         expected: The difference under the null [prompt, *cells]; None if no null is known.
         null: The null, in words.
-        cells: A mask of the cells that have a difference in every prompt [*cells].
+        has_difference: A mask of the cells that have a difference in every prompt [*cells].
         scale: The scale of the differences, the same in every block of layers.
         predicts_no_change: Whether the null is that nothing changes.
     """
@@ -53,17 +54,17 @@ class Differences:
     difference: xr.DataArray
     expected: np.ndarray | None
     null: str
-    cells: np.ndarray
+    has_difference: np.ndarray
     scale: Scale
     predicts_no_change: bool
 
     @property
     def left_out(self) -> list[str]:
         """The names of the cells without a difference."""
-        labels = cell_labels(self, ~self.cells)
+        labels = pd.DataFrame(cell_labels(self, ~self.has_difference))
         names = []
-        for cell in zip(*labels.values(), strict=True):
-            words = [f"{dim} {label}" for dim, label in zip(labels, cell, strict=True)]
+        for cell in labels.to_dict("records"):
+            words = [f"{dim} {label}" for dim, label in cell.items()]
             names.append(" ".join(words))
         return names
 
@@ -73,9 +74,9 @@ class Differences:
         It allows for the difference between two float32 computations of the same number.
         """
         if self.scale == "log-ratio":
-            return np.full(self.cells.shape, ROUNDING)
-        sizes = units.means(abs(self.theirs.values))
-        return ROUNDING * sizes[unit_indices].mean(0)
+            return np.full(self.has_difference.shape, ROUNDING)
+        reference_sizes = units.means(abs(self.theirs.values))
+        return ROUNDING * reference_sizes[unit_indices].mean(0)
 
 
 class Aligned(NamedTuple):
@@ -93,10 +94,8 @@ class Aligned(NamedTuple):
 
 def differences(contrast: Question, labels: Labels) -> Differences:
     """The differences of a comparison, at these labels of its segment dimensions."""
-    values = aligned(contrast, labels)
-    ours, theirs, null, their_null = values
+    ours, theirs, null, their_null = aligned(contrast, labels)
     scale = contrast.scale_used
-    difference = _between(ours, theirs, scale)
 
     expected = None
     null_words = "no null is known; a change may be there by definition"
@@ -112,24 +111,33 @@ def differences(contrast: Question, labels: Labels) -> Differences:
         predicts_no_change = True
 
     # A cell counts if every prompt has its values in both conditions and under both nulls.
-    cells = xr.ones_like(ours[0], dtype=bool)
-    for side_values in values:
-        if side_values is None:
+    has_difference = xr.ones_like(ours[0], dtype=bool)
+    for values in (ours, theirs, null, their_null):
+        if values is None:
             continue
-        minimum = side_values.min("prompt", skipna=False)  # NaN if a prompt has no value
+        minimum = values.min("prompt", skipna=False)  # NaN if a prompt has no value
         if scale == "log-ratio":
-            cells &= minimum > 0  # 0 and negative values have no ratio
+            has_difference &= minimum > 0  # 0 and negative values have no ratio
         else:
-            cells &= minimum.notnull()
+            has_difference &= minimum.notnull()
     return Differences(
-        ours, theirs, difference, expected, null_words, cells.values, scale, predicts_no_change
+        ours=ours,
+        theirs=theirs,
+        difference=_between(ours, theirs, scale),
+        expected=expected,
+        null=null_words,
+        has_difference=has_difference.values,
+        scale=scale,
+        predicts_no_change=predicts_no_change,
     )
 
 
 def layers_of(contrast: Question, resamples: int = 0) -> Iterator[Differences]:
     """Yield the differences of a comparison, some layers at a time.
 
-    ``resamples`` is the number of resamples that must fit in memory beside them.
+    Args:
+        contrast: The question of the comparison.
+        resamples: The number of resamples that must fit in memory beside the differences.
     """
     contrasts, labels = in_blocks(contrast, resamples)
     for block_contrast in contrasts:
@@ -141,17 +149,17 @@ def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], L
     can be compared in any block.
     """
     quantity = contrast.quantity
-    layers = layer_blocks(contrast.result, quantity, contrast.segment, resamples)
-    blocks = [contrast.of_layers(block) for block in layers]
+    slices_of_layers = layer_blocks(contrast.result, quantity, contrast.segment, resamples)
+    contrasts = [contrast.of_layers(layers) for layers in slices_of_layers]
 
     variable = variable_of(contrast.result, quantity)
     labels = {}
     for dim in _SEGMENT_DIMS:
         is_named = dim == "segment" and contrast.segment is not None
         if dim in variable.dims and not is_named:
-            comparable = _comparable(blocks, dim)
+            comparable = _comparable(contrasts, dim)
             labels[dim] = [label for label in variable[dim].values.tolist() if label in comparable]
-    return blocks, labels
+    return contrasts, labels
 
 
 def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -208,16 +216,16 @@ def refuse_without_cells(contrast: Question) -> NoReturn:
     raise OptionError(f"{contrast.quantity!r} has no value in any cell")
 
 
-def check_cells(contrast: Question, cells: int, left_out: Sequence[str]) -> None:
-    """Refuse a comparison whose cells are all left out, and warn of some that are."""
-    if len(left_out) == cells:
+def check_cells(contrast: Question, cell_count: int, left_out: Sequence[str]) -> None:
+    """Refuse a comparison whose cells are all left out, and warn if some are."""
+    if len(left_out) == cell_count:
         refuse_without_cells(contrast)
     if left_out:
         names = ", ".join(left_out[:4])
         if len(left_out) > 4:
             names += " …"
         warn(
-            f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} has no"
+            f"{len(left_out)} of {cell_count} cells are left out ({names}): {contrast.quantity!r} has no"
             " value there, or it is 0 or negative in some prompt and has no ratio"
             ' (scale="difference" needs none)'
         )
@@ -246,20 +254,21 @@ def _inserts_alike(contrast: Question) -> bool:
     return np.array_equal(*origins)
 
 
-def _comparable(blocks: Sequence[Question], dim: str) -> set[object]:
-    """The segments of a dimension that have values in both conditions, in any block of layers.
+def _comparable(contrasts: Sequence[Question], dim: str) -> set[object]:
+    """The labels of a segment dimension that have values in both conditions, in any of the
+    contrasts, which are the blocks of layers of one comparison.
 
-    Segments that get no attention at all are left out.
+    Segments to which no attention is paid at all are left out of "to_segment".
     """
     ours: set[object] = set()
     theirs: set[object] = set()
     attended: set[object] = set()
-    for contrast in blocks:
-        for with_values, (result, condition) in zip((ours, theirs), contrast.sides, strict=True):
+    for contrast in contrasts:
+        for side_labels, (result, condition) in zip((ours, theirs), contrast.sides, strict=True):
             check_condition(result, condition)
             variable = variable_of(result, contrast.quantity)
             values = values_in(variable, condition, contrast.segment)
-            with_values.update(labels_where(values.notnull(), dim))
+            side_labels |= labels_where(values.notnull(), dim)  # in place: ours or theirs
             attended |= labels_where(values.fillna(0) != 0, dim)
 
     if dim == "to_segment":

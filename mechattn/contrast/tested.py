@@ -58,13 +58,13 @@ def what_is_tested(
             differences = differences - block.expected
 
         unit_values = without_rounding(units.means(differences), block.rounding(units))
-        unit_values = np.where(block.cells, unit_values, np.nan)
+        unit_values = np.where(block.has_difference, unit_values, np.nan)
         unit_values = unit_values.reshape(units.n, -1)
         if bags is not None:
             unit_values = bags.means(unit_values)
         values.append(unit_values)
 
-        every_cell = np.ones_like(block.cells)
+        every_cell = np.ones_like(block.has_difference)
         labels.append(pd.DataFrame(cell_labels(block, every_cell)))
         left_out += block.left_out
 
