@@ -178,8 +178,9 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
         OptionError: The results have different prompts, layers or heads, measured the quantity with
             different options, or some prompts lack it in a cell that others have.
     """
-    ours, null = _of_side(contrast, contrast.sides[0], labels)
-    theirs, their_null = _of_side(contrast, contrast.sides[1], labels)
+    our_side, their_side = contrast.sides
+    ours, null = _of_side(contrast, our_side, labels)
+    theirs, their_null = _of_side(contrast, their_side, labels)
     quantity = contrast.quantity
     for dim in ("prompt", "layer", "head"):
         if dim not in ours.dims:
@@ -245,13 +246,12 @@ def _inserts_alike(contrast: Question) -> bool:
     """Whether two conditions insert the same number of tokens at the same places and do nothing
     else. No change between them then happens by definition.
     """
-    origins = []
     for result, condition in contrast.sides:
         if not stored_condition(result, condition).inserts_only:
             return False
-        origin = result["sequences"].origin.sel(condition=condition)
-        origins.append(origin.values)
-    return np.array_equal(*origins)
+    origin = contrast.result["sequences"].origin.sel(condition=contrast.condition)
+    their_origin = contrast.reference["sequences"].origin.sel(condition=contrast.to)
+    return np.array_equal(origin.values, their_origin.values)
 
 
 def _comparable(contrasts: Sequence[Question], dim: str) -> set[object]:
@@ -280,7 +280,9 @@ def _comparable(contrasts: Sequence[Question], dim: str) -> set[object]:
 def _of_side(
     contrast: Question, side: Side, labels: Labels
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """The values of one condition and of its null, at the labels that both conditions have."""
+    """The values of one condition and those of its null, at the labels that both conditions have.
+    The latter are None if no null is known.
+    """
     result, condition = side
     quantity = contrast.quantity
     segment = contrast.segment
@@ -291,13 +293,10 @@ def _of_side(
     for dim, comparable in labels.items():
         if comparable != values[dim].values.tolist():
             fewer_labels[dim] = comparable
-    values = values.sel(fewer_labels)
-    check_present(values, quantity, segment, side)
+    comparable_values = values.sel(fewer_labels)
+    check_present(comparable_values, quantity, segment, side)
     if null is None:
-        return values, None
+        return comparable_values, None
 
-    fewer_null_labels = {}
-    for null_dim in null.dims:
-        if not np.array_equal(null[null_dim].values, values[null_dim].values):
-            fewer_null_labels[null_dim] = values[null_dim]
-    return values, null.sel(fewer_null_labels)
+    null_labels = {dim: kept for dim, kept in fewer_labels.items() if dim in null.dims}
+    return comparable_values, null.sel(null_labels)

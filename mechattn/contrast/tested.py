@@ -49,29 +49,28 @@ def what_is_tested(
     contrast = contrast.at_layer(layer)
     units = contrast.units
 
-    values = []
-    labels = []
+    values_of_blocks = []
+    labels_of_blocks = []
     left_out: list[str] = []
     for block in layers_of(contrast):
-        differences = block.difference.values
+        tested = block.difference.values
         if by == "beyond" and block.expected is not None:
-            differences = differences - block.expected
+            tested = tested - block.expected
 
-        unit_values = without_rounding(units.means(differences), block.rounding(units))
-        unit_values = np.where(block.has_difference, unit_values, np.nan)
-        unit_values = unit_values.reshape(units.n, -1)
-        if bags is not None:
-            unit_values = bags.means(unit_values)
-        values.append(unit_values)
-
+        unit_values = without_rounding(units.means(tested), block.rounding(units))
+        known_values = np.where(block.has_difference, unit_values, np.nan).reshape(units.n, -1)
+        if bags is None:
+            values_of_blocks.append(known_values)
+        else:
+            values_of_blocks.append(bags.means(known_values))
         every_cell = np.ones_like(block.has_difference)
-        labels.append(pd.DataFrame(cell_labels(block, every_cell)))
+        labels_of_blocks.append(pd.DataFrame(cell_labels(block, every_cell)))
         left_out += block.left_out
 
-    all_values = np.concatenate(values, axis=1)
-    check_cells(contrast, all_values.shape[1], left_out)
-    all_labels = pd.concat(labels, ignore_index=True)
-    return Tested(all_values, units, all_labels, null=block.null)  # the same in all blocks
+    values = np.concatenate(values_of_blocks, axis=1)
+    check_cells(contrast, values.shape[1], left_out)
+    labels = pd.concat(labels_of_blocks, ignore_index=True)
+    return Tested(values, units, labels, null=block.null)  # the same in all blocks
 
 
 def several_tested(
