@@ -60,7 +60,8 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     for block in in_parts(values, cell_dims[0], result.memory):
         interval = Moments.of(over_units(result, block)).interval()
         intervals.append(np.stack(interval))
-    return Interval(*np.concatenate(intervals, axis=1))
+    mean, low, high = np.concatenate(intervals, axis=1)
+    return Interval(mean, low, high)
 
 
 def overall_mean(result: Result, values: xr.DataArray) -> Interval:
@@ -271,18 +272,18 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
     [layer, head, key].
     """
     shares = share_left(result[RECEIVED], condition)
-    segments = result["sequences"].segment_index.sel(condition=BASELINE)
-    segment_indices = np.arange(len(SEGMENTS))[:, None, None]
-    is_segment = segments.transpose("prompt", "pos").values == segment_indices
-    is_segment = is_segment.astype(np.float64)  # [segment, prompt, key]
+    segment_index = result["sequences"].segment_index.sel(condition=BASELINE)
+    segments = np.arange(len(SEGMENTS))[:, None, None]
+    in_segment = segment_index.transpose("prompt", "pos").values == segments
+    membership = in_segment.astype(np.float64)  # [segment, prompt, key]
 
     # Matrix products sum over prompts and segments: the share of each prompt, head and position
     # would take much memory.
     layer_means = []
     for layer_shares in shares.transpose("layer", "head", "segment", "prompt").values:
         is_known = np.isfinite(layer_shares)
-        total = np.tensordot(np.where(is_known, layer_shares, 0), is_segment, axes=2)
-        count = np.tensordot(is_known.astype(np.float64), is_segment, axes=2)
+        total = np.tensordot(np.where(is_known, layer_shares, 0), membership, axes=2)
+        count = np.tensordot(is_known.astype(np.float64), membership, axes=2)
         layer_means.append(ratio(total, count))
     return np.stack(layer_means)
 
