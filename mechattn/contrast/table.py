@@ -236,15 +236,15 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
     Raises:
         OptionError: The margin is not a positive number.
     """
-    effect = table.difference
+    effect_column = "difference"
     default_margin = DEFAULT_MARGINS["difference"]
     if "change" in table:
-        effect = table.change
+        effect_column = "change"
         default_margin = DEFAULT_MARGINS["log-ratio"]
     if margin is None:
         margin = default_margin
     check_margin(margin)
-    is_large = effect.abs() > margin
+    is_large = table[effect_column].abs() > margin
     return np.asarray(is_large & (table.q_difference < 0.05))
 
 
@@ -335,7 +335,7 @@ def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.n
     selected_masks = []
     start = 0
     for mask in masks:
-        stop = start + np.count_nonzero(mask)
+        stop = start + int(mask.sum())
         selected_mask = np.zeros_like(mask)
         selected_mask[mask] = is_selected[start:stop]
         selected_masks.append(selected_mask)

@@ -156,9 +156,10 @@ def resolution(
         smallest_p = 2.0 ** (1 - n)
 
     # m tests at the smallest p have q = tests · smallest_p / m, which must be below the level.
-    together: int | None = floor(tests * smallest_p / level) + 1
-    if together > tests:
-        together = None
+    together = None
+    fewest_together = floor(tests * smallest_p / level) + 1
+    if fewest_together <= tests:
+        together = fewest_together
 
     return Resolution(
         n=n,
