@@ -48,29 +48,31 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     Source: Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
     """
     units, conditions = d.shape[:2]
-    cells = units * conditions
+    pairs = units * conditions  # of a unit and a condition
+    rest_df = (units - 1) * (conditions - 1)
+    df = np.array([units - 1, conditions - 1, rest_df])[:, None]  # [source, 1]
     mean = d.mean((0, 1))
-    mean_squares, df = _mean_squares(d)
 
-    # The variances that these mean squares imply; a negative estimate counts as 0.
+    # The variances that the mean squares imply; a negative estimate counts as 0.
+    mean_squares = _mean_squares(d)
     unit_squares, condition_squares, rest_squares = mean_squares
     unit_variance = np.maximum(0.0, (unit_squares - rest_squares) / conditions)
     condition_variance = np.maximum(0.0, (condition_squares - rest_squares) / units)
 
     # The variance of the mean, and the prediction variance of a new condition in a new unit, which
-    # is ``variance + σ²_unit + σ²_condition + σ²_rest``. It is written as a sum of multiples of the
-    # three mean squares, since these are independent, as Satterthwaite's formula requires.
-    variance = unit_variance / units + condition_variance / conditions + rest_squares / cells
-    new_from_units = (units + 1) / cells * (rest_squares + conditions * unit_variance)
-    new_from_conditions = (conditions + 1) / cells * (rest_squares + units * condition_variance)
-    new_from_rest = (cells - units - conditions - 1) / cells * rest_squares
+    # is ``variance + σ²_unit + σ²_condition + σ²_rest``. The latter is a sum of multiples of the
+    # three mean squares, as Satterthwaite's formula needs independent parts.
+    variance = unit_variance / units + condition_variance / conditions + rest_squares / pairs
+    new_from_units = (units + 1) / pairs * (rest_squares + conditions * unit_variance)
+    new_from_conditions = (conditions + 1) / pairs * (rest_squares + units * condition_variance)
+    new_from_rest = (pairs - units - conditions - 1) / pairs * rest_squares
     new_parts = np.stack([new_from_units, new_from_conditions, new_from_rest])
     new_variance = new_parts.sum(0)
 
     # Satterthwaite's degrees of freedom of both; 0 / 0 in cells that do not vary at all.
     with np.errstate(invalid="ignore", divide="ignore"):
-        satterthwaite_df = (variance * cells) ** 2 / (mean_squares**2 / df).sum(0)
-        mean_df = np.clip(satterthwaite_df, 1, df[-1])
+        satterthwaite_df = (variance * pairs) ** 2 / (mean_squares**2 / df).sum(0)
+        mean_df = np.clip(satterthwaite_df, 1, rest_df)
         new_df = new_variance**2 / (new_parts**2 / df).sum(0)
         p = 2 * stats.t.sf(abs(mean) / np.sqrt(variance), mean_df)
     p_without_variance = np.where(mean == 0, 1.0, 0.0)
@@ -167,21 +169,17 @@ def against_draws(
     return AgainstDraws(mean, mean - half_width, mean + half_width, p, compared)
 
 
-def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean squares of units, conditions and the rest, in this order [source, cell], and their
-    degrees of freedom [source, 1].
-    """
+def _mean_squares(d: np.ndarray) -> np.ndarray:
+    """The mean squares of units, conditions and the rest, in this order [source, cell]."""
     units, conditions = d.shape[:2]
     unit_means = d.mean(1)
     condition_means = d.mean(0)
     residuals = d - unit_means[:, None] - condition_means + d.mean((0, 1))
 
-    rest_df = (units - 1) * (conditions - 1)
-    df = np.array([units - 1, conditions - 1, rest_df])[:, None]
     unit_squares = conditions * unit_means.var(0, ddof=1)
     condition_squares = units * condition_means.var(0, ddof=1)
-    rest_squares = (residuals**2).sum((0, 1)) / rest_df
-    return np.stack([unit_squares, condition_squares, rest_squares]), df
+    rest_squares = (residuals**2).sum((0, 1)) / ((units - 1) * (conditions - 1))
+    return np.stack([unit_squares, condition_squares, rest_squares])
 
 
 def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:
