@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -202,31 +202,32 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
     return Aligned(ours, theirs, null, their_null)
 
 
-def refuse_without_cells(contrast: Question) -> NoReturn:
-    """Raise the error that says why a comparison has no cell to compare.
+def check_cells(contrast: Question, cell_count: int, left_out: Sequence[str]) -> None:
+    """Warn if some cells of a comparison are left out.
+
+    Args:
+        contrast: The question of the comparison.
+        cell_count: The number of all cells.
+        left_out: The names of the cells without a difference.
 
     Raises:
-        OptionError: Always.
+        OptionError: All are left out; the error says why.
     """
-    for side in contrast.sides:
-        check_measured(side, contrast.quantity, contrast.segment)
-    if contrast.scale_used == "log-ratio":
-        raise OptionError(
-            f'{contrast.quantity!r} has no ratio in any cell; compare it with scale="difference"'
-        )
-    raise OptionError(f"{contrast.quantity!r} has no value in any cell")
-
-
-def check_cells(contrast: Question, cell_count: int, left_out: Sequence[str]) -> None:
-    """Refuse a comparison whose cells are all left out, and warn if some are."""
+    quantity = contrast.quantity
     if len(left_out) == cell_count:
-        refuse_without_cells(contrast)
+        for side in contrast.sides:
+            check_measured(side, quantity, contrast.segment)
+        if contrast.scale_used == "log-ratio":
+            raise OptionError(
+                f'{quantity!r} has no ratio in any cell; compare it with scale="difference"'
+            )
+        raise OptionError(f"{quantity!r} has no value in any cell")
     if left_out:
         names = ", ".join(left_out[:4])
         if len(left_out) > 4:
             names += " …"
         warn(
-            f"{len(left_out)} of {cell_count} cells are left out ({names}): {contrast.quantity!r} has no"
+            f"{len(left_out)} of {cell_count} cells are left out ({names}): {quantity!r} has no"
             " value there, or it is 0 or negative in some prompt and has no ratio"
             ' (scale="difference" needs none)'
         )

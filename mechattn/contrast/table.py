@@ -16,7 +16,6 @@ from mechattn.contrast.differences import (
     cell_labels,
     check_cells,
     layers_of,
-    refuse_without_cells,
 )
 from mechattn.contrast.further_columns import (
     check_margin,
@@ -278,9 +277,6 @@ def _cell_statistics(
         unit_indices: The units that count.
         masks: The cells of each block [*cells]; by default those with a difference.
         bootstrap_ends: Whether to compute the ends of bootstrap intervals.
-
-    Raises:
-        OptionError: No cell has a difference, and no masks are given.
     """
     stream = PairedStream(
         len(unit_indices), contrast.level, contrast.resamples, contrast.seed, bootstrap_ends
@@ -313,8 +309,6 @@ def _cell_statistics(
         left_out += block.left_out
 
     means = pd.concat(means_of_blocks, ignore_index=True)
-    if masks is None and not len(means):
-        refuse_without_cells(contrast)
     return _Cells(
         means=means,
         statistics=stream.statistics(),
