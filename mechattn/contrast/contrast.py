@@ -104,9 +104,9 @@ class Contrast(Question):
     same comparison. The arguments are those of :class:`mechattn.contrast.question.Question`.
 
     Raises:
-        OptionError: The null, scale, unit, level or number of resamples is not allowed. The methods
-            raise it if the result has no such condition, quantity or segment, if the prompts
-            differ, or if there are fewer than 3 prompts or groups.
+        OptionError: The null, scale, unit, level, seed or number of resamples is not allowed. The
+            methods raise it if the result has no such condition, quantity or segment, if the
+            prompts differ, or if there are fewer than 3 prompts or groups.
     """
 
     def table(

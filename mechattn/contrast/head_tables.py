@@ -134,7 +134,7 @@ def sink_kinds(
             is out of range.
     """
     thresholds = {"value_below": value_below, "rank_below": rank_below, "rate_above": rate_above}
-    if value_below < 0 or rank_below < 1 or not 0 <= rate_above <= 1:
+    if not (value_below >= 0 and rank_below >= 1 and 0 <= rate_above <= 1):
         raise OptionError(
             f"thresholds={thresholds}: give value_below from 0, rank_below from 1, and rate_above"
             " from 0 to 1"

@@ -60,7 +60,8 @@ class Question:
 
     Raises:
         OptionError: The null, scale or unit is unknown, the level is not a number from 0.5 to below
-            1, or ``resamples`` is not a positive whole number.
+            1, ``resamples`` is not a positive whole number, or the seed is not a whole number from
+            0.
     """
 
     result: Result
@@ -81,6 +82,7 @@ class Question:
         check_choice(Unit, unit=self.unit)
         check_level(self.level)
         check_counts(resamples=self.resamples)
+        check_counts(0, seed=self.seed)
         if self.null is not None:
             check_choice(Null, null=self.null)
         if self.scale is not None:

@@ -55,10 +55,10 @@ _LOG_RATIOS = {
     "change_high": "difference_high",
     "change_null": "null",
 }
-CHANGE = list(_LOG_RATIOS)
+CHANGE = [*_LOG_RATIOS]
 DEFAULT_MARGINS = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
 _TEST_COLUMNS = ["q_beyond", "q_difference", "n"]
-_DIFFERENCE = ["difference", "difference_low", "difference_high", "null"]
+_DIFFERENCE = [*_LOG_RATIOS.values()]
 DIFFERENCE_COLUMNS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
 _OPTION_COLUMNS = ["q_same", "q_random"]  # added by margin=… and random=…
 

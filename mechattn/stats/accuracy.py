@@ -164,11 +164,11 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
         The estimates, in the shape of ``right``.
 
     Raises:
-        OptionError: k is not between 1 and the number of samples.
+        OptionError: k is not a whole number from 1 to the number of samples.
 
     Source: Chen et al., arXiv:2107.03374.
     """
-    if not 1 <= k <= samples:
+    if k not in range(1, samples + 1):
         raise OptionError(
             f"k={k} with {samples} answers per problem: give k from 1 to the number of answers"
         )
