@@ -226,10 +226,10 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> ShareInterval:
     quantile = float(t_quantile(level, freedom))
 
     # Wilson's interval.
-    shrink = 1 + quantile**2 / trials
-    centre = (mean + quantile**2 / (2 * trials)) / shrink
+    divisor = 1 + quantile**2 / trials
+    centre = (mean + quantile**2 / (2 * trials)) / divisor
     score_variance = single_variance / trials + quantile**2 / (4 * trials**2)
-    half_width = quantile / shrink * np.sqrt(score_variance)
+    half_width = quantile / divisor * np.sqrt(score_variance)
     low = float(np.clip(centre - half_width, 0, mean))
     high = float(np.clip(centre + half_width, mean, 1))
     return ShareInterval(mean, low, high)

@@ -181,10 +181,10 @@ def t_quantiles(
     cell_count = differences.shape[1]
     upper = np.empty(cell_count)
     lower = np.empty(cell_count)
-    both_levels = [(1 + level) / 2, (1 - level) / 2]
+    quantile_levels = [(1 + level) / 2, (1 - level) / 2]
     for columns in _blocks_of(np.arange(cell_count)):
         t_star = _Resampled.of(differences[:, columns], counts).t_star(_SMALLEST_SPREAD)
-        upper[columns], lower[columns] = np.quantile(t_star, both_levels, axis=1)
+        upper[columns], lower[columns] = np.quantile(t_star, quantile_levels, axis=1)
     return upper, lower
 
 
@@ -253,14 +253,14 @@ def tails(differences: np.ndarray, t: np.ndarray, counts: Counts, level: float) 
     columns = _nearest_first(t)
     t_to_reach = _infinite_where_far(differences, t, columns, counts)
     spread_for_p = _smallest_spread_for_p(len(differences), len(columns))
-    reached_for_p = _Reached.start(t_to_reach, counts, spread_for_p)
-    reached = _Reached.start(t_to_reach, counts, _SMALLEST_SPREAD)
-    _add_columns([reached_for_p, reached], differences, columns, counts)
+    reach_for_p = _Reach.start(t_to_reach, counts, spread_for_p)
+    reach = _Reach.start(t_to_reach, counts, _SMALLEST_SPREAD)
+    _add_columns([reach_for_p, reach], differences, columns, counts)
     return Tails(
-        upper=float(np.quantile(reached.largest, (1 + level) / 2)),
-        lower=float(np.quantile(reached.smallest, (1 - level) / 2)),
-        p=reached_for_p.p(len(columns)),
-        p_adjusted=reached.p_adjusted,
+        upper=float(np.quantile(reach.largest, (1 + level) / 2)),
+        lower=float(np.quantile(reach.smallest, (1 - level) / 2)),
+        p=reach_for_p.p(len(columns)),
+        p_adjusted=reach.p_adjusted,
     )
 
 
@@ -284,9 +284,9 @@ def p_values(
     t_to_reach = _infinite_where_far(differences, t, columns, counts)
     near_columns = columns[np.isfinite(t_to_reach[columns])]
     spread_for_p = _smallest_spread_for_p(len(differences), family_size)
-    reached = _Reached.start(t_to_reach, counts, spread_for_p)
-    _add_columns([reached], differences, near_columns, counts)
-    return reached.p(family_size)
+    reach = _Reach.start(t_to_reach, counts, spread_for_p)
+    _add_columns([reach], differences, near_columns, counts)
+    return reach.p(family_size)
 
 
 # Private helpers, in the order of their use.
@@ -305,9 +305,9 @@ def _is_out_of_reach(differences: np.ndarray, pattern_count: int) -> np.ndarray:
     return (differences.sum(0) ** 2 > threshold) & (squares > 0)
 
 
-def _block_sizes(count: int, most: int) -> list[int]:
-    """The sizes of blocks of at most ``most`` rows that make up ``count`` rows."""
-    return [min(most, count - start) for start in range(0, count, most)]
+def _block_sizes(count: int, largest_size: int) -> list[int]:
+    """The sizes of blocks of at most ``largest_size`` rows that make up ``count`` rows."""
+    return [min(largest_size, count - start) for start in range(0, count, largest_size)]
 
 
 def _blocks_of(columns: np.ndarray) -> list[np.ndarray]:
@@ -347,8 +347,9 @@ class _Resampled:
             size = count_block.sum(1, dtype=np.float64)  # differs between sequential resamples
             block = slice(start, start + len(size))
             weights = count_block.T.astype(np.float64)  # [prompt, resample]
-            mean[:, block], mean_square = np.split(powers @ weights / size, 2)
-            variance = (mean_square - mean[:, block] ** 2) * (size / (size - 1))
+            block_mean, mean_square = np.split(powers @ weights / size, 2)
+            variance = (mean_square - block_mean**2) * (size / (size - 1))
+            mean[:, block] = block_mean
             squared_error[:, block] = variance / size
             start = block.stop
         return cls(mean, squared_error, len(differences))
@@ -402,12 +403,13 @@ def _smallest_spread_for_p(n: int, cell_count: int) -> float:
     return max(_SMALLEST_SPREAD, 1 / needed_t)
 
 
-@dataclass(frozen=True, eq=False)
-class _Reached:
+@dataclass(eq=False)
+class _Reach:
     """How often resamples reach the t of cells, which are added in the order of
     :func:`_nearest_first`.
 
-    A tested cell that is never added counts as further out than all t*.
+    A tested cell that is never added counts as further out than all t*. The arrays are changed in
+    place.
 
     Args:
         t: The t of each cell [cell]; NaN if it is not tested.
@@ -427,8 +429,8 @@ class _Reached:
     smallest: np.ndarray
 
     @classmethod
-    def start(cls, t: np.ndarray, counts: Counts, smallest_spread: float) -> _Reached:
-        """No cell has been added: only the sample itself is as extreme as a cell's t."""
+    def start(cls, t: np.ndarray, counts: Counts, smallest_spread: float) -> _Reach:
+        """The reach before any cell is added: only the sample itself is as extreme as its t."""
         resamples = sum(map(len, counts))
         is_untested = np.isnan(t)
         return cls(
@@ -445,13 +447,13 @@ class _Reached:
         np.maximum(self.largest, t_star, out=self.largest)
         np.minimum(self.smallest, t_star, out=self.smallest)
 
-        t = self.t[column]
-        if t > 0:
-            own_count = np.count_nonzero(t_star >= t)
-            extreme_count = np.count_nonzero(self.largest >= t)
+        own_t = self.t[column]
+        if own_t > 0:
+            own_count = np.count_nonzero(t_star >= own_t)
+            extreme_count = np.count_nonzero(self.largest >= own_t)
         else:
-            own_count = np.count_nonzero(t_star <= t)
-            extreme_count = np.count_nonzero(self.smallest <= t)
+            own_count = np.count_nonzero(t_star <= own_t)
+            extreme_count = np.count_nonzero(self.smallest <= own_t)
         resamples = len(t_star)
         self.p_alone[column] = min(1.0, 2 * own_count / resamples)
         self.p_adjusted[column] = min(1.0, 2 * (1 + extreme_count) / (1 + resamples))
@@ -464,20 +466,20 @@ class _Reached:
 
 
 def _add_columns(
-    several_reached: list[_Reached], differences: np.ndarray, columns: np.ndarray, counts: Counts
+    reaches: list[_Reach], differences: np.ndarray, columns: np.ndarray, counts: Counts
 ) -> None:
-    """Resample columns in the order of :func:`_nearest_first`, and add each to several counts of
-    what is reached.
+    """Resample columns in the order of :func:`_nearest_first`, and add each to several reaches,
+    which differ in their smallest spread.
     """
     for column_block in _blocks_of(columns):
         resampled = _Resampled.of(differences[:, column_block], counts)
-        for reached in several_reached:
-            t_star_of_block = resampled.t_star(reached.smallest_spread)
+        for reach in reaches:
+            t_star_of_block = resampled.t_star(reach.smallest_spread)
             for column, t_star in zip(column_block, t_star_of_block, strict=True):
-                reached.add(column, t_star)
+                reach.add(column, t_star)
 
     # Step down: no adjusted p is smaller than that of a cell that is further out.
     furthest_first = columns[::-1]
-    for reached in several_reached:
-        p_by_distance = reached.p_adjusted[furthest_first]
-        reached.p_adjusted[furthest_first] = np.maximum.accumulate(p_by_distance)
+    for reach in reaches:
+        p_by_distance = reach.p_adjusted[furthest_first]
+        reach.p_adjusted[furthest_first] = np.maximum.accumulate(p_by_distance)

@@ -228,16 +228,17 @@ def chance(n: int, tests: int, level: float, patterns: int) -> float:
     """The probability that one test alone has q below the level, if all of its differences have the
     same sign.
 
-    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``. With more it is
-    ``(1 + hits) / (1 + patterns)``, with a binomial number of hits: drawn patterns that keep all
-    signs or flip all.
+    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``, the share of patterns that keep
+    all signs or flip all. With more it is ``(1 + hits) / (1 + patterns)``, with a binomial number
+    of hits: drawn patterns that do so.
     """
-    hit_rate = 2.0 ** (1 - n)
+    share_of_patterns = 2.0 ** (1 - n)
     if n <= MOST_EXACT:
-        return float(tests * hit_rate < level)
+        return float(tests * share_of_patterns < level)
 
+    # The largest number of hits with tests · (1 + hits) / (1 + patterns) < level.
     most_hits = ceil(level * (1 + patterns) / tests) - 2
-    return float(stats.binom.cdf(most_hits, patterns, hit_rate))
+    return float(stats.binom.cdf(most_hits, patterns, share_of_patterns))
 
 
 def power_of(
