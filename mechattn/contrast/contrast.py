@@ -146,15 +146,12 @@ class Contrast(Question):
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
         names = [self.result.condition(name) for name in sampled_conditions(conditions)]
-        tested, common_cells = several_tested(self, names)
-        units = tested[0].units
+        tested = several_tested(self, names)
+        units = tested.units
         units.refuse_below(FEWEST)
-        by_condition = [of_condition.values[:, common_cells] for of_condition in tested]
-        effects = np.stack(by_condition, axis=1)  # [unit, condition, cell]
-        estimates = crossed(effects, self.level)
+        estimates = crossed(tested.values, self.level)
 
-        labels = tested[0].labels[common_cells].reset_index(drop=True)
-        columns = labels.assign(**estimates._asdict())
+        columns = tested.labels.assign(**estimates._asdict())
         after_p = columns.columns.get_loc("p") + 1
         columns.insert(after_p, "q", false_discovery(estimates.p))
         table = by_head(columns.assign(n=units.n, conditions=len(names)))
@@ -163,9 +160,9 @@ class Contrast(Question):
             "quantity": self.quantity,
             "segment": self.segment_name,
             "unit": units.unit,
-            "null": tested[0].null,
+            "null": tested.null,
             "level": self.level,
-            "family": f"{int(common_cells.sum())} tests",
+            "family": f"{len(table)} tests",
         }
         return table
 

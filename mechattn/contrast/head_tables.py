@@ -168,7 +168,7 @@ def sink_kinds(
     table["kind"] = "neither"
     table.loc[table.output_rank < rank_below, "kind"] = "broadcast"
     table.loc[table.value_ratio < value_below, "kind"] = "nop"
-    table.loc[~(table.sink_rate > rate_above), "kind"] = "no sink"
+    table.loc[table.sink_rate <= rate_above, "kind"] = "no sink"
     by_layer_and_head = by_head(table)
     by_layer_and_head.attrs = {
         "condition": condition,

@@ -161,7 +161,8 @@ def values_beside_null(
     """The values of a quantity with at most one number for each head, and those of its null
     [prompt, condition, layer, …].
 
-    Nothing is read yet if the result is on disk.
+    The arrays that come back are not read yet if the result is on disk. Only the check whether
+    every value has a dilution null reads some.
 
     Args:
         result: A result with the quantity.

@@ -49,22 +49,19 @@ def overlap_table(
     # The values by which cells are selected, in the cells that all conditions have.
     units = contrast.units
     bags = Bags.drawn(units.n, contrast.seed)
-    tested, common_cells = several_tested(contrast, names, layer, bags, ranked_by)
-    cell_count = int(common_cells.sum())
+    tested = several_tested(contrast, names, layer, bags, ranked_by)
+    cell_count = len(tested.labels)
     if top is not None and top >= cell_count:
         raise OptionError(
             f"top={top!r}: give a number of heads below {cell_count}, or None for those with"
             " q < 0.05"
         )
     units.refuse_below(fewest)
-    values = {}
-    for name, of_condition in zip(names, tested, strict=True):
-        values[name] = of_condition.values[:, common_cells]
+    values = {name: tested.values[:, index] for index, name in enumerate(names)}
 
     # All conditions are split into the same halves of the units or bags.
-    n = len(tested[0].values)
     generator = np.random.default_rng(contrast.seed)
-    halves = [random_halves(n, generator) for _ in range(splits)]
+    halves = [random_halves(len(tested.values), generator) for _ in range(splits)]
 
     if top is None:
         select: _Select = partial(significant, resamples=patterns)

@@ -28,6 +28,17 @@ class Tested(NamedTuple):
     null: str  # in words
 
 
+class TestedTogether(NamedTuple):
+    """The numbers that the tables of several conditions test, in the cells that all of them
+    have.
+    """
+
+    values: np.ndarray  # [unit or bag, condition, cell]
+    units: Units
+    labels: pd.DataFrame  # a row for each cell: its layer, its head …
+    null: str  # in words
+
+
 def what_is_tested(
     contrast: Question,
     layer: int | None = None,
@@ -79,8 +90,8 @@ def several_tested(
     layer: int | None = None,
     bags: Bags | None = None,
     by: Ranking = "beyond",
-) -> tuple[list[Tested], np.ndarray]:
-    """The numbers that the tables of several conditions test, and the cells that all of them have.
+) -> TestedTogether:
+    """The numbers that the tables of several conditions test, in the cells that all of them have.
 
     The labels of cells must be the same in all conditions, and with ``by="beyond"`` the nulls too.
 
@@ -90,9 +101,6 @@ def several_tested(
         layer: As for :func:`what_is_tested`.
         bags: As for :func:`what_is_tested`.
         by: As for :func:`what_is_tested`.
-
-    Returns:
-        The numbers of each condition, and a mask of the cells that all conditions have [cell].
 
     Raises:
         OptionError: Nulls or labels differ, or a condition cannot be compared.
@@ -108,14 +116,16 @@ def several_tested(
 
     # Cells are matched by their position, so their labels must agree.
     by_condition = [what_is_tested(of_condition, layer, bags, by) for of_condition in contrasts]
-    labels = by_condition[0].labels
-    common_cells = np.full(len(labels), True)
+    first = by_condition[0]
     for name, tested in zip(names, by_condition, strict=True):
-        for dim in labels:
-            if not tested.labels[dim].equals(labels[dim]):
+        for dim in first.labels:
+            if not tested.labels[dim].equals(first.labels[dim]):
                 raise OptionError(
                     f"{name!r} and {names[0]!r} have different {dim}s, so they cannot be combined;"
                     " compare each by itself"
                 )
-        common_cells &= np.isfinite(tested.values).all(0)
-    return by_condition, common_cells
+
+    values = np.stack([tested.values for tested in by_condition], axis=1)
+    in_all = np.isfinite(values).all((0, 1))
+    labels = first.labels[in_all].reset_index(drop=True)
+    return TestedTogether(values[:, :, in_all], first.units, labels, first.null)
