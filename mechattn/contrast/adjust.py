@@ -74,12 +74,13 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
     if "p_random" in stacked:
         # Heads that the selecting half of the prompts left out count as tests with a p of 1.
-        not_selected = 0
+        unselected_count = 0
         for table in tables:
             if "p_random" in table:
-                not_selected += table.attrs.get("tests_random", len(table)) - table.q_random.count()
-        p_both = np.maximum(p_tested, stacked.p_random)
-        q_random = false_discovery(np.append(p_both, np.ones(not_selected)))
+                test_count = table.attrs.get("tests_random", len(table))
+                unselected_count += test_count - table.q_random.count()
+        p_of_rows = np.maximum(p_tested, stacked.p_random)
+        q_random = false_discovery(np.append(p_of_rows, np.ones(unselected_count)))
         stacked["q_random"] = q_random[: len(stacked)]
 
     # Tables of evaluations have no smallest p, and tables without rows have no tests.
@@ -127,7 +128,7 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
     if "p_difference" not in table:
         table = table.rename(columns=_RESULT_COLUMNS)
 
-    # In a table with such a column, each row has its own value; otherwise attrs hold the table's.
+    # If a question has no column, it is the same for the whole table and stands in the attributes.
     labels = {"table": number}
     for name in _QUESTION_COLUMNS:
         labels[name] = table.get(name, table.attrs.get(name, ""))

@@ -76,18 +76,23 @@ def payers_and_causes(
     """See :meth:`mechattn.Result.attention_budget`."""
     condition = result.condition(condition)
     by_payer = budget_table(result, condition, layer)
-    columns = {"all": "change"}
+    column_of_cause = {"all": "change"}
     for cause in known_causes(result, condition):
-        columns[cause] = cause
+        column_of_cause[cause] = cause
 
     rows = []
-    for row in by_payer.to_dict("records"):
-        for cause, column in columns.items():
-            change = (row[column], row[f"{column}_low"], row[f"{column}_high"])
-            rows.append((row["payer"], cause, *change))
+    for of_payer in by_payer.to_dict("records"):
+        for cause, column in column_of_cause.items():
+            row = {
+                "payer": of_payer["payer"],
+                "cause": cause,
+                "change": of_payer[column],
+                "change_low": of_payer[f"{column}_low"],
+                "change_high": of_payer[f"{column}_high"],
+            }
+            rows.append(row)
 
-    names = ["payer", "cause", "change", "change_low", "change_high"]
-    table = pd.DataFrame(rows, columns=names)
+    table = pd.DataFrame(rows)
     table.attrs = {
         "condition": condition,
         "layer": "all" if layer is None else layer,

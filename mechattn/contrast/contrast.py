@@ -34,7 +34,7 @@ from mechattn.results.result import Result, by_head, head_named
 from mechattn.stats.intervals import FEWEST, Interval, ratio, relative_change
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
-from mechattn.stats.units import Resolution, random_words, resolution
+from mechattn.stats.units import Resolution, halves_of, random_words, resolution
 
 # With fewer conditions, the interval uses a t distribution with at most 4 degrees of freedom.
 FEWEST_CONDITIONS = 6
@@ -104,9 +104,9 @@ class Contrast(Question):
     same comparison. The arguments are those of :class:`mechattn.contrast.question.Question`.
 
     Raises:
-        OptionError: The null, scale, unit, level or number of resamples is not allowed. The methods
-            raise it if the result has no such condition, quantity or segment, if the prompts
-            differ, or if there are fewer than 3 prompts or groups.
+        OptionError: The null, scale, unit, level, seed or number of resamples is not allowed. The
+            methods raise it if the result has no such condition, quantity or segment, if the
+            prompts differ, or if there are fewer than 3 prompts or groups.
     """
 
     def table(
@@ -126,13 +126,13 @@ class Contrast(Question):
                 fit in memory.
         """
         check_choice(Columns, columns=columns)
-        heads = comparison_table(self, Selection(select, top, by), random, margin)
+        table = comparison_table(self, Selection(select, top, by), random, margin)
         sentences = first_token_words(self.result, self.condition)
         if sentences:
-            heads.attrs["first_token"] = sentences
+            table.attrs["first_token"] = sentences
         if columns == "all":
-            return heads
-        return main_columns(heads)
+            return table
+        return main_columns(table)
 
     def across(self, conditions: Sequence[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, which are a sample of others.
@@ -146,28 +146,25 @@ class Contrast(Question):
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
         names = [self.result.condition(name) for name in sampled_conditions(conditions)]
-        tested, common_cells = several_tested(self, names)
-        units = tested[0].units
+        tested = several_tested(self, names)
+        units = tested.units
         units.refuse_below(FEWEST)
-        by_condition = [of_condition.values[:, common_cells] for of_condition in tested]
-        effects = np.stack(by_condition, axis=1)  # [unit, condition, cell]
-        estimates = crossed(effects, self.level)
+        estimates = crossed(tested.values, self.level)
 
-        labels = tested[0].labels[common_cells].reset_index(drop=True)
-        heads = labels.assign(**estimates._asdict())
-        after_p = heads.columns.get_loc("p") + 1
-        heads.insert(after_p, "q", false_discovery(estimates.p))
-        heads = by_head(heads.assign(n=units.n, conditions=len(names)))
-        heads.attrs = {
+        columns = tested.labels.assign(**estimates._asdict())
+        after_p = columns.columns.get_loc("p") + 1
+        columns.insert(after_p, "q", false_discovery(estimates.p))
+        table = by_head(columns.assign(n=units.n, conditions=len(names)))
+        table.attrs = {
             "conditions": names,
             "quantity": self.quantity,
             "segment": self.segment_name,
             "unit": units.unit,
-            "null": tested[0].null,
+            "null": tested.null,
             "level": self.level,
-            "family": f"{int(common_cells.sum())} tests",
+            "family": f"{len(table)} tests",
         }
-        return heads
+        return table
 
     def by_prompt(self, head: str) -> pd.DataFrame:
         """A row for each prompt, with the values of one head.
@@ -190,19 +187,19 @@ class Contrast(Question):
 
         of_head = self.of_parts(lambda result: result.sel(head=head))
         (block,) = layers_of(of_head)  # a head is in one layer
-        check_cells(self, block.cells.size, block.left_out)
+        check_cells(self, block.has_difference.size, block.left_out)
         columns = {
             "prompt": block.ours.prompt.values,
             "value": block.ours.values.reshape(-1),
             "reference": block.theirs.values.reshape(-1),
             "difference": block.difference.values.reshape(-1),
         }
-        prompts = pd.DataFrame(columns)
+        table = pd.DataFrame(columns)
         ranked_by = "difference"
         if block.expected is not None:
-            prompts["beyond"] = prompts.difference - block.expected.reshape(-1)
+            table["beyond"] = table.difference - block.expected.reshape(-1)
             ranked_by = "beyond"
-        return prompts.sort_values(
+        return table.sort_values(
             ranked_by, key=abs, ascending=False, kind="stable", ignore_index=True
         )
 
@@ -264,33 +261,33 @@ class Contrast(Question):
             raise OptionError(
                 f"{self.quantity!r} has no null in this result, which a verdict compares it with"
             )
-        heads = comparison_table(self, margin=margin, bootstrap_ends=False)
+        table = comparison_table(self, margin=margin, bootstrap_ends=False)
         variable = variable_of(self.result, self.quantity)
         shape = (variable.sizes["layer"], variable.sizes["head"])
-        layer_index = variable.indexes["layer"].get_indexer(heads["layer"])
-        head_index = variable.indexes["head"].get_indexer(heads["head"])
+        layer_indices = variable.indexes["layer"].get_indexer(table["layer"])
+        head_indices = variable.indexes["head"].get_indexer(table["head"])
 
-        def mask(rows: np.ndarray) -> np.ndarray:
+        def heads_where(row_mask: np.ndarray) -> np.ndarray:
             """A mask of the table's rows as a mask of heads [layer, head]."""
             head_mask = np.zeros(shape, dtype=bool)
-            head_mask[layer_index, head_index] = rows
+            head_mask[layer_indices, head_indices] = row_mask
             return head_mask
 
-        differs = heads.q_beyond < 0.05
-        changes = heads.q_difference < 0.05
+        differs_from_null = table.q_beyond < 0.05
+        changes = table.q_difference < 0.05
         same = None
         if margin is not None:
-            same = mask(heads.q_same < 0.05)
+            same = heads_where(table.q_same < 0.05)
         return Verdict(
             change=change,
             null=null,
-            below=mask(differs & (heads.beyond < 0)),
-            above=mask(differs & (heads.beyond > 0)),
-            rises=mask(changes & (heads.difference > 0)),
-            falls=mask(changes & (heads.difference < 0)),
-            n=int(heads.n.iloc[0]),
-            unit=heads.attrs["unit"],
-            marked=mask(marked(heads, margin)),
+            below=heads_where(differs_from_null & (table.beyond < 0)),
+            above=heads_where(differs_from_null & (table.beyond > 0)),
+            rises=heads_where(changes & (table.difference > 0)),
+            falls=heads_where(changes & (table.difference < 0)),
+            n=int(table.n.iloc[0]),
+            unit=table.attrs["unit"],
+            marked=heads_where(marked(table, margin)),
             margin=margin,
             same=same,
             null_kind=self.null_used,
@@ -310,20 +307,21 @@ class Contrast(Question):
         cell_count = 0
         left_out: list[str] = []
         for block in layers_of(self):
-            cell_count += block.cells.size
+            cell_count += block.has_difference.size
             left_out += block.left_out
         check_cells(self, cell_count, left_out)
 
-        n = self.units.n
+        unit_count = self.units.n
         if select is not None:
-            n = (n + 1) // 2  # the selecting half, which has one unit more if n is odd
-        tests = cell_count - len(left_out)
-        of_units = resolution(n, tests, q, self.resamples, self.units.kind)
+            selecting_units, _ = halves_of(unit_count)
+            unit_count = len(selecting_units)
+        test_count = cell_count - len(left_out)
+        findable = resolution(unit_count, test_count, q, self.resamples, self.units.kind)
         if draws is None:
-            return of_units
+            return findable
         check_counts(FEWEST_DRAWS, draws=draws)
-        random_heads = draws * tests  # each random model has the same number of heads
-        return replace(of_units, random=random_words(draws, tests, random_heads, q))
+        random_heads = draws * test_count  # each random model has the same number of heads
+        return replace(findable, random=random_words(draws, test_count, random_heads, q))
 
     def stability(
         self,
@@ -366,9 +364,9 @@ def _means(contrast: Contrast) -> dict[str, np.ndarray]:
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     for block in blocks:
-        for name, values in aligned(block, labels)._asdict().items():
+        for field, values in aligned(block, labels)._asdict().items():
             if values is not None:
                 cell_dims = [dim for dim in values.dims if dim != "prompt"]
-                sums[name] = sums.get(name, 0.0) + values.sum(cell_dims).values
-                counts[name] = counts.get(name, 0) + values.count(cell_dims).values
-    return {name: ratio(total, counts[name]) for name, total in sums.items()}
+                sums[field] = sums.get(field, 0.0) + values.sum(cell_dims).values
+                counts[field] = counts.get(field, 0) + values.count(cell_dims).values
+    return {field: ratio(total, counts[field]) for field, total in sums.items()}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from mechattn.contrast.quantities import (
@@ -43,7 +44,7 @@ class Differences:
         difference: ``log(ours / theirs)``, or ``ours − theirs`` [prompt, *cells].
         expected: The difference under the null [prompt, *cells]; None if no null is known.
         null: The null, in words.
-        cells: A mask of the cells that have a difference in every prompt [*cells].
+        has_difference: A mask of the cells that have a difference in every prompt [*cells].
         scale: The scale of the differences, the same in every block of layers.
         predicts_no_change: Whether the null is that nothing changes.
     """
@@ -53,17 +54,17 @@ class Differences:
     difference: xr.DataArray
     expected: np.ndarray | None
     null: str
-    cells: np.ndarray
+    has_difference: np.ndarray
     scale: Scale
     predicts_no_change: bool
 
     @property
     def left_out(self) -> list[str]:
         """The names of the cells without a difference."""
-        labels = cell_labels(self, ~self.cells)
+        labels = pd.DataFrame(cell_labels(self, ~self.has_difference))
         names = []
-        for cell in zip(*labels.values(), strict=True):
-            words = [f"{dim} {label}" for dim, label in zip(labels, cell, strict=True)]
+        for cell in labels.to_dict("records"):
+            words = [f"{dim} {label}" for dim, label in cell.items()]
             names.append(" ".join(words))
         return names
 
@@ -73,9 +74,9 @@ class Differences:
         It allows for the difference between two float32 computations of the same number.
         """
         if self.scale == "log-ratio":
-            return np.full(self.cells.shape, ROUNDING)
-        sizes = units.means(abs(self.theirs.values))
-        return ROUNDING * sizes[unit_indices].mean(0)
+            return np.full(self.has_difference.shape, ROUNDING)
+        reference_sizes = units.means(abs(self.theirs.values))
+        return ROUNDING * reference_sizes[unit_indices].mean(0)
 
 
 class Aligned(NamedTuple):
@@ -93,10 +94,8 @@ class Aligned(NamedTuple):
 
 def differences(contrast: Question, labels: Labels) -> Differences:
     """The differences of a comparison, at these labels of its segment dimensions."""
-    values = aligned(contrast, labels)
-    ours, theirs, null, their_null = values
+    ours, theirs, null, their_null = aligned(contrast, labels)
     scale = contrast.scale_used
-    difference = _between(ours, theirs, scale)
 
     expected = None
     null_words = "no null is known; a change may be there by definition"
@@ -112,24 +111,33 @@ def differences(contrast: Question, labels: Labels) -> Differences:
         predicts_no_change = True
 
     # A cell counts if every prompt has its values in both conditions and under both nulls.
-    cells = xr.ones_like(ours[0], dtype=bool)
-    for side_values in values:
-        if side_values is None:
+    has_difference = xr.ones_like(ours[0], dtype=bool)
+    for values in (ours, theirs, null, their_null):
+        if values is None:
             continue
-        minimum = side_values.min("prompt", skipna=False)  # NaN if a prompt has no value
+        minimum = values.min("prompt", skipna=False)  # NaN if a prompt has no value
         if scale == "log-ratio":
-            cells &= minimum > 0  # 0 and negative values have no ratio
+            has_difference &= minimum > 0  # 0 and negative values have no ratio
         else:
-            cells &= minimum.notnull()
+            has_difference &= minimum.notnull()
     return Differences(
-        ours, theirs, difference, expected, null_words, cells.values, scale, predicts_no_change
+        ours=ours,
+        theirs=theirs,
+        difference=_between(ours, theirs, scale),
+        expected=expected,
+        null=null_words,
+        has_difference=has_difference.values,
+        scale=scale,
+        predicts_no_change=predicts_no_change,
     )
 
 
 def layers_of(contrast: Question, resamples: int = 0) -> Iterator[Differences]:
     """Yield the differences of a comparison, some layers at a time.
 
-    ``resamples`` is the number of resamples that must fit in memory beside them.
+    Args:
+        contrast: The question of the comparison.
+        resamples: The number of resamples that must fit in memory beside the differences.
     """
     contrasts, labels = in_blocks(contrast, resamples)
     for block_contrast in contrasts:
@@ -141,17 +149,17 @@ def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], L
     can be compared in any block.
     """
     quantity = contrast.quantity
-    layers = layer_blocks(contrast.result, quantity, contrast.segment, resamples)
-    blocks = [contrast.of_layers(block) for block in layers]
+    slices_of_layers = layer_blocks(contrast.result, quantity, contrast.segment, resamples)
+    contrasts = [contrast.of_layers(layers) for layers in slices_of_layers]
 
     variable = variable_of(contrast.result, quantity)
     labels = {}
     for dim in _SEGMENT_DIMS:
         is_named = dim == "segment" and contrast.segment is not None
         if dim in variable.dims and not is_named:
-            comparable = _comparable(blocks, dim)
+            comparable = _comparable(contrasts, dim)
             labels[dim] = [label for label in variable[dim].values.tolist() if label in comparable]
-    return blocks, labels
+    return contrasts, labels
 
 
 def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -170,8 +178,9 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
         OptionError: The results have different prompts, layers or heads, measured the quantity with
             different options, or some prompts lack it in a cell that others have.
     """
-    ours, null = _of_side(contrast, contrast.sides[0], labels)
-    theirs, their_null = _of_side(contrast, contrast.sides[1], labels)
+    our_side, their_side = contrast.sides
+    ours, null = _of_side(contrast, our_side, labels)
+    theirs, their_null = _of_side(contrast, their_side, labels)
     quantity = contrast.quantity
     for dim in ("prompt", "layer", "head"):
         if dim not in ours.dims:
@@ -193,31 +202,32 @@ def aligned(contrast: Question, labels: Labels) -> Aligned:
     return Aligned(ours, theirs, null, their_null)
 
 
-def refuse_without_cells(contrast: Question) -> NoReturn:
-    """Raise the error that says why a comparison has no cell to compare.
+def check_cells(contrast: Question, cell_count: int, left_out: Sequence[str]) -> None:
+    """Warn if some cells of a comparison are left out.
+
+    Args:
+        contrast: The question of the comparison.
+        cell_count: The number of all cells.
+        left_out: The names of the cells without a difference.
 
     Raises:
-        OptionError: Always.
+        OptionError: All are left out; the error says why.
     """
-    for side in contrast.sides:
-        check_measured(side, contrast.quantity, contrast.segment)
-    if contrast.scale_used == "log-ratio":
-        raise OptionError(
-            f'{contrast.quantity!r} has no ratio in any cell; compare it with scale="difference"'
-        )
-    raise OptionError(f"{contrast.quantity!r} has no value in any cell")
-
-
-def check_cells(contrast: Question, cells: int, left_out: Sequence[str]) -> None:
-    """Refuse a comparison whose cells are all left out, and warn of some that are."""
-    if len(left_out) == cells:
-        refuse_without_cells(contrast)
+    quantity = contrast.quantity
+    if len(left_out) == cell_count:
+        for side in contrast.sides:
+            check_measured(side, quantity, contrast.segment)
+        if contrast.scale_used == "log-ratio":
+            raise OptionError(
+                f'{quantity!r} has no ratio in any cell; compare it with scale="difference"'
+            )
+        raise OptionError(f"{quantity!r} has no value in any cell")
     if left_out:
         names = ", ".join(left_out[:4])
         if len(left_out) > 4:
             names += " …"
         warn(
-            f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} has no"
+            f"{len(left_out)} of {cell_count} cells are left out ({names}): {quantity!r} has no"
             " value there, or it is 0 or negative in some prompt and has no ratio"
             ' (scale="difference" needs none)'
         )
@@ -237,29 +247,29 @@ def _inserts_alike(contrast: Question) -> bool:
     """Whether two conditions insert the same number of tokens at the same places and do nothing
     else. No change between them then happens by definition.
     """
-    origins = []
     for result, condition in contrast.sides:
         if not stored_condition(result, condition).inserts_only:
             return False
-        origin = result["sequences"].origin.sel(condition=condition)
-        origins.append(origin.values)
-    return np.array_equal(*origins)
+    origin = contrast.result["sequences"].origin.sel(condition=contrast.condition)
+    their_origin = contrast.reference["sequences"].origin.sel(condition=contrast.to)
+    return np.array_equal(origin.values, their_origin.values)
 
 
-def _comparable(blocks: Sequence[Question], dim: str) -> set[object]:
-    """The segments of a dimension that have values in both conditions, in any block of layers.
+def _comparable(contrasts: Sequence[Question], dim: str) -> set[object]:
+    """The labels of a segment dimension that have values in both conditions, in any of the
+    contrasts, which are the blocks of layers of one comparison.
 
-    Segments that get no attention at all are left out.
+    Segments to which no attention is paid at all are left out of "to_segment".
     """
     ours: set[object] = set()
     theirs: set[object] = set()
     attended: set[object] = set()
-    for contrast in blocks:
-        for with_values, (result, condition) in zip((ours, theirs), contrast.sides, strict=True):
+    for contrast in contrasts:
+        for side_labels, (result, condition) in zip((ours, theirs), contrast.sides, strict=True):
             check_condition(result, condition)
             variable = variable_of(result, contrast.quantity)
             values = values_in(variable, condition, contrast.segment)
-            with_values.update(labels_where(values.notnull(), dim))
+            side_labels |= labels_where(values.notnull(), dim)  # in place: ours or theirs
             attended |= labels_where(values.fillna(0) != 0, dim)
 
     if dim == "to_segment":
@@ -271,7 +281,9 @@ def _comparable(blocks: Sequence[Question], dim: str) -> set[object]:
 def _of_side(
     contrast: Question, side: Side, labels: Labels
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """The values of one condition and of its null, at the labels that both conditions have."""
+    """The values of one condition and those of its null, at the labels that both conditions have.
+    The latter are None if no null is known.
+    """
     result, condition = side
     quantity = contrast.quantity
     segment = contrast.segment
@@ -282,13 +294,10 @@ def _of_side(
     for dim, comparable in labels.items():
         if comparable != values[dim].values.tolist():
             fewer_labels[dim] = comparable
-    values = values.sel(fewer_labels)
-    check_present(values, quantity, segment, side)
+    comparable_values = values.sel(fewer_labels)
+    check_present(comparable_values, quantity, segment, side)
     if null is None:
-        return values, None
+        return comparable_values, None
 
-    fewer_null_labels = {}
-    for null_dim in null.dims:
-        if not np.array_equal(null[null_dim].values, values[null_dim].values):
-            fewer_null_labels[null_dim] = values[null_dim]
-    return values, null.sel(fewer_null_labels)
+    null_labels = {dim: kept for dim, kept in fewer_labels.items() if dim in null.dims}
+    return comparable_values, null.sel(null_labels)

@@ -16,7 +16,7 @@ from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError, check_choice
 from mechattn.results.result import Result
-from mechattn.stats.intervals import Interval
+from mechattn.stats.intervals import Interval, ratio
 
 # The edges of bins of a query's attention to the first token. A bin includes its upper edge, and
 # the lowest bin its lower edge too.
@@ -58,16 +58,16 @@ def focus_and_impact(
     rows: list[dict[str, Any]] = []
     for group_words, layers in layer_groups(result["head_updates"].layer.values.tolist()):
         in_group = queries.layer.isin(layers)
-        for number, (above, up_to) in enumerate(pairwise(BIN_EDGES)):
-            in_bin = queries[in_group & (bin_numbers == number)]
-            quartile_low, median, quartile_high = in_bin.impact.quantile([0.25, 0.5, 0.75])
-            mean, low, high = _over_prompts(result, in_bin)
+        for bin_number, (above, up_to) in enumerate(pairwise(BIN_EDGES)):
+            bin_queries = queries[in_group & (bin_numbers == bin_number)]
+            quartile_low, median, quartile_high = bin_queries.impact.quantile([0.25, 0.5, 0.75])
+            mean, low, high = _over_prompts(result, bin_queries)
             row = {
                 "layers": group_words,
                 "above": above,
                 "up_to": up_to,
-                "queries": len(in_bin),
-                "share": len(in_bin) / max(1, in_group.sum()),
+                "queries": len(bin_queries),
+                "share": len(bin_queries) / max(1, in_group.sum()),
                 "quartile_low": quartile_low,
                 "median": median,
                 "quartile_high": quartile_high,
@@ -151,13 +151,13 @@ def _queries(result: Result, condition: str, segment: str) -> pd.DataFrame:
         raise OptionError(f"with {condition!r} no prompt has tokens of the segment {segment!r}")
 
     # One prompt at a time, as the values of all prompts and keys would take much more memory.
-    blocks = []
-    for prompt, is_query in enumerate(in_segment):
-        first_mass = masses.isel(prompt=prompt).values[..., is_query]
-        magnitude = magnitudes.isel(prompt=prompt).values[..., is_query]
-        prompt_rows = _of_prompt(first_mass, magnitude, masses.layer.values)
-        blocks.append(prompt_rows.assign(prompt=prompt))
-    return pd.concat(blocks, ignore_index=True)
+    rows_of_prompts = []
+    for prompt_index, is_query in enumerate(in_segment):
+        first_mass = masses.isel(prompt=prompt_index).values[..., is_query]
+        magnitude = magnitudes.isel(prompt=prompt_index).values[..., is_query]
+        rows = _of_prompt(first_mass, magnitude, masses.layer.values)
+        rows_of_prompts.append(rows.assign(prompt=prompt_index))
+    return pd.concat(rows_of_prompts, ignore_index=True)
 
 
 def _of_each_query(result: Result, analysis: str, quantity: str, condition: str) -> xr.DataArray:
@@ -186,20 +186,19 @@ def _of_prompt(first_mass: np.ndarray, magnitude: np.ndarray, layers: np.ndarray
     """
     # The first query sees only one key, so that it has no choice and no value.
     is_measured = np.isfinite(first_mass) & np.isfinite(magnitude)
-    magnitude = np.where(is_measured, magnitude, 0).astype(np.float64)
+    size = np.where(is_measured, magnitude, 0).astype(np.float64)
 
     # impact = magnitude / mean, and the mean of a layer is its sum divided by its count.
     layer_count = is_measured.sum((1, 2), keepdims=True)
-    layer_sum = magnitude.sum((1, 2), keepdims=True)
-    writes = layer_sum > 0
-    is_measured &= writes  # there is no impact in a layer that writes nothing
-    impact = magnitude * layer_count / np.where(writes, layer_sum, 1)
+    layer_sum = size.sum((1, 2), keepdims=True)
+    impact = ratio(size * layer_count, layer_sum)
 
+    has_impact = is_measured & (layer_sum > 0)  # there is none in a layer that writes nothing
     layer = np.broadcast_to(layers[:, None, None], impact.shape)
     columns = {
-        "layer": layer[is_measured],
-        "first_mass": first_mass[is_measured].clip(0, 1),  # rounding may exceed 1
-        "impact": impact[is_measured],
+        "layer": layer[has_impact],
+        "first_mass": first_mass[has_impact].clip(0, 1),  # rounding may exceed 1
+        "impact": impact[has_impact],
     }
     return pd.DataFrame(columns)
 
@@ -207,13 +206,9 @@ def _of_prompt(first_mass: np.ndarray, magnitude: np.ndarray, layers: np.ndarray
 def _over_prompts(result: Result, queries: pd.DataFrame) -> Interval:
     """The mean over prompts of the mean impact of each prompt's queries, with a 95 % interval.
 
-    Prompts without queries are left out. All is NaN if there are no queries.
+    Prompts without queries are left out. The mean and the ends are NaN if there are no queries.
     """
-    means = queries.groupby("prompt").impact.mean()
-    ids = result["sequences"].prompt.values
-    means = means.reindex(range(len(ids)))
-    if means.isna().all():
-        nan = np.array(np.nan)
-        return Interval(nan, nan, nan)
-    by_prompt = xr.DataArray(means.to_numpy(), coords={"prompt": ids}, dims="prompt")
+    prompt_ids = result["sequences"].prompt.values
+    means = queries.groupby("prompt").impact.mean().reindex(range(len(prompt_ids)))
+    by_prompt = xr.DataArray(means.to_numpy(), coords={"prompt": prompt_ids}, dims="prompt")
     return mean_over_prompts(result, by_prompt)

@@ -61,12 +61,10 @@ def check_random(random: Any, contrast: Question) -> None:
                 " conditions, analyses and seed of the result"
             )
 
-    # Weights without a stored hash count as different: the run's number stands for the hash.
-    runs = [contrast.result, *random]
-    hashes = set()
-    for number, run in enumerate(runs):
-        hashes.add(run.provenance["model"].get("weights_hash", number))
-    if len(hashes) < len(runs):
+    # Weights without a stored hash count as different.
+    hashes = [run.provenance["model"].get("weights_hash") for run in (contrast.result, *random)]
+    stored_hashes = [weights_hash for weights_hash in hashes if weights_hash is not None]
+    if len(set(stored_hashes)) < len(stored_hashes):
         raise OptionError(
             "random holds the same weights twice, or those of the result; draw each with another"
             " seed, as run_random does"
@@ -120,16 +118,16 @@ def with_random(
     )
     extended = table.join(columns, on=list(means.dims))
 
-    # p is 1 in cells that the other half of the prompts did not select.
+    # Both tests must reject. p is 1 in cells that the selecting half of the prompts left out.
     p_of_units = table[f"p_{table.attrs['tested']}"]
     p_of_rows = np.maximum(p_of_units, extended.p_random)
-    not_selected = columns.p_random.count() - extended.p_random.count()
-    p_both = np.append(p_of_rows, np.ones(not_selected))
-    extended["q_random"] = false_discovery(p_both)[: len(table)]
+    unselected_count = columns.p_random.count() - extended.p_random.count()
+    p_of_cells = np.append(p_of_rows, np.ones(unselected_count))
+    extended["q_random"] = false_discovery(p_of_cells)[: len(table)]
 
     kinds = {draw.provenance["model"]["random_weights"]["kind"] for draw in random}
     kind_words = " and ".join(sorted(kinds))
-    tests = int(np.isfinite(p_both).sum())
+    tests = int(np.isfinite(p_of_cells).sum())
     extended.attrs = table.attrs | {
         "null_random": (
             f"random weights ({kind_words}): {len(random)} draws,"
@@ -174,12 +172,12 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
     difference = table[tested]
     p_above_lower_bound = stats.t.sf((difference + bound) / error, freedom)
     p_below_upper_bound = stats.t.cdf((difference - bound) / error, freedom)
-    p = np.maximum(p_above_lower_bound, p_below_upper_bound)
+    p_of_both = np.maximum(p_above_lower_bound, p_below_upper_bound)
     p_without_error = np.where(abs(difference) < bound, 0.0, 1.0)
-    p = np.where(error > 0, p, p_without_error)
-    with_q = table.assign(q_same=false_discovery(p))
-    with_q.attrs = table.attrs | {"margin": margin}
-    return with_q
+    p = np.where(error > 0, p_of_both, p_without_error)
+    extended = table.assign(q_same=false_discovery(p))
+    extended.attrs = table.attrs | {"margin": margin}
+    return extended
 
 
 def check_margin(margin: Any) -> None:
@@ -217,7 +215,7 @@ def _difference_of_runs(draw: Result, result: Result, conditions: Sequence[str])
 def _mean_differences(
     contrast: Question, units: Units, unit_indices: np.ndarray
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """The mean difference of each cell over some units, and the largest that is 0 but for rounding
+    """The mean difference of each cell over some units, and the largest one that counts as 0
     [*cells].
     """
     means = []

@@ -43,14 +43,17 @@ def ranked_heads(
         check_counts(top=top)
     check_choice(("half", None), select=select)
     if quantity is None:
-        quantity = _first_quantity(result)
+        names = quantities.head_quantities(result)
+        if not names:
+            raise OptionError("this result has no quantity with one number for each head")
+        quantity = names[0]
     units = units_of(result, unit)
 
-    # Heads are ranked on one half of the units and reported on the other, or on all units.
+    # Heads are ranked on one half of the units and reported on the other, or all on all units.
     if select is None:
         units.refuse_below(FEWEST)
+        ranking_units = np.arange(units.n)
         reported_units = np.arange(units.n)
-        ranking_units = reported_units
     else:
         units.refuse_below(2 * FEWEST)
         ranking_units, reported_units = halves_of(units.n)
@@ -72,9 +75,9 @@ def ranked_heads(
         shrunken_means = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
         after_mean = table.columns.get_loc(quantity) + 1
         table.insert(after_mean, "shrunken", shrunken_means)
-    ranked = table.sort_values("ranked_by", ascending=False, kind="stable")
-    ranked = ranked.dropna(subset="ranked_by")[:top]
-    ranked = by_head(ranked.drop(columns=["error", "ranked_by"]).reset_index(drop=True))
+    largest_first = table.sort_values("ranked_by", ascending=False, kind="stable")
+    top_rows = largest_first.dropna(subset="ranked_by")[:top].reset_index(drop=True)
+    ranked = by_head(top_rows.drop(columns=["error", "ranked_by"]))
     ranked.attrs = {
         "condition": condition,
         "segment": segment,
@@ -131,7 +134,7 @@ def sink_kinds(
             is out of range.
     """
     thresholds = {"value_below": value_below, "rank_below": rank_below, "rate_above": rate_above}
-    if value_below < 0 or rank_below < 1 or not 0 <= rate_above <= 1:
+    if not (value_below >= 0 and rank_below >= 1 and 0 <= rate_above <= 1):
         raise OptionError(
             f"thresholds={thresholds}: give value_below from 0, rank_below from 1, and rate_above"
             " from 0 to 1"
@@ -143,42 +146,36 @@ def sink_kinds(
     quantities.check_condition(result, condition)
 
     # A row for each layer, head and prompt.
-    sinks = result["attention_sinks"].sel(condition=condition)
-    cells = sinks[_SINK_QUANTITIES].to_dataframe()
-    cells = cells.reset_index()[["layer", "head", *_SINK_QUANTITIES]]
-    cells["has_sink"] = cells.sinks > 0
-    is_massive = cells.strongest_position == cells.massive_position
-    cells["overlaps"] = is_massive.astype(np.float64).where(cells.massive_count > 0)
+    dataset = result["attention_sinks"].sel(condition=condition)
+    prompt_rows = dataset[_SINK_QUANTITIES].to_dataframe().reset_index()
+    prompt_rows["has_sink"] = prompt_rows.sinks > 0
+    is_massive = prompt_rows.strongest_position == prompt_rows.massive_position
+    has_massive = prompt_rows.massive_count > 0
+    prompt_rows["overlaps"] = is_massive.astype(np.float64).where(has_massive)
 
     # A row for each layer and head.
-    with_sink = cells[cells.has_sink].groupby(["layer", "head"])
+    with_sink = prompt_rows[prompt_rows.has_sink].groupby(["layer", "head"])
     columns = {
-        "sink_rate": cells.groupby(["layer", "head"]).has_sink.mean(),
-        "position": with_sink.strongest_position.agg(lambda positions: positions.mode().iloc[0]),
+        "sink_rate": prompt_rows.groupby(["layer", "head"]).has_sink.mean(),
+        "position": with_sink.strongest_position.agg(_most_common),
         "value_ratio": with_sink.strongest_value_ratio.agg(_median),
         "output_rank": with_sink.output_rank.agg(_median),
-        "massive_overlap": with_sink.overlaps.agg("mean"),
+        "massive_overlap": with_sink.overlaps.mean(),
     }
     table = pd.DataFrame(columns).reset_index()
     table["position"] = table.position.fillna(-1).astype(int)
 
-    has_no_sink = ~(table.sink_rate > rate_above)
-    is_nop = table.value_ratio < value_below
-    is_broadcast = table.output_rank < rank_below
-    table["kind"] = np.select(
-        [has_no_sink, is_nop, is_broadcast], ["no sink", "nop", "broadcast"], "neither"
-    )
-    table = by_head(table)
-    table.attrs = {"condition": condition, **thresholds, "n": sinks.sizes["prompt"]}
-    return table
-
-
-def _first_quantity(result: Result) -> str:
-    """The quantity by which heads are ranked by default."""
-    names = quantities.head_quantities(result)
-    if not names:
-        raise OptionError("this result has no quantity with one number for each head")
-    return names[0]
+    table["kind"] = "neither"
+    table.loc[table.output_rank < rank_below, "kind"] = "broadcast"
+    table.loc[table.value_ratio < value_below, "kind"] = "nop"
+    table.loc[table.sink_rate <= rate_above, "kind"] = "no sink"
+    by_layer_and_head = by_head(table)
+    by_layer_and_head.attrs = {
+        "condition": condition,
+        **thresholds,
+        "n": dataset.sizes["prompt"],
+    }
+    return by_layer_and_head
 
 
 def _head_means(
@@ -235,6 +232,11 @@ def _ranked_words(select: Literal["half"] | None, has_null: bool) -> str:
     if has_null:
         ranked_words += f", beside {quantities.NULLS['uniform']}"
     return ranked_words
+
+
+def _most_common(positions: pd.Series) -> int:
+    """The most common position; of equally common ones the smallest."""
+    return int(positions.mode().iloc[0])
 
 
 def _median(values: pd.Series) -> float:

@@ -45,31 +45,31 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] 
     """
     # The means of each prompt are small, so some prompts are read at a time.
     if over:
-        means_of_prompts = []
+        blocks = []
         for block in in_parts(values, "prompt", result.memory):
-            means_of_prompts.append(block.mean(list(over)))
-        values = xr.concat(means_of_prompts, "prompt", join="exact")
-        return _interval(over_units(result, values))
+            blocks.append(block.mean(list(over)))
+        prompt_means = xr.concat(blocks, "prompt", join="exact")
+        return Moments.of(over_units(result, prompt_means)).interval()
 
     cell_dims = [str(dim) for dim in values.dims if dim != "prompt"]
     if not cell_dims:
-        return _interval(over_units(result, values))
+        return Moments.of(over_units(result, values)).interval()
 
     # All prompts are needed at once, so some layers (or positions …) are read at a time.
     intervals = []
     for block in in_parts(values, cell_dims[0], result.memory):
-        unit_values = over_units(result, block)
-        intervals.append(_interval(unit_values))
-    means, lows, highs = zip(*intervals, strict=True)
-    return Interval(np.concatenate(means), np.concatenate(lows), np.concatenate(highs))
+        interval = Moments.of(over_units(result, block)).interval()
+        intervals.append(np.stack(interval))
+    mean, low, high = np.concatenate(intervals, axis=1)
+    return Interval(mean, low, high)
 
 
 def overall_mean(result: Result, values: xr.DataArray) -> Interval:
     """The mean over prompts of each prompt's mean over all other dimensions, with its 95 % t
     interval.
     """
-    everything_else = [str(dim) for dim in values.dims if dim != "prompt"]
-    return mean_over_prompts(result, values, everything_else)
+    cell_dims = [str(dim) for dim in values.dims if dim != "prompt"]
+    return mean_over_prompts(result, values, cell_dims)
 
 
 def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
@@ -82,7 +82,9 @@ def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
 
 
 class Positions(NamedTuple):
-    """Means over prompts, with intervals, at the positions that enough prompts have [position]."""
+    """Means over prompts with 95 % t intervals, at the positions that enough prompts have
+    [position].
+    """
 
     at: np.ndarray  # the positions, from 0
     mean: np.ndarray
@@ -180,8 +182,8 @@ def choose_heads(
     if not 1 <= count <= len(distances):
         raise OptionError(f"cannot choose {count} of {len(distances)} heads")
 
-    chosen = distances[largest(distances.to_numpy(), count)]
-    return sorted(chosen.index.tolist())
+    furthest = distances[largest(distances.to_numpy(), count)]
+    return sorted(furthest.index.tolist())
 
 
 # The null at each position.
@@ -195,14 +197,14 @@ def uniform_at_positions(
     Args:
         dataset: The dataset of received attention.
         quantity: The quantity to which the null belongs: "received" or "received_by_origin".
-        place: The condition, layer and head.
+        place: The condition and layer; uniform attention is the same in all heads.
         prompts: The indices of the prompts that count.
 
     Returns:
         The attention that a query pays to each position, as a fraction [position].
     """
-    name = quantity.replace("received", "received_uniform", 1)  # its name in the dataset
-    return _mean_line(dataset, name, place, prompts)
+    variable_name = quantity.replace("received", "received_uniform", 1)
+    return _mean_at_positions(dataset, variable_name, place, prompts)
 
 
 def dilution_at_positions(
@@ -234,23 +236,23 @@ def dilution_at_positions(
     """
     dataset = result[RECEIVED]
     place = {"condition": BASELINE, "layer": layer, "head": head}
-    baseline = _mean_line(dataset, "received_by_origin", place, prompts)
+    baseline = _mean_at_positions(dataset, "received_by_origin", place, prompts)
     segment_shares = share_left(dataset, condition).sel(layer=layer, head=head)
     segment_shares = segment_shares.isel(prompt=prompts).transpose("prompt", "segment")
 
     # The baseline's position of the token at each position, and its segment [prompt, pos].
-    by_position = result["sequences"].isel(prompt=prompts).transpose("prompt", "pos", ...)
-    segments = by_position.segment_index.sel(condition=BASELINE).values
-    positions_of = condition
+    sequences = result["sequences"].isel(prompt=prompts).transpose("prompt", "pos", ...)
+    baseline_segments = sequences.segment_index.sel(condition=BASELINE).values
+    origin_condition = condition
     if quantity == "received_by_origin":
-        positions_of = BASELINE
-    origins = by_position.origin.sel(condition=positions_of).values
+        origin_condition = BASELINE
+    origins = sequences.origin.sel(condition=origin_condition).values
     is_original = origins >= 0
-    origins = np.where(is_original, origins, 0)  # any index that exists; its value is not used
-    segment_of_origin = np.take_along_axis(segments, origins, axis=1)
+    any_origins = np.where(is_original, origins, 0)  # an index that exists; its value is not used
+    segments = np.take_along_axis(baseline_segments, any_origins, axis=1)
 
-    shares = np.take_along_axis(segment_shares.values, segment_of_origin, axis=1)
-    values = np.where(is_original, baseline[origins] * shares, np.nan)
+    shares = np.take_along_axis(segment_shares.values, segments, axis=1)
+    values = np.where(is_original, baseline[any_origins] * shares, np.nan)
     return Moments.of(values).known_mean
 
 
@@ -269,30 +271,21 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
     """The mean over prompts of :func:`share_left` for each token of the baseline
     [layer, head, key].
     """
-    segment_shares = share_left(result[RECEIVED], condition)
-    segment_shares = segment_shares.transpose("layer", "head", "prompt", "segment")
-
-    segments = result["sequences"].segment_index.sel(condition=BASELINE)
-    segments = segments.transpose("prompt", "pos").values
-    segment_indices = np.arange(len(SEGMENTS))[:, None, None]
-    is_segment = (segments == segment_indices).astype(np.float64)  # [segment, prompt, key]
+    shares = share_left(result[RECEIVED], condition)
+    segment_index = result["sequences"].segment_index.sel(condition=BASELINE)
+    segments = np.arange(len(SEGMENTS))[:, None, None]
+    in_segment = segment_index.transpose("prompt", "pos").values == segments
+    membership = in_segment.astype(np.float64)  # [segment, prompt, key]
 
     # Matrix products sum over prompts and segments: the share of each prompt, head and position
     # would take much memory.
     layer_means = []
-    over_prompts_and_segments = ([1, 2], [1, 0])  # their axes in both factors
-    for layer_shares in segment_shares:
-        is_known = np.isfinite(layer_shares.values)
-        known_shares = np.where(is_known, layer_shares.values, 0)
-        total = np.tensordot(known_shares, is_segment, over_prompts_and_segments)
-        count = np.tensordot(is_known.astype(float), is_segment, over_prompts_and_segments)
+    for layer_shares in shares.transpose("layer", "head", "segment", "prompt").values:
+        is_known = np.isfinite(layer_shares)
+        total = np.tensordot(np.where(is_known, layer_shares, 0), membership, axes=2)
+        count = np.tensordot(is_known.astype(np.float64), membership, axes=2)
         layer_means.append(ratio(total, count))
     return np.stack(layer_means)
-
-
-def _interval(values: np.ndarray) -> Interval:
-    """The mean and t interval of values [unit, …]; the ends are NaN with fewer than three units."""
-    return Moments.of(values).interval()
 
 
 def _from_uniform(result: Result, layer: int | None) -> pd.Series:
@@ -303,20 +296,20 @@ def _from_uniform(result: Result, layer: int | None) -> pd.Series:
     """
     values, uniform = values_of(result, BASELINE, "received", "question")
     assert uniform is not None  # received attention always has it
-    if layer is not None:
-        values = values.sel(layer=[layer])
     ratios = (values / uniform).transpose("prompt", "layer", "head")
+    if layer is not None:
+        ratios = ratios.sel(layer=[layer])
     log_ratios = ratios.copy(data=np.log(ratios.values))
 
     mean = log_ratios[0].copy(data=over_units(result, log_ratios).mean(0))
     return abs(mean).to_series()
 
 
-def _mean_line(
-    dataset: xr.Dataset, name: str, place: dict[str, object], prompts: np.ndarray
+def _mean_at_positions(
+    dataset: xr.Dataset, variable_name: str, place: dict[str, object], prompts: np.ndarray
 ) -> np.ndarray:
-    """The mean of a quantity over these prompts at each position."""
+    """The mean of a variable over these prompts at each position."""
     if len(prompts) < dataset.sizes["prompt"]:
-        per_prompt = dataset[f"{name}_per_prompt"].isel(prompt=prompts)
-        return per_prompt.mean("prompt").sel(place).values
-    return dataset[name].sel(place).values
+        per_prompt = dataset[f"{variable_name}_per_prompt"].isel(prompt=prompts)
+        return per_prompt.sel(place).mean("prompt").values
+    return dataset[variable_name].sel(place).values

@@ -11,7 +11,7 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import NULLS, inserted_words
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, alike_words, units_of
-from mechattn.stats.paired import FEWEST_FOR_ALL
+from mechattn.stats.paired import FEWEST_FOR_SIMULTANEOUS
 
 
 def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
@@ -75,22 +75,20 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
             version = _several(versions[name])
             libraries.append(f"{name} {version}")
 
-    verified = "The hooked model was not verified against the model's own attention"
+    verified_words = "The hooked model was not verified against the model's own attention"
     if model["verified"]:
-        verified = (
+        verified_words = (
             "The hooked model was verified against the model's own attention when it was loaded"
         )
         if model.get("not_verified"):
-            unchecked = _several(model["not_verified"])
-            verified += f" (not checked: {unchecked})"
+            verified_words += f" (not checked: {_several(model['not_verified'])})"
         if model.get("mended"):
-            mended = _several(model["mended"])
-            verified += f"; mended: {mended}"
+            verified_words += f"; mended: {_several(model['mended'])}"
 
     engine_words = _ENGINES.get(engine, engine)
     return (
         f"The attention of {model['name']} ({size}) was measured {engine_words},"
-        f" with {_and(libraries)}. {verified}."
+        f" with {_and(libraries)}. {verified_words}."
     )
 
 
@@ -100,15 +98,14 @@ def _prompts(result: Result) -> str:
     """
     prompts = result.provenance["prompts"]
     units = units_of(result)
-    unit = "group"
-    if units.group_of_prompt is None:
-        unit = "prompt"
-
-    details = f"hash {prompts['hash']}"
+    unit_word = "prompt"
+    if units.group_of_prompt is not None:
+        unit_word = "group"
+    source = f"hash {prompts['hash']}"
     if "template" in prompts:
-        details += f", template “{prompts['template']}”"
+        source += f", template “{prompts['template']}”"
     sentence = (
-        f"The run used {units.words} ({details}), and the unit of replication was the {unit}."
+        f"The run used {units.words} ({source}), and the unit of replication was the {unit_word}."
     )
     # The words are empty if the prompts do not repeat each other or groups take account of it.
     return f"{sentence} {alike_words(result)}".strip()
@@ -159,15 +156,15 @@ def _compared(table: pd.DataFrame) -> str:
 
     # The units, and whether heads were selected on one half of them.
     pairing_words = f"paired by {about['unit_kind']}"
-    n = 0  # unknown in a table without rows
+    unit_count = 0  # unknown in a table without rows
     if len(table):
-        n = int(table.n.iloc[0])
-        pairing_words += f" (n = {n})"
+        unit_count = int(table.n.iloc[0])
+        pairing_words += f" (n = {unit_count})"
     if about["select"] == "half":
-        selected_words = "found"
+        selection_words = "found"
         if "top" in about:
-            selected_words = f"the {about['top']} largest"
-        pairing_words += f", {selected_words} on one half and reported on the other"
+            selection_words = f"the {about['top']} largest"
+        pairing_words += f", {selection_words} on one half and reported on the other"
 
     # The tests, and the family over which they are adjusted.
     pattern_words = "all patterns of signs"
@@ -177,7 +174,7 @@ def _compared(table: pd.DataFrame) -> str:
         pattern_words += f" of {about['resampled']}, which are also what the bootstrap resamples"
 
     test_words = f"sign-flip tests ({pattern_words}) against {about['null']}"
-    if n >= FEWEST_FOR_ALL:
+    if unit_count >= FEWEST_FOR_SIMULTANEOUS:
         test_words += (
             "; p is the largest of the p of this test, the p of a bootstrap-t test, and the p of a"
             " step-down bootstrap-t test divided by the number of tests"

@@ -74,11 +74,11 @@ def dataset_of(result: Result, quantity: str) -> tuple[xr.Dataset, str]:
 
     # Name the quantities that were measured, and the analysis that measures this one.
     measured = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
-    hint = f"there are {', '.join(measured)}: name one with quantity=…"
+    remedy = f"there are {', '.join(measured)}: name one with quantity=…"
     for analysis in ANALYSES:
         if not analysis().quantities.keys().isdisjoint(names):
-            hint += f", or run it with ma.analyses.{analysis.__name__}()"
-    raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; {hint}")
+            remedy += f", or run it with ma.analyses.{analysis.__name__}()"
+    raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; {remedy}")
 
 
 def head_quantities(result: Result) -> list[str]:
@@ -96,7 +96,7 @@ def head_quantities(result: Result) -> list[str]:
 
 
 def values_of(
-    result: Result, condition: str, quantity: str, segment: str | None, kind: Null = "uniform"
+    result: Result, condition: str, quantity: str, segment: str | None, null_kind: Null = "uniform"
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """The values of a quantity in a condition [prompt, layer, head, …], and those of its null.
 
@@ -105,7 +105,7 @@ def values_of(
         condition: One of its conditions.
         quantity: The quantity, such as "received".
         segment: A segment; None for all segments, as a further dimension.
-        kind: The kind of null.
+        null_kind: The kind of null.
 
     Returns:
         The values, and those of the null. The latter are None if the uniform null is asked for and
@@ -119,15 +119,17 @@ def values_of(
     dataset, name = dataset_of(result, quantity)
     values = values_in(dataset[name], condition, segment)
 
-    null_name = f"{name}_{kind}"
+    null_name = f"{name}_{null_kind}"
     is_known = null_name in dataset
-    if kind == "dilution":
+    if null_kind == "dilution":
         is_known = has_dilution((result, condition), quantity, segment)
     if is_known:
         return values, values_in(dataset[null_name], condition, segment)
-    if kind == "uniform":
+    if null_kind == "uniform":
         return values, None
-    raise OptionError(f"{quantity!r} has no null={kind!r} with {condition!r}: {_NULL_NEEDS[kind]}")
+    raise OptionError(
+        f"{quantity!r} has no null={null_kind!r} with {condition!r}: {_NULL_NEEDS[null_kind]}"
+    )
 
 
 def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
@@ -159,7 +161,8 @@ def values_beside_null(
     """The values of a quantity with at most one number for each head, and those of its null
     [prompt, condition, layer, …].
 
-    Nothing is read yet if the result is on disk.
+    The arrays that come back are not read yet if the result is on disk. Only the check whether
+    every value has a dilution null reads some.
 
     Args:
         result: A result with the quantity.
@@ -192,11 +195,9 @@ def values_beside_null(
 
 def values_in(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
     """A variable's values in a condition and a segment, as float64 [prompt, layer, head, …]."""
-    values = in_segment(variable.sel(condition=condition), segment)
-    values = values.astype(np.float64, copy=False)
-
-    first_dims = [dim for dim in ("prompt", "layer", "head") if dim in values.dims]
-    values = values.transpose(*first_dims, ...)
+    stored_values = in_segment(variable.sel(condition=condition), segment)
+    first_dims = [dim for dim in ("prompt", "layer", "head") if dim in stored_values.dims]
+    values = stored_values.astype(np.float64, copy=False).transpose(*first_dims, ...)
     return values.reset_coords(drop=True)  # these name the condition and the segment
 
 
@@ -295,12 +296,12 @@ def check_present(values: xr.DataArray, quantity: str, segment: str | None, side
     if not np.isnan(values.values.min(initial=np.inf)):
         return
 
-    missing = values.isnull()
-    missing &= ~missing.all("prompt")
-    if missing.any():
+    is_missing = values.isnull()
+    is_missing &= ~is_missing.all("prompt")
+    if is_missing.any():
         cell_dims = [dim for dim in values.dims if dim != "prompt"]
-        count = int(missing.any(cell_dims).sum())
-        raise absent_error(count, quantity, segment, side)
+        prompt_count = int(is_missing.any(cell_dims).sum())
+        raise absent_error(prompt_count, quantity, segment, side)
 
 
 def check_measured(side: Side, quantity: str, segment: str | None) -> None:
@@ -310,16 +311,16 @@ def check_measured(side: Side, quantity: str, segment: str | None) -> None:
     values = in_segment(variable.sel(condition=condition), segment)
     cell_dims = [dim for dim in values.dims if dim != "prompt"]
 
-    lacking = 0
+    prompt_count = 0
     for block in in_parts(values, "prompt", result.memory):
         has_no_value = block.isnull().all(cell_dims)
-        lacking += int(has_no_value.sum())
-    if lacking:
-        raise absent_error(lacking, quantity, segment, side)
+        prompt_count += int(has_no_value.sum())
+    if prompt_count:
+        raise absent_error(prompt_count, quantity, segment, side)
 
 
-def absent_error(count: int, quantity: str, segment: str | None, side: Side) -> OptionError:
-    """The error for a condition in which ``count`` prompts lack a quantity."""
+def absent_error(prompt_count: int, quantity: str, segment: str | None, side: Side) -> OptionError:
+    """The error for a condition in which ``prompt_count`` prompts lack a quantity."""
     result, condition = side
     if segment == "inserted" and not inserted_counts(result, condition).any():
         return OptionError(
@@ -329,16 +330,16 @@ def absent_error(count: int, quantity: str, segment: str | None, side: Side) -> 
         )
 
     variable = variable_of(result, quantity)
-    place = ""
-    hint = "leave these out with result.sel(prompt=…)"
+    segment_words = ""
+    remedy = "leave these out with result.sel(prompt=…)"
     if "segment" in variable.dims:
-        place = " in some segment"
+        segment_words = " in some segment"
         if segment is not None:
-            place = f" in the segment {segment!r}"
-        hint = f"name a segment that all have, or {hint}"
+            segment_words = f" in the segment {segment!r}"
+        remedy = f"name a segment that all have, or {remedy}"
     return OptionError(
-        f"{count} of {variable.sizes['prompt']} prompts have no {quantity!r}{place} with"
-        f" {condition!r}; {hint}"
+        f"{prompt_count} of {variable.sizes['prompt']} prompts have no {quantity!r}{segment_words}"
+        f" with {condition!r}; {remedy}"
     )
 
 
@@ -363,11 +364,11 @@ def slices(
     Raises:
         MemoryOptionError: Not even one fits.
     """
-    free = max(memory_bytes(memory) - bytes_of_resamples, 0)
-    at_a_time = free // max(1, bytes_of_one)
-    if at_a_time >= count:
+    free_bytes = max(memory_bytes(memory) - bytes_of_resamples, 0)
+    block_size = free_bytes // max(1, bytes_of_one)
+    if block_size >= count:
         return [slice(None)]
-    if at_a_time < 1:
+    if block_size < 1:
         needed = ceil((bytes_of_resamples + bytes_of_one) / 2**20)
         remedy = f'give more (ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB)'
         if bytes_of_resamples:
@@ -375,8 +376,8 @@ def slices(
         raise MemoryOptionError(
             f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; {remedy}"
         )
-    starts = range(0, count, at_a_time)
-    return [slice(start, min(start + at_a_time, count)) for start in starts]
+    starts = range(0, count, block_size)
+    return [slice(start, min(start + block_size, count)) for start in starts]
 
 
 def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArray]:

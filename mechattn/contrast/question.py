@@ -60,7 +60,8 @@ class Question:
 
     Raises:
         OptionError: The null, scale or unit is unknown, the level is not a number from 0.5 to below
-            1, or ``resamples`` is not a positive whole number.
+            1, ``resamples`` is not a positive whole number, or the seed is not a whole number from
+            0.
     """
 
     result: Result
@@ -81,6 +82,7 @@ class Question:
         check_choice(Unit, unit=self.unit)
         check_level(self.level)
         check_counts(resamples=self.resamples)
+        check_counts(0, seed=self.seed)
         if self.null is not None:
             check_choice(Null, null=self.null)
         if self.scale is not None:
@@ -148,7 +150,7 @@ class Question:
         return self.of_parts(lambda result: part_of(result, "layer", block))
 
     def at_layer(self, layer: int | None) -> Self:
-        """The same question about one layer; about all layers if it is None."""
+        """The same question about one layer, or about all layers if ``layer`` is None."""
         if layer is None:
             return self
         check_layer(layer, variable_of(self.result, self.quantity))
@@ -181,13 +183,13 @@ class Question:
         their_counts = inserted_counts(self.reference, self.to)
         if not counts.any() or not their_counts.any():
             return
-        differing_prompts = np.flatnonzero(counts != their_counts)
-        if len(differing_prompts):
-            prompt = differing_prompts[0]
+        prompt_indices = np.flatnonzero(counts != their_counts)
+        if len(prompt_indices):
+            first_index = prompt_indices[0]
             raise OptionError(
-                f"{self.condition!r} inserts {counts[prompt]} tokens, {self.to!r}"
-                f" {their_counts[prompt]}, so they differ in length too. Give both the same count,"
-                " or matched=False"
+                f"{self.condition!r} inserts {counts[first_index]} tokens, {self.to!r}"
+                f" {their_counts[first_index]}, so they differ in length too. Give both the same"
+                " count, or matched=False"
             )
 
 
@@ -201,11 +203,13 @@ class FirstToken:
 
     Args:
         text: The text of the token in the first prompt.
-        text_now: The text of the token that comes first in the condition, in the first prompt.
-        before: The attention to the token in the baseline, as a mean over layers and heads.
-        after: The attention to the token in the condition, as a mean over layers and heads.
-        now: The attention to the token that comes first in the condition, as a mean over layers and
-            heads; NaN if it is not stored.
+        new_first_text: The text of the token that comes first in the condition, in the first
+            prompt.
+        baseline_attention: The attention to the token in the baseline, as a mean over layers and
+            heads.
+        attention: The attention to the token in the condition, as a mean over layers and heads.
+        new_first_attention: The attention to the token that comes first in the condition, as a mean
+            over layers and heads; NaN if it is not stored, or if no counted query sees that token.
         sink_heads: The number of heads that have their sink at the token in the baseline.
         lost_heads: The number of these heads that have lost it in the condition.
         heads: The number of heads in all layers.
@@ -213,10 +217,10 @@ class FirstToken:
     """
 
     text: str
-    text_now: str
-    before: float
-    after: float
-    now: float
+    new_first_text: str
+    baseline_attention: float
+    attention: float
+    new_first_attention: float
     sink_heads: int
     lost_heads: int
     heads: int
@@ -253,29 +257,30 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
         return None
 
     masses = dataset.mass_by_segment.sel(segment="first")
-    head_means = _head_means(result, masses.sel(condition=BASELINE))
-    head_means_after = _head_means(result, masses.sel(condition=condition))
-    if np.isnan(head_means).all():
+    baseline_means = _head_means(result, masses.sel(condition=BASELINE))
+    condition_means = _head_means(result, masses.sel(condition=condition))
+    if np.isnan(baseline_means).all():
         return None
-    has_sink = head_means > _SINK_ABOVE
-    has_lost_it = has_sink & (head_means_after < head_means / 2)
+    has_sink = baseline_means > _SINK_ABOVE
+    has_lost_sink = has_sink & (condition_means < baseline_means / 2)
 
     # The token that comes first in the condition.
     sequences = result["sequences"]
-    first_origin = sequences.origin.sel(condition=condition).isel(pos=0)
-    now = np.nan
+    first_origins = sequences.origin.sel(condition=condition).isel(pos=0)
+    new_first_attention = np.nan
     if "received" in dataset:
-        now = float(dataset.received.sel(condition=condition).isel(key=0).mean())
+        received = dataset.received.sel(condition=condition)
+        new_first_attention = float(received.isel(key=0).mean())
     return FirstToken(
         text=_first_text(sequences, BASELINE),
-        text_now=_first_text(sequences, condition),
-        before=float(np.nanmean(head_means)),
-        after=float(np.nanmean(head_means_after)),
-        now=now,
+        new_first_text=_first_text(sequences, condition),
+        baseline_attention=float(np.nanmean(baseline_means)),
+        attention=float(np.nanmean(condition_means)),
+        new_first_attention=new_first_attention,
         sink_heads=int(has_sink.sum()),
-        lost_heads=int(has_lost_it.sum()),
+        lost_heads=int(has_lost_sink.sum()),
         heads=has_sink.size,
-        preceded=bool((first_origin == INSERTED).any()),
+        preceded=bool((first_origins == INSERTED).any()),
     )
 
 
@@ -291,15 +296,14 @@ def first_token_words(result: Result, condition: str) -> str:
         return ""
     sentence = (
         f"The baseline's first token (“{visible(token.text).strip()}” in the first prompt) held"
-        f" {100 * token.before:.1f} points of 100 of the attention, and {100 * token.after:.1f}"
-        f" with “{condition}”"
+        f" {100 * token.baseline_attention:.1f} points of 100 of the attention, and"
+        f" {100 * token.attention:.1f} with “{condition}”"
     )
     if token.preceded:
-        sentence += (
-            f", whose tokens come before it (now “{visible(token.text_now).strip()}” is first"
-        )
-        if not np.isnan(token.now):
-            sentence += f", and gets {100 * token.now:.1f}"
+        new_first = visible(token.new_first_text).strip()
+        sentence += f", whose tokens come before it (now “{new_first}” is first"
+        if not np.isnan(token.new_first_attention):
+            sentence += f", and gets {100 * token.new_first_attention:.1f}"
         sentence += ")"
     if token.moved:
         sentence += (

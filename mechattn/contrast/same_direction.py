@@ -37,10 +37,10 @@ def agreement(
             " analyses=[ma.analyses.MlpActivations()]"
         )
     if controls is None:
-        named = (condition, other, over, BASELINE)
-        controls = [name for name in result.conditions if name not in named]
-    others = [other, *controls]
-    for name in (condition, *others, over):
+        not_controls = (condition, other, over, BASELINE)
+        controls = [name for name in result.conditions if name not in not_controls]
+    compared = [other, *controls]
+    for name in (condition, *compared, over):
         check_condition(result, name)
     if over in (condition, other):
         raise OptionError(f"over={over!r} is one of the two conditions, so its change is zero")
@@ -52,19 +52,20 @@ def agreement(
     product = product.transpose("prompt", "layer", "condition", "other_condition")
     blocks = []
     for block in in_parts(product, "prompt", result.memory):
-        blocks.append(_cosines(block.astype(np.float64), condition, others, over))
+        blocks.append(_cosines(block.astype(np.float64), condition, compared, over))
     cosines = np.concatenate(blocks)  # [prompt, other, layer]
 
-    # The cosine with each of the others, and the first one (with ``other``) minus each of them.
+    # The cosine with each condition, and that with ``other``, the first, minus each of them.
     unit_cosines = units.means(cosines)
-    unit_differences = units.means(cosines[:, :1] - cosines)
+    cosine_with_other = cosines[:, :1]
+    unit_differences = units.means(cosine_with_other - cosines)
     mean, low, high = t_interval(unit_cosines, level)
     beyond, beyond_low, beyond_high = t_interval(unit_differences, level)
     layers = product.layer.values
     columns = {
         "condition": condition,
-        "other": np.repeat(others, len(layers)),
-        "layer": np.tile(layers, len(others)),
+        "other": np.repeat(compared, len(layers)),
+        "layer": np.tile(layers, len(compared)),
         "cosine": mean.ravel(),
         "cosine_low": low.ravel(),
         "cosine_high": high.ravel(),
@@ -78,7 +79,9 @@ def agreement(
     return table
 
 
-def _cosines(product: xr.DataArray, condition: str, others: Sequence[str], over: str) -> np.ndarray:
+def _cosines(
+    product: xr.DataArray, condition: str, compared: Sequence[str], over: str
+) -> np.ndarray:
     """The cosines of a condition's change from ``over`` with those of other conditions [prompt,
     other, layer]; NaN if one of the two changes nothing.
 
@@ -89,14 +92,15 @@ def _cosines(product: xr.DataArray, condition: str, others: Sequence[str], over:
     Args:
         product: ``⟨a, b⟩`` [prompt, layer, condition, other_condition].
         condition: The condition.
-        others: The conditions that it is compared with.
+        compared: The conditions that it is compared with.
         over: The condition from which changes are measured.
     """
-    second_over = product.sel(other_condition=over, drop=True)
-    first_over = product.sel(condition=over, drop=True)
-    changes = product - (second_over + first_over) + second_over.sel(condition=over, drop=True)
+    products_with_over = product.sel(other_condition=over, drop=True)  # ⟨a, o⟩
+    products_of_over = product.sel(condition=over, drop=True)  # ⟨o, b⟩
+    squared_norm_of_over = products_with_over.sel(condition=over, drop=True)  # ⟨o, o⟩
+    changes = product - (products_with_over + products_of_over) + squared_norm_of_over
 
-    other_names = xr.DataArray(list(others), dims="other")
+    other_names = xr.DataArray(list(compared), dims="other")
     of_condition = changes.sel(condition=condition, drop=True)
     products = of_condition.sel(other_condition=other_names)
     squared_norm = of_condition.sel(other_condition=condition, drop=True)

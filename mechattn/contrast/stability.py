@@ -42,27 +42,26 @@ def overlap_table(
         names = _different_conditions(contrast, over)
     check_counts(splits=splits, patterns=patterns)
     fewest = Selection("half", top, by).fewest
-    ranked_by: Ranking = by or "difference"
+    ranked_by: Ranking = "difference"
+    if by is not None:
+        ranked_by = by
 
     # The values by which cells are selected, in the cells that all conditions have.
     units = contrast.units
     bags = Bags.drawn(units.n, contrast.seed)
-    tested, common_cells = several_tested(contrast, names, layer, bags, ranked_by)
-    cell_count = int(common_cells.sum())
+    tested = several_tested(contrast, names, layer, bags, ranked_by)
+    cell_count = len(tested.labels)
     if top is not None and top >= cell_count:
         raise OptionError(
             f"top={top!r}: give a number of heads below {cell_count}, or None for those with"
             " q < 0.05"
         )
     units.refuse_below(fewest)
-    values = {}
-    for name, of_condition in zip(names, tested, strict=True):
-        values[name] = of_condition.values[:, common_cells]
+    values = {name: tested.values[:, index] for index, name in enumerate(names)}
 
     # All conditions are split into the same halves of the units or bags.
-    n = len(tested[0].values)
     generator = np.random.default_rng(contrast.seed)
-    halves = [random_halves(n, generator) for _ in range(splits)]
+    halves = [random_halves(len(tested.values), generator) for _ in range(splits)]
 
     if top is None:
         select: _Select = partial(significant, resamples=patterns)
@@ -88,12 +87,12 @@ def overlap_table(
 
 def jaccard(selected: np.ndarray, other: np.ndarray) -> float:
     """``|A ∩ B| / |A ∪ B|`` of two masks [cell]; NaN if both are empty."""
-    union = int((selected | other).sum())
-    if not union:
+    union_size = int((selected | other).sum())
+    if not union_size:
         return np.nan
 
-    intersection = int((selected & other).sum())
-    return intersection / union
+    intersection_size = int((selected & other).sum())
+    return intersection_size / union_size
 
 
 @cache  # most splits select the same numbers of cells
@@ -111,10 +110,10 @@ def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
     if not size + other_size:
         return np.nan
 
-    shared_counts = np.arange(min(size, other_size) + 1)
-    probability = stats.hypergeom(cells, size, other_size).pmf(shared_counts)
-    union = size + other_size - shared_counts
-    expected = (probability * shared_counts / union).sum()
+    intersection_sizes = np.arange(min(size, other_size) + 1)
+    probabilities = stats.hypergeom(cells, size, other_size).pmf(intersection_sizes)
+    union_sizes = size + other_size - intersection_sizes
+    expected = (probabilities * intersection_sizes / union_sizes).sum()
     return float(expected)
 
 
@@ -163,26 +162,26 @@ def _rows(
         halves: The units of both halves, for each split.
         select: The function that selects cells from the values of some units.
     """
-    on_first = {}
-    on_second = {}
-    on_all = {}
+    first_selections = {}
+    second_selections = {}
+    selection_on_all = {}
     for name, unit_values in values.items():
-        on_first[name] = [select(unit_values[first]) for first, _ in halves]
-        on_second[name] = [select(unit_values[second]) for _, second in halves]
-        on_all[name] = select(unit_values)
+        first_selections[name] = [select(unit_values[first]) for first, _ in halves]
+        second_selections[name] = [select(unit_values[second]) for _, second in halves]
+        selection_on_all[name] = select(unit_values)
 
     # A condition with itself shows how much prompts matter, and a pair how much the filler does.
     rows: list[dict[str, object]] = []
     pairs = [(name, name) for name in values]
     pairs += combinations(values, 2)
     for name, other_name in pairs:
-        on_all_prompts = np.nan  # a condition with itself would always give 1
+        jaccard_on_all = np.nan  # a condition with itself would always give 1
         if name != other_name:
-            on_all_prompts = jaccard(on_all[name], on_all[other_name])
+            jaccard_on_all = jaccard(selection_on_all[name], selection_on_all[other_name])
 
         labels = {"condition": name, "other": other_name}
-        overlap = _overlap(on_first[name], on_second[other_name])
-        rows.append({**labels, **overlap, "on_all": on_all_prompts})
+        overlap = _overlap(first_selections[name], second_selections[other_name])
+        rows.append({**labels, **overlap, "on_all": jaccard_on_all})
     return rows
 
 

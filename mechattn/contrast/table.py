@@ -16,7 +16,6 @@ from mechattn.contrast.differences import (
     cell_labels,
     check_cells,
     layers_of,
-    refuse_without_cells,
 )
 from mechattn.contrast.further_columns import (
     check_margin,
@@ -49,10 +48,17 @@ _COLUMN_NAMES = {
     "p": "p_beyond",
     "q": "q_beyond",
 }
-CHANGE = ["change", "change_low", "change_high", "change_null"]
+# The columns of changes as fractions, and those of the log-ratios from which they are computed.
+_LOG_RATIOS = {
+    "change": "difference",
+    "change_low": "difference_low",
+    "change_high": "difference_high",
+    "change_null": "null",
+}
+CHANGE = [*_LOG_RATIOS]
 DEFAULT_MARGINS = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
 _TEST_COLUMNS = ["q_beyond", "q_difference", "n"]
-_DIFFERENCE = ["difference", "difference_low", "difference_high", "null"]  # in the order of CHANGE
+_DIFFERENCE = [*_LOG_RATIOS.values()]
 DIFFERENCE_COLUMNS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
 _OPTION_COLUMNS = ["q_same", "q_random"]  # added by margin=… and random=…
 
@@ -159,31 +165,31 @@ def comparison_table(
 
     # Cells are selected on one half of the units, and reported on the other.
     reported_units = np.arange(units.n)
-    masks = None
-    distances = None  # the rows are ordered by these
+    masks_of_selected = None
+    selecting_distances = None  # the rows are ordered by these
     if selection.select is not None:
         selecting_units, reported_units = halves_of(units.n)
         candidates = _cell_statistics(contrast, units, selecting_units, bootstrap_ends=False)
         is_selected = selection.selected(candidates.statistics)
-        masks = _selected(candidates.masks, is_selected)
+        masks_of_selected = _selected(candidates.masks, is_selected)
         if selection.top is not None:
-            distances = selection.distances(candidates.statistics)[is_selected]
+            selecting_distances = selection.distances(candidates.statistics)[is_selected]
 
-    cells = _cell_statistics(contrast, units, reported_units, masks, bootstrap_ends)
+    cells = _cell_statistics(contrast, units, reported_units, masks_of_selected, bootstrap_ends)
     cell_count = sum(mask.size for mask in cells.masks)
     check_cells(contrast, cell_count, cells.left_out)
 
     table = _columns(cells)
     table.attrs = _about(contrast, selection, cells, units)
-    table = table.assign(**_labelling(contrast, table))
+    table = table.assign(**_question_columns(contrast, table))
 
     # Further columns, and the order of the ranking.
     if margin is not None:
         table = with_equivalence(table, margin)
     if random is not None:
         table = with_random(table, random, contrast, units, reported_units)
-    if distances is not None:
-        furthest_first = np.argsort(-distances, kind="stable")
+    if selecting_distances is not None:
+        furthest_first = np.argsort(-selecting_distances, kind="stable")
         table = table.iloc[furthest_first].reset_index(drop=True)
     return by_head(table)
 
@@ -203,7 +209,8 @@ def main_columns(table: pd.DataFrame) -> pd.DataFrame:
     effect_columns = _DIFFERENCE
     if "change" in table:
         effect_columns = CHANGE
-    label_columns = table.columns[: table.columns.get_loc(effect_columns[0])]
+    first_effect = table.columns.get_loc(effect_columns[0])  # labels stand before it
+    label_columns = table.columns[:first_effect]
     option_columns = table.columns.intersection(_OPTION_COLUMNS)
 
     return table[[*label_columns, *effect_columns, *_TEST_COLUMNS, *option_columns]]
@@ -229,14 +236,13 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
         OptionError: The margin is not a positive number.
     """
     effect_column = "difference"
-    scale = "difference"
+    default_margin = DEFAULT_MARGINS["difference"]
     if "change" in table:
         effect_column = "change"
-        scale = "log-ratio"
+        default_margin = DEFAULT_MARGINS["log-ratio"]
     if margin is None:
-        margin = DEFAULT_MARGINS[scale]
-    else:
-        check_margin(margin)
+        margin = default_margin
+    check_margin(margin)
     is_large = table[effect_column].abs() > margin
     return np.asarray(is_large & (table.q_difference < 0.05))
 
@@ -248,7 +254,7 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
 class _Cells:
     """The cells that a table reports, of all blocks of layers, and their statistics."""
 
-    means: pd.DataFrame  # a row for each cell: its layer, head …, value and reference
+    means: pd.DataFrame  # a row for each cell, with its labels (layer, head …), value and reference
     statistics: Paired
     masks: list[np.ndarray]  # the cells of each block that are reported [*cells]
     left_out: list[str]  # the names of cells without a difference
@@ -271,9 +277,6 @@ def _cell_statistics(
         unit_indices: The units that count.
         masks: The cells of each block [*cells]; by default those with a difference.
         bootstrap_ends: Whether to compute the ends of bootstrap intervals.
-
-    Raises:
-        OptionError: No cell has a difference, and no masks are given.
     """
     stream = PairedStream(
         len(unit_indices), contrast.level, contrast.resamples, contrast.seed, bootstrap_ends
@@ -284,13 +287,13 @@ def _cell_statistics(
         counted_units = units.means(values)[unit_indices]
         return counted_units[:, mask]
 
-    rows = []
+    means_of_blocks = []
     used_masks = []
     left_out: list[str] = []
-    for number, block in enumerate(layers_of(contrast, contrast.resamples)):
-        mask = block.cells
+    for block_index, block in enumerate(layers_of(contrast, contrast.resamples)):
+        mask = block.has_difference
         if masks is not None:
-            mask = masks[number]
+            mask = masks[block_index]
 
         expected = None
         if block.expected is not None:
@@ -301,15 +304,18 @@ def _cell_statistics(
         columns = cell_labels(block, mask)
         columns["value"] = unit_values(block.ours.values, mask).mean(0)
         columns["reference"] = unit_values(block.theirs.values, mask).mean(0)
-        rows.append(pd.DataFrame(columns))
+        means_of_blocks.append(pd.DataFrame(columns))
         used_masks.append(mask)
         left_out += block.left_out
 
-    means = pd.concat(rows, ignore_index=True)
-    if masks is None and not len(means):
-        refuse_without_cells(contrast)
+    means = pd.concat(means_of_blocks, ignore_index=True)
     return _Cells(
-        means, stream.statistics(), used_masks, left_out, last_block=block, bags=stream.bags
+        means=means,
+        statistics=stream.statistics(),
+        masks=used_masks,
+        left_out=left_out,
+        last_block=block,
+        bags=stream.bags,
     )
 
 
@@ -320,12 +326,14 @@ def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.n
         masks: The cells with statistics of each block [*cells].
         is_selected: A mask of the selected ones among these, over all blocks [cell].
     """
-    ends = np.cumsum([mask.sum() for mask in masks])
     selected_masks = []
-    for mask, selected_in_block in zip(masks, np.split(is_selected, ends[:-1]), strict=True):
-        selected = mask.copy()
-        selected[mask] = selected_in_block
-        selected_masks.append(selected)
+    start = 0
+    for mask in masks:
+        stop = start + int(mask.sum())
+        selected_mask = np.zeros_like(mask)
+        selected_mask[mask] = is_selected[start:stop]
+        selected_masks.append(selected_mask)
+        start = stop
     return selected_masks
 
 
@@ -346,21 +354,21 @@ def _columns(cells: _Cells) -> pd.DataFrame:
     if cells.last_block.expected is None:
         table = table.assign(p_beyond=np.nan, q_beyond=np.nan)
 
-    labels = list(cells.means.columns.drop(["value", "reference"]))
-    order = [*labels, *DIFFERENCE_COLUMNS, *_TEST_COLUMNS]
+    label_columns = cells.means.columns.drop(["value", "reference"])
+    first_columns = [*label_columns, *DIFFERENCE_COLUMNS, *_TEST_COLUMNS]
     if cells.last_block.scale == "log-ratio":
-        log_ratios = table[_DIFFERENCE].to_numpy()  # in the order of CHANGE
-        table[CHANGE] = np.expm1(log_ratios)
-        order = [*labels, *CHANGE, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
-    other_columns = table.columns.drop(order)
-    return table[[*order, *other_columns]].assign(scale=cells.last_block.scale)
+        for change_column, log_ratio_column in _LOG_RATIOS.items():
+            table[change_column] = np.expm1(table[log_ratio_column])
+        first_columns = [*label_columns, *CHANGE, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
+    other_columns = table.columns.drop(first_columns)
+    return table[[*first_columns, *other_columns]].assign(scale=cells.last_block.scale)
 
 
 def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
     """The attributes of a table: its question, its null and its tests."""
     tests = len(cells.statistics.p)
     n = cells.statistics.n
-    of_units = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
+    findable = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
 
     models = {str(result.provenance["model"]["name"]) for result, _ in contrast.sides}
     dims = " × ".join(map(str, cells.last_block.difference.dims[1:]))
@@ -390,8 +398,8 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         "family": f"{tests} tests: {dims}",
         "unit": units.unit,
         "unit_kind": units.kind,
-        "smallest_p": of_units.smallest_p,
-        "resolution": str(of_units),
+        "smallest_p": findable.smallest_p,
+        "resolution": str(findable),
         "patterns": sign_patterns,
         "skewed": cells.statistics.skewed,
         "alike": alike_words(contrast.result),
@@ -400,13 +408,15 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         about["resampled"] = cells.bags.words
     if selection.top is not None:
         about["top"] = selection.top
-        about["ranked_by"] = tested_column if selection.by == "beyond" else "difference"
+        about["ranked_by"] = "difference"
+        if selection.by == "beyond":
+            about["ranked_by"] = tested_column
     return about
 
 
-def _labelling(contrast: Question, table: pd.DataFrame) -> dict[str, Any]:
-    """Columns with the same value in every row, which explain the numbers in a saved table, since a
-    file has no attributes.
+def _question_columns(contrast: Question, table: pd.DataFrame) -> dict[str, Any]:
+    """Columns with the same value in every row. They explain the numbers in a saved table, as a file
+    has no attributes.
     """
     columns = {name: table.attrs[name] for name in ("quantity", "condition", "to")}
     if "segment" not in table:

@@ -28,6 +28,17 @@ class Tested(NamedTuple):
     null: str  # in words
 
 
+class TestedTogether(NamedTuple):
+    """The numbers that the tables of several conditions test, in the cells that all of them
+    have.
+    """
+
+    values: np.ndarray  # [unit or bag, condition, cell]
+    units: Units
+    labels: pd.DataFrame  # a row for each cell: its layer, its head …
+    null: str  # in words
+
+
 def what_is_tested(
     contrast: Question,
     layer: int | None = None,
@@ -49,29 +60,28 @@ def what_is_tested(
     contrast = contrast.at_layer(layer)
     units = contrast.units
 
-    values = []
-    labels = []
+    values_of_blocks = []
+    labels_of_blocks = []
     left_out: list[str] = []
     for block in layers_of(contrast):
-        differences = block.difference.values
+        tested = block.difference.values
         if by == "beyond" and block.expected is not None:
-            differences = differences - block.expected
+            tested = tested - block.expected
 
-        unit_values = without_rounding(units.means(differences), block.rounding(units))
-        unit_values = np.where(block.cells, unit_values, np.nan)
-        unit_values = unit_values.reshape(units.n, -1)
-        if bags is not None:
-            unit_values = bags.means(unit_values)
-        values.append(unit_values)
-
-        every_cell = np.ones_like(block.cells)
-        labels.append(pd.DataFrame(cell_labels(block, every_cell)))
+        unit_values = without_rounding(units.means(tested), block.rounding(units))
+        known_values = np.where(block.has_difference, unit_values, np.nan).reshape(units.n, -1)
+        if bags is None:
+            values_of_blocks.append(known_values)
+        else:
+            values_of_blocks.append(bags.means(known_values))
+        every_cell = np.ones_like(block.has_difference)
+        labels_of_blocks.append(pd.DataFrame(cell_labels(block, every_cell)))
         left_out += block.left_out
 
-    all_values = np.concatenate(values, axis=1)
-    check_cells(contrast, all_values.shape[1], left_out)
-    all_labels = pd.concat(labels, ignore_index=True)
-    return Tested(all_values, units, all_labels, null=block.null)  # the same in all blocks
+    values = np.concatenate(values_of_blocks, axis=1)
+    check_cells(contrast, values.shape[1], left_out)
+    labels = pd.concat(labels_of_blocks, ignore_index=True)
+    return Tested(values, units, labels, null=block.null)  # the same in all blocks
 
 
 def several_tested(
@@ -80,8 +90,8 @@ def several_tested(
     layer: int | None = None,
     bags: Bags | None = None,
     by: Ranking = "beyond",
-) -> tuple[list[Tested], np.ndarray]:
-    """The numbers that the tables of several conditions test, and the cells that all of them have.
+) -> TestedTogether:
+    """The numbers that the tables of several conditions test, in the cells that all of them have.
 
     The labels of cells must be the same in all conditions, and with ``by="beyond"`` the nulls too.
 
@@ -91,9 +101,6 @@ def several_tested(
         layer: As for :func:`what_is_tested`.
         bags: As for :func:`what_is_tested`.
         by: As for :func:`what_is_tested`.
-
-    Returns:
-        The numbers of each condition, and a mask of the cells that all conditions have [cell].
 
     Raises:
         OptionError: Nulls or labels differ, or a condition cannot be compared.
@@ -109,14 +116,16 @@ def several_tested(
 
     # Cells are matched by their position, so their labels must agree.
     by_condition = [what_is_tested(of_condition, layer, bags, by) for of_condition in contrasts]
-    labels = by_condition[0].labels
-    common_cells = np.full(len(labels), True)
+    first = by_condition[0]
     for name, tested in zip(names, by_condition, strict=True):
-        for dim in labels:
-            if not tested.labels[dim].equals(labels[dim]):
+        for dim in first.labels:
+            if not tested.labels[dim].equals(first.labels[dim]):
                 raise OptionError(
                     f"{name!r} and {names[0]!r} have different {dim}s, so they cannot be combined;"
                     " compare each by itself"
                 )
-        common_cells &= np.isfinite(tested.values).all(0)
-    return by_condition, common_cells
+
+    values = np.stack([tested.values for tested in by_condition], axis=1)
+    in_all = np.isfinite(values).all((0, 1))
+    labels = first.labels[in_all].reset_index(drop=True)
+    return TestedTogether(values[:, :, in_all], first.units, labels, first.null)

@@ -59,17 +59,17 @@ def paired_accuracy(
 
     Source: The interval is method 10 of Newcombe, Statistics in Medicine 1998.
     """
-    first = np.asarray(first, dtype=bool)
-    second = np.asarray(second, dtype=bool)
     n = len(first)
     if not n or len(second) != n:
         raise OptionError(
             f"{n} and {len(second)} answers: give one answer per problem for each condition"
         )
 
-    first_right = int(first.sum())
-    second_right = int(second.sum())
-    both_right = int((first & second).sum())
+    first_mask = np.asarray(first, dtype=bool)
+    second_mask = np.asarray(second, dtype=bool)
+    first_right = int(first_mask.sum())
+    second_right = int(second_mask.sum())
+    both_right = int((first_mask & second_mask).sum())
     only_first = first_right - both_right
     only_second = second_right - both_right
     low, high = _newcombe(first_right, second_right, both_right, n)
@@ -164,11 +164,11 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
         The estimates, in the shape of ``right``.
 
     Raises:
-        OptionError: k is not between 1 and the number of samples.
+        OptionError: k is not a whole number from 1 to the number of samples.
 
     Source: Chen et al., arXiv:2107.03374.
     """
-    if not 1 <= k <= samples:
+    if k not in range(1, samples + 1):
         raise OptionError(
             f"k={k} with {samples} answers per problem: give k from 1 to the number of answers"
         )
@@ -226,12 +226,12 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> ShareInterval:
     quantile = float(t_quantile(level, freedom))
 
     # Wilson's interval.
-    shrink = 1 + quantile**2 / trials
-    centre = (mean + quantile**2 / (2 * trials)) / shrink
+    divisor = 1 + quantile**2 / trials
+    centre = (mean + quantile**2 / (2 * trials)) / divisor
     score_variance = single_variance / trials + quantile**2 / (4 * trials**2)
-    half = quantile / shrink * np.sqrt(score_variance)
-    low = float(np.clip(centre - half, 0, mean))
-    high = float(np.clip(centre + half, mean, 1))
+    half_width = quantile / divisor * np.sqrt(score_variance)
+    low = float(np.clip(centre - half_width, 0, mean))
+    high = float(np.clip(centre + half_width, mean, 1))
     return ShareInterval(mean, low, high)
 
 
@@ -253,9 +253,8 @@ def share_difference(d: np.ndarray) -> ShareInterval:
     n = len(d)
     mean = float(t_interval(d).estimate)  # which refuses fewer than three units
     error = share_deviation(d) / np.sqrt(n)
-    half = t_quantile(0.95, n - 1) * error
-    low, high = np.clip([mean - half, mean + half], -1, 1)
-    return ShareInterval(mean, float(low), float(high))
+    half_width = float(t_quantile(0.95, n - 1) * error)
+    return ShareInterval(mean, max(mean - half_width, -1.0), min(mean + half_width, 1.0))
 
 
 def share_deviation(d: np.ndarray) -> float:

@@ -67,11 +67,9 @@ class Moments:
 
         The stored mean of no values is NaN, and so is the variance of fewer than two.
         """
-        n = n.astype(np.float64)
-        known_mean = np.where(n > 0, mean, 0.0)
-        known_variance = np.where(n > 1, variance, 0.0)
-        m2 = known_variance * np.maximum(n - 1, 0)
-        return cls(n, known_mean, m2)
+        counts = n.astype(np.float64)
+        squares_from_mean = np.where(counts > 1, variance * (counts - 1), 0.0)
+        return cls(counts, np.where(counts > 0, mean, 0.0), squares_from_mean)
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of observations together.
@@ -95,8 +93,9 @@ class Moments:
         """These moments, with cells without observations appended to the last axis."""
         widths = [(0, 0)] * self.n.ndim
         widths[-1] = (0, length - self.n.shape[-1])
-        padded = [np.pad(moment, widths) for moment in (self.n, self.mean, self.m2)]
-        return Moments(*padded)
+        return Moments(
+            n=np.pad(self.n, widths), mean=np.pad(self.mean, widths), m2=np.pad(self.m2, widths)
+        )
 
     @property
     def variance(self) -> np.ndarray:
@@ -111,10 +110,10 @@ class Moments:
     def interval(self, level: float = 0.95) -> Interval:
         """The t interval of the mean; its ends are NaN with fewer than three observations."""
         error = np.sqrt(ratio(self.variance, self.n))
-        half = t_quantile(level, self.n - 1) * error
-        half = np.where(self.n >= FEWEST, half, np.nan)
+        quantile = np.where(self.n >= FEWEST, t_quantile(level, self.n - 1), np.nan)
+        half_width = quantile * error
         mean = self.known_mean
-        return Interval(mean, mean - half, mean + half)
+        return Interval(mean, mean - half_width, mean + half_width)
 
 
 def ratio(
@@ -187,51 +186,51 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def row_blocks(values: np.ndarray) -> list[slice]:
-    """Split rows into blocks that fit in the processor's cache with what is computed from them.
-
-    This makes :meth:`Moments.of` three times as fast.
+    """Split rows into blocks of 64, which makes :meth:`Moments.of` three times as fast: a block and
+    what is computed from it fit in the processor's cache.
     """
     starts = range(0, len(values), _ROWS)
     return [slice(start, start + _ROWS) for start in starts]
 
 
-def ratio_interval(above: np.ndarray, below: np.ndarray) -> Interval:
+def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
     """The ratio of two means over the same units, with Fieller's 95 % interval.
 
-    The interval holds every ratio r for which a t test does not tell ``mean(above − r · below)``
-    from 0. It is bounded only if the mean of ``below`` differs from 0 at this level.
+    The interval holds every ratio r for which a t test does not tell ``mean(numerator − r ·
+    denominator)`` from 0. It is bounded only if the mean denominator differs from 0 at this level.
 
     Args:
-        above: Numerators [unit, *cells].
-        below: Denominators [unit], the same for all cells.
+        numerator: The numerator of each unit and cell [unit, *cells].
+        denominator: The denominator of each unit [unit], the same for all cells.
 
     Returns:
-        The ratio of each cell and the ends of its interval [*cells]; all are NaN if the mean of
-        ``below`` does not differ from 0.
+        The ratio of each cell and the ends of its interval [*cells]; all are NaN if the mean
+        denominator does not differ from 0.
 
     Source: Fieller 1954.
     """
-    n = len(below)
-    mean_above = above.mean(0)
-    mean_below = below.mean()
-    above_deviations = above - mean_above
-    below_deviations = below - mean_below
-    products = np.tensordot(below_deviations, above_deviations, axes=1)
+    n = len(denominator)
+    mean_numerator = numerator.mean(0)
+    mean_denominator = denominator.mean()
+    numerator_deviations = numerator - mean_numerator
+    denominator_deviations = denominator - mean_denominator
+    products = np.tensordot(denominator_deviations, numerator_deviations, axes=1)
     covariance = products / (n - 1)
 
-    # The ends are the roots of a r² − 2 b r + c. The mean below differs from 0 if a > 0.
-    squared_critical = t_quantile(0.95, n - 1) ** 2 / n
-    a = mean_below**2 - squared_critical * below.var(ddof=1)
-    b = mean_above * mean_below - squared_critical * covariance
-    c = mean_above**2 - squared_critical * above.var(0, ddof=1)
+    # The ends are the roots of a r² − 2 b r + c. The mean denominator differs from 0 if a > 0.
+    critical = t_quantile(0.95, n - 1) ** 2 / n
+    a = mean_denominator**2 - critical * denominator.var(ddof=1)
+    b = mean_numerator * mean_denominator - critical * covariance
+    c = mean_numerator**2 - critical * numerator.var(0, ddof=1)
     if a <= 0:
         nan = np.full(b.shape, np.nan)
         return Interval(nan, nan, nan)
 
     middle = b / a
     discriminant = np.maximum(b**2 - a * c, 0.0)
-    half = np.sqrt(discriminant) / a
-    return Interval(mean_above / mean_below, middle - half, middle + half)
+    half_width = np.sqrt(discriminant) / a
+    estimate = mean_numerator / mean_denominator
+    return Interval(estimate, middle - half_width, middle + half_width)
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -279,13 +278,13 @@ def relative_change(
 ) -> Interval:
     """The geometric mean of relative changes over prompts, with a 95 % t interval.
 
-    ``exp(mean log(value / baseline)) − 1``; the interval is computed for the mean log-ratio. If
-    units are groups, it is the mean over groups of each group's mean.
+    ``exp(mean log(value / baseline)) − 1``; the interval is computed for the mean log-ratio. With
+    groups as units, that is the mean over groups of each group's mean log-ratio.
 
     Args:
         values: Positive numbers of each prompt [prompt, *cells].
         baseline: Positive numbers of the baseline [prompt, *cells].
-        units: The groups of the prompts; single prompts by default.
+        units: The units of replication; by default single prompts.
 
     Returns:
         The change of each cell, as a fraction of the baseline, and the ends of its interval.
@@ -293,4 +292,5 @@ def relative_change(
     log_ratio = np.log(values / baseline)
     if units is not None:
         log_ratio = units.means(log_ratio)
-    return Interval(*np.expm1(t_interval(log_ratio)))
+    mean, low, high = t_interval(log_ratio)
+    return Interval(np.expm1(mean), np.expm1(low), np.expm1(high))

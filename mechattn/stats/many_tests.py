@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from mechattn.stats import resampling
 from mechattn.stats.paired import (
-    FEWEST_FOR_ALL,
+    FEWEST_FOR_SIMULTANEOUS,
     false_discovery,
     paired,
     skewed_words,
@@ -20,12 +20,12 @@ from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.units import MOST_EXACT, MOST_SINGLE, RESAMPLES, patterns_needed
 
 _SEED = 0  # of sign flips and resamples
-_MANY = 4000  # cells: `paired` tests this number in a second or two
+_MOST_OF_PAIRED = 4000  # cells: `paired` tests this number in a second or two
 _LEVEL = 0.05  # a cell with a q below this is a finding
 _FIRST_PATTERNS = 1000  # sign patterns that are tried on every cell
-_ENOUGH_SEEN = 100  # patterns with at least as large a mean: p is then known to about 10 %
-_COLUMNS = 1000  # cells at a time, so that 2,000 patterns of them take 16 MB
-_OTHERS = 1000  # cells that are no findings, resampled together with the possible findings
+_ENOUGH_HITS = 100  # patterns with at least as large a mean: p is then known to about 10 %
+_CELLS_AT_ONCE = 1000  # 2,000 patterns of them take 16 MB
+_SAMPLED_CELLS = 1000  # cells that are no findings, resampled together with the possible findings
 
 
 class PairedTests(NamedTuple):
@@ -38,7 +38,7 @@ class PairedTests(NamedTuple):
     skewed: str
 
 
-def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
+def paired_tests(differences: Float[np.ndarray, "unit cell"]) -> PairedTests:
     """Test whether the mean of each column is 0, as :func:`paired` does, for up to about 70,000
     columns.
 
@@ -49,31 +49,30 @@ def paired_tests(d: Float[np.ndarray, "unit cell"]) -> PairedTests:
     depend on the p of others.
 
     Args:
-        d: Differences [unit, cell]; a column with a NaN is not tested.
+        differences: Differences [unit, cell]; a column with a NaN is not tested.
 
     Returns:
         The p and q of each column, NaN where it is not tested.
     """
-    d = np.asarray(d, dtype=np.float64)
-    units, cells = d.shape
-    if cells <= _MANY or units > MOST_SINGLE:
-        statistics = paired(d, None, bootstrap_ends=False)
+    values = np.asarray(differences, dtype=np.float64)
+    units, cells = values.shape
+    if cells <= _MOST_OF_PAIRED or units > MOST_SINGLE:
+        statistics = paired(values, None, bootstrap_ends=False)
         return PairedTests(statistics.p, statistics.q, statistics.skewed)
 
-    p_flip = _p_of_flips(d)
+    p_flip = _p_of_flips(values)
     p = p_flip.copy()
-    q_flip = false_discovery(p_flip)
-    possible = np.flatnonzero(q_flip < _LEVEL)
-    if units >= FEWEST_FOR_ALL and len(possible):
-        p_bootstrap = _p_of_resamples(d, possible)
-        p[possible] = np.maximum(p[possible], p_bootstrap)
+    candidates = np.flatnonzero(false_discovery(p_flip) < _LEVEL)
+    if units >= FEWEST_FOR_SIMULTANEOUS and len(candidates):
+        p_bootstrap = _p_of_resamples(values, candidates)
+        p[candidates] = np.maximum(p[candidates], p_bootstrap)
 
     q = false_discovery(p)
-    skewed = skewed_words(units, skewness(d, summary(d)), p_flip, q)
+    skewed = skewed_words(units, skewness(values, summary(values)), p_flip, q)
     return PairedTests(p, q, skewed)
 
 
-def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]:
+def _p_of_flips(values: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]:
     """The p of sign flips of each column: the share of patterns with at least as large a mean.
 
     It is NaN if a unit has no value. A column is tried again with ten times the patterns until 100
@@ -82,46 +81,45 @@ def _p_of_flips(d: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]
     alone, so ``P(p ≤ α) ≤ α`` holds, except that a column just above the threshold of q is
     tried once more. With up to 12 units all patterns are tried at once.
     """
-    units, cells = d.shape
+    units, cells = values.shape
     generator = np.random.default_rng(_SEED)
-    most = patterns_needed(RESAMPLES, cells)
+    most_patterns = patterns_needed(RESAMPLES, cells)
     patterns = _FIRST_PATTERNS
     p = np.full(cells, np.nan)
-    columns = np.flatnonzero(~np.isnan(d).any(0))
+    undecided_columns = np.flatnonzero(~np.isnan(values).any(0))
 
     while True:
         # All columns share the patterns, and some columns are in memory at a time.
         signs = drawn_signs(units, patterns, generator)
-        for start in range(0, len(columns), _COLUMNS):
-            block = columns[start : start + _COLUMNS]
-            p[block] = flipped(d[:, block], signs)
-        if units <= MOST_EXACT or patterns == most:
+        for start in range(0, len(undecided_columns), _CELLS_AT_ONCE):
+            columns = undecided_columns[start : start + _CELLS_AT_ONCE]
+            p[columns] = flipped(values[:, columns], signs)
+        if units <= MOST_EXACT or patterns == most_patterns:
             return p
 
-        is_undecided = p < _ENOUGH_SEEN / patterns
+        is_undecided = p < _ENOUGH_HITS / patterns
         if patterns >= RESAMPLES:
             is_undecided &= false_discovery(p) >= _LEVEL
-        columns = np.flatnonzero(is_undecided)
-        patterns = min(10 * patterns, most)
+        undecided_columns = np.flatnonzero(is_undecided)
+        patterns = min(10 * patterns, most_patterns)
 
 
 def _p_of_resamples(
-    d: Float[np.ndarray, "unit cell"], possible: np.ndarray
-) -> Float[np.ndarray, " possible"]:
-    """The p of the bootstrap-t test of possible findings; some other cells stand for the rest of
-    their family.
+    values: Float[np.ndarray, "unit cell"], candidates: np.ndarray
+) -> Float[np.ndarray, " candidate"]:
+    """The p of the bootstrap-t test of candidates, columns that may be findings. A random sample of
+    the other tested columns stands for the rest of their family.
     """
-    units = len(d)
+    units = len(values)
     generator = np.random.default_rng(_SEED)
     counts = resampling.resample_sequentially(units, RESAMPLES, generator)
 
-    tested = np.flatnonzero(~np.isnan(d).any(0))
-    shuffled = generator.permutation(np.setdiff1d(tested, possible))
-    resampled = np.concatenate([possible, shuffled[:_OTHERS]])
-    values = d[:, resampled]
-    columns = summary(values)
-    error = columns["deviation"] / np.sqrt(units)
-    t = resampling.t_of(columns["mean"], error)
+    tested_columns = np.flatnonzero(~np.isnan(values).any(0))
+    other_columns = generator.permutation(np.setdiff1d(tested_columns, candidates))
+    resampled_columns = np.concatenate([candidates, other_columns[:_SAMPLED_CELLS]])
+    resampled_values = values[:, resampled_columns]
+    moments = summary(resampled_values)
+    t = resampling.t_of(moments["mean"], moments["deviation"] / np.sqrt(units))
 
-    p = resampling.p_values(values, t, counts, family_size=len(tested))
-    return p[: len(possible)]
+    p = resampling.p_values(resampled_values, t, counts, family_size=len(tested_columns))
+    return p[: len(candidates)]

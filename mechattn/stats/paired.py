@@ -21,7 +21,7 @@ FEWEST_IF_SKEWED = 96
 VERY_SKEWED = 5  # lognormal, σ = 2, 96 prompts: some q < 0.05 in 43 % of tables without an effect
 # Prompts for simultaneous intervals and bootstrap-t tests: a sequential resample of ten holds seven
 # distinct prompts, and coverage was measured from ten prompts on.
-FEWEST_FOR_ALL = 10
+FEWEST_FOR_SIMULTANEOUS = 10
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
 _MOST_KEPT = 2**26  # bytes (64 MiB): draws up to this size are kept for the next table
 # The ends of bootstrap intervals, pointwise and simultaneous.
@@ -37,15 +37,15 @@ class Paired:
 
     ``difference``, ``null`` and ``beyond`` are means: of the difference, of the difference under
     the null (such as uniform attention), and of the first minus the second. ``beyond`` is tested.
-    If no null is known, the difference itself is tested, and ``null``, ``beyond`` and its intervals
-    are NaN. ``effect_size`` is the tested mean divided by its standard deviation (d_z).
+    If no null is known, the difference itself is tested, and ``null``, ``beyond`` and the intervals
+    of ``beyond`` are NaN. ``effect_size`` is the tested mean divided by its standard deviation (d_z).
 
     ``low`` and ``high`` are the ends of t intervals. Those of the bootstrap-t are NaN with fewer
     than 20 prompts. The simultaneous ones hold for all cells together, by the studentised bootstrap
-    of the largest and the smallest t, and are NaN with fewer than 10. Their coverage at nominal 95
-    %, measured with 1 to 256 cells: 93 to 98 % for normal data; for lognormal data (σ = 1) 88 to 97
-    % with 10 prompts, 92 to 99 % with 20 and 95 to 99 % with 64; for σ = 2, 13 to 64 % with 20 and
-    91 to 95 % with 64.
+    of the largest and the smallest t, and are NaN with fewer than 10 prompts. At nominal 95 % and
+    with 1 to 256 cells, their measured coverage is 93 to 98 % for normal data; for lognormal data
+    (σ = 1) it is 88 to 97 % with 10 prompts, 92 to 99 % with 20 and 95 to 99 % with 64; for σ = 2
+    it is 13 to 64 % with 20 and 91 to 95 % with 64.
 
     ``p`` is two-sided, for a mean of 0. It is ``p_flip`` of the sign-flip test, which is exact if
     differences are symmetric; from 10 prompts on it is the larger of that and the p of the
@@ -110,36 +110,36 @@ def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.nda
     test_count = q.size
     sentences = []
 
-    significant_flips = false_discovery(p_flip) < 0.05
-    disagreeing = int((significant_flips & (q >= 0.05)).sum())
-    if disagreeing:
+    is_significant_by_flips = false_discovery(p_flip) < 0.05
+    disagreeing_count = int((is_significant_by_flips & (q >= 0.05)).sum())
+    if disagreeing_count:
         sentences.append(
-            f"in {disagreeing} of {test_count} tests sign flips alone would say q < 0.05, but the"
-            " bootstrap-t test, which allows for skewness, also as seen in other tests, does not"
+            f"in {disagreeing_count} of {test_count} tests sign flips alone would say q < 0.05, but"
+            " the bootstrap-t test, which allows for skewness, also as seen in other tests, does"
+            " not"
         )
 
-    skewed = int((abs(skewness) > 1).sum())
-    very_skewed = int((abs(skewness) > VERY_SKEWED).sum())
+    # Where a quarter of the tests is skewed, q is controlled only with more units.
+    skewed_count = int((abs(skewness) > 1).sum())
+    very_skewed_count = int((abs(skewness) > VERY_SKEWED).sum())
+    is_controlled = True
+    if 4 * very_skewed_count >= test_count:
+        is_controlled = False  # no number of units is known to be enough
+    elif 4 * skewed_count >= test_count:
+        is_controlled = units >= FEWEST_IF_SKEWED
+    elif skewed_count:
+        is_controlled = units >= FEWEST_FOR_SIMULTANEOUS
 
-    # The fewest units with which q is controlled: more where a quarter of the tests is skewed.
-    controlled_from = 0
-    if skewed:
-        controlled_from = FEWEST_FOR_ALL
-    if 4 * skewed >= test_count:
-        controlled_from = FEWEST_IF_SKEWED
-    if 4 * very_skewed >= test_count > 0:
-        controlled_from = units + 1  # no number of prompts is known to be enough
-
-    if units < controlled_from and (q < 0.05).any():
+    if (q < 0.05).any() and not is_controlled:
         sentences.append(
             f"with {units} units q is not controlled where differences are skewed"
-            f" (|skewness| > 1 in {skewed} of {test_count} tests)"
+            f" (|skewness| > 1 in {skewed_count} of {test_count} tests)"
         )
     return "; ".join(sentences)
 
 
 def paired(
-    difference: np.ndarray,
+    differences: np.ndarray,
     null: np.ndarray | float | None = 0.0,
     level: float = 0.95,
     resamples: int = RESAMPLES,
@@ -151,8 +151,8 @@ def paired(
     prompt's null.
 
     Args:
-        difference: Differences between two conditions [prompt, *cells], or [group, *cells].
-        null: The differences under the null, which broadcast with ``difference``; by default 0.
+        differences: Differences between two conditions [prompt, *cells], or [group, *cells].
+        null: The differences under the null, which broadcast with ``differences``; by default 0.
             None if no null is known: ``beyond`` is then NaN, and the difference is tested.
         level: The level of the intervals.
         resamples: The number of resamples. It is also the number of random sign patterns, of which
@@ -162,22 +162,19 @@ def paired(
         bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``, which
             takes most of the time.
     """
-    difference = np.asarray(difference, dtype=np.float64)
-    cells = difference.shape[1:]
-    flat = difference.reshape(len(difference), -1)
-
+    values = np.asarray(differences, dtype=np.float64)
+    n = len(values)
     expected = None
     if null is not None:
-        null = np.asarray(null, dtype=np.float64)
-        expected = np.broadcast_to(null, difference.shape).reshape(flat.shape)
+        null_values = np.broadcast_to(np.asarray(null, dtype=np.float64), values.shape)
+        expected = null_values.reshape(n, -1)
 
-    stream = PairedStream(len(flat), level, resamples, seed, bootstrap_ends)
-    stream.add(flat, expected, rounding)
-    statistics = stream.statistics()
-
-    columns = dict(vars(statistics))
-    n = columns.pop("n")
-    return Paired(n, **{name: column.reshape(cells) for name, column in columns.items()})
+    stream = PairedStream(n, level, resamples, seed, bootstrap_ends)
+    stream.add(values.reshape(n, -1), expected, rounding)
+    columns = vars(stream.statistics()).copy()
+    del columns["n"]
+    in_cells = {name: column.reshape(values.shape[1:]) for name, column in columns.items()}
+    return Paired(n=n, **in_cells)
 
 
 class PairedStream:
@@ -207,90 +204,89 @@ class PairedStream:
         self.seed = seed
         self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
-        # The columns of each block of cells.
-        self._differences: list[Columns] = []
-        self._beyond: list[Columns] = []
-        self._others: list[Columns] = []
+        # The columns of each block of cells: of its differences, and of what is tested.
+        self._difference_blocks: list[Columns] = []
+        self._tested_blocks: list[Columns] = []
 
-    def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
+    def add(
+        self,
+        differences: np.ndarray,
+        expected: np.ndarray | None,
+        rounding: np.ndarray | float,
+    ) -> None:
         """Add some cells.
 
         Args:
-            d: Their differences [unit, cell].
+            differences: Their differences [unit, cell].
             expected: The differences under the null [unit, cell]; None if no null is known.
             rounding: The largest difference that counts as 0, for each cell or for all.
         """
-        null = np.full(d.shape[1], np.nan)
-        tested = d
+        null = np.full(differences.shape[1], np.nan)
+        tested = without_rounding(differences, rounding)
         if expected is not None:
-            tested = d - expected
             null = without_rounding(expected.mean(0), rounding)
-        tested = without_rounding(tested, rounding)
+            tested = without_rounding(differences - expected, rounding)
 
         # If nothing is subtracted, one summary serves both.
-        difference = self._summary(d)
-        beyond = difference
-        if not np.array_equal(d, tested):
-            beyond = self._summary(tested)
-        is_rounding = abs(d) <= rounding
-        others: Columns = {
-            "null": null,
-            "effect_size": ratio(beyond["mean"], beyond["deviation"]),
-            "skewness": skewness(tested, beyond),
-            "is_rounding": np.all(is_rounding, axis=0),
-        }
+        of_differences = self._summary(differences)
+        of_tested = of_differences
+        if not np.array_equal(differences, tested):
+            of_tested = self._summary(tested)
 
-        self._differences.append(difference)
-        self._beyond.append(beyond)
-        self._others.append(others)
+        is_rounding = np.all(abs(differences) <= rounding, axis=0)
+        has_null = np.full(null.shape, expected is not None)
+        shape = skewness(tested, of_tested)
+        self._difference_blocks.append({**of_differences, "is_rounding": is_rounding})
+        self._tested_blocks.append(
+            {**of_tested, "null": null, "has_null": has_null, "skewness": shape}
+        )
 
-    def _summary(self, d: np.ndarray) -> Columns:
-        """The :func:`summary` of some cells, and their values of units or bags to resample."""
-        values = d
+    def _summary(self, values: np.ndarray) -> Columns:
+        """The :func:`summary` of some cells [unit, cell], and the values to resample."""
+        resampled_values = values
         if self.bags is not None:
-            values = self.bags.means(d)
-        return {**summary(d, self.level), "values": values}
+            resampled_values = self.bags.means(values)
+        return {**summary(values, self.level), "values": resampled_values}
 
     def statistics(self) -> Paired:
         """The statistics of all cells, in the order in which they were added."""
-        difference = _joined(self._differences)
-        beyond = _joined(self._beyond)
-        others = _joined(self._others)
-        without_null = np.isnan(others["null"])
-        units, cells = beyond["values"].shape
+        difference = _joined(self._difference_blocks)
+        tested = _joined(self._tested_blocks)
+        has_null = tested["has_null"]
+        units, cells = tested["values"].shape
         draws = self._draws_for(units, cells)
 
-        # The difference has tests of its own only if it is not what is beyond the null.
-        tests = self._tests(beyond, draws)
+        # The difference has tests of its own only if it is not what is tested.
+        tests = self._tests(tested, draws)
         difference_tests = tests
         p_difference = tests["p"]
-        if not np.array_equal(difference["values"], beyond["values"]):
+        if not np.array_equal(difference["values"], tested["values"]):
             difference_tests = self._tests(difference, draws)
-            p_difference = np.where(others["is_rounding"], 1.0, difference_tests["p"])
-            p_difference = np.where(without_null, tests["p"], p_difference)
+            p_with_null = np.where(difference["is_rounding"], 1.0, difference_tests["p"])
+            p_difference = np.where(has_null, p_with_null, tests["p"])
 
         # Without a null, what is beyond it is unknown.
         ends = {}
         difference_ends = difference | difference_tests
-        beyond_ends = beyond | tests
+        beyond_ends = tested | tests
         for name in ("low", "high", *_BOOTSTRAP_ENDS):
             ends[name] = difference_ends[name]
-            ends[f"beyond_{name}"] = np.where(without_null, np.nan, beyond_ends[name])
+            ends[f"beyond_{name}"] = np.where(has_null, beyond_ends[name], np.nan)
 
-        detectable = beyond["deviation"] * detectable_size(self.n, max(1, cells))
+        effect_found = detectable_size(self.n, max(1, cells), resamples=self.resamples)
         return Paired(
             n=self.n,
             difference=difference["mean"],
-            null=others["null"],
-            beyond=np.where(without_null, np.nan, beyond["mean"]),
+            null=tested["null"],
+            beyond=np.where(has_null, tested["mean"], np.nan),
             **ends,
-            effect_size=others["effect_size"],
-            skewness=others["skewness"],
+            effect_size=ratio(tested["mean"], tested["deviation"]),
+            skewness=tested["skewness"],
             p=tests["p"],
             p_flip=tests["p_flip"],
             p_family=tests["p_family"],
             q=false_discovery(tests["p"]),
-            detectable=detectable,
+            detectable=effect_found * tested["deviation"],
             p_difference=p_difference,
             q_difference=false_discovery(p_difference),
         )
@@ -301,10 +297,9 @@ class PairedStream:
 
         # A byte for each count of both kinds of resamples, and a bit for each sign.
         bytes_of_a_unit = 2 * self.resamples + patterns // 8
-        draw_function = _random_draws
         if units * bytes_of_a_unit <= _MOST_KEPT:
-            draw_function = _kept_draws
-        return draw_function(units, self.resamples, patterns, self.seed)
+            return _kept_draws(units, self.resamples, patterns, self.seed)
+        return _random_draws(units, self.resamples, patterns, self.seed)
 
     def _tests(self, columns: Columns, draws: Draws) -> Columns:
         """The p of tests for a mean of 0, and the ends of bootstrap intervals.
@@ -336,7 +331,7 @@ class PairedStream:
 
         tails = resampling.tails(values, t, draws.sequential, self.level)
         tests["p"] = np.maximum(p_flip, tails.p)
-        tests["p_family"] = np.maximum(tests["p"], tails.family)
+        tests["p_family"] = np.maximum(tests["p"], tails.p_adjusted)
 
         # A simultaneous interval is at least as wide as the pointwise ones.
         pointwise_low = np.fmin(columns["low"], tests["low_bootstrap"])
@@ -360,8 +355,7 @@ def summary(d: np.ndarray, level: float = 0.95) -> Columns:
     _, low, high = moments.interval(level)
 
     is_incomplete = moments.n < len(d)
-    deviation = np.sqrt(moments.variance)
-    deviation = resampling.without_noise(deviation, d)
+    deviation = resampling.without_noise(np.sqrt(moments.variance), d)
     return {
         "low": low,
         "high": high,
@@ -424,7 +418,7 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     sequential: resampling.Counts = []
     if n >= FEWEST_FOR_BOOTSTRAP:
         plain = resampling.resample(n, resamples, generator)
-    if n >= FEWEST_FOR_ALL:
+    if n >= FEWEST_FOR_SIMULTANEOUS:
         sequential = resampling.resample_sequentially(n, resamples, generator)
     signs = drawn_signs(n, patterns, generator)
     return Draws(plain, sequential, signs)

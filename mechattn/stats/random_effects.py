@@ -8,6 +8,7 @@ import numpy as np
 from scipy import stats
 
 from mechattn.stats.intervals import t_quantile
+from mechattn.stats.paired import without_rounding
 
 FEWEST_DRAWS = 3  # random models: each is left out in turn, and two others must remain
 # The smallest divisor of a distance: no z is infinite, even if random heads do not vary at all.
@@ -47,43 +48,47 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     Source: Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
     """
     units, conditions = d.shape[:2]
-    cells = units * conditions
+    pairs = units * conditions  # of a unit and a condition
+    rest_df = (units - 1) * (conditions - 1)
+    df = np.array([units - 1, conditions - 1, rest_df])[:, None]  # [source, 1]
     mean = d.mean((0, 1))
-    mean_squares, df = _mean_squares(d)
 
-    # The variances that these mean squares imply; a negative estimate counts as 0.
+    # The variances that the mean squares imply; a negative estimate counts as 0.
+    mean_squares = _mean_squares(d)
     unit_squares, condition_squares, rest_squares = mean_squares
     unit_variance = np.maximum(0.0, (unit_squares - rest_squares) / conditions)
     condition_variance = np.maximum(0.0, (condition_squares - rest_squares) / units)
 
-    # The variance of the mean, and the prediction variance of a new condition in a new unit.
-    variance = unit_variance / units + condition_variance / conditions + rest_squares / cells
-    new_from_units = (units + 1) / cells * (rest_squares + conditions * unit_variance)
-    new_from_conditions = (conditions + 1) / cells * (rest_squares + units * condition_variance)
-    new_from_rest = (cells - units - conditions - 1) / cells * rest_squares
+    # The variance of the mean, and the prediction variance of a new condition in a new unit, which
+    # is ``variance + σ²_unit + σ²_condition + σ²_rest``. The latter is a sum of multiples of the
+    # three mean squares, as Satterthwaite's formula needs independent parts.
+    variance = unit_variance / units + condition_variance / conditions + rest_squares / pairs
+    new_from_units = (units + 1) / pairs * (rest_squares + conditions * unit_variance)
+    new_from_conditions = (conditions + 1) / pairs * (rest_squares + units * condition_variance)
+    new_from_rest = (pairs - units - conditions - 1) / pairs * rest_squares
     new_parts = np.stack([new_from_units, new_from_conditions, new_from_rest])
     new_variance = new_parts.sum(0)
 
     # Satterthwaite's degrees of freedom of both; 0 / 0 in cells that do not vary at all.
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean_df = (variance * cells) ** 2 / (mean_squares**2 / df).sum(0)
-        mean_df = np.clip(mean_df, 1, df[-1])
+        satterthwaite_df = (variance * pairs) ** 2 / (mean_squares**2 / df).sum(0)
+        mean_df = np.clip(satterthwaite_df, 1, rest_df)
         new_df = new_variance**2 / (new_parts**2 / df).sum(0)
         p = 2 * stats.t.sf(abs(mean) / np.sqrt(variance), mean_df)
     p_without_variance = np.where(mean == 0, 1.0, 0.0)
 
-    half = _half_width(variance, mean_df, level)
-    new_half = _half_width(new_variance, new_df, level)
+    half_width = _half_width(variance, mean_df, level)
+    new_half_width = _half_width(new_variance, new_df, level)
     return Crossed(
         mean=mean,
-        low=mean - half,
-        high=mean + half,
+        low=mean - half_width,
+        high=mean + half_width,
         p=np.where(variance > 0, p, p_without_variance),
         condition_sd=np.sqrt(condition_variance),
         unit_sd=np.sqrt(unit_variance),
         rest_sd=np.sqrt(rest_squares),
-        new_low=mean - new_half,
-        new_high=mean + new_half,
+        new_low=mean - new_half_width,
+        new_high=mean + new_half_width,
     )
 
 
@@ -98,7 +103,7 @@ class AgainstDraws(NamedTuple):
 
 
 def against_draws(
-    heads: np.ndarray,
+    values: np.ndarray,
     draws: np.ndarray,
     head_axis: int | None,
     level: float = 0.95,
@@ -115,7 +120,7 @@ def against_draws(
     between draws. The random heads of all layers are ranked together.
 
     Args:
-        heads: The values of the model [*cells].
+        values: The values of the model [*cells].
         draws: The values of at least 3 random models [draw, *cells].
         head_axis: The axis of the cells that counts heads; None if no axis does.
         level: The level of the prediction interval.
@@ -130,30 +135,28 @@ def against_draws(
     if head_axis is not None:
         axes = (0, head_axis + 1)
 
-    def z_of(values: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    smallest_deviation = np.maximum(rounding, _TINY)
+
+    def z_of(heads: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
         """The distance from the mean in standard deviations, which are at least ``rounding``."""
-        distance = abs(values - mean)
-        distance = np.where(distance <= rounding, 0.0, distance)
-        smallest = np.maximum(rounding, _TINY)
-        return distance / np.maximum(deviation, smallest)
+        distance = without_rounding(abs(heads - mean), rounding)
+        return distance / np.maximum(deviation, smallest_deviation)
 
     # The z of random heads: each draw in turn stands in for the model.
     z_of_draws = []
     for index, draw in enumerate(draws):
-        others = np.delete(draws, index, axis=0)
-        others_mean, others_deviation = _moments(others, axes)
-        z = z_of(draw, others_mean, others_deviation)
-        finite_z = z[np.isfinite(z)]
-        z_of_draws.append(finite_z)
+        other_draws = np.delete(draws, index, axis=0)
+        z_of_draw = z_of(draw, *_mean_and_deviation(other_draws, axes))
+        z_of_draws.append(z_of_draw[np.isfinite(z_of_draw)])
     random_z = np.sort(np.concatenate(z_of_draws))
     compared = len(random_z)
 
     # The number of random heads that are at least as far off as each head of the model.
-    mean, deviation = _moments(draws, axes)
-    z = z_of(heads, mean, deviation)
-    nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # a z that differs by rounding is as far
-    p = (1 + compared - nearer) / (1 + compared)
-    p = np.where(np.isfinite(z), p, np.nan)
+    mean, deviation = _mean_and_deviation(draws, axes)
+    z = z_of(values, mean, deviation)
+    # A z that differs by rounding is as far.
+    further_count = compared - np.searchsorted(random_z, z * (1 - 1e-12))
+    p = np.where(np.isfinite(z), (1 + further_count) / (1 + compared), np.nan)
 
     # The interval holds a share ``level`` of random heads; with too few of them it is infinite.
     rank = int(np.ceil(level * (compared + 1) - 1e-9))  # 0.95 · 20 may be just above 19
@@ -162,25 +165,21 @@ def against_draws(
         furthest_z = random_z[rank - 1]
     # An infinite z times a deviation of 0 gives NaN.
     with np.errstate(invalid="ignore"):
-        half = np.maximum(furthest_z * deviation, rounding)
-    return AgainstDraws(mean, mean - half, mean + half, p, compared)
+        half_width = np.maximum(furthest_z * deviation, rounding)
+    return AgainstDraws(mean, mean - half_width, mean + half_width, p, compared)
 
 
-def _mean_squares(d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean squares of units, conditions and the rest [source, cell], and their degrees of
-    freedom [source, 1].
-    """
+def _mean_squares(d: np.ndarray) -> np.ndarray:
+    """The mean squares of units, conditions and the rest, in this order [source, cell]."""
     units, conditions = d.shape[:2]
     unit_means = d.mean(1)
     condition_means = d.mean(0)
     residuals = d - unit_means[:, None] - condition_means + d.mean((0, 1))
 
-    rest_df = (units - 1) * (conditions - 1)
-    df = np.array([units - 1, conditions - 1, rest_df])[:, None]
     unit_squares = conditions * unit_means.var(0, ddof=1)
     condition_squares = units * condition_means.var(0, ddof=1)
-    rest_squares = (residuals**2).sum((0, 1)) / rest_df
-    return np.stack([unit_squares, condition_squares, rest_squares]), df
+    rest_squares = (residuals**2).sum((0, 1)) / ((units - 1) * (conditions - 1))
+    return np.stack([unit_squares, condition_squares, rest_squares])
 
 
 def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarray:
@@ -190,7 +189,7 @@ def _half_width(variance: np.ndarray, df: np.ndarray, level: float) -> np.ndarra
     return t_quantile(level, known_df) * np.sqrt(variance)
 
 
-def _moments(draws: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _mean_and_deviation(draws: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The mean and standard deviation over draws and heads, in the shape of the cells.
 
     The mean of no values is NaN, and so is the standard deviation of fewer than two.

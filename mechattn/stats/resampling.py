@@ -12,13 +12,13 @@ from scipy import stats
 from mechattn.stats.intervals import ratio
 from mechattn.stats.units import MOST_EXACT
 
-_PATTERNS = 2000  # random sign patterns in a block
-_SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own; see _studentised
+_SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own; see _Resampled.t_star
 _ROUNDING = 1e-12  # of a cell's largest value: a smaller standard deviation counts as 0
-_ROWS = 2000  # resamples in memory at a time: 32 MB as float64 with 2,000 prompts or bags
-_COLUMNS = 100  # cells in memory at a time
+_PATTERNS_AT_ONCE = 2000  # 32 MB as float64 with 2,000 prompts or bags
+_RESAMPLES_AT_ONCE = 2000  # as for patterns
+_CELLS_AT_ONCE = 100  # their t* in 9,999 resamples are 8 MB
 _PILOT = 500  # resamples that tell which cells lie far out
-_FAR = 3  # a t this many times as far out as any t* of the pilot counts as beyond all t*
+_FAR = 3  # a t this many times as far out as any t* of the pilot counts as further out than all t*
 
 # How often each prompt is in each resample [resample, prompt], in blocks of resamples.
 Counts = list[np.ndarray]
@@ -45,12 +45,12 @@ def flipped(differences: np.ndarray, signs: Signs) -> np.ndarray:
     """
     pattern_count = sum(map(len, signs))
     means = differences.mean(0)
-    count = np.where(np.isnan(means), np.nan, 0.0)
+    count = np.zeros(len(means))
 
     # The values are copied only if some columns need not be tried.
-    tried_columns = np.flatnonzero(~_beyond_all(differences, pattern_count))
+    tried_columns = np.flatnonzero(~_is_out_of_reach(differences, pattern_count))
     values = differences
-    if len(tried_columns) < differences.shape[1]:
+    if len(tried_columns) < len(means):
         values = differences[:, tried_columns]
     # An equal mean must count, although it was summed in a different order.
     observed = abs(means)[tried_columns] * (1 - 1e-12)
@@ -62,9 +62,10 @@ def flipped(differences: np.ndarray, signs: Signs) -> np.ndarray:
         is_as_large = flipped_means >= observed
         count[tried_columns] += is_as_large.sum(0)
 
+    p = (1 + count) / (1 + pattern_count)
     if len(differences) <= MOST_EXACT:
-        return count / pattern_count
-    return (1 + count) / (1 + pattern_count)
+        p = count / pattern_count
+    return np.where(np.isnan(means), np.nan, p)
 
 
 def drawn_signs(n: int, pattern_count: int, generator: np.random.Generator) -> Signs:
@@ -81,8 +82,8 @@ def drawn_signs(n: int, pattern_count: int, generator: np.random.Generator) -> S
         return [np.packbits(bits, axis=1)]
 
     blocks = []
-    for rows in _block_sizes(pattern_count, _PATTERNS):
-        factors = generator.choice([-1.0, 1.0], (rows, n))
+    for block_size in _block_sizes(pattern_count, _PATTERNS_AT_ONCE):
+        factors = generator.choice([-1.0, 1.0], (block_size, n))
         blocks.append(np.packbits(factors < 0, axis=1))
     return blocks
 
@@ -103,8 +104,8 @@ def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
     """
     shares = np.full(n, 1 / n)
     blocks = []
-    for rows in _block_sizes(resamples, _ROWS):
-        counts = generator.multinomial(n, shares, rows)
+    for block_size in _block_sizes(resamples, _RESAMPLES_AT_ONCE):
+        counts = generator.multinomial(n, shares, block_size)
         blocks.append(counts.astype(np.uint8))
     return blocks
 
@@ -133,17 +134,17 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     distinct_needed = int(distinct_on_average) + 1
 
     blocks = []
-    for rows in _block_sizes(resamples, _ROWS):
-        counts = np.zeros((rows, n), dtype=np.uint8)
-        distinct = np.zeros(rows, dtype=int)
-        unfinished = np.arange(rows)
+    for block_size in _block_sizes(resamples, _RESAMPLES_AT_ONCE):
+        counts = np.zeros((block_size, n), dtype=np.uint8)
+        distinct_counts = np.zeros(block_size, dtype=int)
+        unfinished_rows = np.arange(block_size)
         # Add one more prompt to each resample that has too few distinct ones.
-        while unfinished.size:
-            prompt = generator.integers(n, size=unfinished.size)
-            is_new = counts[unfinished, prompt] == 0
-            distinct[unfinished] += is_new
-            counts[unfinished, prompt] += 1
-            unfinished = unfinished[distinct[unfinished] < distinct_needed]
+        while unfinished_rows.size:
+            added_prompts = generator.integers(n, size=unfinished_rows.size)
+            distinct_counts[unfinished_rows] += counts[unfinished_rows, added_prompts] == 0
+            counts[unfinished_rows, added_prompts] += 1
+            has_too_few = distinct_counts[unfinished_rows] < distinct_needed
+            unfinished_rows = unfinished_rows[has_too_few]
         blocks.append(counts)
     return blocks
 
@@ -178,12 +179,12 @@ def t_quantiles(
     Source: Hall 1988.
     """
     cell_count = differences.shape[1]
-    upper_and_lower = np.empty((2, cell_count))
-    quantiles = [(1 + level) / 2, (1 - level) / 2]
-    for column_block in _column_blocks(np.arange(cell_count)):
-        [t_star] = _studentised(differences[:, column_block], counts, [_SMALLEST_SPREAD])
-        upper_and_lower[:, column_block] = np.quantile(t_star, quantiles, axis=1)
-    upper, lower = upper_and_lower
+    upper = np.empty(cell_count)
+    lower = np.empty(cell_count)
+    quantile_levels = [(1 + level) / 2, (1 - level) / 2]
+    for columns in _blocks_of(np.arange(cell_count)):
+        t_star = _Resampled.of(differences[:, columns], counts).t_star(_SMALLEST_SPREAD)
+        upper[columns], lower[columns] = np.quantile(t_star, quantile_levels, axis=1)
     return upper, lower
 
 
@@ -192,41 +193,42 @@ def t_of(mean: np.ndarray, error: np.ndarray) -> np.ndarray:
 
     With an error of 0 it is infinite with the sign of the mean, or 0 for a mean of 0.
     """
-    without_error = np.where(mean == 0, 0.0, np.copysign(np.inf, mean))
-    t = ratio(mean, error, otherwise=without_error)
-    return np.where(np.isnan(mean + error), np.nan, t)
+    t_without_error = np.where(mean == 0, 0.0, np.copysign(np.inf, mean))
+    t = ratio(mean, error, otherwise=t_without_error)
+    return np.where(np.isnan(mean) | np.isnan(error), np.nan, t)
 
 
 @dataclass(frozen=True, eq=False)
 class Tails:
     """The tails of resampled t over the tested cells, and the p of each cell's t.
 
-    ``family`` is adjusted for all tested cells (step-down). It is twice the share of resamples in
-    which the cell itself, or a tested cell whose own t is not further out, has a t* at least as far
-    out as the cell's t on the same side. The sample itself counts as one such resample. ``family``
-    is at least that of every tested cell that is further out.
+    ``p_adjusted`` is adjusted for all tested cells (step-down). It is twice the share of resamples
+    in which the cell itself, or a tested cell whose own t is not further out, has a t* at least as
+    far out as the cell's t on the same side. The sample itself counts as one such resample. No
+    ``p_adjusted`` is smaller than that of a tested cell that is further out.
 
     ``p`` is of one cell alone. It is twice the share of the cell's own t* that are at least as far
     out as its t. That share counts in steps of 1 / resamples, and a sample in which a long tail is
     not seen looks symmetric. So ``p`` is at least an adjusted p divided by the number of tested
     cells.
 
-    That adjusted p is computed in the same way as ``family``, but with a smallest spread that is
-    usually larger (:func:`_smallest_for_p`). A cell with all of its spread in one prompt then does
+    That adjusted p is computed like ``p_adjusted``, but with a smallest spread that is usually
+    larger (:func:`_smallest_spread_for_p`). A cell with all of its spread in one prompt then does
     not decide for the others.
 
     Args:
         upper: The upper quantile over resamples of the largest t* of the tested cells, at least 0.
             The lower end of simultaneous intervals is ``mean − upper · s / √n``.
-        lower: The lower quantile of their smallest t*, at most 0, for the upper end.
-        p: Two-sided p of each cell alone [cell].
-        family: Two-sided p of each cell, adjusted for all tested cells [cell].
+        lower: The lower quantile over resamples of the smallest t* of the tested cells, at most 0.
+            The upper end of simultaneous intervals is ``mean − lower · s / √n``.
+        p: The two-sided p of each cell alone [cell].
+        p_adjusted: The two-sided p of each cell, adjusted for all tested cells [cell].
     """
 
     upper: float
     lower: float
     p: np.ndarray
-    family: np.ndarray
+    p_adjusted: np.ndarray
 
 
 def tails(differences: np.ndarray, t: np.ndarray, counts: Counts, level: float) -> Tails:
@@ -249,14 +251,16 @@ def tails(differences: np.ndarray, t: np.ndarray, counts: Counts, level: float) 
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     columns = _nearest_first(t)
-    t = _infinite_where_far(differences, t, columns, counts)
-    smallest_spreads = [_smallest_for_p(len(differences), len(columns)), _SMALLEST_SPREAD]
-    for_p, for_family = _reached(differences, t, columns, counts, smallest_spreads)
+    t_to_reach = _infinite_where_far(differences, t, columns, counts)
+    spread_for_p = _smallest_spread_for_p(len(differences), len(columns))
+    reach_for_p = _Reach.start(t_to_reach, counts, spread_for_p)
+    reach = _Reach.start(t_to_reach, counts, _SMALLEST_SPREAD)
+    _add_columns([reach_for_p, reach], differences, columns, counts)
     return Tails(
-        upper=float(np.quantile(for_family.largest, (1 + level) / 2)),
-        lower=float(np.quantile(for_family.smallest, (1 - level) / 2)),
-        p=_p_of_each_cell(for_p, len(columns), len(columns)),
-        family=for_family.p_adjusted,
+        upper=float(np.quantile(reach.largest, (1 + level) / 2)),
+        lower=float(np.quantile(reach.smallest, (1 - level) / 2)),
+        p=reach_for_p.p(len(columns)),
+        p_adjusted=reach.p_adjusted,
     )
 
 
@@ -277,22 +281,23 @@ def p_values(
     columns = _nearest_first(t)
     if family_size is None:
         family_size = len(columns)
-    t = _infinite_where_far(differences, t, columns, counts)
-    near_columns = columns[np.isfinite(t[columns])]
-    smallest_spread = _smallest_for_p(len(differences), family_size)
-    [reached] = _reached(differences, t, near_columns, counts, [smallest_spread])
-    return _p_of_each_cell(reached, len(columns), family_size)
+    t_to_reach = _infinite_where_far(differences, t, columns, counts)
+    near_columns = columns[np.isfinite(t_to_reach[columns])]
+    spread_for_p = _smallest_spread_for_p(len(differences), family_size)
+    reach = _Reach.start(t_to_reach, counts, spread_for_p)
+    _add_columns([reach], differences, near_columns, counts)
+    return reach.p(family_size)
 
 
 # Private helpers, in the order of their use.
 
 
-def _beyond_all(differences: np.ndarray, pattern_count: int) -> np.ndarray:
-    """A mask of the columns that need not be tried: with a probability of less than 1e-15 any of
-    the random patterns gives as large a mean.
+def _is_out_of_reach(differences: np.ndarray, pattern_count: int) -> np.ndarray:
+    """A mask of the columns for which no pattern need be tried: any of the random patterns gives as
+    large a mean with a probability of less than 1e-15.
 
     ``patterns · P(|Σ s d| ≥ |Σ d|) ≤ patterns · 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963). As
-    ``(Σ d)² ≤ n Σ d²``, no column is beyond all with up to 12 prompts, where all patterns are
+    ``(Σ d)² ≤ n Σ d²``, there is no such column with up to 12 prompts, where all patterns are
     tried.
     """
     squares = (differences**2).sum(0)
@@ -300,66 +305,72 @@ def _beyond_all(differences: np.ndarray, pattern_count: int) -> np.ndarray:
     return (differences.sum(0) ** 2 > threshold) & (squares > 0)
 
 
-def _block_sizes(count: int, most: int) -> list[int]:
-    """The sizes of blocks of at most ``most`` rows that make up ``count`` rows."""
-    return [min(most, count - start) for start in range(0, count, most)]
+def _block_sizes(count: int, largest_size: int) -> list[int]:
+    """The sizes of blocks of at most ``largest_size`` rows that make up ``count`` rows."""
+    return [min(largest_size, count - start) for start in range(0, count, largest_size)]
 
 
-def _column_blocks(columns: np.ndarray) -> list[np.ndarray]:
+def _blocks_of(columns: np.ndarray) -> list[np.ndarray]:
     """The indices of columns in blocks, so that the t* of one block are in memory at a time."""
-    starts = range(0, len(columns), _COLUMNS)
-    return [columns[start : start + _COLUMNS] for start in starts]
+    starts = range(0, len(columns), _CELLS_AT_ONCE)
+    return [columns[start : start + _CELLS_AT_ONCE] for start in starts]
 
 
-def _studentised(
-    differences: np.ndarray, counts: Counts, smallest_spreads: list[float]
-) -> np.ndarray:
-    """The t* of some cells, with each smallest spread [spread, cell, resample]; 0 in cells without
-    spread.
-
-    ``t* = (mean* − mean) / max(s* / √n*, smallest_spread · s / √n)``. If one prompt makes all of a
-    cell's spread, a resample without that prompt has no spread. Its t* would be infinite without
-    the smallest spread, and would make all simultaneous intervals infinite.
+@dataclass(frozen=True, eq=False)
+class _Resampled:
+    """The means of some cells in each resample, in units of the cell's own standard deviation s; 0
+    in cells without spread.
 
     Args:
-        differences: Differences of a few cells [prompt, cell].
-        counts: Resamples of these prompts.
-        smallest_spreads: The smallest spreads, each a fraction of the cell's own.
+        mean: ``(mean* − mean) / s`` [cell, resample].
+        squared_error: ``(s* / s)² / n*`` in a resample of size n* [cell, resample].
+        n: The number of prompts of the sample.
     """
-    n, cell_count = differences.shape
-    deviation = differences.std(0, ddof=1)
-    deviation = without_noise(deviation, differences)
-    # In units of each cell's own spread, so that all cells have the same smallest error.
-    scaled = ratio(differences - differences.mean(0), deviation, otherwise=0.0)
-    # One product with the counts gives both the sums of values and the sums of squares.
-    powers = np.concatenate([scaled, scaled**2], axis=1).T
 
-    resamples = sum(map(len, counts))
-    t_star = np.empty((len(smallest_spreads), cell_count, resamples))
-    start = 0
-    for count_block in counts:
-        # n*, which differs between sequential resamples.
-        size = count_block.sum(1, dtype=np.float64)
-        stop = start + len(size)
+    mean: np.ndarray
+    squared_error: np.ndarray
+    n: int
 
-        weights = count_block.T.astype(np.float64)  # [prompt, resample]
-        sums = powers @ weights
-        mean, mean_square = np.split(sums / size, 2)
-        variance = (mean_square - mean**2) * (size / (size - 1))
-        squared_error = variance / size
+    @classmethod
+    def of(cls, differences: np.ndarray, counts: Counts) -> _Resampled:
+        """Resample the differences of a few cells [prompt, cell]."""
+        deviation = without_noise(differences.std(0, ddof=1), differences)
+        scaled = ratio(differences - differences.mean(0), deviation, otherwise=0.0)
+        # One product with the counts gives both the sums of values and the sums of squares.
+        powers = np.concatenate([scaled, scaled**2], axis=1).T
 
-        for t_star_of_spread, smallest_spread in zip(t_star, smallest_spreads, strict=True):
-            smallest_squared_error = smallest_spread**2 / n
-            error = np.sqrt(np.maximum(squared_error, smallest_squared_error))
-            np.divide(mean, error, out=t_star_of_spread[:, start:stop])
-        start = stop
-    return t_star
+        resamples = sum(map(len, counts))
+        mean = np.empty((differences.shape[1], resamples))
+        squared_error = np.empty_like(mean)
+        start = 0
+        for count_block in counts:
+            size = count_block.sum(1, dtype=np.float64)  # differs between sequential resamples
+            block = slice(start, start + len(size))
+            weights = count_block.T.astype(np.float64)  # [prompt, resample]
+            block_mean, mean_square = np.split(powers @ weights / size, 2)
+            variance = (mean_square - block_mean**2) * (size / (size - 1))
+            mean[:, block] = block_mean
+            squared_error[:, block] = variance / size
+            start = block.stop
+        return cls(mean, squared_error, len(differences))
+
+    def t_star(self, smallest_spread: float) -> np.ndarray:
+        """The t* of each cell [cell, resample].
+
+        ``t* = (mean* − mean) / max(s* / √n*, smallest_spread · s / √n)``. If one prompt makes all
+        of a cell's spread, a resample without that prompt has no spread. Its t* would be infinite
+        without the smallest spread, and would make all simultaneous intervals infinite.
+        """
+        smallest_squared_error = smallest_spread**2 / self.n
+        error = np.maximum(self.squared_error, smallest_squared_error)
+        np.sqrt(error, out=error)  # in place, as these arrays are the largest of a table
+        return np.divide(self.mean, error, out=error)
 
 
 def _nearest_first(t: np.ndarray) -> np.ndarray:
     """The indices of the tested columns, in the order of the distance of their t from 0.
 
-    The extremes of the columns up to a place are then those of all columns that are not further
+    The extremes of the columns up to one of them are then those of all columns that are not further
     out.
     """
     columns = np.argsort(abs(t), kind="stable")
@@ -372,15 +383,15 @@ def _infinite_where_far(
     """The t of each cell, made infinite if it is far further out than every t* of these columns in
     the first resamples.
     """
-    pilot = [counts[0][:_PILOT]]
+    pilot_counts = [counts[0][:_PILOT]]
     furthest = 0.0
-    for column_block in _column_blocks(columns):
-        [t_star] = _studentised(differences[:, column_block], pilot, [_SMALLEST_SPREAD])
-        furthest = max(furthest, abs(t_star).max())
+    for column_block in _blocks_of(columns):
+        pilot = _Resampled.of(differences[:, column_block], pilot_counts)
+        furthest = max(furthest, abs(pilot.t_star(_SMALLEST_SPREAD)).max())
     return np.where(abs(t) > _FAR * furthest, np.copysign(np.inf, t), t)
 
 
-def _smallest_for_p(n: int, cell_count: int) -> float:
+def _smallest_spread_for_p(n: int, cell_count: int) -> float:
     """The smallest spread of a resample for p, as a fraction of the cell's own.
 
     If one prompt makes all of a cell's spread, a resample without that prompt has a t* of about
@@ -392,83 +403,83 @@ def _smallest_for_p(n: int, cell_count: int) -> float:
     return max(_SMALLEST_SPREAD, 1 / needed_t)
 
 
-@dataclass(frozen=True, eq=False)
-class _Reached:
-    """How often resamples reach the t of cells, with one smallest spread.
+@dataclass(eq=False)
+class _Reach:
+    """How often resamples reach the t of cells, which are added in the order of
+    :func:`_nearest_first`.
+
+    A tested cell that is never added counts as further out than all t*. The arrays are changed in
+    place.
 
     Args:
+        t: The t of each cell [cell]; NaN if it is not tested.
+        smallest_spread: The smallest spread for :meth:`_Resampled.t_star`.
         p_alone: Twice the share of a cell's own t* that reach its t [cell].
         p_adjusted: Twice the share of resamples in which the most extreme t* of the cells that are
             not further out reaches its t [cell]. The sample itself counts as one such resample.
-        largest: The largest t* of all resampled cells, at least 0 [resample].
-        smallest: The smallest t* of all resampled cells, at most 0 [resample].
+        largest: The largest t* of all added cells, at least 0 [resample].
+        smallest: The smallest t* of all added cells, at most 0 [resample].
     """
 
+    t: np.ndarray
+    smallest_spread: float
     p_alone: np.ndarray
     p_adjusted: np.ndarray
     largest: np.ndarray
     smallest: np.ndarray
 
-
-def _reached(
-    differences: np.ndarray,
-    t: np.ndarray,
-    columns: np.ndarray,
-    counts: Counts,
-    smallest_spreads: list[float],
-) -> list[_Reached]:
-    """Resample columns in the order of :func:`_nearest_first`, with each smallest spread.
-
-    A tested cell whose column is not given counts as further out than all t*.
-    """
-    resamples = sum(map(len, counts))
-    is_untested = np.isnan(t)
-    reached_by_spread = []
-    for _ in smallest_spreads:
-        reached = _Reached(
+    @classmethod
+    def start(cls, t: np.ndarray, counts: Counts, smallest_spread: float) -> _Reach:
+        """The reach before any cell is added: only the sample itself is as extreme as its t."""
+        resamples = sum(map(len, counts))
+        is_untested = np.isnan(t)
+        return cls(
+            t=t,
+            smallest_spread=smallest_spread,
             p_alone=np.where(is_untested, np.nan, 0.0),
             p_adjusted=np.where(is_untested, np.nan, 2 / (1 + resamples)),
             largest=np.zeros(resamples),
             smallest=np.zeros(resamples),
         )
-        reached_by_spread.append(reached)
 
-    for column_block in _column_blocks(columns):
-        t_star_by_spread = _studentised(differences[:, column_block], counts, smallest_spreads)
-        for reached, t_star in zip(reached_by_spread, t_star_by_spread, strict=True):
-            _add_block(reached, t, column_block, t_star)
+    def add(self, column: int, t_star: np.ndarray) -> None:
+        """Add the t* of one cell [resample] to the extremes, and count how often they reach its t."""
+        np.maximum(self.largest, t_star, out=self.largest)
+        np.minimum(self.smallest, t_star, out=self.smallest)
 
-    # Step down: no p is smaller than the p of a cell that is further out.
-    furthest_first = columns[::-1]
-    for reached in reached_by_spread:
-        p_by_distance = reached.p_adjusted[furthest_first]
-        reached.p_adjusted[furthest_first] = np.maximum.accumulate(p_by_distance)
-    return reached_by_spread
-
-
-def _add_block(reached: _Reached, t: np.ndarray, columns: np.ndarray, t_star: np.ndarray) -> None:
-    """Add the t* of the next columns [cell, resample] to the extremes, and count how often they
-    reach each cell's t.
-    """
-    largest = reached.largest
-    smallest = reached.smallest
-    resamples = len(largest)
-    for column, own_t_star in zip(columns, t_star, strict=True):
-        np.maximum(largest, own_t_star, out=largest)
-        np.minimum(smallest, own_t_star, out=smallest)
-
-        if t[column] > 0:
-            own_count = np.count_nonzero(own_t_star >= t[column])
-            extreme_count = np.count_nonzero(largest >= t[column])
+        own_t = self.t[column]
+        if own_t > 0:
+            own_count = np.count_nonzero(t_star >= own_t)
+            extreme_count = np.count_nonzero(self.largest >= own_t)
         else:
-            own_count = np.count_nonzero(own_t_star <= t[column])
-            extreme_count = np.count_nonzero(smallest <= t[column])
-        reached.p_alone[column] = min(1.0, 2 * own_count / resamples)
-        reached.p_adjusted[column] = min(1.0, 2 * (1 + extreme_count) / (1 + resamples))
+            own_count = np.count_nonzero(t_star <= own_t)
+            extreme_count = np.count_nonzero(self.smallest <= own_t)
+        resamples = len(t_star)
+        self.p_alone[column] = min(1.0, 2 * own_count / resamples)
+        self.p_adjusted[column] = min(1.0, 2 * (1 + extreme_count) / (1 + resamples))
+
+    def p(self, family_size: int) -> np.ndarray:
+        """The p of each cell alone, which is at least its part of the adjusted p [cell]."""
+        tested_count = np.count_nonzero(~np.isnan(self.t))
+        part_of_adjusted = self.p_adjusted / max(1, tested_count)
+        return np.maximum(self.p_alone, np.minimum(part_of_adjusted, 1 / max(1, family_size)))
 
 
-def _p_of_each_cell(reached: _Reached, tested_count: int, family_size: int) -> np.ndarray:
-    """The p of each cell alone, which is at least its part of the adjusted p."""
-    part_of_adjusted = reached.p_adjusted / max(1, tested_count)
-    part_of_adjusted = np.minimum(part_of_adjusted, 1 / max(1, family_size))
-    return np.maximum(reached.p_alone, part_of_adjusted)
+def _add_columns(
+    reaches: list[_Reach], differences: np.ndarray, columns: np.ndarray, counts: Counts
+) -> None:
+    """Resample columns in the order of :func:`_nearest_first`, and add each to several reaches,
+    which differ in their smallest spread.
+    """
+    for column_block in _blocks_of(columns):
+        resampled = _Resampled.of(differences[:, column_block], counts)
+        for reach in reaches:
+            t_star_of_block = resampled.t_star(reach.smallest_spread)
+            for column, t_star in zip(column_block, t_star_of_block, strict=True):
+                reach.add(column, t_star)
+
+    # Step down: no adjusted p is smaller than that of a cell that is further out.
+    furthest_first = columns[::-1]
+    for reach in reaches:
+        p_by_distance = reach.p_adjusted[furthest_first]
+        reach.p_adjusted[furthest_first] = np.maximum.accumulate(p_by_distance)

@@ -73,31 +73,31 @@ class Resolution:
 
     def _sentence_about_units(self) -> str:
         """Whether one test alone can have q below the level, and otherwise what that needs."""
-        start = f"with {self.n} {self.unit} and {self.tests} tests"
-        smallest = f"(smallest p {self.smallest_p:.2g})"
+        units_and_tests = f"with {self.n} {self.unit} and {self.tests} tests"
+        smallest_p = f"(smallest p {self.smallest_p:.2g})"
         if self.fewest is None:
             return (
-                f"{start} no test alone can pass q < {self.level:g} {smallest}, however many"
-                f" {self.unit} there are: give more resamples"
+                f"{units_and_tests} no test alone can pass q < {self.level:g} {smallest_p}, however"
+                f" many {self.unit} there are: give more resamples"
             )
         if self.n >= self.fewest:
             return (
-                f"{start} one test alone can pass q < {self.level:g} {smallest}; the smallest"
-                " effect that q finds in one test alone, with 80 % power, is d_z ="
+                f"{units_and_tests} one test alone can pass q < {self.level:g} {smallest_p}; the"
+                " smallest effect that q finds in one test alone, with 80 % power, is d_z ="
                 f" {self.detectable:.2g}"
             )
-        needed = f"one test alone can with {self.fewest} {self.unit} or more"
+        remedy = f"one test alone can with {self.fewest} {self.unit} or more"
         if self.together is None:
-            return f"{start} no p can pass q < {self.level:g} {smallest}; {needed}"
+            return f"{units_and_tests} no p can pass q < {self.level:g} {smallest_p}; {remedy}"
         if self.together > 1:
             return (
-                f"{start} no p can pass q < {self.level:g} alone {smallest}: {self.together} tests"
-                f" must reach it together, or use {self.fewest} {self.unit}"
+                f"{units_and_tests} no p can pass q < {self.level:g} alone {smallest_p}:"
+                f" {self.together} tests must reach it together, or use {self.fewest} {self.unit}"
             )
         return (
-            f"{start} a test whose neighbours show nothing passes q < {self.level:g} in at most"
-            f" {100 * self.chance:.0f} % of draws of the signs, and several that show something"
-            f" pass together; {needed}"
+            f"{units_and_tests} a test whose neighbours show nothing passes q < {self.level:g} in"
+            f" at most {100 * self.chance:.0f} % of draws of the signs, and several that show"
+            f" something pass together; {remedy}"
         )
 
 
@@ -156,10 +156,10 @@ def resolution(
         smallest_p = 2.0 ** (1 - n)
 
     # m tests at the smallest p have q = tests · smallest_p / m, which must be below the level.
-    needed = floor(tests * smallest_p / level) + 1
-    together: int | None = needed
-    if needed > tests:
-        together = None
+    together = None
+    fewest_together = floor(tests * smallest_p / level) + 1
+    if fewest_together <= tests:
+        together = fewest_together
 
     return Resolution(
         n=n,
@@ -228,16 +228,17 @@ def chance(n: int, tests: int, level: float, patterns: int) -> float:
     """The probability that one test alone has q below the level, if all of its differences have the
     same sign.
 
-    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``. With more it is
-    ``(1 + hits) / (1 + patterns)``, with a binomial number of hits: drawn patterns that keep all
-    signs or flip all.
+    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``, the share of patterns that keep
+    all signs or flip all. With more it is ``(1 + hits) / (1 + patterns)``, with a binomial number
+    of hits: drawn patterns that do so.
     """
-    hit_rate = 2.0 ** (1 - n)
+    share_of_patterns = 2.0 ** (1 - n)
     if n <= MOST_EXACT:
-        return float(tests * hit_rate < level)
+        return float(tests * share_of_patterns < level)
 
+    # The largest number of hits with tests · (1 + hits) / (1 + patterns) < level.
     most_hits = ceil(level * (1 + patterns) / tests) - 2
-    return float(stats.binom.cdf(most_hits, patterns, hit_rate))
+    return float(stats.binom.cdf(most_hits, patterns, share_of_patterns))
 
 
 def power_of(
@@ -248,13 +249,13 @@ def power_of(
     It is ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``, as one
     test alone needs for q < level, times the :func:`chance` that the p of sign flips is as small.
     """
-    reachable = chance(n, tests, level, patterns_needed(resamples, tests))
+    chance_of_flips = chance(n, tests, level, patterns_needed(resamples, tests))
     critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
     shift = effect * np.sqrt(n)
     right_sign = stats.nct.sf(critical_t, n - 1, shift)
     # Far below 1e-20 this may be NaN: https://github.com/scipy/scipy/issues/25470
     wrong_sign = np.nan_to_num(stats.nct.cdf(-critical_t, n - 1, shift))
-    return reachable * float(right_sign + wrong_sign)
+    return chance_of_flips * float(right_sign + wrong_sign)
 
 
 @lru_cache(maxsize=256)
@@ -275,11 +276,11 @@ def detectable_size(
 
     if excess_power(0.0) >= 0:
         return 0.0
-    large_enough = 2.0
-    while excess_power(large_enough) < 0:
-        large_enough *= 2
+    largest_effect = 2.0  # of those that are searched
+    while excess_power(largest_effect) < 0:
+        largest_effect *= 2
 
-    return float(optimize.brentq(excess_power, 0.0, large_enough))
+    return float(optimize.brentq(excess_power, 0.0, largest_effect))
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,10 +347,9 @@ class Units:
         """
         if self.group_of_prompt is None:
             return values
-        cells = values.shape[1:]
-        rows = values.reshape(len(values), -1).astype(np.float64)
-        means = pd.DataFrame(rows).groupby(self.group_of_prompt).mean()
-        return means.to_numpy().reshape(self.n, *cells)
+        columns = pd.DataFrame(values.reshape(len(values), -1).astype(np.float64))
+        means = columns.groupby(self.group_of_prompt).mean()
+        return means.to_numpy().reshape(self.n, *values.shape[1:])
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
         """The indices of the prompts of one half of the units, and those of the other half."""

@@ -42,8 +42,8 @@ def masses():
 
 def test_a_sink_that_moves_is_told(masses):
     token = first_token(a_result(masses, masses / 50, masses), "before")
-    assert token.before == pytest.approx(masses.mean())
-    assert token.after == pytest.approx(masses.mean() / 50)
+    assert token.baseline_attention == pytest.approx(masses.mean())
+    assert token.attention == pytest.approx(masses.mean() / 50)
     assert (token.sink_heads, token.lost_heads, token.heads) == (4, 4, 8)
     assert token.moved
     assert token.preceded
@@ -84,8 +84,8 @@ def test_the_numbers_are_those_of_the_patterns(toy, prompts):
             first = int(np.flatnonzero(origin == 0)[0])
             by_prompt.append(pattern[:, :, counted, first].mean())
         found[condition] = np.mean(by_prompt)
-    assert token.before == pytest.approx(found["baseline"], rel=1e-4)
-    assert token.after == pytest.approx(found["start"], rel=1e-4)
+    assert token.baseline_attention == pytest.approx(found["baseline"], rel=1e-4)
+    assert token.attention == pytest.approx(found["start"], rel=1e-4)
     unmeasured = ma.run(toy, prompts[:3], conditions, ma.ReceivedAttention(skip_first=True))
     assert first_token(unmeasured, "start") is None
 

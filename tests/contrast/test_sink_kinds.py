@@ -86,5 +86,5 @@ def test_what_cannot_be_told(result, slash_result):
         ma.analyses.sink_kinds(slash_result)
     with pytest.raises(OptionError, match="no condition 'slash'"):
         ma.analyses.sink_kinds(result, "slash")
-    with pytest.raises(OptionError, match=r"'rank_below': 0.*rank_below from 1"):
-        ma.analyses.sink_kinds(result, rank_below=0)
+    with pytest.raises(OptionError, match=r"'rank_below': nan.*rank_below from 1"):
+        ma.analyses.sink_kinds(result, rank_below=np.nan)

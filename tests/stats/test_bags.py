@@ -17,11 +17,9 @@ def test_every_unit_is_in_one_bag_and_bags_are_alike(n):
     sizes = np.diff(bags.starts, append=n)
     assert np.array_equal(np.sort(bags.order), np.arange(n))
     assert sizes.max() - sizes.min() <= 1
-    assert (sizes > sizes.min()).sum() < n / bags.n  # fewer than there are units in one
     assert 600 < bags.n == resampled_count(n) <= 1000
     assert not np.array_equal(bags.order, Bags.drawn(n, 1).order)
     assert Bags.drawn(MOST_SINGLE, 0) is None, "few units are resampled one by one"
-    assert resampled_count(MOST_SINGLE) == MOST_SINGLE
 
 
 def test_means_are_those_of_a_loop():
@@ -42,7 +40,6 @@ def test_what_needs_no_resampling_is_of_the_units():
     expected = stats.ttest_1samp(d, 0.0).confidence_interval()
     assert_allclose([made.low, made.high], [expected.low, expected.high])
     assert_allclose(made.effect_size, (d.mean(0) - 0.01) / d.std(0, ddof=1))
-    assert made.n == N
     alone = Bags.drawn(N, 0).means(d - 0.01)
     assert (abs(alone.mean(0) / alone.std(0, ddof=1)) > 1.5 * abs(made.effect_size)).all()
 

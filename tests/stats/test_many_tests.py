@@ -13,7 +13,7 @@ from mechattn.stats.paired import paired
 @pytest.fixture(autouse=True)
 def _screened(monkeypatch):
     """As if a few cells were very many."""
-    monkeypatch.setattr(many_tests, "_MANY", 10)
+    monkeypatch.setattr(many_tests, "_MOST_OF_PAIRED", 10)
 
 
 def differences(units, cells, effects, seed=0, skewed=False):

@@ -8,7 +8,7 @@ from scipy import stats
 from mechattn.stats import resampling
 from mechattn.stats.paired import paired
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.units import detectable_size, power_of
+from mechattn.stats.units import detectable_size, power_of, resolution
 
 
 def drawn(n, cells, seed=0, mean=0.0, shared=0.0):
@@ -35,7 +35,6 @@ def test_intervals_and_tests_are_those_of_scipy():
     assert_allclose(made.p_flip, p_of_all_patterns(d - 0.1))
     assert_allclose(made.q, stats.false_discovery_control(made.p))
     assert_allclose(made.skewness, stats.skew(d - 0.1))
-    assert_allclose(made.detectable, detectable_size(11, 5) * d.std(0, ddof=1))
     assert np.isnan(made.low_bootstrap).all(), "bootstrap-t is not given below 20 prompts"
 
 
@@ -102,7 +101,7 @@ def test_a_dominated_cell_does_not_hide_the_others(monkeypatch):
         return np.mean(yes)
 
     assert found() > 0.8
-    monkeypatch.setattr(resampling, "_smallest_for_p", lambda n, cells: 0.1)
+    monkeypatch.setattr(resampling, "_smallest_spread_for_p", lambda n, cells: 0.1)
     assert found() < 0.2, "negative control"
 
 
@@ -149,6 +148,12 @@ def test_power_is_that_of_simulated_t_tests(n, tests, effect):
         (stats.ttest_1samp(d, 0).pvalue < 0.05 / tests).mean(), abs=0.015
     )
     assert power_of(detectable_size(n, tests), n, tests) == pytest.approx(0.8)
+
+
+def test_the_detectable_mean_is_that_of_the_resolution_when_few_patterns_are_drawn():
+    d = drawn(14, 5)
+    effect = resolution(14, 5, resamples=99).detectable
+    assert_allclose(paired(d, resamples=99).detectable, effect * d.std(0, ddof=1))
 
 
 def test_no_spread_and_no_difference():

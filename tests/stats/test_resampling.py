@@ -123,10 +123,10 @@ def test_family_p_values_equal_a_written_out_step_down(monkeypatch):
     t = t_of(d)
     counts = resample_sequentially(24, 150, np.random.default_rng(1))
     drawn = t_of_each_resample(d, counts)
-    monkeypatch.setattr(resampling, "_COLUMNS", 4)
+    monkeypatch.setattr(resampling, "_CELLS_AT_ONCE", 4)
     got = tails(d, t, counts, 0.95)
     assert_array_equal(p_values(d, t, counts), got.p)
-    assert_allclose(got.family, step_down(t, drawn))
+    assert_allclose(got.p_adjusted, step_down(t, drawn))
 
     mild = t_of_each_resample(d, counts, smallest=1 / stats.t.isf(0.025 / 9, 23))
     is_as_far = np.where(t > 0, mild >= t, mild <= t)
@@ -137,7 +137,9 @@ def test_family_p_values_equal_a_written_out_step_down(monkeypatch):
     upper = drawn.max(1)[:, None] >= t
     lower = drawn.min(1)[:, None] <= t
     in_one_step = two_sided(np.where(t > 0, upper, lower).sum(0), 150)
-    assert (got.family < in_one_step).any(), "negative control: one step for all would be larger"
+    assert (got.p_adjusted < in_one_step).any(), (
+        "negative control: one step for all would be larger"
+    )
 
 
 @pytest.mark.parametrize(("n", "shared"), [(20, 0.0), (64, 0.67)])
