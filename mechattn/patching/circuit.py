@@ -242,7 +242,7 @@ class Circuit:
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
-                f" {about['ranked_on']}, {about['method']}; on {about['reported_on']} all other"
+                f" {about['ranked_on']}, {self.edges.method_words}; on {about['reported_on']} all other"
                 f" edges carry {_ABLATION_WORDS[about['ablation']]}"
             ),
             str(self.edges.resolution),

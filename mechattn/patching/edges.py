@@ -128,12 +128,9 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
-    method = f"attributed ({steps} steps)"
-    if steps == 1:
-        method = "attributed (first order)"
     about = {
         "steps": steps,
-        "method": method,
+        "method": "attribution",
         "readers_of_first_values": graph.nodes_after["L0H0.v"],
     }
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}

@@ -22,6 +22,12 @@ Columns = dict[str, np.ndarray]  # of a table, by name
 Chosen = np.ndarray | slice  # the indices of units or cells
 _ALL = slice(None)
 
+Method = Literal["exact", "attribution"]
+_METHOD_WORDS = {
+    "exact": "patched",
+    "attribution": "attributed (first order)",
+    "ablation": "ablated",
+}
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
 # What the sign of an effect means. Denoising puts in outputs of the baseline, and noising outputs
@@ -219,6 +225,14 @@ class Patching:
         return resolution(self.units.n, len(self._cells), unit=self.units.kind)
 
     @property
+    def method_words(self) -> str:
+        """How effects were measured, in words, such as "attributed (first order)"."""
+        steps = self.about.get("steps", 1)
+        if steps > 1:
+            return f"attributed ({steps} steps)"
+        return _METHOD_WORDS[self.about["method"]]
+
+    @property
     def _has_few_units(self) -> bool:
         """Whether there are too few units for any row to have q < 0.05 alone."""
         fewest = self.resolution.fewest
@@ -253,7 +267,7 @@ class Patching:
             nouns = f"pairs of {first_labels[-1]} and {noun}"
         elif count == 1:
             nouns = noun
-        return f"{count} {nouns} {self.about['method']}"
+        return f"{count} {nouns} {self.method_words}"
 
     def _values(
         self, name: str, units: Chosen = _ALL, cells: Chosen = _ALL
@@ -319,7 +333,7 @@ class Patching:
     def __str__(self) -> str:
         about = self.about
         direction = DIRECTIONS[about["direction"]]
-        lines = [f"{about['metric']}; {direction}; {about['method']}, {self.units.words}"]
+        lines = [f"{about['metric']}; {direction}; {self.method_words}, {self.units.words}"]
         if self.units.n < FEWEST:
             lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
             means = self._cells.assign(effect=self._values("effect").mean(0))
@@ -390,9 +404,9 @@ class Patching:
             return sentence
 
         if rank_agreement < _LEAST_RANK_CORRELATION:
-            return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
+            return f'{sentence}; do not rank heads by these: method="exact" patches each'
         if error > _LARGEST_ERROR:
-            return f'{sentence}; their sizes are wrong: at="all" patches each exactly'
+            return f'{sentence}; their sizes are wrong: method="exact" patches each'
         return sentence
 
 

@@ -23,7 +23,7 @@ from mechattn.patching.effects import Patching, printed, with_ends
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
 from mechattn.patching.patched_runs import HeadOutput, LayerHead, recorded_runs
 from mechattn.patching.plan import PatchingPlan
-from mechattn.patching.sites import PatchTarget, target_in
+from mechattn.patching.sites import PatchTarget, Sites, target_in
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.generated import repeated_random
 from mechattn.prompts.prompt import Prompt
@@ -177,12 +177,12 @@ def induction_heads(
     scores = focus.induction_mass.sel(condition=BASELINE, segment="question", drop=True)
     scores = scores.transpose("prompt", "layer", "head")
 
-    target = target_in(model, "all", False)
+    target = target_in(model, Sites("z"))
     other_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
     means = _mean_outputs(model, target, other_prompts)
     cells = target.cells
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
-    estimate = replace(plan, target=replace(target, attributed=True))
+    estimate = replace(plan, method="attribution")
 
     def effects_of(batch: Sequence[Pair]) -> dict[str, PromptEffects]:
         effects = plan.effects(batch)
@@ -193,7 +193,7 @@ def induction_heads(
         plan.batches([_pair(model, prompt, span) for prompt in prompts]),
         effects_of,
         {"cell": range(len(cells))},
-        method="ablated",
+        method="ablation",
         metric="loss of the second copy, in nats a token",
         metric_name="loss",
         direction="ablation",

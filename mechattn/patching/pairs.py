@@ -207,14 +207,13 @@ class PatchingRequest:
         if getattr(original_of(self.model), "is_quantized", False):
             raise ModelError(
                 f"the weights of {self.model.cfg.model_name} are quantised and have no gradients:"
-                " load it dequantised, or name heads (ma.patch(…, at=…)), which are patched without"
-                " gradients"
+                ' load it dequantised, or patch heads with method="exact", which needs no gradients'
             )
         if self.metric == "kl" and self.direction == "noising":
             raise OptionError(
                 'metric="kl" is smallest in the baseline, which direction="noising" patches, so'
-                " every gradient is 0: name heads, which are patched without gradients, or choose"
-                ' direction="denoising" or another metric'
+                ' every gradient is 0: patch heads with method="exact", which needs no gradients,'
+                ' or choose direction="denoising" or another metric'
             )
 
     def run_patching(
@@ -246,8 +245,7 @@ class PatchingRequest:
                 if is_first and minutes > 1:
                     warn(
                         f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
-                        " less time, and in ma.patch controls=() or attribution (without at=…) does"
-                        " too"
+                        ' less time, and in ma.patch controls=() or method="attribution" does too'
                     )
 
         ids = [prompt.id for prompt in self.prompts]
@@ -341,7 +339,7 @@ def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
     if needs_gradient and not values.requires_grad:
         raise OptionError(
             "the metric has no gradient with respect to the logits (like an argmax), so heads"
-            " cannot be attributed: name heads, which are patched without gradients"
+            ' cannot be attributed: patch them with method="exact", which needs no gradients'
         )
 
 

@@ -32,7 +32,9 @@ difference of activations, which takes one backward pass for all heads. Where at
 the gradient is nearly 0 although the effect is not. So eight heads are also patched exactly.
 
 ``paths.py`` patches what one head passes to another, ``edges.py`` attributes every edge of a model,
-and ``circuit.py`` measures how much of the effect a set of edges carries alone.
+and ``circuit.py`` measures how much of the effect a set of edges carries alone. Only ``patch`` has
+a choice of method: paths are always patched exactly, and edges, which are too many for that, are
+always attributed.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from typing import Any
 import numpy as np
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.controls import (
@@ -54,11 +56,18 @@ from mechattn.patching.controls import (
     random_steps,
     shuffled_patterns,
 )
-from mechattn.patching.effects import CHECKED_PROMPTS, CONTROLS, Control, Patching, checked_sample
+from mechattn.patching.effects import (
+    CHECKED_PROMPTS,
+    CONTROLS,
+    Control,
+    Method,
+    Patching,
+    checked_sample,
+)
 from mechattn.patching.pairs import Direction, Pair, PatchingRequest, request_of
 from mechattn.patching.patched_runs import LayerHead, Part, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan, Replacements
-from mechattn.patching.sites import Sites, target_in
+from mechattn.patching.sites import Sites, sites_of, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
@@ -71,6 +80,7 @@ def patch(
     condition: Condition,
     *,
     at: Sites | Part | Sequence[LayerHead | str] = "z",
+    method: Method = "exact",
     together: bool = False,
     metric: Metric | None = None,
     direction: Direction = "noising",
@@ -90,14 +100,15 @@ def patch(
     after the last layer. So patching that stream has the whole effect, unless an inserted token
     predicts the answer.
 
-    With ``at="z"``, unless ``together``, all heads are attributed to first order,
-    ``Σ ∂metric/∂z · (z_other − z)``. This takes three forward passes and one backward pass per
-    prompt, and one forward pass for the control "other_prompt". Eight heads are also patched
-    exactly, in four prompts. Everything else is patched exactly and takes one row of a forward pass
-    for each cell.
+    By default each cell, such as a head, is patched exactly. This takes one row of a forward pass
+    for each cell of each prompt, and as many for each control: for all heads with both controls,
+    ``3 · heads · prompts`` rows. With ``method="attribution"``, which is the fast estimate, each
+    head's effect is estimated to first order, ``Σ ∂metric/∂z · (z_other − z)``. Whatever the number
+    of heads, this takes three forward passes and one backward pass per prompt, and one forward pass
+    for the control "other_prompt". The estimate may rank heads wrongly, so eight of them are also
+    patched exactly, in four prompts.
 
-    Each cell has two controls. Where cells are patched exactly, each control takes as long as the
-    effect.
+    Each cell has two controls:
 
     - "random": a step of equal norm in a random direction. For a pattern, the probabilities of each
       query are permuted among its visible keys instead.
@@ -111,9 +122,11 @@ def patch(
         prompts: Prompts with an answer that the model reads, as
             ``load_prompts(…, with_answer=True)`` returns them.
         condition: The condition to compare with the baseline.
-        at: What to patch: heads as (layer, head), counted from 0, or as "L0H2"; "all" for each head
-            exactly; a part of all heads or layers, such as "z", "pattern" or "resid_post"; or
-            :class:`Sites`, which names a part, heads or layers, and segments or positions.
+        at: What to patch: heads as (layer, head), counted from 0, or as "L0H2"; a part of all heads
+            or layers, such as "z", "pattern" or "resid_post"; or :class:`Sites`, which names a
+            part, heads or layers, and segments or positions.
+        method: "exact" patches each cell. "attribution" estimates effects to first order, for the
+            part "z" and without ``together``.
         together: Patch all of ``at`` as one set. Heads that compensate for each other may have no
             effect alone but an effect together.
         metric: "logprob", the log-probability of the reference answer, in nats; "logit_diff", its
@@ -130,9 +143,10 @@ def patch(
 
     Raises:
         MechattnError: A prompt has no answer, or the model cannot read it; a head or layer doesn't
-            exist; the condition hides tokens or acts inside the model; or gradients are needed but
-            the weights are quantised, or the metric is "kl" with "noising", so that all gradients
-            are 0. It is raised before anything is patched.
+            exist; the condition hides tokens or acts inside the model; or the method is
+            "attribution" but the part is not "z", ``together`` is set, the weights are quantised,
+            or the metric is "kl" with "noising", so that all gradients are 0. It is raised before
+            anything is patched.
         OptionError: The metric is a function that does not return one finite number per row, or
             that has no gradient although heads are attributed.
 
@@ -141,10 +155,12 @@ def patch(
         the softmax, the softmax does not have to be recomputed.
     """
     _check_controls(controls)
+    sites = sites_of(at)
+    _check_method(method, sites, together)
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
     _check_test(controls, request)
-    target = target_in(request.model, at, together)
-    if target.attributed:
+    target = target_in(request.model, sites, together)
+    if method == "attribution":
         request.check_gradients()
 
     pairs = request.pairs
@@ -154,10 +170,10 @@ def patch(
         target = replace(target, token_groups=_changed_positions(pairs))
 
     cells = target.cells
-    plan = PatchingPlan(request, target, cells, _replacements, controls=controls)
+    plan = PatchingPlan(request, target, cells, _replacements, method, controls=controls)
     if "other_prompt" in controls:
         plan = replace(plan, partners=partners_of(pairs, seed))
-    if not target.attributed:
+    if method == "exact":
         layers = [cell.first_layer for cell in cells]
         starts = possible_starts(request.model, request.shortest, layers)
         plan = replace(plan, starts=starts)
@@ -166,13 +182,13 @@ def patch(
         plan.batches(pairs),
         plan.effects,
         {"cell": range(len(cells))},
-        method="attributed (first order)" if target.attributed else "patched",
+        method=method,
         part=target.part,
         heads=list(target.heads),
     )
     effects = target.by_dimension(patching.effects.drop_vars("before"))
     patching = replace(patching, effects=effects)
-    if target.attributed:
+    if method == "attribution":
         return _with_exact_sample(patching, plan)
     return patching
 
@@ -184,6 +200,26 @@ def _check_controls(controls: Sequence[Control]) -> None:
         raise OptionError(
             f'controls={controls!r}: give a tuple, ("other_prompt", "random"), one of them, such as'
             ' ("random",), or () for none'
+        )
+
+
+def _check_method(method: Method, sites: Sites, together: bool) -> None:
+    """Refuse a method that doesn't exist, and attribution of what has no first-order estimate."""
+    check_choice(Method, method=method)
+    if not isinstance(together, bool):
+        raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
+    if method == "exact":
+        return
+
+    if sites.part != "z":
+        raise OptionError(
+            f'method="attribution" estimates only heads\' "z", and at=… names {sites.part!r}: '
+            'leave method out (or give "exact") to patch it'
+        )
+    if together:
+        raise OptionError(
+            'method="attribution" estimates each head alone, and together=True patches all of them '
+            'as one set: leave method out (or give "exact") to patch the set'
         )
 
 
@@ -266,7 +302,7 @@ def _with_exact_sample(patching: Patching, plan: PatchingPlan) -> Patching:
     sample = checked_sample(patching, plan.request.seed)
     exact_plan = replace(
         plan,
-        target=replace(plan.target, attributed=False),
+        method="exact",
         cells=[plan.cells[index] for index in sample],
         partners={},
         controls=(),

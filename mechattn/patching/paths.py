@@ -130,7 +130,7 @@ def paths(
         return {pair.id: _effects(request, chosen_paths, starts, pair) for pair in pairs}
 
     axes = {"path": [path.name for path in chosen_paths]}
-    return request.run_patching(request.one_by_one, effects_of, axes, method="patched")
+    return request.run_patching(request.one_by_one, effects_of, axes, method="exact")
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:

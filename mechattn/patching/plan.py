@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel, device_of
+from mechattn.patching.effects import Method
 from mechattn.patching.graph import Graph
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched
 from mechattn.patching.patched_runs import (
@@ -110,6 +111,7 @@ class PatchingPlan:
         cells: The cells that are patched one by one.
         replacements: A function of this plan and a pair's runs that returns what replaces each
             head's output.
+        method: Whether cells are patched exactly, or their effects are estimated to first order.
         starts: The layers at which a pass may start.
         partners: For the control "other_prompt", another prompt's pair for each pair, by id.
         controls: The controls to measure.
@@ -119,6 +121,7 @@ class PatchingPlan:
     target: PatchTarget
     cells: Sequence[PatchCell]
     replacements: Callable[[PatchingPlan, PairRuns], Replacements]
+    method: Method = "exact"
     starts: Sequence[int] = ()
     partners: Mapping[str, Pair] = field(default_factory=dict)
     controls: Sequence[str] = ()
@@ -170,7 +173,7 @@ class PatchingPlan:
                     if tokens.any():  # a segment may have no token in this prompt
                         copies.append(PatchedCopy(runs, variable, index, cell, tokens, values))
 
-        if self.target.attributed:
+        if self.method == "attribution":
             effect_of_copy = _first_order(copies)
         else:
             effect_of_copy = self._exact(pairs, copies)
@@ -197,7 +200,7 @@ class PatchingPlan:
         for pair, base, source in zip(pairs, bases, sources, strict=True):
             unpatched = Unpatched(pair, base.logits, source.logits)
             gradients = {}
-            if self.target.attributed:
+            if self.method == "attribution":
                 gradients = gradients_of(model, pair.base, layers, unpatched.measure)
             partner = partner_run_of.get(pair.id)
             all_runs.append(PairRuns(pair, base, source, unpatched, partner, gradients))

@@ -44,15 +44,14 @@ class Sites:
             attention among the original tokens. Of a layer: "resid_post", the residual stream after
             it; "attn_out" or "mlp_out", what attention or the MLP adds to the stream.
         where: Heads as (layer, head), counted from 0, or as "L0H2". For a part of a layer, the
-            numbers of layers. By default, and with "all", all heads or layers are patched exactly,
-            except that "z" is attributed by default.
+            numbers of layers. The default is all heads or layers.
         by: "segment" patches the tokens of each segment separately, and "position" each token, for
             which prompts must have equal length. By default all original tokens are patched
             together.
     """
 
     part: Part = "z"
-    where: Sequence[LayerHead | str] | Sequence[int] | Literal["all"] | None = None
+    where: Sequence[LayerHead | str] | Sequence[int] | None = None
     by: Literal["segment", "position"] | None = None
 
 
@@ -72,14 +71,13 @@ class PatchCell:
 
 @dataclass(frozen=True)
 class PatchTarget:
-    """The sites in a model, and how they are patched.
+    """The sites in a model.
 
     Args:
         part: The part of each head or layer.
         heads: The heads, or layers as (layer, 0).
         by: Whether tokens are patched by segment or by position; None for all tokens together.
         together: Whether all heads are patched as one set.
-        attributed: Whether effects are estimated to first order instead of patched.
         token_groups: The groups of tokens: the indices of segments in ``SEGMENTS``, or positions.
     """
 
@@ -87,7 +85,6 @@ class PatchTarget:
     heads: tuple[LayerHead, ...]
     by: Literal["segment", "position"] | None
     together: bool
-    attributed: bool
     token_groups: Sequence[int] = (0,)
 
     @property
@@ -153,20 +150,11 @@ class PatchTarget:
         return " + ".join(name.format(*where) for where in self.heads)
 
 
-def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
-    """The sites that ``at`` names in a model.
-
-    Effects are attributed if the part is "z", no heads are named, and they are not patched together
-    as one set. All others are patched exactly.
-
-    Args:
-        model: The hooked model.
-        at: As for ``patch``.
-        together: As for ``patch``.
+def sites_of(at: Any) -> Sites:
+    """The sites that the argument ``at`` of ``patch`` names.
 
     Raises:
-        OptionError: A part, head or layer doesn't exist, or ``together`` is not a truth value.
-        ModelError: A layer has no hook for the part, or changing the part would have no effect.
+        OptionError: A part doesn't exist, or ``by`` is not one of its choices.
     """
     sites = at
     if isinstance(at, str) and at in get_args(Part):
@@ -176,12 +164,22 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
 
     check_choice(Part, part=sites.part)
     check_choice((None, "segment", "position"), by=sites.by)
-    if not isinstance(together, bool):
-        raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
+    return sites
 
+
+def target_in(model: HookedModel, sites: Sites, together: bool = False) -> PatchTarget:
+    """The sites in a model.
+
+    Args:
+        model: The hooked model.
+        sites: The sites, whose part exists.
+        together: Whether all heads are patched as one set.
+
+    Raises:
+        OptionError: A head or layer doesn't exist.
+        ModelError: A layer has no hook for the part, or changing the part would have no effect.
+    """
     where: Any = sites.where
-    if isinstance(where, str) and where == "all":
-        where = None
     if sites.part in LAYER_PARTS:
         heads = [(layer, 0) for layer in chosen_layers(model, where)]
     else:
@@ -196,8 +194,7 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
             'the pattern has no effect; patch "z" or "v"'
         )
 
-    attributed = sites.part == "z" and sites.where is None and not together
-    return PatchTarget(sites.part, tuple(heads), sites.by, together, attributed)
+    return PatchTarget(sites.part, tuple(heads), sites.by, together)
 
 
 def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
@@ -232,7 +229,8 @@ def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
     if not named or not all(map(is_head, named)):
         parts = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
-            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}'
+            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], or for all heads or layers '
+            f"one of {parts}"
         )
     for head in named:
         check_head(model, head, part)
