@@ -74,10 +74,10 @@ def answer_difference(
         other_tokens: The tokens of the other answer. They must differ from those of the reference
             answer before the shorter of the two ends.
     """
-    shorter = min(len(answer), len(other_tokens))
-    differs = answer[:shorter] != other_tokens[:shorter].to(answer.device)
-    first = int(differs.nonzero()[0])
-    return logits[:, first, answer[first]] - logits[:, first, other_tokens[first]]
+    shorter_length = min(len(answer), len(other_tokens))
+    differs = answer[:shorter_length] != other_tokens[:shorter_length].to(answer.device)
+    t = int(differs.nonzero()[0])
+    return logits[:, t, answer[t]] - logits[:, t, other_tokens[t]]
 
 
 def divergence(logits: Logits, baseline: Logits) -> Values:
@@ -155,14 +155,14 @@ def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
             "load_prompts(…, other_answer=<field>) or Prompt(…, other_answer=…)"
         )
     if isinstance(prompt.other_answer, str):
-        with_other = replace(prompt, answer=prompt.other_answer, answer_tokens=())
+        other_prompt = replace(prompt, answer=prompt.other_answer, answer_tokens=())
     else:
-        with_other = replace(prompt, answer_tokens=prompt.other_answer)
+        other_prompt = replace(prompt, answer_tokens=prompt.other_answer)
 
     answer = _answer_tokens(prompt, model)
-    other_tokens = _answer_tokens(with_other, model)
-    shorter = min(len(answer), len(other_tokens))
-    if answer[:shorter].equal(other_tokens[:shorter]):
+    other_tokens = _answer_tokens(other_prompt, model)
+    shorter_length = min(len(answer), len(other_tokens))
+    if answer[:shorter_length].equal(other_tokens[:shorter_length]):
         raise PromptError(
             f"both answers of {prompt.where} are the same tokens up to the end of the shorter, so"
             ' no logits distinguish them: begin each with its space (" he", not "he"), or give'

@@ -33,6 +33,7 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY, head_named
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
+from mechattn.store.atomic_writes import check_writable, write_whole
 
 # The default sizes, as shares of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -104,7 +105,7 @@ class Circuit:
             the same two for each ranking that ``beside`` added, such as "CPR_other pairs".
         """
         share = self.curve.share.values
-        rankings = self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore")
+        rankings = self.curve.columns.drop(["edges", "share", "low", "high"])
 
         areas = {}
         for ranking in rankings:
@@ -210,7 +211,9 @@ class Circuit:
 
         Raises:
             OptionError: As for ``kept``.
+            OutputError: The file cannot be written. Folders that do not exist are made.
         """
+        check_writable(path)
         kept_edges = self.kept(size, q)
         scores = _mean_scores(self.edges)
         writers = [_eap_name(writer) for writer in self.graph.writers]
@@ -231,9 +234,10 @@ class Circuit:
         for name, edges_of_writer in zip(writers, kept_edges, strict=True):
             nodes[name] = {"in_graph": bool(edges_of_writer.any())}
 
-        content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges}
-        Path(path).write_text(json.dumps(content))
-        return Path(path)
+        text = json.dumps({"cfg": self.about["cfg"], "nodes": nodes, "edges": edges})
+        path = Path(path)
+        write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))
+        return path
 
     def __str__(self) -> str:
         areas = [f"{name} {value:.3f}" for name, value in self.areas.items()]
@@ -317,7 +321,7 @@ def circuit(
     model = request.model
     graph = graph_of(model)
     edge_count = int(graph.exists.sum())
-    sizes = _checked_sizes(sizes, edge_count)
+    all_sizes = _all_sizes(sizes, edge_count)
     check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
     scores = attributed_edges(ranking, graph, steps)
 
@@ -327,10 +331,10 @@ def circuit(
     for _ in range(_DRAWS):
         orders.append(generator.permutation(edge_count))
 
-    measurement = CircuitMeasurement(ranking, reporting, graph, sizes, ablation, generator)
+    measurement = CircuitMeasurement(ranking, reporting, graph, all_sizes, ablation, generator)
     curve = _curve(measurement.effects(orders))
-    curve.insert(0, "edges", sizes)
-    curve.insert(1, "share", [size / edge_count for size in sizes])
+    curve.insert(0, "edges", all_sizes)
+    curve.insert(1, "share", [size / edge_count for size in all_sizes])
 
     cfg = model.cfg
     about = {
@@ -401,8 +405,8 @@ def _eap_name(node: str) -> str:
     return f"m{layer}"
 
 
-def _checked_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
-    """The sizes to measure in ascending order, from no edges to all.
+def _all_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
+    """The sizes to measure in ascending order: those that were chosen, no edges, and all.
 
     Raises:
         OptionError: A size is not a number of edges.

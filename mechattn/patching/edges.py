@@ -32,7 +32,7 @@ from mechattn.patching.pairs import (
     Pair,
     PatchingRequest,
     PromptEffects,
-    Unpatched,
+    UnpatchedLogits,
     request_of,
 )
 from mechattn.patching.patched_runs import positions_of
@@ -180,8 +180,8 @@ def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> Edge
             f" stream ({missing:.2g} of its change is missing), so edges have no meaning: patch"
             " nodes with ma.patch, or paths between heads with ma.paths"
         )
-    unpatched = Unpatched(pair, base.logits, source.logits)
-    return EdgeRuns(model, graph, memory, unpatched, base.written, exchanged)
+    unpatched_logits = UnpatchedLogits(pair, base.logits, source.logits)
+    return EdgeRuns(model, graph, memory, unpatched_logits, base.written, exchanged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +194,7 @@ class EdgeRuns:
         model: The hooked model.
         graph: The graph of the model.
         memory: The bytes that passes may take.
-        unpatched: The logits of both runs.
+        unpatched_logits: The logits of both runs.
         written: The output of each writer in the base run.
         exchanged: The same, with the outputs of the source run at the tokens that both runs have.
     """
@@ -202,14 +202,14 @@ class EdgeRuns:
     model: HookedModel
     graph: Graph
     memory: int
-    unpatched: Unpatched
+    unpatched_logits: UnpatchedLogits
     written: Written
     exchanged: Written
 
     @property
     def pair(self) -> Pair:
         """The pair of these runs."""
-        return self.unpatched.pair
+        return self.unpatched_logits.pair
 
     def attributed(self, steps: int) -> PromptEffects:
         """The score of each edge, the score of a random step, and the whole effect.
@@ -231,7 +231,7 @@ class EdgeRuns:
         return {
             "effect": scores(step),
             "random": scores(random_step(generator, step)),
-            "whole": self.unpatched.whole,
+            "whole": self.unpatched_logits.whole,
         }
 
     def _gradients(self, steps: int) -> Float[Tensor, "reader pos d_model"]:
@@ -266,7 +266,7 @@ class EdgeRuns:
                 change_embedding=partial(torch.add, other=embedding_steps),
                 gradients=True,
             )
-            value = self.unpatched.measure(logits).sum()
+            value = self.unpatched_logits.measure(logits).sum()
             gradients = torch.autograd.grad(value, list(zeros.values()))
             for component, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
@@ -314,5 +314,5 @@ class EdgeRuns:
                 change_read=replaced.change_read,
                 see_written=replaced.see_written,
             )
-            effects.append(self.unpatched.effects(logits))
+            effects.append(self.unpatched_logits.effects(logits))
         return np.concatenate(effects)

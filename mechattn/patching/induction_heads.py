@@ -182,14 +182,14 @@ def induction_heads(
     means = _mean_outputs(model, target, other_prompts)
     cells = target.cells
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
-    estimate = replace(plan, method="attribution")
+    estimate_plan = replace(plan, method="attribution")
 
     def effects_of(batch: Sequence[Pair]) -> dict[str, PromptEffects]:
         effects = plan.effects(batch)
-        estimates = estimate.effects(batch)
+        estimates = estimate_plan.effects(batch)
         return {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
 
-    needed = request.run_patching(
+    effects_by_cell = request.run_patching(
         plan.batches([_pair(model, prompt, span) for prompt in prompts]),
         effects_of,
         {"cell": range(len(cells))},
@@ -198,9 +198,9 @@ def induction_heads(
         metric_name="loss",
         direction="ablation",
     )
-    effects = target.by_dimension(needed.effects)
-    needed = replace(needed, effects=effects[["effect", "whole"]])
-    return InductionHeads(needed, scores, effects.attributed, effects.before)
+    effects = target.by_dimension(effects_by_cell.effects)
+    needed = replace(effects_by_cell, effects=effects[["effect", "whole"]])
+    return InductionHeads(needed, scores, effects.attributed, effects.base_metric)
 
 
 def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:

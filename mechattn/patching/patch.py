@@ -44,6 +44,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
@@ -158,7 +159,7 @@ def patch(
     sites = sites_of(at)
     _check_method(method, sites, together)
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
-    _check_test(controls, request)
+    _check_tested_control(controls, request)
     target = target_in(request.model, sites, together)
     if method == "attribution":
         request.check_gradients()
@@ -170,15 +171,16 @@ def patch(
         target = replace(target, token_groups=_changed_positions(pairs))
 
     cells = target.cells
-    plan = PatchingPlan(request, target, cells, _replacements, method, controls=controls)
+    partners: dict[str, Pair] = {}
     if "other_prompt" in controls:
-        plan = replace(plan, partners=partners_of(pairs, seed))
+        partners = partners_of(pairs, seed)
+    starts: list[int] = []
     if method == "exact":
-        layers = [cell.first_layer for cell in cells]
-        starts = possible_starts(request.model, request.shortest, layers)
-        plan = replace(plan, starts=starts)
+        first_layers = [cell.first_layer for cell in cells]
+        starts = possible_starts(request.model, request.shortest, first_layers)
+    plan = PatchingPlan(request, target, cells, _replacements, method, controls, starts, partners)
 
-    patching = request.run_patching(
+    effects_by_cell = request.run_patching(
         plan.batches(pairs),
         plan.effects,
         {"cell": range(len(cells))},
@@ -186,8 +188,8 @@ def patch(
         part=target.part,
         heads=list(target.heads),
     )
-    effects = target.by_dimension(patching.effects.drop_vars("before"))
-    patching = replace(patching, effects=effects)
+    effects = target.by_dimension(effects_by_cell.effects.drop_vars("base_metric"))
+    patching = replace(effects_by_cell, effects=effects)
     if method == "attribution":
         return _with_exact_sample(patching, plan)
     return patching
@@ -223,8 +225,8 @@ def _check_method(method: Method, sites: Sites, together: bool) -> None:
         )
 
 
-def _check_test(controls: Sequence[Control], request: PatchingRequest) -> None:
-    """Refuse a metric without the control that its test needs."""
+def _check_tested_control(controls: Sequence[Control], request: PatchingRequest) -> None:
+    """Refuse a metric that can only be tested against a control which is not measured."""
     cannot_fall = request.metric == "kl" and request.direction == "noising"
     if cannot_fall and "random" not in controls:
         raise OptionError(
@@ -236,9 +238,9 @@ def _check_test(controls: Sequence[Control], request: PatchingRequest) -> None:
 def _common_segments(pairs: Sequence[Pair]) -> list[int]:
     """The indices in ``SEGMENTS`` of the segments that every prompt has."""
     common = []
-    for number in range(len(SEGMENTS)):
-        if all((pair.baseline.segment == number).any() for pair in pairs):
-            common.append(number)
+    for index in range(len(SEGMENTS)):
+        if all((pair.baseline.segment == index).any() for pair in pairs):
+            common.append(index)
     return common
 
 
@@ -268,10 +270,10 @@ def _first_difference(pair: Pair) -> int:
 
     If one sequence is the beginning of the other, it is the length of the shorter.
     """
-    shorter = min(len(pair.base), len(pair.source))
-    differs = pair.base.tokens[:shorter] != pair.source.tokens[:shorter]
+    shorter_length = min(len(pair.base), len(pair.source))
+    differs = pair.base.tokens[:shorter_length] != pair.source.tokens[:shorter_length]
     if not differs.any():
-        return shorter
+        return shorter_length
     return int(differs.nonzero()[0])
 
 
@@ -300,15 +302,20 @@ def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
 def _with_exact_sample(patching: Patching, plan: PatchingPlan) -> Patching:
     """Add the exact effects of a sample of cells in a few prompts to attributed effects."""
     sample = checked_sample(patching, plan.request.seed)
+    # The table names cells in ascending order, and lacks those that some prompt cannot have.
+    indices = np.arange(len(plan.cells))
+    cell_index = xr.Dataset({"cell_index": ("cell", indices)}, {"cell": indices})
+    by_dimension = plan.target.by_dimension(cell_index)
+    index_of_row = by_dimension.cell_index.values[patching.measured].astype(int)
     exact_plan = replace(
         plan,
         method="exact",
-        cells=[plan.cells[index] for index in sample],
-        partners={},
+        cells=[plan.cells[index] for index in index_of_row[sample]],
         controls=(),
+        partners={},
     )
-    exact = []
+    exact_effects = []
     for pair in plan.request.pairs[:CHECKED_PROMPTS]:
         effects_by_id = exact_plan.effects([pair])
-        exact.append(np.asarray(effects_by_id[pair.id]["effect"]))
-    return patching.with_exact(exact, sample)
+        exact_effects.append(np.asarray(effects_by_id[pair.id]["effect"]))
+    return patching.with_exact(exact_effects, sample)

@@ -24,7 +24,7 @@ from mechattn.patching.pairs import (
     Pair,
     PatchingRequest,
     PromptEffects,
-    Unpatched,
+    UnpatchedLogits,
     request_of,
 )
 from mechattn.patching.patched_runs import (
@@ -189,7 +189,7 @@ def _effects(
     layers = attention_layers(model)
     [base_run] = recorded_runs(model, [(pair.base, pair.origins)], layers, "z", starts)
     [source_run] = recorded_runs(model, [(pair.source, pair.origins)], layers, "z")
-    unpatched = Unpatched(pair, base_run.logits, source_run.logits)
+    unpatched_logits = UnpatchedLogits(pair, base_run.logits, source_run.logits)
 
     # Random steps are drawn in the order in which paths first name their senders.
     generator = torch.Generator().manual_seed(pair.seed)
@@ -211,16 +211,18 @@ def _effects(
         patched_paths += [PatchedPath(path, outputs[path.sender]) for path in chosen_paths]
     batches = []
     for start in range(0, len(patched_paths), rows):
-        batches.append(_patched(model, patched_paths[start : start + rows], base_run, unpatched))
+        batches.append(
+            _patched(model, patched_paths[start : start + rows], base_run, unpatched_logits)
+        )
     effect, random = np.split(np.concatenate(batches), 2)
-    return {"whole": unpatched.whole, "effect": effect, "random": random}
+    return {"whole": unpatched_logits.whole, "effect": effect, "random": random}
 
 
 def _patched(
     model: HookedModel,
     patched_paths: Sequence[PatchedPath],
     base_run: RecordedRun,
-    unpatched: Unpatched,
+    unpatched_logits: UnpatchedLogits,
 ) -> Float[np.ndarray, " row"]:
     """The effect of each patched path, which is one row of the passes.
 
@@ -228,7 +230,7 @@ def _patched(
         model: The hooked model.
         patched_paths: The paths, with the value that replaces each sender's output.
         base_run: The run that is patched, with the output of every head.
-        unpatched: The unpatched runs, from which effects are measured.
+        unpatched_logits: The unpatched runs, from which effects are measured.
     """
     received: dict[int, Tensor] = {}  # by row [pos d_head]
 
@@ -254,7 +256,7 @@ def _patched(
         for row, (part, (layer, head)) in receivers.items():
             stack.enter_context(changing(model, part, {layer: partial(record, row, head)}))
         logits = logits_of(model, [base_run.sequence] * len(patched_paths))
-    effects = unpatched.effects(logits)
+    effects = unpatched_logits.effects(logits)
 
     # The second pass changes only these receivers.
     if receivers:
@@ -263,5 +265,5 @@ def _patched(
         for row, (part, where) in receivers.items():
             changes.append([HeadChange(part, where, all_positions, received[row])])
         logits = patched_logits(model, [base_run] * len(changes), changes)
-        effects[list(receivers)] = unpatched.effects(logits)
+        effects[list(receivers)] = unpatched_logits.effects(logits)
     return effects

@@ -19,7 +19,7 @@ from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel, device_of
 from mechattn.patching.effects import Method
 from mechattn.patching.graph import Graph
-from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched
+from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, UnpatchedLogits
 from mechattn.patching.patched_runs import (
     Activation,
     HeadChange,
@@ -40,7 +40,10 @@ _MOST_ROWS = 32  # in a pass; more are not faster
 _ENOUGH_ROWS_ON_CPU = 4
 
 _BYTES = 4  # of a number in float32; half precision is counted as float32
-_OF_SUMS = 8  # of a number in float64, in which gradients and scores are summed
+_BYTES_OF_SUMS = 8  # of a number in float64, in which gradients and scores are summed
+
+# What replaces each head's output in a pair's base run, for the effect and for each control.
+Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +54,7 @@ class PairRuns:
         pair: The pair.
         base: The run that is patched.
         source: The run from which activations are taken.
-        unpatched: The logits of both runs, from which effects are measured.
+        unpatched_logits: The logits of both runs, from which effects are measured.
         partner: The source run of another prompt, for the control "other_prompt"; None without it.
         gradients: The gradients of the metric with respect to each head's output in the base run,
             by layer. They are empty unless effects are attributed.
@@ -60,7 +63,7 @@ class PairRuns:
     pair: Pair
     base: RecordedRun
     source: RecordedRun
-    unpatched: Unpatched
+    unpatched_logits: UnpatchedLogits
     partner: RecordedRun | None
     gradients: Mapping[int, Activation]
 
@@ -97,10 +100,6 @@ class PatchedCopy:
         return changes
 
 
-# What replaces each head's output in a pair's base run, for the effect and for each control.
-Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
-
-
 @dataclass(frozen=True)
 class PatchingPlan:
     """The cells to patch in each prompt, and what replaces their activations.
@@ -112,9 +111,9 @@ class PatchingPlan:
         replacements: A function of this plan and a pair's runs that returns what replaces each
             head's output.
         method: Whether cells are patched exactly, or their effects are estimated to first order.
+        controls: The controls to measure.
         starts: The layers at which a pass may start.
         partners: For the control "other_prompt", another prompt's pair for each pair, by id.
-        controls: The controls to measure.
     """
 
     request: PatchingRequest
@@ -122,9 +121,9 @@ class PatchingPlan:
     cells: Sequence[PatchCell]
     replacements: Callable[[PatchingPlan, PairRuns], Replacements]
     method: Method = "exact"
+    controls: Sequence[str] = ()
     starts: Sequence[int] = ()
     partners: Mapping[str, Pair] = field(default_factory=dict)
-    controls: Sequence[str] = ()
 
     def batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
         """Batches of pairs whose base sequences have the same shape, as large as memory allows."""
@@ -133,15 +132,16 @@ class PatchingPlan:
         for indices in of_one_shape([pair.base for pair in pairs]):
             same_shape = [pairs[index] for index in indices]
             longest = max(same_shape, key=lambda pair: pair.length)
-            with_one_copy = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
-            size = min(_MOST_PAIRS, rows_within(self.request.memory, with_one_copy))
-            for start in range(0, len(same_shape), size):
-                batches.append(same_shape[start : start + size])
+            # At least one copy of each pair must fit.
+            bytes_per_pair = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
+            pair_count = min(_MOST_PAIRS, rows_within(self.request.memory, bytes_per_pair))
+            for start in range(0, len(same_shape), pair_count):
+                batches.append(same_shape[start : start + pair_count])
         return batches
 
     def effects(self, pairs: Sequence[Pair]) -> Mapping[str, PromptEffects]:
-        """The effect of each cell with its controls, the whole effect, and the metric of the base
-        run.
+        """The effect of each cell with its controls, the whole effect, and the metric of the
+        unpatched base run.
 
         An effect is NaN if the two runs share no token of the cell. The control "other_prompt" is
         also NaN if no other prompt is long enough.
@@ -150,16 +150,16 @@ class PatchingPlan:
             pairs: Pairs whose base sequences have the same shape.
 
         Returns:
-            For each id of a prompt, "effect" and the controls [cell], "whole", and "before", the
-            metric of the base run; all in the units of the metric.
+            For each id of a prompt, "effect" and the controls [cell], "whole", and "base_metric";
+            all in the units of the metric.
         """
         effects_by_id: dict[str, dict[str, Any]] = {}
         copies = []
         for runs in self._read(pairs):
             # The metric is computed first, so that unusable values are refused before any patch.
             effects: dict[str, Any] = {
-                "whole": runs.unpatched.whole,
-                "before": runs.unpatched.before,
+                "whole": runs.unpatched_logits.whole,
+                "base_metric": runs.unpatched_logits.base_metric,
             }
             for variable in ("effect", *self.controls):
                 effects[variable] = np.full(len(self.cells), np.nan)
@@ -198,12 +198,12 @@ class PatchingPlan:
 
         all_runs = []
         for pair, base, source in zip(pairs, bases, sources, strict=True):
-            unpatched = Unpatched(pair, base.logits, source.logits)
+            unpatched_logits = UnpatchedLogits(pair, base.logits, source.logits)
             gradients = {}
             if self.method == "attribution":
-                gradients = gradients_of(model, pair.base, layers, unpatched.measure)
+                gradients = gradients_of(model, pair.base, layers, unpatched_logits.measure)
             partner = partner_run_of.get(pair.id)
-            all_runs.append(PairRuns(pair, base, source, unpatched, partner, gradients))
+            all_runs.append(PairRuns(pair, base, source, unpatched_logits, partner, gradients))
         return all_runs
 
     def _exact(
@@ -211,17 +211,17 @@ class PatchingPlan:
     ) -> dict[PatchedCopy, float]:
         """The effect of each copy: its metric minus that of its base run."""
         model = self.request.model
-        prompts_memory = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
-        memory = self.request.memory - prompts_memory
-        rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pairs[0])))
+        pairs_bytes = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
+        bytes_left = self.request.memory - pairs_bytes
+        most_rows = min(_MOST_ROWS, rows_within(bytes_left, row_bytes(model, pairs[0])))
 
         effects = {}
-        for batch in self._passes(copies, rows):
+        for batch in self._passes(copies, most_rows):
             base_runs = [copy.runs.base for copy in batch]
             changes = [copy.changes for copy in batch]
             logits = patched_logits(model, base_runs, changes)
             for row, copy in enumerate(batch):
-                [effect] = copy.runs.unpatched.effects(logits[[row]])
+                [effect] = copy.runs.unpatched_logits.effects(logits[[row]])
                 effects[copy] = effect
         return effects
 
@@ -250,14 +250,9 @@ class PatchingPlan:
         return passes
 
 
-def rows_within(budget: int, row: int) -> int:
-    """The number of rows that fit in a budget, at least one.
-
-    Args:
-        budget: The memory in bytes.
-        row: The bytes that a row takes.
-    """
-    return max(1, budget // row)
+def rows_within(budget: int, bytes_per_row: int) -> int:
+    """The number of rows that fit in a budget of bytes, at least one."""
+    return max(1, budget // bytes_per_row)
 
 
 def row_bytes(model: HookedModel, pair: Pair, further_values: int = 0) -> int:
@@ -322,9 +317,9 @@ def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """The bytes that a pair's edges take, whatever the number of rows."""
     # In float32, the outputs of both runs and the exchanged ones; in float64, the step, the random
     # step and the two temporaries from which that is computed.
-    writer_bytes = 3 * _BYTES + 4 * _OF_SUMS
-    token_bytes = len(graph.writers) * writer_bytes + len(graph.readers) * _OF_SUMS
-    return int(pair.length * model.cfg.d_model * token_bytes)
+    writer_bytes = 3 * _BYTES + 4 * _BYTES_OF_SUMS
+    value_bytes = len(graph.writers) * writer_bytes + len(graph.readers) * _BYTES_OF_SUMS
+    return int(pair.length * model.cfg.d_model * value_bytes)
 
 
 def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], budget: int) -> None:
@@ -335,12 +330,14 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], bud
     """
     longest = max(pairs, key=lambda pair: pair.length)
 
-    row = max(gradients_row_bytes(model, graph, longest), edges_row_bytes(model, graph, longest))
-    needed = edges_fixed_bytes(model, graph, longest) + row
-    if needed > budget:
+    bytes_per_row = max(
+        gradients_row_bytes(model, graph, longest), edges_row_bytes(model, graph, longest)
+    )
+    needed_bytes = edges_fixed_bytes(model, graph, longest) + bytes_per_row
+    if needed_bytes > budget:
         raise OptionError(
             f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
-            f"{needed / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
+            f"{needed_bytes / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
             " memory=…: allow more memory, or give shorter prompts"
         )
 

@@ -95,7 +95,7 @@ class PatchTarget:
     @property
     def cells(self) -> list[PatchCell]:
         """A cell for each head, or for all of them together, at each group of tokens."""
-        sets: list[tuple[LayerHead, ...]] = [(where,) for where in self.heads]
+        sets: list[tuple[LayerHead, ...]] = [(head,) for head in self.heads]
         if self.together:
             sets = [self.heads]
         return [PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups]
@@ -147,7 +147,7 @@ class PatchTarget:
 
         if len(self.heads) > _NAMED_IN_SET:
             return f"{len(self.heads)} {noun}"
-        return " + ".join(name.format(*where) for where in self.heads)
+        return " + ".join(name.format(*layer_head) for layer_head in self.heads)
 
 
 def sites_of(at: Any) -> Sites:
@@ -188,7 +188,7 @@ def target_in(model: HookedModel, sites: Sites, together: bool = False) -> Patch
     if sites.part != "z":
         for layer, _ in heads:
             hook_of(model, sites.part, layer)
-    if sites.part == "pattern" and not _patterns_act(model):
+    if sites.part == "pattern" and not _pattern_has_effect(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing "
             'the pattern has no effect; patch "z" or "v"'
@@ -197,13 +197,13 @@ def target_in(model: HookedModel, sites: Sites, together: bool = False) -> Patch
     return PatchTarget(sites.part, tuple(heads), sites.by, together)
 
 
-def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
+def check_head(model: HookedModel, layer_head: LayerHead, part: Part) -> None:
     """Refuse a head that a model doesn't have. There may be fewer heads for k and v than for q.
 
     Raises:
         OptionError: The layer has no such head.
     """
-    layer, head = where
+    layer, head = layer_head
     layers = attention_layers(model)
     count = head_count(model, part)
     if layer not in layers or not 0 <= head < count:
@@ -223,23 +223,23 @@ def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
         count = head_count(model, part)
         return [(layer, head) for layer in attention_layers(model) for head in range(count)]
 
-    named = []
+    layer_heads = []
     if isinstance(heads, (tuple, list)):
-        named = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
-    if not named or not all(map(is_head, named)):
+        layer_heads = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
+    if not layer_heads or not all(map(is_head, layer_heads)):
         parts = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
             f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], or for all heads or layers '
             f"one of {parts}"
         )
-    for head in named:
-        check_head(model, head, part)
-    return list(dict.fromkeys((int(layer), int(head)) for layer, head in named))
+    for layer_head in layer_heads:
+        check_head(model, layer_head, part)
+    return list(dict.fromkeys((int(layer), int(head)) for layer, head in layer_heads))
 
 
-def _patterns_act(model: HookedModel) -> bool:
+def _pattern_has_effect(model: HookedModel) -> bool:
     """Whether changing the pattern at its hook changes the logits, tried on a few tokens."""
-    tokens = few_tokens(model, 6)
+    tokens = few_tokens(model, 6)  # more than one, so that there is other attention to change to
     layer = attention_layers(model)[0]
     logits_of_tokens = partial(model, tokens, return_type="logits", **without_cache(model))
 

@@ -202,7 +202,7 @@ def test_edges_that_lead_nowhere_are_dropped(found):
 
 
 def test_the_file_has_every_edge_of_the_format(found, tmp_path):
-    data = json.loads(found.save(tmp_path / "circuit.json", size=20).read_text())
+    data = json.loads(found.save(tmp_path / "new" / "circuit.json", size=20).read_text())
     layers, heads = data["cfg"]["n_layers"], data["cfg"]["n_heads"]
     expected, before = set(), ["input"]
     for layer in range(layers):
