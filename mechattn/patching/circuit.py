@@ -24,7 +24,7 @@ from mechattn.patching.circuit_effects import (
     first_edges,
 )
 from mechattn.patching.edges import attributed_edges
-from mechattn.patching.effects import DIRECTIONS, Patching, printed, sharing_lines
+from mechattn.patching.effects import DIRECTIONS, Patching, printed
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.pairs import request_of
 from mechattn.patching.plan import check_edges_fit
@@ -38,7 +38,7 @@ from mechattn.store.atomic_writes import check_writable, write_whole
 # The default sizes, as shares of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # random orders to average over; each takes as many passes as the ranked order
-_ENOUGH = 0.85  # faithfulness of the default circuit, by choice
+_DEFAULT_FAITHFULNESS = 0.85  # of the circuit without size= and q=, by choice
 _ABLATION_WORDS: Mapping[Ablation, str] = {
     "counterpart": "the other version's outputs",
     "mean": "mean outputs over the ranking prompts",
@@ -105,10 +105,10 @@ class Circuit:
             the same two for each ranking that ``beside`` added, such as "CPR_other pairs".
         """
         share = self.curve.share.values
-        rankings = self.curve.columns.drop(["edges", "share", "low", "high"])
-
         areas = {}
-        for ranking in rankings:
+        for ranking in self.curve.columns:
+            if ranking in ("edges", "share", "low", "high"):
+                continue
             faithfulness = self.curve[ranking].values
             suffix = "" if ranking == "faithfulness" else f"_{ranking}"
             areas[f"CPR{suffix}"] = float(np.trapezoid(faithfulness, share))
@@ -135,7 +135,7 @@ class Circuit:
         second = largest_means(by_unit[second_half], count)
         return jaccard(first, second), jaccard_by_chance(count, count, edge_count)
 
-    def size(self, faithfulness: float = _ENOUGH) -> int:
+    def size(self, faithfulness: float = _DEFAULT_FAITHFULNESS) -> int:
         """The smallest size on the curve with at least this faithfulness.
 
         Raises:
@@ -173,13 +173,6 @@ class Circuit:
         if not kept_edges.any():
             warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
-
-    def _count(self, size: int | None) -> int:
-        """The number of edges to choose, checked."""
-        if size is None:
-            return self.size()
-        check_counts(1, int(self.graph.exists.sum()), size=size)
-        return size
 
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
         """The rows of ``Patching.table`` for the circuit's edges, the largest effect first.
@@ -253,14 +246,21 @@ class Circuit:
             printed(self.curve),
             ", ".join(areas),
         ]
-        if (self.curve.faithfulness >= _ENOUGH).any():
+        if (self.curve.faithfulness >= _DEFAULT_FAITHFULNESS).any():
             similarity, chance = self.stability()
             lines.append(
                 f"stability: the first {self.size()} edges of two halves of the ranking prompts"
                 f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
             )
-        lines += sharing_lines(about)
-        return "\n".join(lines)
+        lines.append(self.edges.sharing_words)
+        return "\n".join(filter(None, lines))
+
+    def _count(self, size: int | None) -> int:
+        """The number of edges to choose, checked."""
+        if size is None:
+            return self.size()
+        check_counts(1, int(self.graph.exists.sum()), size=size)
+        return size
 
 
 @alone
@@ -332,9 +332,7 @@ def circuit(
         orders.append(generator.permutation(edge_count))
 
     measurement = CircuitMeasurement(ranking, reporting, graph, all_sizes, ablation, generator)
-    curve = _curve(measurement.effects(orders))
-    curve.insert(0, "edges", all_sizes)
-    curve.insert(1, "share", [size / edge_count for size in all_sizes])
+    curve = _curve(all_sizes, measurement.effects(orders))
 
     cfg = model.cfg
     about = {
@@ -420,7 +418,7 @@ def _all_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
     return sorted({0, *chosen_sizes, edge_count})
 
 
-def _curve(effects: CircuitEffects) -> pd.DataFrame:
+def _curve(sizes: Sequence[int], effects: CircuitEffects) -> pd.DataFrame:
     """The faithfulness of each size: of the first order with its interval, and the mean of all
     other orders, which are random.
     """
@@ -430,6 +428,8 @@ def _curve(effects: CircuitEffects) -> pd.DataFrame:
     interval = ratio_interval(carried, carried[:, -1])
     return pd.DataFrame(
         {
+            "edges": sizes,
+            "share": np.array(sizes) / sizes[-1],
             "faithfulness": faithfulness[0],
             "low": interval.low,
             "high": interval.high,

@@ -151,7 +151,7 @@ def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) ->
 
     # Both axes of a pattern are positions, so keys are aligned as queries are.
     pattern = torch.zeros_like(base.activations[layer][base_positions, head])
-    source_pattern = source.activations[layer][source_positions, head]
+    source_pattern = aligned_output(base, source, where)
     pattern[:, base_positions] = source_pattern[:, source_positions]
     return pattern
 

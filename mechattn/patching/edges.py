@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError, check_counts
@@ -137,15 +137,15 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
 
     read_pair = partial(edge_runs, model, graph, request.memory)
 
-    def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
-        return {pair.id: read_pair(pair).attributed(steps) for pair in pairs}
-
     with showing_edges(model):
-        patching = request.run_patching(request.one_by_one, effects_of, axes, **about)
+        batches = ({pair.id: read_pair(pair).attributed(steps)} for pair in request.pairs)
+        patching = request.run_patching(batches, axes, **about)
         sample = checked_sample(patching, request.seed)
-        sampled_edges = [graph.edges[index] for index in sample]
-        exact = [read_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED_PROMPTS]]
-    return patching.with_exact(exact, sample)
+        sampled_edges = graph.edges[sample]
+        exact_effects = []
+        for pair in request.pairs[:CHECKED_PROMPTS]:
+            exact_effects.append(read_pair(pair).exact(sampled_edges))
+    return patching.with_exact(exact_effects, sample)
 
 
 def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> EdgeRuns:
@@ -251,11 +251,11 @@ class EdgeRuns:
             points = torch.zeros(1)
 
         shape = (len(self.graph.readers), *self.written.shape[1:])
-        total = self.written.new_zeros(shape, dtype=torch.float64)
+        mean_gradients = self.written.new_zeros(shape, dtype=torch.float64)
         embedding_step = self.exchanged[0] - self.written[0]
 
-        row_bytes = gradients_row_bytes(self.model, self.graph, self.pair)
-        for batch in points.split(self._rows(row_bytes)):
+        bytes_per_row = gradients_row_bytes(self.model, self.graph, self.pair)
+        for batch in points.split(self._most_rows(bytes_per_row)):
             embedding_steps = batch.to(self.written)[:, None, None] * embedding_step
             logits = run_edges(
                 self.model,
@@ -266,25 +266,26 @@ class EdgeRuns:
                 change_embedding=partial(torch.add, other=embedding_steps),
                 gradients=True,
             )
-            value = self.unpatched_logits.measure(logits).sum()
-            gradients = torch.autograd.grad(value, list(zeros.values()))
+            metric_sum = self.unpatched_logits.measure(logits).sum()
+            gradients = torch.autograd.grad(metric_sum, list(zeros.values()))
             for component, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
-                total[self.graph.components[component]] += by_reader.to(total)
+                readers = self.graph.components[component]
+                mean_gradients[readers] += by_reader.to(mean_gradients)
             zeros.clear()
-        return total
+        return mean_gradients
 
-    def _rows(self, row_bytes: int) -> int:
-        """The number of rows in a pass."""
-        fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
-        most_rows = max(1, _MOST_TOKENS // len(self.pair.base))
-        return min(most_rows, rows_within(self.memory - fixed, row_bytes))
+    def _most_rows(self, bytes_per_row: int) -> int:
+        """The number of rows that may share a pass."""
+        fixed_bytes = edges_fixed_bytes(self.model, self.graph, self.pair)
+        fast_rows = max(1, _MOST_TOKENS // len(self.pair.base))
+        return min(fast_rows, rows_within(self.memory - fixed_bytes, bytes_per_row))
 
-    def exact(self, patched_edges: Sequence[Sequence[int]]) -> Float[np.ndarray, " edge"]:
+    def exact(self, patched_edges: Int[np.ndarray, "edge 2"]) -> Float[np.ndarray, " edge"]:
         """The effect of each edge, patched alone and exactly.
 
         Args:
-            patched_edges: For each edge the number of its writer and that of its reader.
+            patched_edges: For each edge, the index of its writer and the index of its reader.
         """
         kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
@@ -303,8 +304,8 @@ class EdgeRuns:
             replacement: What each writer passes along the other edges.
         """
         effects = []
-        row_bytes = edges_row_bytes(self.model, self.graph, self.pair)
-        for batch in kept_edges.split(self._rows(row_bytes)):
+        bytes_per_row = edges_row_bytes(self.model, self.graph, self.pair)
+        for batch in kept_edges.split(self._most_rows(bytes_per_row)):
             replaced = ReplacedEdges(batch, self.graph, replacement)
             logits = run_edges(
                 self.model,

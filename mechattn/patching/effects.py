@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -75,7 +75,7 @@ class Patching:
     @property
     def whole(self) -> Interval:
         """The mean whole effect over units, with a 95 % interval."""
-        return t_interval(self._whole_effects)
+        return t_interval(self.units.means(self.effects.whole.values))
 
     @property
     def labels(self) -> list[str]:
@@ -94,6 +94,14 @@ class Patching:
         if steps > 1:
             return f"attributed ({steps} steps)"
         return _METHOD_WORDS[self.about["method"]]
+
+    @property
+    def sharing_words(self) -> str:
+        """Which heads share keys and values, in words; empty if none do or no edges were measured."""
+        readers = self.about.get("readers_of_first_values", [])
+        if len(readers) < 2:
+            return ""
+        return f"k and v are those of key-value heads: L0H0.v is read by {', '.join(readers)}"
 
     @property
     def resolution(self) -> Resolution:
@@ -116,7 +124,11 @@ class Patching:
         """
         if self.checked is None:
             return None
-        return _agreement_of(self.checked)
+        exact = self.checked.exact
+        attributed = self.checked.attributed
+        mean_square_error = ((attributed - exact) ** 2).mean()
+        error = np.sqrt(mean_square_error / (exact**2).mean())
+        return float(exact.corr(attributed)), float(error)
 
     @property
     def rank_agreement(self) -> float | None:
@@ -126,7 +138,8 @@ class Patching:
         """
         if self.checked is None:
             return None
-        return _rank_agreement_of(self._checked_means(self.checked))
+        means = self.checked.groupby(self.labels)[["attributed", "exact"]].mean()
+        return float(means.attributed.corr(means.exact, method="spearman"))
 
     def table(self, top: int | None = None, select: Literal["half"] | None = None) -> pd.DataFrame:
         """The mean effect of each head, layer, set, edge or path, with intervals and tests.
@@ -189,7 +202,7 @@ class Patching:
         return self._table(cells, _ALL, self._tests, cells, family)
 
     def with_exact(
-        self, exact_effects: Iterable[Float[np.ndarray, " cell"]], sample: Sequence[int]
+        self, exact_effects: Iterable[Float[np.ndarray, " cell"]], sample: np.ndarray
     ) -> Patching:
         """A copy with the exact effects of some cells in the first prompts.
 
@@ -197,7 +210,7 @@ class Patching:
             exact_effects: For each of the first prompts, the exact effects of the sampled cells.
             sample: The numbers of these cells, as ``checked_sample`` returns them.
         """
-        attributed = self._by_prompt("effect")[:, sample]
+        attributed = self.effects.effect.values[:, self.measured][:, sample]
         sample_labels = self._cell_labels.iloc[sample]
 
         tables = []
@@ -236,12 +249,12 @@ class Patching:
         lines.append(str(table.attrs["resolution"]))
         lines.append(self._agreement_words())
         lines.append(table.attrs["skewed"])
-        lines += sharing_lines(about)
+        lines.append(self.sharing_words)
 
         # Intervals of shares and differences are in the table; a line would be too long with them.
         columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
         lines.append(printed(table[columns]))
-        return "\n".join(line for line in lines if line)
+        return "\n".join(filter(None, lines))
 
     def _table(
         self,
@@ -270,7 +283,8 @@ class Patching:
         for name in tested_values:
             columns[f"q_{name}"] = tests[name].q[test_indices]
 
-        columns |= with_ends("share", ratio_interval(effect, self._whole_effects[units]))
+        whole_effect = self.units.means(self.effects.whole.values)[units]
+        columns |= with_ends("share", ratio_interval(effect, whole_effect))
 
         for control in self.controls:
             # The control is NaN for a prompt that is longer than all others.
@@ -318,16 +332,8 @@ class Patching:
         self, name: str, units: Indices = _ALL, cells: Indices = _ALL
     ) -> Float[np.ndarray, "unit cell"]:
         """A variable of ``effects``, averaged over the prompts of each unit, in measured cells."""
-        return self.units.means(self._by_prompt(name))[units][:, cells]
-
-    def _by_prompt(self, name: str) -> Float[np.ndarray, "prompt cell"]:
-        """A variable of ``effects`` in measured cells."""
-        return self.effects[name].values[:, self.measured]
-
-    @property
-    def _whole_effects(self) -> Float[np.ndarray, " unit"]:
-        """The whole effect of each unit."""
-        return self.units.means(self.effects.whole.values)
+        by_prompt = self.effects[name].values[:, self.measured]
+        return self.units.means(by_prompt)[units][:, cells]
 
     @cached_property
     def _cell_labels(self) -> pd.DataFrame:
@@ -396,46 +402,27 @@ class Patching:
 
         The text is empty if no cells were checked.
         """
-        if self.checked is None:
+        if self.checked is None or self.agreement is None or self.rank_agreement is None:
             return ""
 
-        correlation, error = _agreement_of(self.checked)
+        correlation, error = self.agreement
         sentence = (
             f"attributed against exact on {len(self.checked)} effects in single prompts:"
             f" correlation {correlation:.3f}, error {error:.2f} of the exact effects' root mean"
             " square"
         )
-        means = self._checked_means(self.checked)
-        rank_agreement = _rank_agreement_of(means)
-        if len(means) > 1:
-            sentence += f"; ranks of the {len(means)} mean effects correlate {rank_agreement:.2f}"
+        cell_count = self.checked.groupby(self.labels).ngroups
+        if cell_count > 1:
+            sentence += f"; ranks of the {cell_count} mean effects correlate"
+            sentence += f" {self.rank_agreement:.2f}"
         if "head" not in self.labels:
             return sentence
 
-        if rank_agreement < _LEAST_RANK_CORRELATION:
+        if self.rank_agreement < _LEAST_RANK_CORRELATION:
             return f'{sentence}; do not rank heads by these: method="exact" patches each'
         if error > _LARGEST_ERROR:
             return f'{sentence}; their sizes are wrong: method="exact" patches each'
         return sentence
-
-    def _checked_means(self, checked: pd.DataFrame) -> pd.DataFrame:
-        """The mean attributed and exact effect of each checked cell."""
-        return checked.groupby(self.labels)[["attributed", "exact"]].mean()
-
-
-def sharing_lines(about: Mapping[str, Any]) -> list[str]:
-    """Say which heads share keys and values.
-
-    Args:
-        about: What was measured.
-
-    Returns:
-        One line, or an empty list if no edges were measured or no heads share keys and values.
-    """
-    readers = about.get("readers_of_first_values", [])
-    if len(readers) < 2:
-        return []
-    return [f"k and v are those of key-value heads: L0H0.v is read by {', '.join(readers)}"]
 
 
 def printed(table: pd.DataFrame) -> str:
@@ -452,7 +439,7 @@ def with_ends(name: str, interval: Interval) -> Columns:
     }
 
 
-def checked_sample(patching: Patching, seed: int) -> list[int]:
+def checked_sample(patching: Patching, seed: int) -> np.ndarray:
     """Choose the cells on which attribution is checked.
 
     One half has the largest effects, and the other half is drawn at random from the rest.
@@ -465,13 +452,12 @@ def checked_sample(patching: Patching, seed: int) -> list[int]:
         The numbers of the cells, counted as the rows of ``patching.table()``.
     """
     mean = patching._values("effect").mean(0)
+    order = np.argsort(-abs(mean), kind="stable")
     half = _CHECKED_CELLS // 2
-    largest = np.argsort(-abs(mean), kind="stable")[:half]
 
     generator = np.random.default_rng(seed)
-    remaining = np.delete(np.arange(len(mean)), largest)
-    drawn = generator.permutation(remaining)[:half]
-    return [*largest.tolist(), *drawn.tolist()]
+    random_order = generator.permutation(np.sort(order[half:]))
+    return np.concatenate([order[:half], random_order[:half]])
 
 
 def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
@@ -484,18 +470,3 @@ def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
             nan = np.full(values.shape[1], np.nan)
             tests[name] = PairedTests(nan, nan, "")
     return tests
-
-
-def _agreement_of(checked: pd.DataFrame) -> tuple[float, float]:
-    """Correlation of attributed and exact effects, and ``rms(attributed − exact) / rms(exact)``."""
-    exact = checked.exact
-    attributed = checked.attributed
-    mean_square_error = ((attributed - exact) ** 2).mean()
-    mean_square = (exact**2).mean()
-    error = np.sqrt(mean_square_error / mean_square)
-    return float(exact.corr(attributed)), float(error)
-
-
-def _rank_agreement_of(means: pd.DataFrame) -> float:
-    """Spearman's correlation of mean attributed and exact effects."""
-    return float(means.attributed.corr(means.exact, method="spearman"))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.analysis.direct_logits import NORM_INPUT, norms_after
@@ -75,9 +75,9 @@ class Graph:
     norms: Mapping[int, FrozenNorm]
 
     @property
-    def edges(self) -> list[list[int]]:
+    def edges(self) -> Int[np.ndarray, "edge 2"]:
         """The index of the writer and the index of the reader, for each edge."""
-        return np.argwhere(self.exists).tolist()
+        return np.argwhere(self.exists)
 
 
 def graph_of(model: HookedModel) -> Graph:
@@ -191,7 +191,9 @@ def run_edges(
     if change_read is not None:
         for component in graph.components:
             kind, layer = component
-            hooks.append((_HOOKS[kind].format(layer), partial(_changed, change_read, component)))
+            hooks.append(
+                (_HOOKS[kind].format(layer), partial(_changed_inputs, change_read, component))
+            )
 
     with ExitStack() as stack:
         for name, function in hooks:
@@ -268,10 +270,11 @@ class ReplacedEdges:
         graph: Graph,
         replacement: Written,
     ) -> None:
-        cut = ~kept_edges & torch.as_tensor(graph.exists)
+        cut_edges = ~kept_edges & torch.as_tensor(graph.exists)
         self._graph = graph
         self._replacement = replacement
-        self._cut = rearrange(cut, "row writer reader -> row reader writer").to(replacement)
+        by_reader = rearrange(cut_edges, "row writer reader -> row reader writer")
+        self._cut_edges = by_reader.to(replacement)
         self._steps = replacement.new_empty(len(kept_edges), *replacement.shape)
 
     def see_written(self, writers: slice, x: Float[Tensor, "row pos writer d_model"]) -> None:
@@ -287,12 +290,12 @@ class ReplacedEdges:
         """The inputs of a component's readers, plus the steps along the edges that are cut."""
         readers = self._graph.components[component]
         writer_count = int(self._graph.exists[:, readers.start].sum())  # those before the readers
-        cut = self._cut[:, readers, :writer_count]
-        if not cut.any():
+        cut_edges = self._cut_edges[:, readers, :writer_count]
+        if not cut_edges.any():
             return x
 
         steps = self._steps[:, :writer_count].flatten(2)  # a view: the last two axes are contiguous
-        change = torch.bmm(cut, steps).unflatten(2, self._steps.shape[2:])
+        change = torch.bmm(cut_edges, steps).unflatten(2, self._steps.shape[2:])
         change = rearrange(change, "row reader pos d_model -> row pos reader d_model")
         return x + change.to(x)
 
@@ -317,8 +320,8 @@ def _hooks_of_writers(
     model: HookedModel, graph: Graph, layer: int, see_written: SeeWritten
 ) -> list[Hook]:
     """Hooks that pass on to ``see_written`` what the heads and the MLP of a layer write."""
-    first = graph.writers.index(f"L{layer}H0")
-    heads = slice(first, first + model.cfg.n_heads)
+    first_head = graph.writers.index(f"L{layer}H0")
+    heads = slice(first_head, first_head + model.cfg.n_heads)
     hook_result = f"blocks.{layer}.attn.hook_result"
     hooks: list[Hook] = []
 
@@ -343,6 +346,6 @@ def _hooks_of_writers(
     return hooks
 
 
-def _changed(change_read: ChangeRead, component: Component, x: Tensor) -> Tensor:
+def _changed_inputs(change_read: ChangeRead, component: Component, x: Tensor) -> Tensor:
     """The changed inputs of a component's readers, in the shape of the activation."""
     return change_read(component, _by_node(x)).reshape(x.shape)

@@ -4,7 +4,7 @@ token, and how much copying needs each head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -184,14 +184,14 @@ def induction_heads(
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
     estimate_plan = replace(plan, method="attribution")
 
-    def effects_of(batch: Sequence[Pair]) -> dict[str, PromptEffects]:
-        effects = plan.effects(batch)
-        estimates = estimate_plan.effects(batch)
-        return {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
+    def batch_effects() -> Iterator[dict[str, PromptEffects]]:
+        for batch in plan.batches([_pair(model, prompt, span) for prompt in prompts]):
+            effects = plan.effects(batch)
+            estimates = estimate_plan.effects(batch)
+            yield {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
 
     effects_by_cell = request.run_patching(
-        plan.batches([_pair(model, prompt, span) for prompt in prompts]),
-        effects_of,
+        batch_effects(),
         {"cell": range(len(cells))},
         method="ablation",
         metric="loss of the second copy, in nats a token",
@@ -212,10 +212,10 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     first_copy = len(tokens) - 2 * span
     second_copy = first_copy + span
     answer = tokens[second_copy + 1 :]
-    twice = Prompt(tokens=tokens[: second_copy + 1], answer_tokens=answer)
-    once = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
-    base = Baseline().apply(twice, model)
-    source = Baseline().apply(once, model)
+    both_copies = Prompt(tokens=tokens[: second_copy + 1], answer_tokens=answer)
+    one_copy = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
+    base = Baseline().apply(both_copies, model)
+    source = Baseline().apply(one_copy, model)
     # Heads are ablated at all tokens; nothing is taken from the other run, which is shorter.
     every_position = torch.arange(len(base))
     return Pair(prompt.id, base, source, every_position, of_answer(_loss), denoising=False)
@@ -228,8 +228,8 @@ def _mean_outputs(
     means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        [recorded] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
-        for layer, z in recorded.activations.items():
+        [run] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
+        for layer, z in run.activations.items():
             means[layer] = means[layer] + z / len(prompts)
     return {(layer, head): means[layer][:, head] for layer, head in target.heads}
 

@@ -5,7 +5,7 @@ Sequences that cannot be patched are refused before any forward pass of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -38,12 +38,12 @@ from mechattn.functional.attention import in_working_dtype
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import (
+    METRIC_WORDS,
     Logits,
     Measure,
     Metric,
     chosen_metric,
     measures_of,
-    metric_words,
 )
 from mechattn.patching.effects import Patching
 from mechattn.patching.patched_runs import SharedTokens, answer_positions, logits_of
@@ -183,18 +183,10 @@ class PatchingRequest:
         return min((pair.base for pair in self.pairs), key=len)
 
     @property
-    def one_by_one(self) -> list[list[Pair]]:
-        """Batches of one pair each."""
-        return [[pair] for pair in self.pairs]
-
-    @property
     def units(self) -> Units:
         """The units of replication: groups of prompts, or single prompts if there are no groups."""
         # ``as_prompts`` makes sure that either all prompts have a group, or none has.
-        groups = [prompt.group for prompt in self.prompts if prompt.group]
-        if not groups:
-            return Units(len(self.prompts))
-        return Units.grouped(groups)
+        return Units.grouped([prompt.group or prompt.id for prompt in self.prompts])
 
     def of_prompts(self, indices: Iterable[int]) -> PatchingRequest:
         """The same request for some of the prompts, given by their indices."""
@@ -221,16 +213,15 @@ class PatchingRequest:
 
     def run_patching(
         self,
-        batches: Sequence[Sequence[Pair]],
-        effects_of: Callable[[Sequence[Pair]], Mapping[str, PromptEffects]],
+        batches: Iterable[Mapping[str, PromptEffects]],
         axes: Mapping[str, Sequence[Any]],
         **about: Any,
     ) -> Patching:
-        """Measure the effects of each pair, batch by batch, and collect them in a ``Patching``.
+        """Collect the effects of all pairs in a ``Patching``, and show how far their measurement is.
 
         Args:
-            batches: All pairs, in batches whose effects are measured together.
-            effects_of: Returns the effects of each pair of a batch, by the id of its prompt.
+            batches: The effects of each batch of pairs, by the id of the prompt. They are measured
+                while this iterates over them.
             axes: The labels of each axis after that of prompts.
             about: Entries of ``Patching.about`` that are added to those of this request, or replace
                 them. ``method``, how effects are measured, is required.
@@ -241,7 +232,7 @@ class PatchingRequest:
         with tqdm(total=prompt_count, desc="patching", unit="prompt", delay=2) as progress:
             for batch in batches:
                 is_first = not by_id
-                by_id |= effects_of(batch)
+                by_id |= batch
                 progress.update(len(batch))
                 if not is_first:
                     continue
@@ -265,12 +256,17 @@ class PatchingRequest:
     @property
     def _about(self) -> dict[str, Any]:
         """The request, as data."""
-        metric_name = "own function" if callable(self.metric) else self.metric
+        if callable(self.metric):
+            metric_name = "own function"
+            metric_words = getattr(self.metric, "__name__", "a function")
+        else:
+            metric_name = self.metric
+            metric_words = METRIC_WORDS[self.metric]
         return {
             "model": provenance.name_of(str(self.model.cfg.model_name)),
             "prompts": provenance.digest(self.prompts),
             "condition": provenance.identity(self.condition),
-            "metric": metric_words(self.metric),
+            "metric": metric_words,
             "metric_name": metric_name,
             "direction": self.direction,
             "seed": self.seed,

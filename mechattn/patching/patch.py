@@ -49,7 +49,7 @@ import xarray as xr
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone
-from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.answer_metrics import Metric, first_difference
 from mechattn.patching.controls import (
     aligned_output,
     aligned_pattern,
@@ -181,8 +181,7 @@ def patch(
     plan = PatchingPlan(request, target, cells, _replacements, method, controls, starts, partners)
 
     effects_by_cell = request.run_patching(
-        plan.batches(pairs),
-        plan.effects,
+        map(plan.effects, plan.batches(pairs)),
         {"cell": range(len(cells))},
         method=method,
         part=target.part,
@@ -210,18 +209,10 @@ def _check_method(method: Method, sites: Sites, together: bool) -> None:
     check_choice(Method, method=method)
     if not isinstance(together, bool):
         raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
-    if method == "exact":
-        return
-
-    if sites.part != "z":
+    if method == "attribution" and (sites.part != "z" or together):
         raise OptionError(
-            f'method="attribution" estimates only heads\' "z", and at=… names {sites.part!r}: '
-            'leave method out (or give "exact") to patch it'
-        )
-    if together:
-        raise OptionError(
-            'method="attribution" estimates each head alone, and together=True patches all of them '
-            'as one set: leave method out (or give "exact") to patch the set'
+            f'method="attribution" estimates the effect of each head\'s "z" alone, but at=… names '
+            f"{sites.part!r} with together={together}: leave method out to patch this exactly"
         )
 
 
@@ -261,20 +252,8 @@ def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
             "so a position means another token in each: give prompts of equal length, or "
             'by="segment"'
         )
-    first_differences = [_first_difference(pair) for pair in pairs]
+    first_differences = [first_difference(pair.base.tokens, pair.source.tokens) for pair in pairs]
     return list(range(min(first_differences), lengths[0]))
-
-
-def _first_difference(pair: Pair) -> int:
-    """The first position at which the tokens of the two sequences differ.
-
-    If one sequence is the beginning of the other, it is the length of the shorter.
-    """
-    shorter_length = min(len(pair.base), len(pair.source))
-    differs = pair.base.tokens[:shorter_length] != pair.source.tokens[:shorter_length]
-    if not differs.any():
-        return shorter_length
-    return int(differs.nonzero()[0])
 
 
 def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
@@ -303,8 +282,7 @@ def _with_exact_sample(patching: Patching, plan: PatchingPlan) -> Patching:
     """Add the exact effects of a sample of cells in a few prompts to attributed effects."""
     sample = checked_sample(patching, plan.request.seed)
     # The table names cells in ascending order, and lacks those that some prompt cannot have.
-    indices = np.arange(len(plan.cells))
-    cell_index = xr.Dataset({"cell_index": ("cell", indices)}, {"cell": indices})
+    cell_index = xr.Dataset({"cell_index": ("cell", range(len(plan.cells)))})
     by_dimension = plan.target.by_dimension(cell_index)
     index_of_row = by_dimension.cell_index.values[patching.measured].astype(int)
     exact_plan = replace(

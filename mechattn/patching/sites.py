@@ -130,7 +130,7 @@ class PatchTarget:
 
         index = pd.MultiIndex.from_arrays(list(labels.values()), names=list(labels))
         coords = xr.Coordinates.from_pandas_multiindex(index, "cell")
-        effects = effects.drop_vars("cell").assign_coords(coords).unstack("cell")
+        effects = effects.assign_coords(coords).unstack("cell")
         if self.by == "segment":
             names = [SEGMENTS[group] for group in self.token_groups]
             effects = effects.assign_coords(segment=names)

@@ -72,7 +72,7 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
         [pair] = pairs_of(model, [prompt])
         runs = edge_runs(model, graph, 2**31, pair)
         values = runs.with_edges(torch.from_numpy(kept), runs.exchanged)
-    without_edges = runs.unpatched.whole
+    without_edges = runs.unpatched_logits.whole
     for row, value in zip(kept, values, strict=True):
         named = [
             edge for edge in attributed.edge_scores

@@ -202,7 +202,7 @@ def test_heads_write_after_the_norm_that_follows_attention():
     kept[1, edge[0], edge[1]] = False
     with showing_edges(model):
         runs = edge_runs(model, graph, 2**31, pair)
-        unpatched = runs.unpatched
+        unpatched = runs.unpatched_logits
         source, direct = runs.with_edges(kept, runs.exchanged)
         assert source == pytest.approx(unpatched.whole, abs=1e-6)
         assert abs(source) > 1e-4
@@ -289,7 +289,7 @@ def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
     with showing_edges(toy):
         for rows in (2, 50):
             runs = edge_runs(toy, graph, fixed + rows * row, pair)
-            assert runs._rows(row) == rows
+            assert runs._most_rows(row) == rows
             metrics.append(runs.with_edges(kept, runs.exchanged))
     np.testing.assert_allclose(*metrics, rtol=1e-4, atol=1e-4)
     assert metrics[0].std() > 1e-3
