@@ -108,13 +108,11 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     assert "edges ranked on 4 prompts" in first_line
 
 
-def test_other_ablations_put_other_outputs(model, found, by_ablation):
+def test_other_ablations_put_other_outputs(found, by_ablation):
     for ablation in ("mean", "resample"):
         curve = by_ablation[ablation].curve
         assert curve.faithfulness.iloc[-1] == 1
         assert abs(curve.faithfulness[2] - found.curve.faithfulness[2]) > 1e-3
-    with pytest.raises(OptionError, match="ablation='zero': choose one of"):
-        ma.circuit(model, MANY, Counterpart(), ablation="zero")
 
 
 def test_a_mean_over_prompts_of_other_lengths_is_over_all_tokens(model):
@@ -140,11 +138,6 @@ def test_a_mean_over_prompts_of_other_lengths_is_over_all_tokens(model):
         expected = runs.with_edges(no_edge, mean.expand_as(runs.written))
     assert effects[0, 0, 0] == pytest.approx(expected[0], abs=1e-9)
     assert abs(expected[0]) > 1e-3
-
-
-def test_areas_are_printed_with_the_names_of_rankings(found):
-    made = replace(found, curve=found.curve.assign(other_pairs=found.curve.faithfulness))
-    assert f"CPR_other_pairs {made.areas['CPR_other_pairs']:.3f}" in str(made)
 
 
 def test_areas_by_hand(found):
@@ -249,8 +242,6 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
     assert f"{len(table)} edges on paths from the embedding to the logits. " in sentence_of(figure)
     assert "On the other half, the first 20 edges carry" in sentence_of(figure)
     assert "What they carry was not measured" in sentence_of(ma.render.circuit_map(found, size=19))
-    with pytest.raises(OptionError, match="size='all': give a whole number"):
-        ma.render.circuit_map(found, size="all")
 
 
 def test_few_prompts_and_impossible_sizes_are_refused(model):
@@ -306,4 +297,3 @@ def test_without_a_size_that_carries_enough(found):
     no_effect = replace(found, curve=found.curve.assign(faithfulness=np.nan))
     assert "stability" in str(found)
     assert "stability" not in str(no_effect)
-    assert len(no_effect.table(20)) > 0

@@ -246,9 +246,6 @@ def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy, scor
     printed = str(scores)
     assert "attributed against exact on 32 effects" in printed
     assert "L0H0.v is read by L0H0, L0H1" in printed, "8 heads share 4 of keys and values"
-    correlation, _ = scores.agreement
-    checked = scores.checked
-    assert correlation == pytest.approx(np.corrcoef(checked.exact, checked.attributed)[0, 1])
     assert not toy.cfg.use_attn_result
     assert not toy.cfg.use_split_qkv_input
     assert not toy.cfg.use_hook_mlp_in
