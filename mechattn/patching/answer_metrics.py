@@ -133,9 +133,9 @@ def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[M
 
     if metric == "kl":
         return [lambda logits, answer, baseline: divergence(logits, baseline)] * len(prompts)
-    if not callable(metric):
-        metric = {"logprob": answer_logprob, "logit_margin": answer_margin}[metric]
-    return [of_answer(metric)] * len(prompts)
+    functions = {"logprob": answer_logprob, "logit_margin": answer_margin}
+    function = metric if callable(metric) else functions[metric]
+    return [of_answer(function)] * len(prompts)
 
 
 def of_answer(metric: Callable[[Logits, Answer], Values]) -> Measure:

@@ -105,11 +105,10 @@ class Circuit:
             the same two for each ranking that ``beside`` added, such as "CPR_other pairs".
         """
         share = self.curve.share.values
+        rankings = self.curve.drop(columns=["edges", "share", "low", "high"], errors="ignore")
+
         areas = {}
-        for ranking in self.curve.columns:
-            if ranking in ("edges", "share", "low", "high"):
-                continue
-            faithfulness = self.curve[ranking].values
+        for ranking, faithfulness in rankings.items():
             suffix = "" if ranking == "faithfulness" else f"_{ranking}"
             areas[f"CPR{suffix}"] = float(np.trapezoid(faithfulness, share))
             areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - faithfulness), share))
@@ -328,8 +327,7 @@ def circuit(
     # The order of the scores comes first, then random orders to compare it with.
     generator = np.random.default_rng(seed)
     orders = [_ranked(scores, graph.exists)]
-    for _ in range(_DRAWS):
-        orders.append(generator.permutation(edge_count))
+    orders += [generator.permutation(edge_count) for _ in range(_DRAWS)]
 
     measurement = CircuitMeasurement(ranking, reporting, graph, all_sizes, ablation, generator)
     curve = _curve(all_sizes, measurement.effects(orders))

@@ -40,16 +40,13 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
 
     partners = {}
     for pair in pairs:
-        candidates = []
-        for candidate in by_id:
-            if candidate.id != pair.id and len(candidate.origins) >= len(pair.origins):
-                candidates.append(candidate)
-        if not candidates:
-            continue
-
+        shared_count = len(pair.origins)
+        candidates = [other for other in by_id if len(other.origins) >= shared_count]
+        candidates.remove(pair)
         contrasts = [other for other in candidates if answers[other.id] != answers[pair.id]]
-        generator = random.Random(f"other prompt {seed} {pair.id}")
-        partners[pair.id] = generator.choice(contrasts or candidates)
+        if candidates:
+            generator = random.Random(f"other prompt {seed} {pair.id}")
+            partners[pair.id] = generator.choice(contrasts or candidates)
     return partners
 
 

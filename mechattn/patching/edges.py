@@ -51,7 +51,7 @@ _MOST_TOKENS = 2**12  # in a batch; more are not faster
 # The changes of all writers must add up to the difference of two runs' residual streams. At most
 # this fraction of it may be missing: in float32, and in half precision, where a sum over many
 # writers is rounded.
-_MISSING = (1e-3, 5e-2)
+_MISSING_FRACTIONS = (1e-3, 5e-2)
 
 
 @alone
@@ -128,23 +128,23 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
-    about = {
-        "steps": steps,
-        "method": "attribution",
-        "readers_of_first_values": graph.nodes_after["L0H0.v"],
-    }
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
     read_pair = partial(edge_runs, model, graph, request.memory)
 
     with showing_edges(model):
         batches = ({pair.id: read_pair(pair).attributed(steps)} for pair in request.pairs)
-        patching = request.run_patching(batches, axes, **about)
+        patching = request.run_patching(
+            batches,
+            axes,
+            method="attribution",
+            steps=steps,
+            readers_of_first_values=graph.nodes_after["L0H0.v"],
+        )
         sample = checked_sample(patching, request.seed)
         sampled_edges = graph.edges[sample]
-        exact_effects = []
-        for pair in request.pairs[:CHECKED_PROMPTS]:
-            exact_effects.append(read_pair(pair).exact(sampled_edges))
+        checked_pairs = request.pairs[:CHECKED_PROMPTS]
+        exact_effects = [read_pair(pair).exact(sampled_edges) for pair in checked_pairs]
     return patching.with_exact(exact_effects, sample)
 
 
@@ -171,13 +171,14 @@ def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> Edge
     exchanged[:, base_positions] = source.written[:, source_positions]
 
     # The residual stream is a sum, so the changes of all writers must add up to its change.
-    change = source.stream[source_positions] - base.stream[base_positions]
-    explained = (exchanged - base.written)[:, base_positions].sum(0)
-    missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
-    if missing > rounding_of(model, *_MISSING):
+    stream_change = source.stream[source_positions] - base.stream[base_positions]
+    written_change = (exchanged - base.written)[:, base_positions].sum(0)
+    missing_change = (stream_change - written_change).norm()
+    missing_fraction = float(missing_change / stream_change.norm().clamp(min=1e-9))
+    if missing_fraction > rounding_of(model, *_MISSING_FRACTIONS):
         raise ModelError(
             f"what heads and MLPs of {model.cfg.model_name} write does not add up to the residual"
-            f" stream ({missing:.2g} of its change is missing), so edges have no meaning: patch"
+            f" stream ({missing_fraction:.2g} of its change is missing), so edges have no meaning: patch"
             " nodes with ma.patch, or paths between heads with ma.paths"
         )
     unpatched_logits = UnpatchedLogits(pair, base.logits, source.logits)

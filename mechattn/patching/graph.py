@@ -92,17 +92,17 @@ def graph_of(model: HookedModel) -> Graph:
     if lacks_attention or not hasattr(model, "set_use_split_qkv_input"):
         raise _no_inputs(model)
 
-    parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
+    is_parallel = getattr(cfg, "parallel_attn_mlp", False)
     writers = ["embedding"]
     nodes_after: dict[str, list[str]] = {}
-    earlier_writers: list[int] = []  # how many writers come before each reader
+    writer_counts: list[int] = []  # of the writers before each reader
     components: dict[Component, slice] = {}
 
     def add_readers(component: Component, nodes: dict[str, list[str]], writer_count: int) -> None:
-        first = len(nodes_after)
-        components[component] = slice(first, first + len(nodes))
+        first_reader = len(nodes_after)
+        components[component] = slice(first_reader, first_reader + len(nodes))
         nodes_after.update(nodes)
-        earlier_writers.extend([writer_count] * len(nodes))
+        writer_counts.extend([writer_count] * len(nodes))
 
     for layer in layers:
         writers_before_attention = len(writers)
@@ -119,13 +119,13 @@ def graph_of(model: HookedModel) -> Graph:
         hooks_of_mlp = {f"blocks.{layer}.hook_mlp_in", f"blocks.{layer}.hook_mlp_out"}
         if hooks_of_mlp <= model.hook_dict.keys():
             # An MLP parallel to attention does not read what this layer's heads write.
-            writers_before_mlp = writers_before_attention if parallel else len(writers)
+            writers_before_mlp = writers_before_attention if is_parallel else len(writers)
             mlp = f"L{layer}MLP"
             add_readers(("mlp", layer), {mlp: [mlp]}, writers_before_mlp)
             writers.append(mlp)
     add_readers(("logits", layers[-1]), {"logits": ["logits"]}, len(writers))
 
-    exists = np.arange(len(writers))[:, None] < np.array(earlier_writers)
+    exists = np.arange(len(writers))[:, None] < np.array(writer_counts)
     return Graph(
         writers=tuple(writers),
         readers=tuple(nodes_after),
@@ -141,17 +141,17 @@ def showing_edges(model: HookedModel) -> Iterator[None]:
     """Let TransformerLens compute the inputs and the result of each head separately inside a
     ``with`` block.
     """
-    previous = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
-    changed = [name for name, is_on in _SWITCHES.items() if is_on != previous[name]]
+    previous_values = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
+    names = [name for name, value in _SWITCHES.items() if value != previous_values[name]]
 
     try:
-        for name in changed:
+        for name in names:
             getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
         # In reverse order, because TransformerLens refuses some of them together.
-        for name in reversed(changed):
-            getattr(model, f"set_{name}")(previous[name])
+        for name in reversed(names):
+            getattr(model, f"set_{name}")(previous_values[name])
 
 
 def run_edges(

@@ -64,8 +64,7 @@ class InductionHeads:
         Scores and estimates are means over all spans, also with ``select="half"``.
 
         Args:
-            top: As for :meth:`mechattn.Patching.table`: the largest effects of either sign come
-                first.
+            top: As for :meth:`mechattn.Patching.table`, whatever the sign of the effects.
             select: As for :meth:`mechattn.Patching.table`.
 
         Raises:

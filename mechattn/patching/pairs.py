@@ -172,8 +172,17 @@ class PatchingRequest:
             base, source = baseline, other_version
             if denoising:
                 base, source = other_version, baseline
-            seed = self.seed + index
-            pairs.append(Pair(prompt.id, base, source, shared, measures[index], denoising, seed))
+            pairs.append(
+                Pair(
+                    prompt.id,
+                    base,
+                    source,
+                    shared,
+                    measures[index],
+                    denoising,
+                    seed=self.seed + index,
+                )
+            )
         warn_of_junctions(self.model, self.prompts, [pair.baseline for pair in pairs])
         return pairs
 
@@ -308,11 +317,13 @@ def warn_of_junctions(
     if not odd_indices:
         return
 
-    prompt = prompts[odd_indices[0]]
-    logits = logits_of(model, [baselines[odd_indices[0]]])
+    first = odd_indices[0]
+    prompt = prompts[first]
+    logits = logits_of(model, [baselines[first]])
     likeliest_token = int(logits[0, 0].argmax())
     separator = ""
-    advice = f"write answer={' ' + prompt.answer!r}"
+    spaced_answer = f" {prompt.answer}"
+    advice = f"write answer={spaced_answer!r}"
     if prompt.template == "plain":
         separator = "\n"
         advice = 'template="plain" puts a line break there; template="joined" adds nothing'

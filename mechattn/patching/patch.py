@@ -106,7 +106,7 @@ def patch(
     ``3 · heads · prompts`` rows. With ``method="attribution"``, which is the fast estimate, each
     head's effect is estimated to first order, ``Σ ∂metric/∂z · (z_other − z)``. Whatever the number
     of heads, this takes three forward passes and one backward pass per prompt, and one forward pass
-    for the control "other_prompt". The estimate may rank heads wrongly, so eight of them are also
+    for the control "other_prompt". The estimate may rank heads wrongly, so eight cells are also
     patched exactly, in four prompts.
 
     Each cell has two controls:
@@ -196,8 +196,7 @@ def patch(
 
 def _check_controls(controls: Sequence[Control]) -> None:
     """Refuse controls that don't exist."""
-    is_list = isinstance(controls, (tuple, list))
-    if not is_list or not all(control in CONTROLS for control in controls):
+    if not isinstance(controls, (tuple, list)) or not all(name in CONTROLS for name in controls):
         raise OptionError(
             f'controls={controls!r}: give a tuple, ("other_prompt", "random"), one of them, such as'
             ' ("random",), or () for none'
@@ -228,11 +227,9 @@ def _check_tested_control(controls: Sequence[Control], request: PatchingRequest)
 
 def _common_segments(pairs: Sequence[Pair]) -> list[int]:
     """The indices in ``SEGMENTS`` of the segments that every prompt has."""
-    common = []
-    for index in range(len(SEGMENTS)):
-        if all((pair.baseline.segment == index).any() for pair in pairs):
-            common.append(index)
-    return common
+    indices = range(len(SEGMENTS))
+    segments = [pair.baseline.segment for pair in pairs]
+    return [index for index in indices if all((tokens == index).any() for tokens in segments)]
 
 
 def _changed_positions(pairs: Sequence[Pair]) -> list[int]:

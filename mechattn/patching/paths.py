@@ -122,8 +122,8 @@ def paths(
     batches = (
         {pair.id: _pair_effects(request, chosen_paths, starts, pair)} for pair in request.pairs
     )
-    axes = {"path": [path.name for path in chosen_paths]}
-    return request.run_patching(batches, axes, method="exact")
+    names = [path.name for path in chosen_paths]
+    return request.run_patching(batches, {"path": names}, method="exact")
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:

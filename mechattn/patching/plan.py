@@ -77,7 +77,7 @@ class PatchedCopy:
         variable: The variable that it measures: "effect", or a control.
         cell_index: The index of the cell.
         cell: The heads that are patched.
-        tokens: Which of the tokens that both runs have are patched.
+        token_mask: Which of the tokens that both runs have are patched.
         values: What replaces each head's output at all tokens that both runs have.
     """
 
@@ -85,17 +85,17 @@ class PatchedCopy:
     variable: str
     cell_index: int
     cell: PatchCell
-    tokens: Bool[Tensor, " shared"]
+    token_mask: Bool[Tensor, " shared"]
     values: Mapping[LayerHead, HeadOutput]
 
     @property
     def changes(self) -> list[HeadChange]:
         """The changes of the base run."""
-        positions = self.runs.base.positions[self.tokens]
+        positions = self.runs.base.positions[self.token_mask]
 
         changes = []
         for where in self.cell.heads:
-            value = self.values[where][self.tokens]
+            value = self.values[where][self.token_mask]
             changes.append(HeadChange(self.cell.part, where, positions, value))
         return changes
 
@@ -133,7 +133,7 @@ class PatchingPlan:
             same_shape = [pairs[index] for index in indices]
             longest = max(same_shape, key=lambda pair: pair.length)
             # At least one copy of each pair must fit.
-            bytes_per_pair = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
+            bytes_per_pair = self._pair_bytes(longest) + row_bytes(model, longest)
             pair_count = min(_MOST_PAIRS, rows_within(self.request.memory, bytes_per_pair))
             for start in range(0, len(same_shape), pair_count):
                 batches.append(same_shape[start : start + pair_count])
@@ -169,14 +169,14 @@ class PatchingPlan:
             # There are no replacements for "other_prompt" if no other prompt is long enough.
             for variable, values in self.replacements(self, runs).items():
                 for index, cell in enumerate(self.cells):
-                    tokens = token_groups == cell.token_group
-                    if tokens.any():  # a segment may have no token in this prompt
-                        copies.append(PatchedCopy(runs, variable, index, cell, tokens, values))
+                    token_mask = token_groups == cell.token_group
+                    if token_mask.any():  # a position may have no partner in this prompt
+                        copies.append(PatchedCopy(runs, variable, index, cell, token_mask, values))
 
         if self.method == "attribution":
-            effect_of_copy = _first_order(copies)
+            effect_of_copy = _first_order_effects(copies)
         else:
-            effect_of_copy = self._exact(pairs, copies)
+            effect_of_copy = self._exact_effects(pairs, copies)
         for copy, effect in effect_of_copy.items():
             effects_by_id[copy.runs.pair.id][copy.variable][copy.cell_index] = effect
         return effects_by_id
@@ -188,8 +188,8 @@ class PatchingPlan:
         part = self.target.part
         base_sequences = [(pair.base, pair.origins) for pair in pairs]
         source_sequences = [(pair.source, pair.origins) for pair in pairs]
-        bases = recorded_runs(model, base_sequences, layers, part, self.starts)
-        sources = recorded_runs(model, source_sequences, layers, part)
+        base_runs = recorded_runs(model, base_sequences, layers, part, self.starts)
+        source_runs = recorded_runs(model, source_sequences, layers, part)
 
         partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
         partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
@@ -197,23 +197,23 @@ class PatchingPlan:
         partner_run_of = dict(zip(partners, partner_runs, strict=True))
 
         all_runs = []
-        for pair, base, source in zip(pairs, bases, sources, strict=True):
+        for pair, base, source in zip(pairs, base_runs, source_runs, strict=True):
             unpatched_logits = UnpatchedLogits(pair, base.logits, source.logits)
             gradients = {}
             if self.method == "attribution":
                 gradients = gradients_of(model, pair.base, layers, unpatched_logits.measure)
-            partner = partner_run_of.get(pair.id)
-            all_runs.append(PairRuns(pair, base, source, unpatched_logits, partner, gradients))
+            partner_run = partner_run_of.get(pair.id)
+            all_runs.append(PairRuns(pair, base, source, unpatched_logits, partner_run, gradients))
         return all_runs
 
-    def _exact(
+    def _exact_effects(
         self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]
     ) -> dict[PatchedCopy, float]:
         """The effect of each copy: its metric minus that of its base run."""
         model = self.request.model
-        pairs_bytes = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
-        bytes_left = self.request.memory - pairs_bytes
-        most_rows = min(_MOST_ROWS, rows_within(bytes_left, row_bytes(model, pairs[0])))
+        bytes_left = self.request.memory - sum(map(self._pair_bytes, pairs))
+        bytes_per_row = row_bytes(model, pairs[0])  # the same for all, as their shape is
+        most_rows = min(_MOST_ROWS, rows_within(bytes_left, bytes_per_row))
 
         effects = {}
         for batch in self._passes(copies, most_rows):
@@ -224,6 +224,18 @@ class PatchingPlan:
                 [effect] = copy.runs.unpatched_logits.effects(logits[[row]])
                 effects[copy] = effect
         return effects
+
+    def _pair_bytes(self, pair: Pair) -> int:
+        """The bytes that a pair takes while it is patched, besides its patched copies.
+
+        They are those of seven times the outputs of its layers: three runs' outputs, three sets of
+        replacements, and the residual streams at which passes start, or the gradients.
+        """
+        cfg = self.request.model.cfg
+        # A row of a pattern has a number for each token.
+        width_of_head = pair.length if self.target.part == "pattern" else cfg.d_head
+        width = max(cfg.d_model, cfg.n_heads * width_of_head)
+        return _BYTES * int(7 * pair.length * len(self.target.layers) * width)
 
     def _passes(self, copies: Sequence[PatchedCopy], most_rows: int) -> list[list[PatchedCopy]]:
         """The copies of each pass.
@@ -241,12 +253,12 @@ class PatchingPlan:
                 passes.append([copy])
                 continue
 
-            last = passes[-1]
-            starts_later = copy.cell.first_layer > last[0].cell.first_layer
-            if len(last) == most_rows or (starts_later and len(last) >= enough_rows):
+            last_pass = passes[-1]
+            starts_later = copy.cell.first_layer > last_pass[0].cell.first_layer
+            if len(last_pass) == most_rows or (starts_later and len(last_pass) >= enough_rows):
                 passes.append([copy])
             else:
-                last.append(copy)
+                last_pass.append(copy)
         return passes
 
 
@@ -274,24 +286,6 @@ def row_bytes(model: HookedModel, pair: Pair, further_values: int = 0) -> int:
     logits = 4 * len(pair.answer) * cfg.d_vocab
 
     return _BYTES * int(length * token_values + logits)
-
-
-def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
-    """The bytes that a prompt takes while it is patched, besides its patched copies.
-
-    They are those of seven times the outputs of its layers: three runs' outputs, three sets of
-    replacements, and the residual streams at which passes start, or the gradients.
-
-    Args:
-        model: The hooked model.
-        target: What is patched.
-        pair: The prompt's pair.
-    """
-    cfg = model.cfg
-    # A row of a pattern has a number for each token.
-    width_of_head = pair.length if target.part == "pattern" else cfg.d_head
-    width = max(cfg.d_model, cfg.n_heads * width_of_head)
-    return _BYTES * int(7 * pair.length * len(target.layers) * width)
 
 
 def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
@@ -342,7 +336,7 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], bud
         )
 
 
-def _first_order(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
+def _first_order_effects(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
     """The first-order effect of copies that change a single head: ``Σ gradient · (value − z)``."""
     effects = {}
     for copy in copies:

@@ -29,9 +29,9 @@ from mechattn.patching.patched_runs import (
     hook_of,
     positions_of,
 )
-from mechattn.results.result import head_named
+from mechattn.results.result import head_name, head_named
 
-_NAMED_IN_SET = 8  # heads or layers; with more, the name of a set is too long for a column
+_MOST_NAMED = 8  # heads or layers; with more, the name of a set is too long for a column
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ class PatchTarget:
     def _set_name(self) -> str:
         """The name of the set, such as "L0H1 + L1H4", or "12 heads" if there are more than 8."""
         noun = "heads"
-        name = "L{}H{}"
+        names = [head_name(layer, head) for layer, head in self.heads]
         if self.part in LAYER_PARTS:
             noun = "layers"
-            name = "L{}"  # format drops the 0 that stands for the head
+            names = [f"L{layer}" for layer, _ in self.heads]
 
-        if len(self.heads) > _NAMED_IN_SET:
-            return f"{len(self.heads)} {noun}"
-        return " + ".join(name.format(*layer_head) for layer_head in self.heads)
+        if len(names) > _MOST_NAMED:
+            return f"{len(names)} {noun}"
+        return " + ".join(names)
 
 
 def sites_of(at: Any) -> Sites:
@@ -207,9 +207,10 @@ def check_head(model: HookedModel, layer_head: LayerHead, part: Part) -> None:
     layers = attention_layers(model)
     count = head_count(model, part)
     if layer not in layers or not 0 <= head < count:
+        numbers = ", ".join(map(str, layers))
         raise OptionError(
             f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
-            f"{count - 1} in layers {', '.join(map(str, layers))}"
+            f"{count - 1} in layers {numbers}"
         )
 
 
