@@ -254,7 +254,7 @@ ma.render.while_answering(answers)
 
 # %%
 answered = ma.load_prompts("word-problems", limit=4, with_answer=True)
-patched = ma.patch(solver, answered, slash, direction="denoising")
+patched = ma.patch(solver, answered, slash, method="attribution", direction="denoising")
 ma.render.patching_map(patched)
 
 # %% [markdown]

@@ -104,7 +104,8 @@ def tables(name: str) -> Iterator[tuple[str, pd.DataFrame]]:
     for part in ("z", "v", "resid_post", "pattern"):
         if part == "pattern" and name == "toy:falcon":
             continue  # computed outside its hooks
-        patched = ma.patch(model, answered, slash, at=part, direction="denoising")
+        method = "attribution" if part == "z" else "exact"
+        patched = ma.patch(model, answered, slash, at=part, method=method, direction="denoising")
         for variable, values in patched.effects.items():
             yield f"patch.{part}.{variable}", pd.DataFrame({"values": values.values.ravel()})
     answers = ma.evaluate(

@@ -121,7 +121,9 @@ def walk() -> None:
         calls: dict[str, Callable[[], object]] = {
             "run": lambda: made.append(ma.run(model, prompts, conditions={"slash": slash})),
             "compare": lambda: made[0].compare("slash"),
-            "patch": lambda: ma.patch(model, prompts, slash, direction="denoising"),
+            "patch": lambda: ma.patch(
+                model, prompts, slash, method="attribution", direction="denoising"
+            ),
             "page": lambda: made[0].page(out / "page.html"),
             "paper": lambda: ma.paper(
                 "toy:llama",

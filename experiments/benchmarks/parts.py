@@ -200,7 +200,7 @@ def patching(cells: Cells, device: str, small: bool) -> None:
     some = [(0, 0), (0, 1), (1, 0), (1, 1)]
     ways: dict[str, Callable[[], object]] = {
         "attributed: all heads (z)": lambda: ma.patch(
-            bridge, prompts, slash, direction="denoising"
+            bridge, prompts, slash, method="attribution", direction="denoising"
         ),
         "patched: four heads (z)": lambda: ma.patch(
             bridge, prompts, slash, at=some, direction="denoising"

@@ -158,7 +158,7 @@ def patching(tables: int) -> Iterator[Row]:
                 "metric": "log-probability",
                 "metric_name": "logprob",
                 "direction": "denoising",
-                "method": "patched",
+                "method": "exact",
             }
             table = Patching(data, Units(24), about).table(top=8)
             printed.append(bool((table.q_effect < 0.05).any()))

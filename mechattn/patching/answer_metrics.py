@@ -74,10 +74,20 @@ def answer_difference(
         other_tokens: The tokens of the other answer. They must differ from those of the reference
             answer before the shorter of the two ends.
     """
-    shorter = min(len(answer), len(other_tokens))
-    differs = answer[:shorter] != other_tokens[:shorter].to(answer.device)
-    first = int(differs.nonzero()[0])
-    return logits[:, first, answer[first]] - logits[:, first, other_tokens[first]]
+    t = first_difference(answer, other_tokens.to(answer.device))
+    return logits[:, t, answer[t]] - logits[:, t, other_tokens[t]]
+
+
+def first_difference(tokens: Int[Tensor, " pos"], other_tokens: Int[Tensor, " other"]) -> int:
+    """The first position at which two sequences of tokens differ.
+
+    If one sequence is the beginning of the other, it is the length of the shorter.
+    """
+    shorter_length = min(len(tokens), len(other_tokens))
+    differs = tokens[:shorter_length] != other_tokens[:shorter_length]
+    if not differs.any():
+        return shorter_length
+    return int(differs.nonzero()[0])
 
 
 def divergence(logits: Logits, baseline: Logits) -> Values:
@@ -107,13 +117,6 @@ def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
     return metric
 
 
-def metric_words(metric: Metric) -> str:
-    """What a metric measures, in words; for a function its name."""
-    if callable(metric):
-        return getattr(metric, "__name__", "a function")
-    return METRIC_WORDS[metric]
-
-
 def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measure]:
     """The function that computes the metric of each prompt.
 
@@ -121,20 +124,18 @@ def measures_of(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[M
         PromptError: The metric is "logit_diff", and a prompt has no other answer or one that no
             logits distinguish from the reference answer.
     """
-    if callable(metric):
-        return [of_answer(metric)] * len(prompts)
-    if metric == "logprob":
-        return [of_answer(answer_logprob)] * len(prompts)
-    if metric == "logit_margin":
-        return [of_answer(answer_margin)] * len(prompts)
+    if metric == "logit_diff":
+        measures = []
+        for prompt in prompts:
+            other_tokens = other_answer_tokens(prompt, model)
+            measures.append(of_answer(partial(answer_difference, other_tokens=other_tokens)))
+        return measures
+
     if metric == "kl":
         return [lambda logits, answer, baseline: divergence(logits, baseline)] * len(prompts)
-
-    measures = []
-    for prompt in prompts:
-        other_tokens = other_answer_tokens(prompt, model)
-        measures.append(of_answer(partial(answer_difference, other_tokens=other_tokens)))
-    return measures
+    functions = {"logprob": answer_logprob, "logit_margin": answer_margin}
+    function = metric if callable(metric) else functions[metric]
+    return [of_answer(function)] * len(prompts)
 
 
 def of_answer(metric: Callable[[Logits, Answer], Values]) -> Measure:
@@ -155,14 +156,13 @@ def other_answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
             "load_prompts(…, other_answer=<field>) or Prompt(…, other_answer=…)"
         )
     if isinstance(prompt.other_answer, str):
-        with_other = replace(prompt, answer=prompt.other_answer, answer_tokens=())
+        other_prompt = replace(prompt, answer=prompt.other_answer, answer_tokens=())
     else:
-        with_other = replace(prompt, answer_tokens=prompt.other_answer)
+        other_prompt = replace(prompt, answer_tokens=prompt.other_answer)
 
     answer = _answer_tokens(prompt, model)
-    other_tokens = _answer_tokens(with_other, model)
-    shorter = min(len(answer), len(other_tokens))
-    if answer[:shorter].equal(other_tokens[:shorter]):
+    other_tokens = _answer_tokens(other_prompt, model)
+    if first_difference(answer, other_tokens) == min(len(answer), len(other_tokens)):
         raise PromptError(
             f"both answers of {prompt.where} are the same tokens up to the end of the shorter, so"
             ' no logits distinguish them: begin each with its space (" he", not "he"), or give'

@@ -24,7 +24,7 @@ from mechattn.patching.circuit_effects import (
     first_edges,
 )
 from mechattn.patching.edges import attributed_edges
-from mechattn.patching.effects import DIRECTIONS, Patching, printed, sharing_lines
+from mechattn.patching.effects import DIRECTIONS, Patching, printed
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.pairs import request_of
 from mechattn.patching.plan import check_edges_fit
@@ -33,11 +33,12 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY, head_named
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
+from mechattn.store.atomic_writes import check_writable, write_whole
 
 # The default sizes, as shares of all edges: those of arXiv:2504.13151.
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _DRAWS = 3  # random orders to average over; each takes as many passes as the ranked order
-_ENOUGH = 0.85  # faithfulness of the default circuit, by choice
+_DEFAULT_FAITHFULNESS = 0.85  # of the circuit without size= and q=, by choice
 _ABLATION_WORDS: Mapping[Ablation, str] = {
     "counterpart": "the other version's outputs",
     "mean": "mean outputs over the ranking prompts",
@@ -104,11 +105,10 @@ class Circuit:
             the same two for each ranking that ``beside`` added, such as "CPR_other pairs".
         """
         share = self.curve.share.values
-        rankings = self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore")
+        rankings = self.curve.drop(columns=["edges", "share", "low", "high"], errors="ignore")
 
         areas = {}
-        for ranking in rankings:
-            faithfulness = self.curve[ranking].values
+        for ranking, faithfulness in rankings.items():
             suffix = "" if ranking == "faithfulness" else f"_{ranking}"
             areas[f"CPR{suffix}"] = float(np.trapezoid(faithfulness, share))
             areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - faithfulness), share))
@@ -134,7 +134,7 @@ class Circuit:
         second = largest_means(by_unit[second_half], count)
         return jaccard(first, second), jaccard_by_chance(count, count, edge_count)
 
-    def size(self, faithfulness: float = _ENOUGH) -> int:
+    def size(self, faithfulness: float = _DEFAULT_FAITHFULNESS) -> int:
         """The smallest size on the curve with at least this faithfulness.
 
         Raises:
@@ -173,13 +173,6 @@ class Circuit:
             warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
 
-    def _count(self, size: int | None) -> int:
-        """The number of edges to choose, checked."""
-        if size is None:
-            return self.size()
-        check_counts(1, int(self.graph.exists.sum()), size=size)
-        return size
-
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
         """The rows of ``Patching.table`` for the circuit's edges, the largest effect first.
 
@@ -210,7 +203,9 @@ class Circuit:
 
         Raises:
             OptionError: As for ``kept``.
+            OutputError: The file cannot be written. Folders that do not exist are made.
         """
+        check_writable(path)
         kept_edges = self.kept(size, q)
         scores = _mean_scores(self.edges)
         writers = [_eap_name(writer) for writer in self.graph.writers]
@@ -231,9 +226,10 @@ class Circuit:
         for name, edges_of_writer in zip(writers, kept_edges, strict=True):
             nodes[name] = {"in_graph": bool(edges_of_writer.any())}
 
-        content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges}
-        Path(path).write_text(json.dumps(content))
-        return Path(path)
+        text = json.dumps({"cfg": self.about["cfg"], "nodes": nodes, "edges": edges})
+        path = Path(path)
+        write_whole(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))
+        return path
 
     def __str__(self) -> str:
         areas = [f"{name} {value:.3f}" for name, value in self.areas.items()]
@@ -242,21 +238,28 @@ class Circuit:
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
-                f" {about['ranked_on']}, {about['method']}; on {about['reported_on']} all other"
+                f" {about['ranked_on']}, {self.edges.method_words}; on {about['reported_on']} all other"
                 f" edges carry {_ABLATION_WORDS[about['ablation']]}"
             ),
             str(self.edges.resolution),
             printed(self.curve),
             ", ".join(areas),
         ]
-        if (self.curve.faithfulness >= _ENOUGH).any():
+        if (self.curve.faithfulness >= _DEFAULT_FAITHFULNESS).any():
             similarity, chance = self.stability()
             lines.append(
                 f"stability: the first {self.size()} edges of two halves of the ranking prompts"
                 f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
             )
-        lines += sharing_lines(about)
-        return "\n".join(lines)
+        lines.append(self.edges.sharing_words)
+        return "\n".join(filter(None, lines))
+
+    def _count(self, size: int | None) -> int:
+        """The number of edges to choose, checked."""
+        if size is None:
+            return self.size()
+        check_counts(1, int(self.graph.exists.sum()), size=size)
+        return size
 
 
 @alone
@@ -317,20 +320,17 @@ def circuit(
     model = request.model
     graph = graph_of(model)
     edge_count = int(graph.exists.sum())
-    sizes = _checked_sizes(sizes, edge_count)
+    all_sizes = _all_sizes(sizes, edge_count)
     check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
     scores = attributed_edges(ranking, graph, steps)
 
     # The order of the scores comes first, then random orders to compare it with.
     generator = np.random.default_rng(seed)
     orders = [_ranked(scores, graph.exists)]
-    for _ in range(_DRAWS):
-        orders.append(generator.permutation(edge_count))
+    orders += [generator.permutation(edge_count) for _ in range(_DRAWS)]
 
-    measurement = CircuitMeasurement(ranking, reporting, graph, sizes, ablation, generator)
-    curve = _curve(measurement.effects(orders))
-    curve.insert(0, "edges", sizes)
-    curve.insert(1, "share", [size / edge_count for size in sizes])
+    measurement = CircuitMeasurement(ranking, reporting, graph, all_sizes, ablation, generator)
+    curve = _curve(all_sizes, measurement.effects(orders))
 
     cfg = model.cfg
     about = {
@@ -401,8 +401,8 @@ def _eap_name(node: str) -> str:
     return f"m{layer}"
 
 
-def _checked_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
-    """The sizes to measure in ascending order, from no edges to all.
+def _all_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
+    """The sizes to measure in ascending order: those that were chosen, no edges, and all.
 
     Raises:
         OptionError: A size is not a number of edges.
@@ -416,7 +416,7 @@ def _checked_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[i
     return sorted({0, *chosen_sizes, edge_count})
 
 
-def _curve(effects: CircuitEffects) -> pd.DataFrame:
+def _curve(sizes: Sequence[int], effects: CircuitEffects) -> pd.DataFrame:
     """The faithfulness of each size: of the first order with its interval, and the mean of all
     other orders, which are random.
     """
@@ -426,6 +426,8 @@ def _curve(effects: CircuitEffects) -> pd.DataFrame:
     interval = ratio_interval(carried, carried[:, -1])
     return pd.DataFrame(
         {
+            "edges": sizes,
+            "share": np.array(sizes) / sizes[-1],
             "faithfulness": faithfulness[0],
             "low": interval.low,
             "high": interval.high,

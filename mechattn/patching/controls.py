@@ -40,14 +40,13 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
 
     partners = {}
     for pair in pairs:
-        long_enough = [other for other in by_id if len(other.origins) >= len(pair.origins)]
-        candidates = [other for other in long_enough if other.id != pair.id]
-        with_another_answer = [
-            other for other in candidates if answers[other.id] != answers[pair.id]
-        ]
+        shared_count = len(pair.origins)
+        candidates = [other for other in by_id if len(other.origins) >= shared_count]
+        candidates.remove(pair)
+        contrasts = [other for other in candidates if answers[other.id] != answers[pair.id]]
         if candidates:
             generator = random.Random(f"other prompt {seed} {pair.id}")
-            partners[pair.id] = generator.choice(with_another_answer or candidates)
+            partners[pair.id] = generator.choice(contrasts or candidates)
     return partners
 
 
@@ -65,15 +64,15 @@ def random_steps(
         base: The run that is patched.
         values: What replaces each head's output, at the tokens that both runs have.
     """
-    randomised = {}
+    random_outputs = {}
     for (layer, head), value in values.items():
         base_output = base.activations[layer][base.positions.to(value.device), head]
         # The inverse of the normal distribution is infinite at 0. Other numbers are at least 2⁻²⁴.
         positive_uniform = _uniform(seed, prompt_id, layer, head, value).clamp(min=2**-25)
         direction = torch.special.ndtri(positive_uniform).to(base_output)
         step = _with_norm_of(direction, value - base_output)
-        randomised[layer, head] = base_output + step
-    return randomised
+        random_outputs[layer, head] = base_output + step
+    return random_outputs
 
 
 def shuffled_patterns(
@@ -95,7 +94,7 @@ def shuffled_patterns(
         base: The run that is patched.
         values: What replaces each head's pattern, at the tokens that both runs have.
     """
-    shuffled = {}
+    random_patterns = {}
     for (layer, head), value in values.items():
         queries = base.positions.to(value.device)
         window = attention_window(model, layer)
@@ -105,8 +104,8 @@ def shuffled_patterns(
         uniform = _uniform(seed, prompt_id, layer, head, value)
         order = uniform.masked_fill(~visible, 2.0).argsort(-1)
         probabilities, _ = value.sort(-1, descending=True)
-        shuffled[layer, head] = torch.zeros_like(value).scatter(-1, order, probabilities)
-    return shuffled
+        random_patterns[layer, head] = torch.zeros_like(value).scatter(-1, order, probabilities)
+    return random_patterns
 
 
 def random_step(generator: torch.Generator, step: Tensor) -> Tensor:
@@ -134,8 +133,8 @@ def aligned_output(base: RecordedRun, source: RecordedRun, where: LayerHead) -> 
 def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) -> HeadPattern:
     """A head's pattern in another run, moved to the positions of the base run.
 
-    Tokens are aligned as in :func:`aligned_output`. All other keys get 0, so a row may sum to less
-    than 1.
+    Tokens are aligned as in :func:`aligned_output`. All other keys get 0, so the probabilities of a
+    query may sum to less than 1.
 
     Args:
         base: The run that is patched.
@@ -147,11 +146,11 @@ def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) ->
     base_positions = base.positions.to(device)
     source_positions = _aligned_positions(base, source).to(device)
 
-    # Both axes of a pattern are positions, so columns are aligned as rows are.
-    rows = torch.zeros_like(base.activations[layer][base_positions, head])
-    source_rows = source.activations[layer][source_positions, head]
-    rows[:, base_positions] = source_rows[:, source_positions]
-    return rows
+    # Both axes of a pattern are positions, so keys are aligned as queries are.
+    pattern = torch.zeros_like(base.activations[layer][base_positions, head])
+    source_pattern = aligned_output(base, source, where)
+    pattern[:, base_positions] = source_pattern[:, source_positions]
+    return pattern
 
 
 def _uniform(seed: int, prompt_id: str, layer: int, head: int, value: Tensor) -> Tensor:

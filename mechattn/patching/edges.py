@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError, check_counts
@@ -32,7 +32,7 @@ from mechattn.patching.pairs import (
     Pair,
     PatchingRequest,
     PromptEffects,
-    Unpatched,
+    UnpatchedLogits,
     request_of,
 )
 from mechattn.patching.patched_runs import positions_of
@@ -51,7 +51,7 @@ _MOST_TOKENS = 2**12  # in a batch; more are not faster
 # The changes of all writers must add up to the difference of two runs' residual streams. At most
 # this fraction of it may be missing: in float32, and in half precision, where a sum over many
 # writers is rounded.
-_MISSING = (1e-3, 5e-2)
+_MISSING_FRACTIONS = (1e-3, 5e-2)
 
 
 @alone
@@ -128,27 +128,24 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
-    method = f"attributed ({steps} steps)"
-    if steps == 1:
-        method = "attributed (first order)"
-    about = {
-        "steps": steps,
-        "method": method,
-        "readers_of_first_values": graph.nodes_after["L0H0.v"],
-    }
     axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
 
     read_pair = partial(edge_runs, model, graph, request.memory)
 
-    def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
-        return {pair.id: read_pair(pair).attributed(steps) for pair in pairs}
-
     with showing_edges(model):
-        patching = request.run_patching(request.one_by_one, effects_of, axes, **about)
+        batches = ({pair.id: read_pair(pair).attributed(steps)} for pair in request.pairs)
+        patching = request.run_patching(
+            batches,
+            axes,
+            method="attribution",
+            steps=steps,
+            readers_of_first_values=graph.nodes_after["L0H0.v"],
+        )
         sample = checked_sample(patching, request.seed)
-        sampled_edges = [graph.edges[index] for index in sample]
-        exact = [read_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED_PROMPTS]]
-    return patching.with_exact(exact, sample)
+        sampled_edges = graph.edges[sample]
+        checked_pairs = request.pairs[:CHECKED_PROMPTS]
+        exact_effects = [read_pair(pair).exact(sampled_edges) for pair in checked_pairs]
+    return patching.with_exact(exact_effects, sample)
 
 
 def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> EdgeRuns:
@@ -174,17 +171,18 @@ def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> Edge
     exchanged[:, base_positions] = source.written[:, source_positions]
 
     # The residual stream is a sum, so the changes of all writers must add up to its change.
-    change = source.stream[source_positions] - base.stream[base_positions]
-    explained = (exchanged - base.written)[:, base_positions].sum(0)
-    missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
-    if missing > rounding_of(model, *_MISSING):
+    stream_change = source.stream[source_positions] - base.stream[base_positions]
+    written_change = (exchanged - base.written)[:, base_positions].sum(0)
+    missing_change = (stream_change - written_change).norm()
+    missing_fraction = float(missing_change / stream_change.norm().clamp(min=1e-9))
+    if missing_fraction > rounding_of(model, *_MISSING_FRACTIONS):
         raise ModelError(
             f"what heads and MLPs of {model.cfg.model_name} write does not add up to the residual"
-            f" stream ({missing:.2g} of its change is missing), so edges have no meaning: patch"
+            f" stream ({missing_fraction:.2g} of its change is missing), so edges have no meaning: patch"
             " nodes with ma.patch, or paths between heads with ma.paths"
         )
-    unpatched = Unpatched(pair, base.logits, source.logits)
-    return EdgeRuns(model, graph, memory, unpatched, base.written, exchanged)
+    unpatched_logits = UnpatchedLogits(pair, base.logits, source.logits)
+    return EdgeRuns(model, graph, memory, unpatched_logits, base.written, exchanged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +195,7 @@ class EdgeRuns:
         model: The hooked model.
         graph: The graph of the model.
         memory: The bytes that passes may take.
-        unpatched: The logits of both runs.
+        unpatched_logits: The logits of both runs.
         written: The output of each writer in the base run.
         exchanged: The same, with the outputs of the source run at the tokens that both runs have.
     """
@@ -205,14 +203,14 @@ class EdgeRuns:
     model: HookedModel
     graph: Graph
     memory: int
-    unpatched: Unpatched
+    unpatched_logits: UnpatchedLogits
     written: Written
     exchanged: Written
 
     @property
     def pair(self) -> Pair:
         """The pair of these runs."""
-        return self.unpatched.pair
+        return self.unpatched_logits.pair
 
     def attributed(self, steps: int) -> PromptEffects:
         """The score of each edge, the score of a random step, and the whole effect.
@@ -234,7 +232,7 @@ class EdgeRuns:
         return {
             "effect": scores(step),
             "random": scores(random_step(generator, step)),
-            "whole": self.unpatched.whole,
+            "whole": self.unpatched_logits.whole,
         }
 
     def _gradients(self, steps: int) -> Float[Tensor, "reader pos d_model"]:
@@ -254,11 +252,11 @@ class EdgeRuns:
             points = torch.zeros(1)
 
         shape = (len(self.graph.readers), *self.written.shape[1:])
-        total = self.written.new_zeros(shape, dtype=torch.float64)
+        mean_gradients = self.written.new_zeros(shape, dtype=torch.float64)
         embedding_step = self.exchanged[0] - self.written[0]
 
-        row_bytes = gradients_row_bytes(self.model, self.graph, self.pair)
-        for batch in points.split(self._rows(row_bytes)):
+        bytes_per_row = gradients_row_bytes(self.model, self.graph, self.pair)
+        for batch in points.split(self._most_rows(bytes_per_row)):
             embedding_steps = batch.to(self.written)[:, None, None] * embedding_step
             logits = run_edges(
                 self.model,
@@ -269,25 +267,26 @@ class EdgeRuns:
                 change_embedding=partial(torch.add, other=embedding_steps),
                 gradients=True,
             )
-            value = self.unpatched.measure(logits).sum()
-            gradients = torch.autograd.grad(value, list(zeros.values()))
+            metric_sum = self.unpatched_logits.measure(logits).sum()
+            gradients = torch.autograd.grad(metric_sum, list(zeros.values()))
             for component, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
-                total[self.graph.components[component]] += by_reader.to(total)
+                readers = self.graph.components[component]
+                mean_gradients[readers] += by_reader.to(mean_gradients)
             zeros.clear()
-        return total
+        return mean_gradients
 
-    def _rows(self, row_bytes: int) -> int:
-        """The number of rows in a pass."""
-        fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
-        most_rows = max(1, _MOST_TOKENS // len(self.pair.base))
-        return min(most_rows, rows_within(self.memory - fixed, row_bytes))
+    def _most_rows(self, bytes_per_row: int) -> int:
+        """The number of rows that may share a pass."""
+        fixed_bytes = edges_fixed_bytes(self.model, self.graph, self.pair)
+        fast_rows = max(1, _MOST_TOKENS // len(self.pair.base))
+        return min(fast_rows, rows_within(self.memory - fixed_bytes, bytes_per_row))
 
-    def exact(self, patched_edges: Sequence[Sequence[int]]) -> Float[np.ndarray, " edge"]:
+    def exact(self, patched_edges: Int[np.ndarray, "edge 2"]) -> Float[np.ndarray, " edge"]:
         """The effect of each edge, patched alone and exactly.
 
         Args:
-            patched_edges: For each edge the number of its writer and that of its reader.
+            patched_edges: For each edge, the index of its writer and the index of its reader.
         """
         kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
@@ -306,8 +305,8 @@ class EdgeRuns:
             replacement: What each writer passes along the other edges.
         """
         effects = []
-        row_bytes = edges_row_bytes(self.model, self.graph, self.pair)
-        for batch in kept_edges.split(self._rows(row_bytes)):
+        bytes_per_row = edges_row_bytes(self.model, self.graph, self.pair)
+        for batch in kept_edges.split(self._most_rows(bytes_per_row)):
             replaced = ReplacedEdges(batch, self.graph, replacement)
             logits = run_edges(
                 self.model,
@@ -317,5 +316,5 @@ class EdgeRuns:
                 change_read=replaced.change_read,
                 see_written=replaced.see_written,
             )
-            effects.append(self.unpatched.effects(logits))
+            effects.append(self.unpatched_logits.effects(logits))
         return np.concatenate(effects)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -19,9 +19,15 @@ from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.units import Resolution, Units, halves_of, resolution
 
 Columns = dict[str, np.ndarray]  # of a table, by name
-Chosen = np.ndarray | slice  # the indices of units or cells
+Indices = np.ndarray | slice  # of units or cells
 _ALL = slice(None)
 
+Method = Literal["exact", "attribution"]
+_METHOD_WORDS = {
+    "exact": "patched",
+    "attribution": "attributed (first order)",
+    "ablation": "ablated",
+}
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
 # What the sign of an effect means. Denoising puts in outputs of the baseline, and noising outputs
@@ -76,6 +82,65 @@ class Patching:
         """The columns that name a row of the table, such as "layer" and "head"."""
         return [str(dim) for dim in self.effects.effect.dims[1:]]
 
+    @property
+    def controls(self) -> list[str]:
+        """The controls that were measured."""
+        return [name for name in CONTROLS if name in self.effects]
+
+    @property
+    def method_words(self) -> str:
+        """How effects were measured, in words, such as "attributed (first order)"."""
+        steps = self.about.get("steps", 1)
+        if steps > 1:
+            return f"attributed ({steps} steps)"
+        return _METHOD_WORDS[self.about["method"]]
+
+    @property
+    def sharing_words(self) -> str:
+        """Which heads share keys and values, in words; empty if none do or no edges were measured."""
+        readers = self.about.get("readers_of_first_values", [])
+        if len(readers) < 2:
+            return ""
+        return f"k and v are those of key-value heads: L0H0.v is read by {', '.join(readers)}"
+
+    @property
+    def resolution(self) -> Resolution:
+        """What tests over these units can detect among all rows."""
+        return resolution(self.units.n, len(self._cell_labels), unit=self.units.kind)
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        """Which cells have an effect in every prompt, as a mask in the shape of one prompt's
+        effects. They are the rows of the table.
+        """
+        is_missing = np.isnan(self.effects.effect.values)
+        return ~is_missing.any(0)
+
+    @property
+    def agreement(self) -> tuple[float, float] | None:
+        """The correlation of attributed and exact effects over the checked cells, and the error.
+
+        The error is ``rms(attributed − exact) / rms(exact)``. None if no cells were checked.
+        """
+        if self.checked is None:
+            return None
+        exact = self.checked.exact
+        attributed = self.checked.attributed
+        mean_square_error = ((attributed - exact) ** 2).mean()
+        error = np.sqrt(mean_square_error / (exact**2).mean())
+        return float(exact.corr(attributed)), float(error)
+
+    @property
+    def rank_agreement(self) -> float | None:
+        """Spearman's correlation of the checked cells' mean attributed and exact effects.
+
+        None if no cells were checked, and NaN for a single cell.
+        """
+        if self.checked is None:
+            return None
+        means = self.checked.groupby(self.labels)[["attributed", "exact"]].mean()
+        return float(means.attributed.corr(means.exact, method="spearman"))
+
     def table(self, top: int | None = None, select: Literal["half"] | None = None) -> pd.DataFrame:
         """The mean effect of each head, layer, set, edge or path, with intervals and tests.
 
@@ -124,7 +189,7 @@ class Patching:
 
         self.units.refuse_below(FEWEST, instead="")
         if top is None:
-            return self.rows(np.arange(len(self._cells)))
+            return self.rows(np.arange(len(self._cell_labels)))
         return self.rows(self._order[:top])
 
     def rows(self, cells: np.ndarray) -> pd.DataFrame:
@@ -133,15 +198,70 @@ class Patching:
         Args:
             cells: The numbers of the rows to return, counted as in ``table()``.
         """
-        family = self._family(len(self._cells))
+        family = self._family(len(self._cell_labels))
         return self._table(cells, _ALL, self._tests, cells, family)
+
+    def with_exact(
+        self, exact_effects: Iterable[Float[np.ndarray, " cell"]], sample: np.ndarray
+    ) -> Patching:
+        """A copy with the exact effects of some cells in the first prompts.
+
+        Args:
+            exact_effects: For each of the first prompts, the exact effects of the sampled cells.
+            sample: The numbers of these cells, as ``checked_sample`` returns them.
+        """
+        attributed = self.effects.effect.values[:, self.measured][:, sample]
+        sample_labels = self._cell_labels.iloc[sample]
+
+        tables = []
+        for index, exact in enumerate(exact_effects):
+            table = sample_labels.assign(exact=exact, attributed=attributed[index])
+            table.insert(0, "prompt", str(self.effects.prompt.values[index]))
+            tables.append(table)
+        return replace(self, checked=pd.concat(tables, ignore_index=True))
+
+    def __str__(self) -> str:
+        about = self.about
+        direction = DIRECTIONS[about["direction"]]
+        lines = [f"{about['metric']}; {direction}; {self.method_words}, {self.units.words}"]
+        if self.units.n < FEWEST:
+            lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
+            means = self._cell_labels.assign(effect=self._values("effect").mean(0))
+            largest = means.sort_values("effect", key=abs, ascending=False)[:_SHOWN]
+            lines.append(printed(largest))
+            return "\n".join(lines)
+
+        # There are few layers, sets and paths, so all of them are shown.
+        top = None
+        if "head" in self.labels or "reader" in self.labels:
+            top = _SHOWN
+        table = self.table(top=top)
+        family = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
+        if len(table) < len(self._cell_labels):
+            criterion = "the largest"
+            if self._has_few_units:
+                criterion = "those whose interval is furthest from 0"
+            family += f"; {len(table)} of {len(self._cell_labels)} shown, {criterion}"
+
+        mean, low, high = self.whole
+        lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {family}")
+        lines += self._cautions()
+        lines.append(str(table.attrs["resolution"]))
+        lines.append(self._agreement_words())
+        lines.append(table.attrs["skewed"])
+        lines.append(self.sharing_words)
+
+        # Intervals of shares and differences are in the table; a line would be too long with them.
+        columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
+        lines.append(printed(table[columns]))
+        return "\n".join(filter(None, lines))
 
     def _table(
         self,
         cells: np.ndarray,
-        units: Chosen,
+        units: Indices,
         tests: Mapping[str, PairedTests],
-        tested_cells: Chosen,
+        test_indices: Indices,
         family: str,
     ) -> pd.DataFrame:
         """Some rows of the table.
@@ -150,21 +270,21 @@ class Patching:
             cells: The numbers of the rows.
             units: The units over which means are taken.
             tests: The tests of all rows that are tested together.
-            tested_cells: The index of each row in these tests.
+            test_indices: The index of each row in these tests.
             family: What is tested together, in words.
         """
         columns: dict[str, Any] = {}
         for label in self.labels:
-            columns[label] = self._cells[label].to_numpy()[cells]
+            columns[label] = self._cell_labels[label].to_numpy()[cells]
 
         tested_values = self._tested_values(units, cells)
         effect = tested_values["effect"]
         columns |= with_ends("effect", t_interval(effect))
         for name in tested_values:
-            columns[f"q_{name}"] = tests[name].q[tested_cells]
+            columns[f"q_{name}"] = tests[name].q[test_indices]
 
-        whole = self.units.means(self.effects.whole.values)[units]
-        columns |= with_ends("share", ratio_interval(effect, whole))
+        whole_effect = self.units.means(self.effects.whole.values)[units]
+        columns |= with_ends("share", ratio_interval(effect, whole_effect))
 
         for control in self.controls:
             # The control is NaN for a prompt that is longer than all others.
@@ -190,7 +310,12 @@ class Patching:
         }
         return by_head(table)
 
-    def _tested_values(self, units: Chosen = _ALL, cells: Chosen = _ALL) -> Columns:
+    @cached_property
+    def _tests(self) -> dict[str, PairedTests]:
+        """The tests of all rows."""
+        return _tests_of(self._tested_values())
+
+    def _tested_values(self, units: Indices = _ALL, cells: Indices = _ALL) -> Columns:
         """The values that are tested [unit cell]: effects, and their differences from each control.
 
         A unit that lacks a control is left out of its differences.
@@ -203,26 +328,19 @@ class Patching:
             tested_values[f"beyond_{control}"] = beyond[~lacks_control]
         return tested_values
 
+    def _values(
+        self, name: str, units: Indices = _ALL, cells: Indices = _ALL
+    ) -> Float[np.ndarray, "unit cell"]:
+        """A variable of ``effects``, averaged over the prompts of each unit, in measured cells."""
+        by_prompt = self.effects[name].values[:, self.measured]
+        return self.units.means(by_prompt)[units][:, cells]
+
     @cached_property
-    def _tests(self) -> dict[str, PairedTests]:
-        """The tests of all rows."""
-        return _tests_of(self._tested_values())
-
-    @property
-    def controls(self) -> list[str]:
-        """The controls that were measured."""
-        return [name for name in CONTROLS if name in self.effects]
-
-    @property
-    def resolution(self) -> Resolution:
-        """What tests over these units can detect among all rows."""
-        return resolution(self.units.n, len(self._cells), unit=self.units.kind)
-
-    @property
-    def _has_few_units(self) -> bool:
-        """Whether there are too few units for any row to have q < 0.05 alone."""
-        fewest = self.resolution.fewest
-        return fewest is None or self.units.n < fewest
+    def _cell_labels(self) -> pd.DataFrame:
+        """The labels of each measured cell."""
+        labels = [self.effects[dim].values for dim in self.labels]
+        index = pd.MultiIndex.from_product(labels, names=self.labels)
+        return index[self.measured.ravel()].to_frame(index=False)
 
     @cached_property
     def _order(self) -> np.ndarray:
@@ -238,118 +356,27 @@ class Patching:
         return np.argsort(-rank_values, kind="stable")
 
     @property
+    def _has_few_units(self) -> bool:
+        """Whether there are too few units for any row to have q < 0.05 alone."""
+        fewest = self.resolution.fewest
+        return fewest is None or self.units.n < fewest
+
+    @property
     def _only_rises(self) -> bool:
         """Whether no patch can lower the metric, as with "kl" from the baseline itself."""
         return self.about["metric_name"] == "kl" and self.about["direction"] == "noising"
 
     def _family(self, count: int) -> str:
         """What is tested together, in words, such as "32 heads patched"."""
-        *first_labels, noun = self.labels
-        if noun == "reader":
-            noun = "edge"
+        ending = "" if count == 1 else "s"
+        *first_labels, last_label = self.labels
 
-        nouns = f"{noun}s"
-        if noun in ("segment", "position"):
-            nouns = f"pairs of {first_labels[-1]} and {noun}"
-        elif count == 1:
-            nouns = noun
-        return f"{count} {nouns} {self.about['method']}"
-
-    def _values(
-        self, name: str, units: Chosen = _ALL, cells: Chosen = _ALL
-    ) -> Float[np.ndarray, "unit cell"]:
-        """A variable of ``effects``, averaged over the prompts of each unit, in measured cells."""
-        by_prompt = self.effects[name].values[:, self.measured]
-        return self.units.means(by_prompt)[units][:, cells]
-
-    @cached_property
-    def _cells(self) -> pd.DataFrame:
-        """The labels of each cell."""
-        labels = [self.effects[dim].values for dim in self.labels]
-        index = pd.MultiIndex.from_product(labels, names=self.labels)
-        return index[self.measured.ravel()].to_frame(index=False)
-
-    @cached_property
-    def measured(self) -> np.ndarray:
-        """Which cells have an effect in every prompt."""
-        is_missing = np.isnan(self.effects.effect.values)
-        return ~is_missing.any(0)
-
-    @property
-    def agreement(self) -> tuple[float, float] | None:
-        """The correlation of attributed and exact effects over the checked cells, and the error.
-
-        The error is ``rms(attributed − exact) / rms(exact)``. None if no cells were checked.
-        """
-        if self.checked is None:
-            return None
-        return _agreement_of(self.checked)
-
-    @property
-    def rank_agreement(self) -> float | None:
-        """Spearman's correlation of the checked cells' mean attributed and exact effects.
-
-        None if no cells were checked.
-        """
-        if self.checked is None:
-            return None
-        return _rank_agreement_of(self._checked_means(self.checked))
-
-    def _checked_means(self, checked: pd.DataFrame) -> pd.DataFrame:
-        """The mean attributed and exact effect of each checked cell."""
-        return checked.groupby(self.labels)[["attributed", "exact"]].mean()
-
-    def with_exact(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
-        """A copy with the exact effects of some cells in the first prompts.
-
-        Args:
-            exact: For each of the first prompts, the exact effects of the sampled cells.
-            sample: The numbers of these cells, as ``checked_sample`` returns them.
-        """
-        attributed = self.effects.effect.values[:, self.measured][:, sample]
-        cells = self._cells.iloc[sample]
-
-        tables = []
-        for index, values in enumerate(exact):
-            table = cells.assign(exact=values, attributed=attributed[index])
-            table.insert(0, "prompt", str(self.effects.prompt.values[index]))
-            tables.append(table)
-        return replace(self, checked=pd.concat(tables, ignore_index=True))
-
-    def __str__(self) -> str:
-        about = self.about
-        direction = DIRECTIONS[about["direction"]]
-        lines = [f"{about['metric']}; {direction}; {about['method']}, {self.units.words}"]
-        if self.units.n < FEWEST:
-            lines.append(f"no interval from fewer than {FEWEST}; mean effects, the largest first")
-            means = self._cells.assign(effect=self._values("effect").mean(0))
-            largest = means.sort_values("effect", key=abs, ascending=False)[:_SHOWN]
-            lines.append(printed(largest))
-            return "\n".join(lines)
-
-        top = None
-        if "head" in self.labels or "reader" in self.labels:
-            top = _SHOWN
-        table = self.table(top=top)
-        tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
-        if len(table) < len(self._cells):
-            chosen = "the largest"
-            if self._has_few_units:
-                chosen = "those whose interval is furthest from 0"
-            tested += f"; {len(table)} of {len(self._cells)} shown, {chosen}"
-
-        mean, low, high = self.whole
-        lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
-        lines += self._cautions()
-        lines.append(str(table.attrs["resolution"]))
-        lines.append(self._agreement_words())
-        lines.append(table.attrs["skewed"])
-        lines += sharing_lines(about)
-
-        # Intervals of shares and differences are in the table; a line would be too long with them.
-        columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
-        lines.append(printed(table[columns]))
-        return "\n".join(line for line in lines if line)
+        nouns = f"{last_label}{ending}"
+        if last_label == "reader":
+            nouns = f"edge{ending}"
+        elif last_label in ("segment", "position"):
+            nouns = f"pair{ending} of {first_labels[-1]} and {last_label}"
+        return f"{count} {nouns} {self.method_words}"
 
     def _cautions(self) -> list[str]:
         """Warnings about the interval of the whole effect."""
@@ -375,40 +402,27 @@ class Patching:
 
         The text is empty if no cells were checked.
         """
-        if self.checked is None:
+        if self.checked is None or self.agreement is None or self.rank_agreement is None:
             return ""
 
-        correlation, error = _agreement_of(self.checked)
-        means = self._checked_means(self.checked)
-        rank_agreement = _rank_agreement_of(means)
+        correlation, error = self.agreement
         sentence = (
             f"attributed against exact on {len(self.checked)} effects in single prompts:"
             f" correlation {correlation:.3f}, error {error:.2f} of the exact effects' root mean"
-            f" square; ranks of the {len(means)} mean effects correlate {rank_agreement:.2f}"
+            " square"
         )
+        cell_count = self.checked.groupby(self.labels).ngroups
+        if cell_count > 1:
+            sentence += f"; ranks of the {cell_count} mean effects correlate"
+            sentence += f" {self.rank_agreement:.2f}"
         if "head" not in self.labels:
             return sentence
 
-        if rank_agreement < _LEAST_RANK_CORRELATION:
-            return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
+        if self.rank_agreement < _LEAST_RANK_CORRELATION:
+            return f'{sentence}; do not rank heads by these: method="exact" patches each'
         if error > _LARGEST_ERROR:
-            return f'{sentence}; their sizes are wrong: at="all" patches each exactly'
+            return f'{sentence}; their sizes are wrong: method="exact" patches each'
         return sentence
-
-
-def sharing_lines(about: Mapping[str, Any]) -> list[str]:
-    """Say which heads share keys and values.
-
-    Args:
-        about: What was measured.
-
-    Returns:
-        One line, or an empty list if no edges were measured or no heads share keys and values.
-    """
-    readers = about.get("readers_of_first_values", [])
-    if len(readers) < 2:
-        return []
-    return [f"k and v are those of key-value heads: L0H0.v is read by {', '.join(readers)}"]
 
 
 def printed(table: pd.DataFrame) -> str:
@@ -425,7 +439,7 @@ def with_ends(name: str, interval: Interval) -> Columns:
     }
 
 
-def checked_sample(patching: Patching, seed: int) -> list[int]:
+def checked_sample(patching: Patching, seed: int) -> np.ndarray:
     """Choose the cells on which attribution is checked.
 
     One half has the largest effects, and the other half is drawn at random from the rest.
@@ -438,13 +452,12 @@ def checked_sample(patching: Patching, seed: int) -> list[int]:
         The numbers of the cells, counted as the rows of ``patching.table()``.
     """
     mean = patching._values("effect").mean(0)
+    order = np.argsort(-abs(mean), kind="stable")
     half = _CHECKED_CELLS // 2
-    largest = np.argsort(-abs(mean), kind="stable")[:half]
 
     generator = np.random.default_rng(seed)
-    remaining = np.delete(np.arange(len(mean)), largest)
-    drawn = generator.permutation(remaining)[:half]
-    return [*largest.tolist(), *drawn.tolist()]
+    random_order = generator.permutation(np.sort(order[half:]))
+    return np.concatenate([order[:half], random_order[:half]])
 
 
 def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
@@ -457,18 +470,3 @@ def _tests_of(tested_values: Columns) -> dict[str, PairedTests]:
             nan = np.full(values.shape[1], np.nan)
             tests[name] = PairedTests(nan, nan, "")
     return tests
-
-
-def _agreement_of(checked: pd.DataFrame) -> tuple[float, float]:
-    """Correlation of attributed and exact effects, and ``rms(attributed − exact) / rms(exact)``."""
-    exact = checked.exact
-    attributed = checked.attributed
-    mean_square_error = ((attributed - exact) ** 2).mean()
-    mean_square = (exact**2).mean()
-    error = np.sqrt(mean_square_error / mean_square)
-    return float(exact.corr(attributed)), float(error)
-
-
-def _rank_agreement_of(means: pd.DataFrame) -> float:
-    """Spearman's correlation of mean attributed and exact effects."""
-    return float(means.attributed.corr(means.exact, method="spearman"))

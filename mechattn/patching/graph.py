@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.analysis.direct_logits import NORM_INPUT, norms_after
@@ -75,9 +75,9 @@ class Graph:
     norms: Mapping[int, FrozenNorm]
 
     @property
-    def edges(self) -> list[list[int]]:
+    def edges(self) -> Int[np.ndarray, "edge 2"]:
         """The index of the writer and the index of the reader, for each edge."""
-        return np.argwhere(self.exists).tolist()
+        return np.argwhere(self.exists)
 
 
 def graph_of(model: HookedModel) -> Graph:
@@ -92,17 +92,17 @@ def graph_of(model: HookedModel) -> Graph:
     if lacks_attention or not hasattr(model, "set_use_split_qkv_input"):
         raise _no_inputs(model)
 
-    parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
+    is_parallel = getattr(cfg, "parallel_attn_mlp", False)
     writers = ["embedding"]
     nodes_after: dict[str, list[str]] = {}
-    earlier_writers: list[int] = []  # how many writers come before each reader
+    writer_counts: list[int] = []  # of the writers before each reader
     components: dict[Component, slice] = {}
 
     def add_readers(component: Component, nodes: dict[str, list[str]], writer_count: int) -> None:
-        first = len(nodes_after)
-        components[component] = slice(first, first + len(nodes))
+        first_reader = len(nodes_after)
+        components[component] = slice(first_reader, first_reader + len(nodes))
         nodes_after.update(nodes)
-        earlier_writers.extend([writer_count] * len(nodes))
+        writer_counts.extend([writer_count] * len(nodes))
 
     for layer in layers:
         writers_before_attention = len(writers)
@@ -119,13 +119,13 @@ def graph_of(model: HookedModel) -> Graph:
         hooks_of_mlp = {f"blocks.{layer}.hook_mlp_in", f"blocks.{layer}.hook_mlp_out"}
         if hooks_of_mlp <= model.hook_dict.keys():
             # An MLP parallel to attention does not read what this layer's heads write.
-            writers_before_mlp = writers_before_attention if parallel else len(writers)
+            writers_before_mlp = writers_before_attention if is_parallel else len(writers)
             mlp = f"L{layer}MLP"
             add_readers(("mlp", layer), {mlp: [mlp]}, writers_before_mlp)
             writers.append(mlp)
     add_readers(("logits", layers[-1]), {"logits": ["logits"]}, len(writers))
 
-    exists = np.arange(len(writers))[:, None] < np.array(earlier_writers)
+    exists = np.arange(len(writers))[:, None] < np.array(writer_counts)
     return Graph(
         writers=tuple(writers),
         readers=tuple(nodes_after),
@@ -141,17 +141,17 @@ def showing_edges(model: HookedModel) -> Iterator[None]:
     """Let TransformerLens compute the inputs and the result of each head separately inside a
     ``with`` block.
     """
-    previous = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
-    changed = [name for name, is_on in _SWITCHES.items() if is_on != previous[name]]
+    previous_values = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
+    names = [name for name, value in _SWITCHES.items() if value != previous_values[name]]
 
     try:
-        for name in changed:
+        for name in names:
             getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
         # In reverse order, because TransformerLens refuses some of them together.
-        for name in reversed(changed):
-            getattr(model, f"set_{name}")(previous[name])
+        for name in reversed(names):
+            getattr(model, f"set_{name}")(previous_values[name])
 
 
 def run_edges(
@@ -191,7 +191,9 @@ def run_edges(
     if change_read is not None:
         for component in graph.components:
             kind, layer = component
-            hooks.append((_HOOKS[kind].format(layer), partial(_changed, change_read, component)))
+            hooks.append(
+                (_HOOKS[kind].format(layer), partial(_changed_inputs, change_read, component))
+            )
 
     with ExitStack() as stack:
         for name, function in hooks:
@@ -268,10 +270,11 @@ class ReplacedEdges:
         graph: Graph,
         replacement: Written,
     ) -> None:
-        cut = ~kept_edges & torch.as_tensor(graph.exists)
+        cut_edges = ~kept_edges & torch.as_tensor(graph.exists)
         self._graph = graph
         self._replacement = replacement
-        self._cut = rearrange(cut, "row writer reader -> row reader writer").to(replacement)
+        by_reader = rearrange(cut_edges, "row writer reader -> row reader writer")
+        self._cut_edges = by_reader.to(replacement)
         self._steps = replacement.new_empty(len(kept_edges), *replacement.shape)
 
     def see_written(self, writers: slice, x: Float[Tensor, "row pos writer d_model"]) -> None:
@@ -287,12 +290,12 @@ class ReplacedEdges:
         """The inputs of a component's readers, plus the steps along the edges that are cut."""
         readers = self._graph.components[component]
         writer_count = int(self._graph.exists[:, readers.start].sum())  # those before the readers
-        cut = self._cut[:, readers, :writer_count]
-        if not cut.any():
+        cut_edges = self._cut_edges[:, readers, :writer_count]
+        if not cut_edges.any():
             return x
 
         steps = self._steps[:, :writer_count].flatten(2)  # a view: the last two axes are contiguous
-        change = torch.bmm(cut, steps).unflatten(2, self._steps.shape[2:])
+        change = torch.bmm(cut_edges, steps).unflatten(2, self._steps.shape[2:])
         change = rearrange(change, "row reader pos d_model -> row pos reader d_model")
         return x + change.to(x)
 
@@ -317,8 +320,8 @@ def _hooks_of_writers(
     model: HookedModel, graph: Graph, layer: int, see_written: SeeWritten
 ) -> list[Hook]:
     """Hooks that pass on to ``see_written`` what the heads and the MLP of a layer write."""
-    first = graph.writers.index(f"L{layer}H0")
-    heads = slice(first, first + model.cfg.n_heads)
+    first_head = graph.writers.index(f"L{layer}H0")
+    heads = slice(first_head, first_head + model.cfg.n_heads)
     hook_result = f"blocks.{layer}.attn.hook_result"
     hooks: list[Hook] = []
 
@@ -343,6 +346,6 @@ def _hooks_of_writers(
     return hooks
 
 
-def _changed(change_read: ChangeRead, component: Component, x: Tensor) -> Tensor:
+def _changed_inputs(change_read: ChangeRead, component: Component, x: Tensor) -> Tensor:
     """The changed inputs of a component's readers, in the shape of the activation."""
     return change_read(component, _by_node(x)).reshape(x.shape)

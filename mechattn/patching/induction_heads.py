@@ -4,7 +4,7 @@ token, and how much copying needs each head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from mechattn.patching.effects import Patching, printed, with_ends
 from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects
 from mechattn.patching.patched_runs import HeadOutput, LayerHead, recorded_runs
 from mechattn.patching.plan import PatchingPlan
-from mechattn.patching.sites import PatchTarget, target_in
+from mechattn.patching.sites import PatchTarget, Sites, target_in
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.generated import repeated_random
 from mechattn.prompts.prompt import Prompt
@@ -64,8 +64,7 @@ class InductionHeads:
         Scores and estimates are means over all spans, also with ``select="half"``.
 
         Args:
-            top: As for :meth:`mechattn.Patching.table`: the largest effects of either sign come
-                first.
+            top: As for :meth:`mechattn.Patching.table`, whatever the sign of the effects.
             select: As for :meth:`mechattn.Patching.table`.
 
         Raises:
@@ -177,30 +176,30 @@ def induction_heads(
     scores = focus.induction_mass.sel(condition=BASELINE, segment="question", drop=True)
     scores = scores.transpose("prompt", "layer", "head")
 
-    target = target_in(model, "all", False)
+    target = target_in(model, Sites("z"))
     other_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
     means = _mean_outputs(model, target, other_prompts)
     cells = target.cells
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
-    estimate = replace(plan, target=replace(target, attributed=True))
+    estimate_plan = replace(plan, method="attribution")
 
-    def effects_of(batch: Sequence[Pair]) -> dict[str, PromptEffects]:
-        effects = plan.effects(batch)
-        estimates = estimate.effects(batch)
-        return {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
+    def batch_effects() -> Iterator[dict[str, PromptEffects]]:
+        for batch in plan.batches([_pair(model, prompt, span) for prompt in prompts]):
+            effects = plan.effects(batch)
+            estimates = estimate_plan.effects(batch)
+            yield {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
 
-    needed = request.run_patching(
-        plan.batches([_pair(model, prompt, span) for prompt in prompts]),
-        effects_of,
+    effects_by_cell = request.run_patching(
+        batch_effects(),
         {"cell": range(len(cells))},
-        method="ablated",
+        method="ablation",
         metric="loss of the second copy, in nats a token",
         metric_name="loss",
         direction="ablation",
     )
-    effects = target.by_dimension(needed.effects)
-    needed = replace(needed, effects=effects[["effect", "whole"]])
-    return InductionHeads(needed, scores, effects.attributed, effects.before)
+    effects = target.by_dimension(effects_by_cell.effects)
+    needed = replace(effects_by_cell, effects=effects[["effect", "whole"]])
+    return InductionHeads(needed, scores, effects.attributed, effects.base_metric)
 
 
 def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
@@ -212,10 +211,10 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     first_copy = len(tokens) - 2 * span
     second_copy = first_copy + span
     answer = tokens[second_copy + 1 :]
-    twice = Prompt(tokens=tokens[: second_copy + 1], answer_tokens=answer)
-    once = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
-    base = Baseline().apply(twice, model)
-    source = Baseline().apply(once, model)
+    both_copies = Prompt(tokens=tokens[: second_copy + 1], answer_tokens=answer)
+    one_copy = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
+    base = Baseline().apply(both_copies, model)
+    source = Baseline().apply(one_copy, model)
     # Heads are ablated at all tokens; nothing is taken from the other run, which is shorter.
     every_position = torch.arange(len(base))
     return Pair(prompt.id, base, source, every_position, of_answer(_loss), denoising=False)
@@ -228,8 +227,8 @@ def _mean_outputs(
     means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        [recorded] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
-        for layer, z in recorded.activations.items():
+        [run] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
+        for layer, z in run.activations.items():
             means[layer] = means[layer] + z / len(prompts)
     return {(layer, head): means[layer][:, head] for layer, head in target.heads}
 

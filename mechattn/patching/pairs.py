@@ -5,7 +5,7 @@ Sequences that cannot be patched are refused before any forward pass of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -38,15 +38,15 @@ from mechattn.functional.attention import in_working_dtype
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import (
+    METRIC_WORDS,
     Logits,
     Measure,
     Metric,
     chosen_metric,
     measures_of,
-    metric_words,
 )
 from mechattn.patching.effects import Patching
-from mechattn.patching.patched_runs import SharedTokens, logits_of
+from mechattn.patching.patched_runs import SharedTokens, answer_positions, logits_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import TokenSequence
@@ -99,12 +99,12 @@ class Pair:
 
 
 @dataclass(frozen=True, eq=False)
-class Unpatched:
+class UnpatchedLogits:
     """The logits of a pair's two unpatched runs, from which all effects are measured."""
 
     pair: Pair
-    base: Logits
-    source: Logits
+    base_logits: Logits
+    source_logits: Logits
 
     def measure(self, logits: Logits) -> Float[Tensor, " row"]:
         """The metric of each row, which "kl" computes relative to the baseline.
@@ -114,26 +114,28 @@ class Unpatched:
                 lacks a gradient that is needed.
         """
         pair = self.pair
-        baseline = self.source if pair.denoising else self.base
+        baseline_logits = self.source_logits if pair.denoising else self.base_logits
         values = pair.measure(
-            in_working_dtype(logits), pair.answer.to(logits.device), in_working_dtype(baseline)
+            in_working_dtype(logits),
+            pair.answer.to(logits.device),
+            in_working_dtype(baseline_logits),
         )
         _check_metric(values, len(logits), logits.requires_grad)
         return values
 
     @cached_property
-    def before(self) -> float:
+    def base_metric(self) -> float:
         """The metric of the base run."""
-        return float(self.measure(self.base))
+        return float(self.measure(self.base_logits))
 
     @property
     def whole(self) -> float:
         """The whole effect: the metric of the source run minus that of the base run."""
-        return float(self.measure(self.source)) - self.before
+        return float(self.measure(self.source_logits)) - self.base_metric
 
     def effects(self, logits: Logits) -> Float[np.ndarray, " row"]:
         """The metric of each row minus that of the base run, in float64."""
-        return self.measure(logits).double().cpu().numpy() - self.before
+        return self.measure(logits).double().cpu().numpy() - self.base_metric
 
 
 @dataclass(frozen=True)
@@ -163,14 +165,24 @@ class PatchingRequest:
         pairs = []
         denoising = self.direction == "denoising"
         for index, prompt in enumerate(self.prompts):
-            base = sequences[index][BASELINE]
-            source = sequences[index][_OTHER]
+            baseline = sequences[index][BASELINE]
+            other_version = sequences[index][_OTHER]
             # The baseline has all original tokens, so both share those of the other version.
-            shared = source.origin[source.origin >= 0].sort().values
+            shared = other_version.origin[other_version.origin >= 0].sort().values
+            base, source = baseline, other_version
             if denoising:
-                base, source = source, base
-            seed = self.seed + index
-            pairs.append(Pair(prompt.id, base, source, shared, measures[index], denoising, seed))
+                base, source = other_version, baseline
+            pairs.append(
+                Pair(
+                    prompt.id,
+                    base,
+                    source,
+                    shared,
+                    measures[index],
+                    denoising,
+                    seed=self.seed + index,
+                )
+            )
         warn_of_junctions(self.model, self.prompts, [pair.baseline for pair in pairs])
         return pairs
 
@@ -180,18 +192,10 @@ class PatchingRequest:
         return min((pair.base for pair in self.pairs), key=len)
 
     @property
-    def one_by_one(self) -> list[list[Pair]]:
-        """Batches of a single pair each."""
-        return [[pair] for pair in self.pairs]
-
-    @property
     def units(self) -> Units:
         """The units of replication: groups of prompts, or single prompts if there are no groups."""
         # ``as_prompts`` makes sure that either all prompts have a group, or none has.
-        groups = [prompt.group for prompt in self.prompts if prompt.group]
-        if not groups:
-            return Units(len(self.prompts))
-        return Units.grouped(groups)
+        return Units.grouped([prompt.group or prompt.id for prompt in self.prompts])
 
     def of_prompts(self, indices: Iterable[int]) -> PatchingRequest:
         """The same request for some of the prompts, given by their indices."""
@@ -207,28 +211,26 @@ class PatchingRequest:
         if getattr(original_of(self.model), "is_quantized", False):
             raise ModelError(
                 f"the weights of {self.model.cfg.model_name} are quantised and have no gradients:"
-                " load it dequantised, or name heads (ma.patch(…, at=…)), which are patched without"
-                " gradients"
+                ' load it dequantised, or patch heads with method="exact", which needs no gradients'
             )
         if self.metric == "kl" and self.direction == "noising":
             raise OptionError(
                 'metric="kl" is smallest in the baseline, which direction="noising" patches, so'
-                " every gradient is 0: name heads, which are patched without gradients, or choose"
-                ' direction="denoising" or another metric'
+                ' every gradient is 0: patch heads with method="exact", which needs no gradients,'
+                ' or choose direction="denoising" or another metric'
             )
 
     def run_patching(
         self,
-        batches: Sequence[Sequence[Pair]],
-        effects_of: Callable[[Sequence[Pair]], Mapping[str, PromptEffects]],
+        batches: Iterable[Mapping[str, PromptEffects]],
         axes: Mapping[str, Sequence[Any]],
         **about: Any,
     ) -> Patching:
-        """Measure the effects of each pair, batch by batch, and collect them in a ``Patching``.
+        """Collect the effects of all pairs in a ``Patching``, and show how far their measurement is.
 
         Args:
-            batches: All pairs, in batches whose effects are measured together.
-            effects_of: Returns the effects of each pair of a batch, by the id of its prompt.
+            batches: The effects of each batch of pairs, by the id of the prompt. They are measured
+                while this iterates over them.
             axes: The labels of each axis after that of prompts.
             about: Entries of ``Patching.about`` that are added to those of this request, or replace
                 them. ``method``, how effects are measured, is required.
@@ -239,15 +241,16 @@ class PatchingRequest:
         with tqdm(total=prompt_count, desc="patching", unit="prompt", delay=2) as progress:
             for batch in batches:
                 is_first = not by_id
-                by_id |= effects_of(batch)
+                by_id |= batch
                 progress.update(len(batch))
+                if not is_first:
+                    continue
 
-                minutes = (perf_counter() - start) / 60 * prompt_count / len(by_id)
-                if is_first and minutes > 1:
+                minutes = (perf_counter() - start) / 60 * prompt_count / len(batch)
+                if minutes > 1:
                     warn(
                         f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
-                        " less time, and in ma.patch controls=() or attribution (without at=…) does"
-                        " too"
+                        ' less time, and in ma.patch controls=() or method="attribution" does too'
                     )
 
         ids = [prompt.id for prompt in self.prompts]
@@ -256,18 +259,23 @@ class PatchingRequest:
         variables = {}
         for name in by_id[ids[0]]:
             values = np.stack([by_id[id][name] for id in ids])
-            variables[name] = (dims[: values.ndim], values)
+            variables[name] = (dims[: values.ndim], values)  # "whole" has the axis of prompts only
         return Patching(xr.Dataset(variables, coords), self.units, self._about | about)
 
     @property
     def _about(self) -> dict[str, Any]:
         """The request, as data."""
-        metric_name = "own function" if callable(self.metric) else self.metric
+        if callable(self.metric):
+            metric_name = "own function"
+            metric_words = getattr(self.metric, "__name__", "a function")
+        else:
+            metric_name = self.metric
+            metric_words = METRIC_WORDS[self.metric]
         return {
             "model": provenance.name_of(str(self.model.cfg.model_name)),
             "prompts": provenance.digest(self.prompts),
             "condition": provenance.identity(self.condition),
-            "metric": metric_words(self.metric),
+            "metric": metric_words,
             "metric_name": metric_name,
             "direction": self.direction,
             "seed": self.seed,
@@ -305,23 +313,25 @@ def warn_of_junctions(
     A space may be missing between them, or the template may put a line break there. The warning
     names the first such prompt and the token that the model would write.
     """
-    suspicious = [index for index, prompt in enumerate(prompts) if _is_odd_junction(prompt)]
-    if not suspicious:
+    odd_indices = [index for index, prompt in enumerate(prompts) if _is_odd_junction(prompt)]
+    if not odd_indices:
         return
 
-    prompt = prompts[suspicious[0]]
-    logits = logits_of(model, [baselines[suspicious[0]]])
-    likeliest = int(logits[0, 0].argmax())
+    first = odd_indices[0]
+    prompt = prompts[first]
+    logits = logits_of(model, [baselines[first]])
+    likeliest_token = int(logits[0, 0].argmax())
     separator = ""
-    advice = f"write answer={' ' + prompt.answer!r}"
+    spaced_answer = f" {prompt.answer}"
+    advice = f"write answer={spaced_answer!r}"
     if prompt.template == "plain":
         separator = "\n"
         advice = 'template="plain" puts a line break there; template="joined" adds nothing'
     junction = f"{prompt.question[-20:]}{separator}{prompt.answer[:20]}"
     warn(
-        f"in {len(suspicious)} of {len(prompts)} prompts the answer hardly follows the question: "
+        f"in {len(odd_indices)} of {len(prompts)} prompts the answer hardly follows the question: "
         f"prompt {prompt.id} reads {junction!r}, where the model would write "
-        f"{model.tokenizer.decode([likeliest])!r}; {advice}"
+        f"{model.tokenizer.decode([likeliest_token])!r}; {advice}"
     )
 
 
@@ -341,7 +351,7 @@ def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
     if needs_gradient and not values.requires_grad:
         raise OptionError(
             "the metric has no gradient with respect to the logits (like an argmax), so heads"
-            " cannot be attributed: name heads, which are patched without gradients"
+            ' cannot be attributed: patch them with method="exact", which needs no gradients'
         )
 
 
@@ -363,8 +373,8 @@ def _check_sequences(
                 "the condition hides tokens or acts inside the model, but patching compares two"
                 " runs that differ only in their tokens"
             )
-        answer_positions = other_version.of_segment("answer").nonzero()
-        if not len(answer_positions):
+        positions = answer_positions(other_version)
+        if not len(positions):
             raise PromptError(
                 f"{prompt.where} has no reference answer for the model to read: use load_prompts(…,"
                 " with_answer=True), or Prompt(…, answer=…)"
@@ -372,7 +382,7 @@ def _check_sequences(
         for name, sequence in by_condition.items():
             check_size(prompt, name, sequence, model)
         check_side(prompt, by_condition, model)
-        predicted_by_inserted += int(other_version.inserted[answer_positions[0] - 1])
+        predicted_by_inserted += int(other_version.inserted[positions[0] - 1])
     check_variants(model, sequences)
 
     if predicted_by_inserted:
@@ -388,10 +398,10 @@ def _is_odd_junction(prompt: Prompt) -> bool:
     """Whether question and answer do not join as in natural text."""
     if not prompt.answer or not prompt.question:
         return False
-    goes_on = prompt.question[-1].isalpha() and prompt.answer[0].isalpha()
+    letters_meet = prompt.question[-1].isalpha() and prompt.answer[0].isalpha()
     if prompt.template == "joined":
-        return goes_on
+        return letters_meet
     # The template's line break should not precede a space. It is fine after a question, but not
     # inside a sentence that the answer completes, as in prompts with another answer.
-    is_broken = prompt.answer[0] == " " or (goes_on and bool(prompt.other_answer))
-    return prompt.template == "plain" and is_broken
+    breaks_sentence = letters_meet and bool(prompt.other_answer)
+    return prompt.template == "plain" and (prompt.answer[0] == " " or breaks_sentence)

@@ -32,7 +32,9 @@ difference of activations, which takes one backward pass for all heads. Where at
 the gradient is nearly 0 although the effect is not. So eight heads are also patched exactly.
 
 ``paths.py`` patches what one head passes to another, ``edges.py`` attributes every edge of a model,
-and ``circuit.py`` measures how much of the effect a set of edges carries alone.
+and ``circuit.py`` measures how much of the effect a set of edges carries alone. Only ``patch`` has
+a choice of method: paths are always patched exactly, and edges, which are too many for that, are
+always attributed.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone
-from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.answer_metrics import Metric, first_difference
 from mechattn.patching.controls import (
     aligned_output,
     aligned_pattern,
@@ -54,11 +57,18 @@ from mechattn.patching.controls import (
     random_steps,
     shuffled_patterns,
 )
-from mechattn.patching.effects import CHECKED_PROMPTS, CONTROLS, Control, Patching, checked_sample
+from mechattn.patching.effects import (
+    CHECKED_PROMPTS,
+    CONTROLS,
+    Control,
+    Method,
+    Patching,
+    checked_sample,
+)
 from mechattn.patching.pairs import Direction, Pair, PatchingRequest, request_of
 from mechattn.patching.patched_runs import LayerHead, Part, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan, Replacements
-from mechattn.patching.sites import Sites, target_in
+from mechattn.patching.sites import Sites, sites_of, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import MEMORY
@@ -71,6 +81,7 @@ def patch(
     condition: Condition,
     *,
     at: Sites | Part | Sequence[LayerHead | str] = "z",
+    method: Method = "exact",
     together: bool = False,
     metric: Metric | None = None,
     direction: Direction = "noising",
@@ -90,14 +101,15 @@ def patch(
     after the last layer. So patching that stream has the whole effect, unless an inserted token
     predicts the answer.
 
-    With ``at="z"``, unless ``together``, all heads are attributed to first order,
-    ``Σ ∂metric/∂z · (z_other − z)``. This takes three forward passes and one backward pass per
-    prompt, and one forward pass for the control "other_prompt". Eight heads are also patched
-    exactly, in four prompts. Everything else is patched exactly and takes one row of a forward pass
-    for each cell.
+    By default each cell, such as a head, is patched exactly. This takes one row of a forward pass
+    for each cell of each prompt, and as many for each control: for all heads with both controls,
+    ``3 · heads · prompts`` rows. With ``method="attribution"``, which is the fast estimate, each
+    head's effect is estimated to first order, ``Σ ∂metric/∂z · (z_other − z)``. Whatever the number
+    of heads, this takes three forward passes and one backward pass per prompt, and one forward pass
+    for the control "other_prompt". The estimate may rank heads wrongly, so eight cells are also
+    patched exactly, in four prompts.
 
-    Each cell has two controls. Where cells are patched exactly, each control takes as long as the
-    effect.
+    Each cell has two controls:
 
     - "random": a step of equal norm in a random direction. For a pattern, the probabilities of each
       query are permuted among its visible keys instead.
@@ -111,9 +123,11 @@ def patch(
         prompts: Prompts with an answer that the model reads, as
             ``load_prompts(…, with_answer=True)`` returns them.
         condition: The condition to compare with the baseline.
-        at: What to patch: heads as (layer, head), counted from 0, or as "L0H2"; "all" for each head
-            exactly; a part of all heads or layers, such as "z", "pattern" or "resid_post"; or
-            :class:`Sites`, which names a part, heads or layers, and segments or positions.
+        at: What to patch: heads as (layer, head), counted from 0, or as "L0H2"; a part of all heads
+            or layers, such as "z", "pattern" or "resid_post"; or :class:`Sites`, which names a
+            part, heads or layers, and segments or positions.
+        method: "exact" patches each cell. "attribution" estimates effects to first order, for the
+            part "z" and without ``together``.
         together: Patch all of ``at`` as one set. Heads that compensate for each other may have no
             effect alone but an effect together.
         metric: "logprob", the log-probability of the reference answer, in nats; "logit_diff", its
@@ -130,9 +144,10 @@ def patch(
 
     Raises:
         MechattnError: A prompt has no answer, or the model cannot read it; a head or layer doesn't
-            exist; the condition hides tokens or acts inside the model; or gradients are needed but
-            the weights are quantised, or the metric is "kl" with "noising", so that all gradients
-            are 0. It is raised before anything is patched.
+            exist; the condition hides tokens or acts inside the model; or the method is
+            "attribution" but the part is not "z", ``together`` is set, the weights are quantised,
+            or the metric is "kl" with "noising", so that all gradients are 0. It is raised before
+            anything is patched.
         OptionError: The metric is a function that does not return one finite number per row, or
             that has no gradient although heads are attributed.
 
@@ -141,10 +156,12 @@ def patch(
         the softmax, the softmax does not have to be recomputed.
     """
     _check_controls(controls)
+    sites = sites_of(at)
+    _check_method(method, sites, together)
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
-    _check_test(controls, request)
-    target = target_in(request.model, at, together)
-    if target.attributed:
+    _check_tested_control(controls, request)
+    target = target_in(request.model, sites, together)
+    if method == "attribution":
         request.check_gradients()
 
     pairs = request.pairs
@@ -154,41 +171,52 @@ def patch(
         target = replace(target, token_groups=_changed_positions(pairs))
 
     cells = target.cells
-    plan = PatchingPlan(request, target, cells, _replacements, controls=controls)
+    partners: dict[str, Pair] = {}
     if "other_prompt" in controls:
-        plan = replace(plan, partners=partners_of(pairs, seed))
-    if not target.attributed:
-        layers = [cell.first_layer for cell in cells]
-        starts = possible_starts(request.model, request.shortest, layers)
-        plan = replace(plan, starts=starts)
+        partners = partners_of(pairs, seed)
+    starts: list[int] = []
+    if method == "exact":
+        first_layers = [cell.first_layer for cell in cells]
+        starts = possible_starts(request.model, request.shortest, first_layers)
+    plan = PatchingPlan(request, target, cells, _replacements, method, controls, starts, partners)
 
-    patching = request.run_patching(
-        plan.batches(pairs),
-        plan.effects,
+    effects_by_cell = request.run_patching(
+        map(plan.effects, plan.batches(pairs)),
         {"cell": range(len(cells))},
-        method="attributed (first order)" if target.attributed else "patched",
+        method=method,
         part=target.part,
         heads=list(target.heads),
     )
-    effects = target.by_dimension(patching.effects.drop_vars("before"))
-    patching = replace(patching, effects=effects)
-    if target.attributed:
+    effects = target.by_dimension(effects_by_cell.effects.drop_vars("base_metric"))
+    patching = replace(effects_by_cell, effects=effects)
+    if method == "attribution":
         return _with_exact_sample(patching, plan)
     return patching
 
 
 def _check_controls(controls: Sequence[Control]) -> None:
     """Refuse controls that don't exist."""
-    is_list = isinstance(controls, (tuple, list))
-    if not is_list or not all(control in CONTROLS for control in controls):
+    if not isinstance(controls, (tuple, list)) or not all(name in CONTROLS for name in controls):
         raise OptionError(
             f'controls={controls!r}: give a tuple, ("other_prompt", "random"), one of them, such as'
             ' ("random",), or () for none'
         )
 
 
-def _check_test(controls: Sequence[Control], request: PatchingRequest) -> None:
-    """Refuse a metric without the control that its test needs."""
+def _check_method(method: Method, sites: Sites, together: bool) -> None:
+    """Refuse a method that doesn't exist, and attribution of what has no first-order estimate."""
+    check_choice(Method, method=method)
+    if not isinstance(together, bool):
+        raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
+    if method == "attribution" and (sites.part != "z" or together):
+        raise OptionError(
+            f'method="attribution" estimates the effect of each head\'s "z" alone, but at=… names '
+            f"{sites.part!r} with together={together}: leave method out to patch this exactly"
+        )
+
+
+def _check_tested_control(controls: Sequence[Control], request: PatchingRequest) -> None:
+    """Refuse a metric that can only be tested against a control which is not measured."""
     cannot_fall = request.metric == "kl" and request.direction == "noising"
     if cannot_fall and "random" not in controls:
         raise OptionError(
@@ -199,11 +227,9 @@ def _check_test(controls: Sequence[Control], request: PatchingRequest) -> None:
 
 def _common_segments(pairs: Sequence[Pair]) -> list[int]:
     """The indices in ``SEGMENTS`` of the segments that every prompt has."""
-    common = []
-    for number in range(len(SEGMENTS)):
-        if all((pair.baseline.segment == number).any() for pair in pairs):
-            common.append(number)
-    return common
+    indices = range(len(SEGMENTS))
+    segments = [pair.baseline.segment for pair in pairs]
+    return [index for index in indices if all((tokens == index).any() for tokens in segments)]
 
 
 def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
@@ -223,20 +249,8 @@ def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
             "so a position means another token in each: give prompts of equal length, or "
             'by="segment"'
         )
-    first_differences = [_first_difference(pair) for pair in pairs]
+    first_differences = [first_difference(pair.base.tokens, pair.source.tokens) for pair in pairs]
     return list(range(min(first_differences), lengths[0]))
-
-
-def _first_difference(pair: Pair) -> int:
-    """The first position at which the tokens of the two sequences differ.
-
-    If one sequence is the beginning of the other, it is the length of the shorter.
-    """
-    shorter = min(len(pair.base), len(pair.source))
-    differs = pair.base.tokens[:shorter] != pair.source.tokens[:shorter]
-    if not differs.any():
-        return shorter
-    return int(differs.nonzero()[0])
 
 
 def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
@@ -264,15 +278,19 @@ def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
 def _with_exact_sample(patching: Patching, plan: PatchingPlan) -> Patching:
     """Add the exact effects of a sample of cells in a few prompts to attributed effects."""
     sample = checked_sample(patching, plan.request.seed)
+    # The table names cells in ascending order, and lacks those that some prompt cannot have.
+    cell_index = xr.Dataset({"cell_index": ("cell", range(len(plan.cells)))})
+    by_dimension = plan.target.by_dimension(cell_index)
+    index_of_row = by_dimension.cell_index.values[patching.measured].astype(int)
     exact_plan = replace(
         plan,
-        target=replace(plan.target, attributed=False),
-        cells=[plan.cells[index] for index in sample],
-        partners={},
+        method="exact",
+        cells=[plan.cells[index] for index in index_of_row[sample]],
         controls=(),
+        partners={},
     )
-    exact = []
+    exact_effects = []
     for pair in plan.request.pairs[:CHECKED_PROMPTS]:
         effects_by_id = exact_plan.effects([pair])
-        exact.append(np.asarray(effects_by_id[pair.id]["effect"]))
-    return patching.with_exact(exact, sample)
+        exact_effects.append(np.asarray(effects_by_id[pair.id]["effect"]))
+    return patching.with_exact(exact_effects, sample)

@@ -116,11 +116,11 @@ def changing(
     heads = head_count(model, part)
     with ExitStack() as stack:
         for layer, change in layers.items():
-            changed = partial(_with_heads_changed, change, heads)
+            change_output = partial(_with_heads_changed, change, heads)
             if part == "pattern":
-                changed = partial(_with_queries_changed, change)
+                change_output = partial(_with_queries_changed, change)
             hook = hook_of(model, part, layer)
-            stack.enter_context(hook.register_forward_hook(partial(on_output, changed)))
+            stack.enter_context(hook.register_forward_hook(partial(on_output, change_output)))
         yield
 
 
@@ -197,8 +197,9 @@ def recorded_runs(
             recorder = partial(record_block, layer)
             stack.enter_context(block_before.register_forward_hook(recorder))
 
-        for indices in of_one_shape([sequence for sequence, _ in sequences]):
-            logits = logits_of(model, [sequences[index][0] for index in indices])
+        token_sequences = [sequence for sequence, _ in sequences]
+        for indices in of_one_shape(token_sequences):
+            logits = logits_of(model, [token_sequences[index] for index in indices])
             for row, index in enumerate(indices):
                 sequence, origins = sequences[index]
                 activations = {layer: rows[row] for layer, rows in batch_activations.items()}
@@ -249,7 +250,7 @@ def possible_starts(
     copies = [sequence, sequence]
     with_origins = [(copy, copy.origin) for copy in copies]
     runs = recorded_runs(model, with_origins, (), "z", starts)
-    unpatched = torch.cat([run.logits for run in runs])
+    whole_pass_logits = torch.cat([run.logits for run in runs])
     for layer in starts:
         try:
             with _starting_at(model, layer, runs):
@@ -257,7 +258,7 @@ def possible_starts(
         except (LookupError, AttributeError, TypeError, NameError):
             # A block lacks what an earlier block stores for it, such as shared keys.
             return []
-        if not torch.equal(logits, unpatched):
+        if not torch.equal(logits, whole_pass_logits):
             return []
     return starts
 
@@ -377,9 +378,9 @@ def gradients_of(
         stack.enter_context(changing_z(model, records))
         logits = logits_of(model, [sequence], gradients=True)
 
-    value = metric(logits)[0]
+    [metric_value] = metric(logits)
     outputs_by_layer = [outputs[layer] for layer in layers]
-    gradients = torch.autograd.grad(value, outputs_by_layer)
+    gradients = torch.autograd.grad(metric_value, outputs_by_layer)
     return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}
 
 
@@ -417,12 +418,12 @@ def _starting_at(model: HookedModel, layer: int, runs: Sequence[RecordedRun]) ->
         if layer in runs[0].inputs_of:
             out = _joined([run.inputs_of[layer] for run in runs])
 
-            def returning_out(*inputs: Any, **options: Any) -> Any:
+            def return_out(*inputs: Any, **options: Any) -> Any:
                 return out
 
             for block in blocks_of(model)[:layer]:
-                replaced = attribute_set(block, "forward", returning_out)
-                stack.enter_context(replaced)
+                skipped_block = attribute_set(block, "forward", return_out)
+                stack.enter_context(skipped_block)
         yield
 
 

@@ -24,7 +24,7 @@ from mechattn.patching.pairs import (
     Pair,
     PatchingRequest,
     PromptEffects,
-    Unpatched,
+    UnpatchedLogits,
     request_of,
 )
 from mechattn.patching.patched_runs import (
@@ -66,13 +66,6 @@ class HeadPath:
     name: str
     sender: LayerHead
     receiver: Receiver | None
-
-
-class PatchedPath(NamedTuple):
-    """A path, and the value that replaces its sender's output."""
-
-    path: HeadPath
-    output: HeadOutput
 
 
 @alone
@@ -126,11 +119,11 @@ def paths(
     receiving_layers = [path.receiver.where[0] for path in chosen_paths if path.receiver]
     starts = possible_starts(request.model, request.shortest, receiving_layers)
 
-    def effects_of(pairs: Sequence[Pair]) -> dict[str, PromptEffects]:
-        return {pair.id: _effects(request, chosen_paths, starts, pair) for pair in pairs}
-
-    axes = {"path": [path.name for path in chosen_paths]}
-    return request.run_patching(request.one_by_one, effects_of, axes, method="patched")
+    batches = (
+        {pair.id: _pair_effects(request, chosen_paths, starts, pair)} for pair in request.pairs
+    )
+    names = [path.name for path in chosen_paths]
+    return request.run_patching(batches, {"path": names}, method="exact")
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
@@ -179,7 +172,7 @@ def _path_of(ends: Any) -> HeadPath:
     )
 
 
-def _effects(
+def _pair_effects(
     request: PatchingRequest, chosen_paths: Sequence[HeadPath], starts: Sequence[int], pair: Pair
 ) -> PromptEffects:
     """The effect of each path in a pair, the effect of a random step of its sender, and the whole
@@ -189,7 +182,7 @@ def _effects(
     layers = attention_layers(model)
     [base_run] = recorded_runs(model, [(pair.base, pair.origins)], layers, "z", starts)
     [source_run] = recorded_runs(model, [(pair.source, pair.origins)], layers, "z")
-    unpatched = Unpatched(pair, base_run.logits, source_run.logits)
+    unpatched_logits = UnpatchedLogits(pair, base_run.logits, source_run.logits)
 
     # Random steps are drawn in the order in which paths first name their senders.
     generator = torch.Generator().manual_seed(pair.seed)
@@ -205,30 +198,30 @@ def _effects(
     # Besides a pass, the queries, keys and values of all layers may be kept for the second pass.
     cfg = model.cfg
     received_values = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
-    rows = rows_within(request.memory, row_bytes(model, pair, received_values))
-    patched_paths = []
-    for outputs in (source_outputs, random_outputs):
-        patched_paths += [PatchedPath(path, outputs[path.sender]) for path in chosen_paths]
-    batches = []
-    for start in range(0, len(patched_paths), rows):
-        batches.append(_patched(model, patched_paths[start : start + rows], base_run, unpatched))
-    effect, random = np.split(np.concatenate(batches), 2)
-    return {"whole": unpatched.whole, "effect": effect, "random": random}
+    most_rows = rows_within(request.memory, row_bytes(model, pair, received_values))
+    rows = [(path, source_outputs[path.sender]) for path in chosen_paths]
+    rows += [(path, random_outputs[path.sender]) for path in chosen_paths]
+    batch_effects = []
+    for start in range(0, len(rows), most_rows):
+        batch = rows[start : start + most_rows]
+        batch_effects.append(_path_effects(model, batch, base_run, unpatched_logits))
+    effect, random_effect = np.split(np.concatenate(batch_effects), 2)
+    return {"whole": unpatched_logits.whole, "effect": effect, "random": random_effect}
 
 
-def _patched(
+def _path_effects(
     model: HookedModel,
-    patched_paths: Sequence[PatchedPath],
+    rows: Sequence[tuple[HeadPath, HeadOutput]],
     base_run: RecordedRun,
-    unpatched: Unpatched,
+    unpatched_logits: UnpatchedLogits,
 ) -> Float[np.ndarray, " row"]:
-    """The effect of each patched path, which is one row of the passes.
+    """The effect of each row of the passes, in which one path is patched.
 
     Args:
         model: The hooked model.
-        patched_paths: The paths, with the value that replaces each sender's output.
+        rows: The path of each row, and the value that replaces its sender's output.
         base_run: The run that is patched, with the output of every head.
-        unpatched: The unpatched runs, from which effects are measured.
+        unpatched_logits: The logits of both unpatched runs.
     """
     received: dict[int, Tensor] = {}  # by row [pos d_head]
 
@@ -236,7 +229,7 @@ def _patched(
         """Hold each head's output at that of the base run, except for the sender of each row."""
         z = base_run.activations[layer].expand_as(z).clone()
         positions = base_run.positions.to(z.device)
-        for row, (path, output) in enumerate(patched_paths):
+        for row, (path, output) in enumerate(rows):
             sender_layer, head = path.sender
             if sender_layer == layer:
                 z[row, positions, head] = output.to(z)
@@ -247,14 +240,19 @@ def _patched(
         return x
 
     # The first pass gives the effect of paths to the logits, and what the other receivers get.
-    receivers = {row: path.receiver for row, (path, _) in enumerate(patched_paths) if path.receiver}
+    receivers: dict[int, Receiver] = {}  # by row
+    for row, (path, _) in enumerate(rows):
+        if path.receiver is not None:
+            receivers[row] = path.receiver
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.activations}
         stack.enter_context(changing(model, "z", holds))
-        for row, (part, (layer, head)) in receivers.items():
-            stack.enter_context(changing(model, part, {layer: partial(record, row, head)}))
-        logits = logits_of(model, [base_run.sequence] * len(patched_paths))
-    effects = unpatched.effects(logits)
+        for row, receiver in receivers.items():
+            layer, head = receiver.where
+            record_row = partial(record, row, head)
+            stack.enter_context(changing(model, receiver.part, {layer: record_row}))
+        logits = logits_of(model, [base_run.sequence] * len(rows))
+    effects = unpatched_logits.effects(logits)
 
     # The second pass changes only these receivers.
     if receivers:
@@ -263,5 +261,5 @@ def _patched(
         for row, (part, where) in receivers.items():
             changes.append([HeadChange(part, where, all_positions, received[row])])
         logits = patched_logits(model, [base_run] * len(changes), changes)
-        effects[list(receivers)] = unpatched.effects(logits)
+        effects[list(receivers)] = unpatched_logits.effects(logits)
     return effects

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel, device_of
+from mechattn.patching.effects import Method
 from mechattn.patching.graph import Graph
-from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, Unpatched
+from mechattn.patching.pairs import Pair, PatchingRequest, PromptEffects, UnpatchedLogits
 from mechattn.patching.patched_runs import (
     Activation,
     HeadChange,
@@ -39,7 +40,10 @@ _MOST_ROWS = 32  # in a pass; more are not faster
 _ENOUGH_ROWS_ON_CPU = 4
 
 _BYTES = 4  # of a number in float32; half precision is counted as float32
-_OF_SUMS = 8  # of a number in float64, in which gradients and scores are summed
+_BYTES_OF_SUMS = 8  # of a number in float64, in which gradients and scores are summed
+
+# What replaces each head's output in a pair's base run, for the effect and for each control.
+Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +54,7 @@ class PairRuns:
         pair: The pair.
         base: The run that is patched.
         source: The run from which activations are taken.
-        unpatched: The logits of both runs, from which effects are measured.
+        unpatched_logits: The logits of both runs, from which effects are measured.
         partner: The source run of another prompt, for the control "other_prompt"; None without it.
         gradients: The gradients of the metric with respect to each head's output in the base run,
             by layer. They are empty unless effects are attributed.
@@ -59,7 +63,7 @@ class PairRuns:
     pair: Pair
     base: RecordedRun
     source: RecordedRun
-    unpatched: Unpatched
+    unpatched_logits: UnpatchedLogits
     partner: RecordedRun | None
     gradients: Mapping[int, Activation]
 
@@ -73,7 +77,7 @@ class PatchedCopy:
         variable: The variable that it measures: "effect", or a control.
         cell_index: The index of the cell.
         cell: The heads that are patched.
-        tokens: Which of the tokens that both runs have are patched.
+        token_mask: Which of the tokens that both runs have are patched.
         values: What replaces each head's output at all tokens that both runs have.
     """
 
@@ -81,23 +85,19 @@ class PatchedCopy:
     variable: str
     cell_index: int
     cell: PatchCell
-    tokens: Bool[Tensor, " shared"]
+    token_mask: Bool[Tensor, " shared"]
     values: Mapping[LayerHead, HeadOutput]
 
     @property
     def changes(self) -> list[HeadChange]:
         """The changes of the base run."""
-        positions = self.runs.base.positions[self.tokens]
+        positions = self.runs.base.positions[self.token_mask]
 
         changes = []
         for where in self.cell.heads:
-            value = self.values[where][self.tokens]
+            value = self.values[where][self.token_mask]
             changes.append(HeadChange(self.cell.part, where, positions, value))
         return changes
-
-
-# What replaces each head's output in a pair's base run, for the effect and for each control.
-Replacements = Mapping[str, Mapping[LayerHead, HeadOutput]]
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,20 @@ class PatchingPlan:
         cells: The cells that are patched one by one.
         replacements: A function of this plan and a pair's runs that returns what replaces each
             head's output.
+        method: Whether cells are patched exactly, or their effects are estimated to first order.
+        controls: The controls to measure.
         starts: The layers at which a pass may start.
         partners: For the control "other_prompt", another prompt's pair for each pair, by id.
-        controls: The controls to measure.
     """
 
     request: PatchingRequest
     target: PatchTarget
     cells: Sequence[PatchCell]
     replacements: Callable[[PatchingPlan, PairRuns], Replacements]
+    method: Method = "exact"
+    controls: Sequence[str] = ()
     starts: Sequence[int] = ()
     partners: Mapping[str, Pair] = field(default_factory=dict)
-    controls: Sequence[str] = ()
 
     def batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
         """Batches of pairs whose base sequences have the same shape, as large as memory allows."""
@@ -130,15 +132,16 @@ class PatchingPlan:
         for indices in of_one_shape([pair.base for pair in pairs]):
             same_shape = [pairs[index] for index in indices]
             longest = max(same_shape, key=lambda pair: pair.length)
-            with_one_copy = prompt_bytes(model, self.target, longest) + row_bytes(model, longest)
-            size = min(_MOST_PAIRS, rows_within(self.request.memory, with_one_copy))
-            for start in range(0, len(same_shape), size):
-                batches.append(same_shape[start : start + size])
+            # At least one copy of each pair must fit.
+            bytes_per_pair = self._pair_bytes(longest) + row_bytes(model, longest)
+            pair_count = min(_MOST_PAIRS, rows_within(self.request.memory, bytes_per_pair))
+            for start in range(0, len(same_shape), pair_count):
+                batches.append(same_shape[start : start + pair_count])
         return batches
 
     def effects(self, pairs: Sequence[Pair]) -> Mapping[str, PromptEffects]:
-        """The effect of each cell with its controls, the whole effect, and the metric of the base
-        run.
+        """The effect of each cell with its controls, the whole effect, and the metric of the
+        unpatched base run.
 
         An effect is NaN if the two runs share no token of the cell. The control "other_prompt" is
         also NaN if no other prompt is long enough.
@@ -147,16 +150,16 @@ class PatchingPlan:
             pairs: Pairs whose base sequences have the same shape.
 
         Returns:
-            For each id of a prompt, "effect" and the controls [cell], "whole", and "before", the
-            metric of the base run; all in the units of the metric.
+            For each id of a prompt, "effect" and the controls [cell], "whole", and "base_metric";
+            all in the units of the metric.
         """
         effects_by_id: dict[str, dict[str, Any]] = {}
         copies = []
         for runs in self._read(pairs):
             # The metric is computed first, so that unusable values are refused before any patch.
             effects: dict[str, Any] = {
-                "whole": runs.unpatched.whole,
-                "before": runs.unpatched.before,
+                "whole": runs.unpatched_logits.whole,
+                "base_metric": runs.unpatched_logits.base_metric,
             }
             for variable in ("effect", *self.controls):
                 effects[variable] = np.full(len(self.cells), np.nan)
@@ -166,14 +169,14 @@ class PatchingPlan:
             # There are no replacements for "other_prompt" if no other prompt is long enough.
             for variable, values in self.replacements(self, runs).items():
                 for index, cell in enumerate(self.cells):
-                    tokens = token_groups == cell.token_group
-                    if tokens.any():  # a segment may have no token in this prompt
-                        copies.append(PatchedCopy(runs, variable, index, cell, tokens, values))
+                    token_mask = token_groups == cell.token_group
+                    if token_mask.any():  # a position may have no partner in this prompt
+                        copies.append(PatchedCopy(runs, variable, index, cell, token_mask, values))
 
-        if self.target.attributed:
-            effect_of_copy = _first_order(copies)
+        if self.method == "attribution":
+            effect_of_copy = _first_order_effects(copies)
         else:
-            effect_of_copy = self._exact(pairs, copies)
+            effect_of_copy = self._exact_effects(pairs, copies)
         for copy, effect in effect_of_copy.items():
             effects_by_id[copy.runs.pair.id][copy.variable][copy.cell_index] = effect
         return effects_by_id
@@ -185,8 +188,8 @@ class PatchingPlan:
         part = self.target.part
         base_sequences = [(pair.base, pair.origins) for pair in pairs]
         source_sequences = [(pair.source, pair.origins) for pair in pairs]
-        bases = recorded_runs(model, base_sequences, layers, part, self.starts)
-        sources = recorded_runs(model, source_sequences, layers, part)
+        base_runs = recorded_runs(model, base_sequences, layers, part, self.starts)
+        source_runs = recorded_runs(model, source_sequences, layers, part)
 
         partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
         partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
@@ -194,33 +197,45 @@ class PatchingPlan:
         partner_run_of = dict(zip(partners, partner_runs, strict=True))
 
         all_runs = []
-        for pair, base, source in zip(pairs, bases, sources, strict=True):
-            unpatched = Unpatched(pair, base.logits, source.logits)
+        for pair, base, source in zip(pairs, base_runs, source_runs, strict=True):
+            unpatched_logits = UnpatchedLogits(pair, base.logits, source.logits)
             gradients = {}
-            if self.target.attributed:
-                gradients = gradients_of(model, pair.base, layers, unpatched.measure)
-            partner = partner_run_of.get(pair.id)
-            all_runs.append(PairRuns(pair, base, source, unpatched, partner, gradients))
+            if self.method == "attribution":
+                gradients = gradients_of(model, pair.base, layers, unpatched_logits.measure)
+            partner_run = partner_run_of.get(pair.id)
+            all_runs.append(PairRuns(pair, base, source, unpatched_logits, partner_run, gradients))
         return all_runs
 
-    def _exact(
+    def _exact_effects(
         self, pairs: Sequence[Pair], copies: Sequence[PatchedCopy]
     ) -> dict[PatchedCopy, float]:
         """The effect of each copy: its metric minus that of its base run."""
         model = self.request.model
-        prompts_memory = sum(prompt_bytes(model, self.target, pair) for pair in pairs)
-        memory = self.request.memory - prompts_memory
-        rows = min(_MOST_ROWS, rows_within(memory, row_bytes(model, pairs[0])))
+        bytes_left = self.request.memory - sum(map(self._pair_bytes, pairs))
+        bytes_per_row = row_bytes(model, pairs[0])  # the same for all, as their shape is
+        most_rows = min(_MOST_ROWS, rows_within(bytes_left, bytes_per_row))
 
         effects = {}
-        for batch in self._passes(copies, rows):
+        for batch in self._passes(copies, most_rows):
             base_runs = [copy.runs.base for copy in batch]
             changes = [copy.changes for copy in batch]
             logits = patched_logits(model, base_runs, changes)
             for row, copy in enumerate(batch):
-                [effect] = copy.runs.unpatched.effects(logits[[row]])
+                [effect] = copy.runs.unpatched_logits.effects(logits[[row]])
                 effects[copy] = effect
         return effects
+
+    def _pair_bytes(self, pair: Pair) -> int:
+        """The bytes that a pair takes while it is patched, besides its patched copies.
+
+        They are those of seven times the outputs of its layers: three runs' outputs, three sets of
+        replacements, and the residual streams at which passes start, or the gradients.
+        """
+        cfg = self.request.model.cfg
+        # A row of a pattern has a number for each token.
+        width_of_head = pair.length if self.target.part == "pattern" else cfg.d_head
+        width = max(cfg.d_model, cfg.n_heads * width_of_head)
+        return _BYTES * int(7 * pair.length * len(self.target.layers) * width)
 
     def _passes(self, copies: Sequence[PatchedCopy], most_rows: int) -> list[list[PatchedCopy]]:
         """The copies of each pass.
@@ -238,23 +253,18 @@ class PatchingPlan:
                 passes.append([copy])
                 continue
 
-            last = passes[-1]
-            starts_later = copy.cell.first_layer > last[0].cell.first_layer
-            if len(last) == most_rows or (starts_later and len(last) >= enough_rows):
+            last_pass = passes[-1]
+            starts_later = copy.cell.first_layer > last_pass[0].cell.first_layer
+            if len(last_pass) == most_rows or (starts_later and len(last_pass) >= enough_rows):
                 passes.append([copy])
             else:
-                last.append(copy)
+                last_pass.append(copy)
         return passes
 
 
-def rows_within(budget: int, row: int) -> int:
-    """The number of rows that fit in a budget, at least one.
-
-    Args:
-        budget: The memory in bytes.
-        row: The bytes that a row takes.
-    """
-    return max(1, budget // row)
+def rows_within(budget: int, bytes_per_row: int) -> int:
+    """The number of rows that fit in a budget of bytes, at least one."""
+    return max(1, budget // bytes_per_row)
 
 
 def row_bytes(model: HookedModel, pair: Pair, further_values: int = 0) -> int:
@@ -276,24 +286,6 @@ def row_bytes(model: HookedModel, pair: Pair, further_values: int = 0) -> int:
     logits = 4 * len(pair.answer) * cfg.d_vocab
 
     return _BYTES * int(length * token_values + logits)
-
-
-def prompt_bytes(model: HookedModel, target: PatchTarget, pair: Pair) -> int:
-    """The bytes that a prompt takes while it is patched, besides its patched copies.
-
-    They are those of seven times the outputs of its layers: three runs' outputs, three sets of
-    replacements, and the residual streams at which passes start, or the gradients.
-
-    Args:
-        model: The hooked model.
-        target: What is patched.
-        pair: The prompt's pair.
-    """
-    cfg = model.cfg
-    # A row of a pattern has a number for each token.
-    width_of_head = pair.length if target.part == "pattern" else cfg.d_head
-    width = max(cfg.d_model, cfg.n_heads * width_of_head)
-    return _BYTES * int(7 * pair.length * len(target.layers) * width)
 
 
 def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
@@ -319,9 +311,9 @@ def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """The bytes that a pair's edges take, whatever the number of rows."""
     # In float32, the outputs of both runs and the exchanged ones; in float64, the step, the random
     # step and the two temporaries from which that is computed.
-    writer_bytes = 3 * _BYTES + 4 * _OF_SUMS
-    token_bytes = len(graph.writers) * writer_bytes + len(graph.readers) * _OF_SUMS
-    return int(pair.length * model.cfg.d_model * token_bytes)
+    writer_bytes = 3 * _BYTES + 4 * _BYTES_OF_SUMS
+    value_bytes = len(graph.writers) * writer_bytes + len(graph.readers) * _BYTES_OF_SUMS
+    return int(pair.length * model.cfg.d_model * value_bytes)
 
 
 def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], budget: int) -> None:
@@ -332,17 +324,19 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], bud
     """
     longest = max(pairs, key=lambda pair: pair.length)
 
-    row = max(gradients_row_bytes(model, graph, longest), edges_row_bytes(model, graph, longest))
-    needed = edges_fixed_bytes(model, graph, longest) + row
-    if needed > budget:
+    bytes_per_row = max(
+        gradients_row_bytes(model, graph, longest), edges_row_bytes(model, graph, longest)
+    )
+    needed_bytes = edges_fixed_bytes(model, graph, longest) + bytes_per_row
+    if needed_bytes > budget:
         raise OptionError(
             f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
-            f"{needed / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
+            f"{needed_bytes / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
             " memory=…: allow more memory, or give shorter prompts"
         )
 
 
-def _first_order(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
+def _first_order_effects(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, float]:
     """The first-order effect of copies that change a single head: ``Σ gradient · (value − z)``."""
     effects = {}
     for copy in copies:

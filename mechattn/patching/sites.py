@@ -29,9 +29,9 @@ from mechattn.patching.patched_runs import (
     hook_of,
     positions_of,
 )
-from mechattn.results.result import head_named
+from mechattn.results.result import head_name, head_named
 
-_NAMED_IN_SET = 8  # heads or layers; with more, the name of a set is too long for a column
+_MOST_NAMED = 8  # heads or layers; with more, the name of a set is too long for a column
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,14 @@ class Sites:
             attention among the original tokens. Of a layer: "resid_post", the residual stream after
             it; "attn_out" or "mlp_out", what attention or the MLP adds to the stream.
         where: Heads as (layer, head), counted from 0, or as "L0H2". For a part of a layer, the
-            numbers of layers. By default, and with "all", all heads or layers are patched exactly,
-            except that "z" is attributed by default.
+            numbers of layers. The default is all heads or layers.
         by: "segment" patches the tokens of each segment separately, and "position" each token, for
             which prompts must have equal length. By default all original tokens are patched
             together.
     """
 
     part: Part = "z"
-    where: Sequence[LayerHead | str] | Sequence[int] | Literal["all"] | None = None
+    where: Sequence[LayerHead | str] | Sequence[int] | None = None
     by: Literal["segment", "position"] | None = None
 
 
@@ -72,14 +71,13 @@ class PatchCell:
 
 @dataclass(frozen=True)
 class PatchTarget:
-    """The sites in a model, and how they are patched.
+    """The sites in a model.
 
     Args:
         part: The part of each head or layer.
         heads: The heads, or layers as (layer, 0).
         by: Whether tokens are patched by segment or by position; None for all tokens together.
         together: Whether all heads are patched as one set.
-        attributed: Whether effects are estimated to first order instead of patched.
         token_groups: The groups of tokens: the indices of segments in ``SEGMENTS``, or positions.
     """
 
@@ -87,7 +85,6 @@ class PatchTarget:
     heads: tuple[LayerHead, ...]
     by: Literal["segment", "position"] | None
     together: bool
-    attributed: bool
     token_groups: Sequence[int] = (0,)
 
     @property
@@ -98,7 +95,7 @@ class PatchTarget:
     @property
     def cells(self) -> list[PatchCell]:
         """A cell for each head, or for all of them together, at each group of tokens."""
-        sets: list[tuple[LayerHead, ...]] = [(where,) for where in self.heads]
+        sets: list[tuple[LayerHead, ...]] = [(head,) for head in self.heads]
         if self.together:
             sets = [self.heads]
         return [PatchCell(self.part, heads, group) for heads in sets for group in self.token_groups]
@@ -133,7 +130,7 @@ class PatchTarget:
 
         index = pd.MultiIndex.from_arrays(list(labels.values()), names=list(labels))
         coords = xr.Coordinates.from_pandas_multiindex(index, "cell")
-        effects = effects.drop_vars("cell").assign_coords(coords).unstack("cell")
+        effects = effects.assign_coords(coords).unstack("cell")
         if self.by == "segment":
             names = [SEGMENTS[group] for group in self.token_groups]
             effects = effects.assign_coords(segment=names)
@@ -143,30 +140,21 @@ class PatchTarget:
     def _set_name(self) -> str:
         """The name of the set, such as "L0H1 + L1H4", or "12 heads" if there are more than 8."""
         noun = "heads"
-        name = "L{}H{}"
+        names = [head_name(layer, head) for layer, head in self.heads]
         if self.part in LAYER_PARTS:
             noun = "layers"
-            name = "L{}"  # format drops the 0 that stands for the head
+            names = [f"L{layer}" for layer, _ in self.heads]
 
-        if len(self.heads) > _NAMED_IN_SET:
-            return f"{len(self.heads)} {noun}"
-        return " + ".join(name.format(*where) for where in self.heads)
+        if len(names) > _MOST_NAMED:
+            return f"{len(names)} {noun}"
+        return " + ".join(names)
 
 
-def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
-    """The sites that ``at`` names in a model.
-
-    Effects are attributed if the part is "z", no heads are named, and they are not patched together
-    as one set. All others are patched exactly.
-
-    Args:
-        model: The hooked model.
-        at: As for ``patch``.
-        together: As for ``patch``.
+def sites_of(at: Any) -> Sites:
+    """The sites that the argument ``at`` of ``patch`` names.
 
     Raises:
-        OptionError: A part, head or layer doesn't exist, or ``together`` is not a truth value.
-        ModelError: A layer has no hook for the part, or changing the part would have no effect.
+        OptionError: A part doesn't exist, or ``by`` is not one of its choices.
     """
     sites = at
     if isinstance(at, str) and at in get_args(Part):
@@ -176,12 +164,22 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
 
     check_choice(Part, part=sites.part)
     check_choice((None, "segment", "position"), by=sites.by)
-    if not isinstance(together, bool):
-        raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
+    return sites
 
+
+def target_in(model: HookedModel, sites: Sites, together: bool = False) -> PatchTarget:
+    """The sites in a model.
+
+    Args:
+        model: The hooked model.
+        sites: The sites, whose part exists.
+        together: Whether all heads are patched as one set.
+
+    Raises:
+        OptionError: A head or layer doesn't exist.
+        ModelError: A layer has no hook for the part, or changing the part would have no effect.
+    """
     where: Any = sites.where
-    if isinstance(where, str) and where == "all":
-        where = None
     if sites.part in LAYER_PARTS:
         heads = [(layer, 0) for layer in chosen_layers(model, where)]
     else:
@@ -190,29 +188,29 @@ def target_in(model: HookedModel, at: Any, together: bool) -> PatchTarget:
     if sites.part != "z":
         for layer, _ in heads:
             hook_of(model, sites.part, layer)
-    if sites.part == "pattern" and not _patterns_act(model):
+    if sites.part == "pattern" and not _pattern_has_effect(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing "
             'the pattern has no effect; patch "z" or "v"'
         )
 
-    attributed = sites.part == "z" and sites.where is None and not together
-    return PatchTarget(sites.part, tuple(heads), sites.by, together, attributed)
+    return PatchTarget(sites.part, tuple(heads), sites.by, together)
 
 
-def check_head(model: HookedModel, where: LayerHead, part: Part) -> None:
+def check_head(model: HookedModel, layer_head: LayerHead, part: Part) -> None:
     """Refuse a head that a model doesn't have. There may be fewer heads for k and v than for q.
 
     Raises:
         OptionError: The layer has no such head.
     """
-    layer, head = where
+    layer, head = layer_head
     layers = attention_layers(model)
     count = head_count(model, part)
     if layer not in layers or not 0 <= head < count:
+        numbers = ", ".join(map(str, layers))
         raise OptionError(
             f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
-            f"{count - 1} in layers {', '.join(map(str, layers))}"
+            f"{count - 1} in layers {numbers}"
         )
 
 
@@ -226,22 +224,23 @@ def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
         count = head_count(model, part)
         return [(layer, head) for layer in attention_layers(model) for head in range(count)]
 
-    named = []
+    layer_heads = []
     if isinstance(heads, (tuple, list)):
-        named = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
-    if not named or not all(map(is_head, named)):
+        layer_heads = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
+    if not layer_heads or not all(map(is_head, layer_heads)):
         parts = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
-            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}'
+            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], or for all heads or layers '
+            f"one of {parts}"
         )
-    for head in named:
-        check_head(model, head, part)
-    return list(dict.fromkeys((int(layer), int(head)) for layer, head in named))
+    for layer_head in layer_heads:
+        check_head(model, layer_head, part)
+    return list(dict.fromkeys((int(layer), int(head)) for layer, head in layer_heads))
 
 
-def _patterns_act(model: HookedModel) -> bool:
+def _pattern_has_effect(model: HookedModel) -> bool:
     """Whether changing the pattern at its hook changes the logits, tried on a few tokens."""
-    tokens = few_tokens(model, 6)
+    tokens = few_tokens(model, 6)  # more than one, so that there is other attention to change to
     layer = attention_layers(model)[0]
     logits_of_tokens = partial(model, tokens, return_type="logits", **without_cache(model))
 

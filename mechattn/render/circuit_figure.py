@@ -77,7 +77,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     edge_count = int(circuit.graph.exists.sum())
     about = circuit.about
     note = (
-        f"{about['metric']}; {len(table)} of {edge_count} edges, {about['method']}; ranked on"
+        f"{about['metric']}; {len(table)} of {edge_count} edges, {circuit.edges.method_words}; ranked on"
         f" {about['ranked_on']}. {faithfulness}"
     )
     heading = f"{about['model']}: circuit"

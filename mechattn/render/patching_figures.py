@@ -143,7 +143,7 @@ def _run_words(patching: Patching) -> str:
     """How the effects were measured, and the whole effect."""
     about = patching.about
     return (
-        f"{about['direction']}, {about['method']}; n = {patching.units.words};"
+        f"{about['direction']}, {patching.method_words}; n = {patching.units.words};"
         f" whole effect {number_words(patching.whole)}"
     )
 

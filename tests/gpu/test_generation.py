@@ -26,11 +26,12 @@ def test_answers_agree(both):
     assert ours[1:] != theirs[:-1], "answers in another order would be noticed"
 
 
-@pytest.mark.parametrize("at", ["z", ["L0H1", "L2H3"]], ids=["attributed", "patched"])
-def test_effects_agree(at, both):
+@pytest.mark.parametrize(("at", "method"), [("z", "attribution"), (["L0H1", "L2H3"], "exact")])
+def test_effects_agree(at, method, both):
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
     ours, theirs = (
-        ma.patch(model, prompts, SLASH, at=at, direction="denoising").effects for model in both
+        ma.patch(model, prompts, SLASH, at=at, method=method, direction="denoising").effects
+        for model in both
     )
     for name in ("effect", "random", "whole"):
         np.testing.assert_allclose(ours[name].values, theirs[name].values, atol=2e-3)

@@ -152,7 +152,13 @@ def test_values_and_gradients_are_those_outside_the_block(plain):
     prompts = [ma.Prompt("What is 3 + 4?", answer=" 7"), ma.Prompt("What is 5 + 1?", answer=" 6")]
 
     def measured():
-        patched = ma.patch(plain, prompts, ma.MeaninglessTokens("/", 3), direction="denoising")
+        patched = ma.patch(
+            plain,
+            prompts,
+            ma.MeaninglessTokens("/", 3),
+            method="attribution",
+            direction="denoising",
+        )
         return received(plain), patched.effects.effect.values
 
     expected = measured()

@@ -72,7 +72,7 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
         [pair] = pairs_of(model, [prompt])
         runs = edge_runs(model, graph, 2**31, pair)
         values = runs.with_edges(torch.from_numpy(kept), runs.exchanged)
-    without_edges = runs.unpatched.whole
+    without_edges = runs.unpatched_logits.whole
     for row, value in zip(kept, values, strict=True):
         named = [
             edge for edge in attributed.edge_scores
@@ -108,13 +108,11 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     assert "edges ranked on 4 prompts" in first_line
 
 
-def test_other_ablations_put_other_outputs(model, found, by_ablation):
+def test_other_ablations_put_other_outputs(found, by_ablation):
     for ablation in ("mean", "resample"):
         curve = by_ablation[ablation].curve
         assert curve.faithfulness.iloc[-1] == 1
         assert abs(curve.faithfulness[2] - found.curve.faithfulness[2]) > 1e-3
-    with pytest.raises(OptionError, match="ablation='zero': choose one of"):
-        ma.circuit(model, MANY, Counterpart(), ablation="zero")
 
 
 def test_mean_ablation_averages_over_all_tokens(model):
@@ -140,11 +138,6 @@ def test_mean_ablation_averages_over_all_tokens(model):
         expected = runs.with_edges(no_edge, mean.expand_as(runs.written))
     assert effects[0, 0, 0] == pytest.approx(expected[0], abs=1e-9)
     assert abs(expected[0]) > 1e-3
-
-
-def test_areas_are_printed_with_the_names_of_rankings(found):
-    made = replace(found, curve=found.curve.assign(other_pairs=found.curve.faithfulness))
-    assert f"CPR_other_pairs {made.areas['CPR_other_pairs']:.3f}" in str(made)
 
 
 def test_areas_by_hand(found):
@@ -202,7 +195,7 @@ def test_edges_that_lead_nowhere_are_dropped(found):
 
 
 def test_the_file_has_every_edge_of_the_format(found, tmp_path):
-    data = json.loads(found.save(tmp_path / "circuit.json", size=20).read_text())
+    data = json.loads(found.save(tmp_path / "new" / "circuit.json", size=20).read_text())
     layers, heads = data["cfg"]["n_layers"], data["cfg"]["n_heads"]
     expected, before = set(), ["input"]
     for layer in range(layers):
@@ -249,8 +242,6 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
     assert f"{len(table)} edges on paths from the embedding to the logits. " in sentence_of(figure)
     assert "On the other half, the first 20 edges carry" in sentence_of(figure)
     assert "What they carry was not measured" in sentence_of(ma.render.circuit_map(found, size=19))
-    with pytest.raises(OptionError, match="size='all': give a whole number"):
-        ma.render.circuit_map(found, size="all")
 
 
 def test_few_prompts_and_impossible_sizes_are_refused(model):
@@ -306,4 +297,3 @@ def test_without_a_size_that_carries_enough(found):
     no_effect = replace(found, curve=found.curve.assign(faithfulness=np.nan))
     assert "stability" in str(found)
     assert "stability" not in str(no_effect)
-    assert len(no_effect.table(20)) > 0

@@ -103,7 +103,6 @@ def test_positions_add_up_where_they_should(wide):
     assert positions[without_partner].tolist() == [2, 3, 4]
     table = made.table().set_index(["layer", "position"])
     assert {position for _, position in table.index} == {5, 6, 7, 8}
-    assert "pairs of layer and position" in str(made)
     assert table.share[3, 7] == pytest.approx(1, abs=1e-4), "the corrupted version is 0"
     assert list(ma.render.patching_map(made).data[0].x) == [5, 6, 7, 8]
 

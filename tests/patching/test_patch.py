@@ -36,6 +36,7 @@ from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, halves_of
 from tests.conftest import loaded_once, short_problems
 from tests.patching.plain_runs import plain_logits, plain_toy
+from tests.patching.test_pairs import LONGER
 
 SLASH = ma.MeaninglessTokens("/", count=9)
 HEADS = [(0, 1), (2, 0), (3, 3), (0, 2)]
@@ -121,7 +122,7 @@ class HandPatched:
 def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     model, native = wide
     some = short_problems(2)
-    patched = ma.patch(model, some, SLASH, at=HEADS, direction=direction).effects
+    patched = ma.patch(model, some, SLASH, direction=direction).effects
     misaligned = []
     for prompt in some:
         hand = HandPatched(model, native, prompt, direction)
@@ -200,8 +201,9 @@ def test_the_table_by_segment_and_the_residual_stream(toy):
 def test_attribution_by_segment_adds_up(toy):
     """First-order effects are sums over tokens, so the segments' add up to the head's."""
     some = short_problems(1)
-    whole = ma.patch(toy, some, SLASH, direction="denoising")
-    parts = ma.patch(toy, some, SLASH, at=ma.Sites(by="segment"), direction="denoising")
+    options = {"method": "attribution", "direction": "denoising"}
+    whole = ma.patch(toy, some, SLASH, **options)
+    parts = ma.patch(toy, some, SLASH, at=ma.Sites(by="segment"), **options)
     assert_allclose(parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7)
     assert [*parts.checked] == ["prompt", "layer", "head", "segment", "exact", "attributed"]
 
@@ -250,7 +252,10 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
     model, _ = wide
     some = short_problems(2)
-    attributed = ma.patch(model, some, SLASH, direction="denoising").effects.effect
+    options = {"method": "attribution", "direction": "denoising"}
+    attributed = ma.patch(model, some, SLASH, **options).effects.effect
+    named = ma.patch(model, some, SLASH, at=[(2, 0), (2, 3)], **options).effects.effect
+    assert_array_equal(named.sel(layer=2, head=[0, 3]), attributed.sel(layer=2, head=[0, 3]))
     aligned_output = patching.aligned_output
 
     def small_step(base, source, where):
@@ -288,25 +293,28 @@ def test_attribution_costs_a_few_passes_and_one_backward_a_prompt(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", counted_grad)
     monkeypatch.setattr(patching, "checked_sample", counted_sample)
-    ma.patch(model, short_problems(3), SLASH, direction="denoising")
+    ma.patch(model, short_problems(3), SLASH, method="attribution", direction="denoising")
     handle.remove()
     assert before_check == [4 * 3 - 1]
     assert len(backwards) == 3
 
 
-def test_attribution_stands_beside_what_it_was_compared_with(toy):
-    some = short_problems(5)
-    made = ma.patch(toy, some, SLASH, direction="denoising")
+@of_toys("toy:llama")
+def test_attribution_stands_beside_what_it_was_compared_with(wide):
+    """Also where heads are not named in the order of the table, and positions lack a partner."""
+    model, _ = wide
+    sites = ma.Sites("z", [(3, 0), (0, 1), (2, 2)], by="position")
+    made = ma.patch(model, LONGER, Counterpart(), at=sites, method="attribution")
     checked = made.checked
-    assert len(checked) == 4 * 8
-    heads = sorted({*zip(checked.layer, checked["head"])})
-    exact = ma.patch(toy, some, SLASH, at=heads, direction="denoising", controls=())
+    assert len(checked) == 3 * 8
+    exact = ma.patch(model, LONGER, Counterpart(), at=sites, controls=())
     for row in checked.itertuples():
-        at = {"prompt": row.prompt, "layer": row.layer, "head": row.head}
-        assert row.exact == pytest.approx(float(exact.effects.effect.sel(at)), abs=2e-5)
+        at = {"prompt": row.prompt, "layer": row.layer, "head": row.head, "position": row.position}
+        assert row.exact == pytest.approx(float(exact.effects.effect.sel(at)), abs=1e-9)
         assert row.attributed == pytest.approx(float(made.effects.effect.sel(at)))
-    means = made.effects.effect.mean("prompt").stack(cell=["layer", "head"])
-    assert abs(means).idxmax().item() in heads
+    labels = ["layer", "head", "position"]
+    means = made.effects.effect.mean("prompt", skipna=False).stack(cell=labels)
+    assert abs(means).idxmax().item() in {*zip(*(checked[label] for label in labels))}
     correlation, _ = made.agreement
     assert correlation == pytest.approx(np.corrcoef(checked.exact, checked.attributed)[0, 1])
     assert f"correlation {correlation:.3f}" in str(made)
@@ -440,7 +448,7 @@ def test_a_metric_of_ones_own(toy):
     def first_token(logits, answer):
         return logits[:, 0, answer[0]]
 
-    made = ma.patch(toy, short_problems(2), SLASH, metric=first_token, direction="denoising")
+    made = ma.patch(toy, short_problems(2), SLASH, at=HEADS, metric=first_token)
     assert made.about["metric"] == "first_token"
     assert made.effects.whole.notnull().all()
 
@@ -476,7 +484,7 @@ def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
         "metric": METRIC_WORDS[metric],
         "metric_name": metric,
         "direction": direction,
-        "method": "attributed",
+        "method": "attribution",
     }
     return ma.Patching(made, Units(n), about)
 
@@ -498,7 +506,7 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
     assert over_all <= 2
     assert halves <= 2
     assert over_shown >= 5
-    assert "q of effect, over 144 heads attributed; 8 of 144 shown" in str(made)
+    assert "q of effect, over 144 heads attributed (first order); 8 of 144 shown" in str(made)
 
 
 def test_no_share_of_a_whole_effect_that_may_be_nothing():
@@ -691,15 +699,17 @@ def of_tokens(*tokens):
         ({"condition": ma.Baseline()}, OptionError, "inserts nothing into prompt 0"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
         ({"at": []}, OptionError, "give heads such as"),
-        ({"at": "resid"}, OptionError, "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post'"),
+        ({"at": "all"}, OptionError, "for all heads or layers one of 'z', 'q', 'k', 'v'"),
         ({"at": ma.Sites("resid_post", 9)}, OptionError, "layer 9 is out of range"),
         ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
         ({"together": [(0, 1)]}, OptionError, "name the set in at="),
         ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'logit_diff'"),
-        ({"metric": "kl"}, OptionError, "every gradient is 0"),
+        ({"method": "attribution", "metric": "kl"}, OptionError, "every gradient is 0"),
+        ({"method": "attribution", "at": "v"}, OptionError, "names 'v' with together=False"),
+        ({"method": "attribution", "together": True}, OptionError, "'z' with together=True"),
+        ({"method": "fast"}, OptionError, "choose one of 'exact', 'attribution'"),
         ({"metric": "kl", "controls": ()}, OptionError, "tested against the random control"),
         ({"controls": "random"}, OptionError, r"give .*or \(\) for none"),
-        ({"controls": [[]]}, OptionError, r"give .*or \(\) for none"),
         ({"seed": -1}, OptionError, "seed=-1: give a whole number, at least 0"),
     ],
 )
@@ -711,13 +721,13 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch, wrong
 
 
 @pytest.mark.parametrize(
-    ("metric", "at", "message"),
+    ("metric", "method", "message"),
     [
-        (lambda logits, answer: logits.sum(), [(0, 0)], r"gives \[\] for 1 rows; give one number"),
-        (lambda logits, answer: logits[:, 0, 0] * torch.nan, [(0, 0)], "gives NaN or infinity"),
-        (lambda logits, answer: logits[:, 0].argmax(-1).float(), "z", "has no gradient"),
+        (lambda logits, answer: logits.sum(), "exact", r"gives \[\] for 1 rows; give one number"),
+        (lambda logits, answer: logits[:, 0, 0] * torch.nan, "exact", "gives NaN or infinity"),
+        (lambda logits, answer: logits[:, 0].argmax(-1).float(), "attribution", "has no gradient"),
     ],
 )
-def test_a_metric_that_is_none(metric, at, message, toy):
+def test_a_metric_that_is_none(metric, method, message, toy):
     with pytest.raises(OptionError, match=message):
-        ma.patch(toy, short_problems(2), SLASH, at=at, metric=metric)
+        ma.patch(toy, short_problems(2), SLASH, method=method, metric=metric)

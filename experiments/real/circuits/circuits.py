@@ -45,7 +45,13 @@ def measured(model: object, name: str, task: str, count: int, steps: int) -> str
     pairs = ma.pairs(model, task, limit=count)
     other = ma.conditions.Counterpart()
     heads = ma.patch(
-        model, pairs, other, metric="logit_diff", direction="noising", controls=("other_prompt",)
+        model,
+        pairs,
+        other,
+        method="attribution",
+        metric="logit_diff",
+        direction="noising",
+        controls=("other_prompt",),
     )
     seconds_of_heads = time.process_time() - start
 

@@ -36,7 +36,9 @@ def main() -> None:
     other = ma.conditions.Counterpart()
     kinds = {}
     if "heads" in options.kinds:
-        kinds["heads"] = ma.patch(model, prompts, other, direction="noising", controls=())
+        kinds["heads"] = ma.patch(
+            model, prompts, other, method="attribution", direction="noising", controls=()
+        )
     if "edges" in options.kinds:
         kinds["edges"] = ma.edges(model, prompts, other)
     lines = [
