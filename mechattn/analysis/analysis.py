@@ -329,7 +329,7 @@ def zeros(batch: Batch, heads: int, *names: str) -> Sums:
 def nan_outside(
     value: Float[Tensor, "batch head *pos"], counted: Bool[Tensor, " batch *#pos"]
 ) -> Float[Tensor, "batch head *pos"]:
-    """The values at the counted positions, the same for every head; NaN elsewhere."""
+    """The values at the counted positions, which are the same for every head; NaN elsewhere."""
     return value.masked_fill(~counted[:, None], torch.nan)
 
 
