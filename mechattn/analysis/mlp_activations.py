@@ -4,7 +4,7 @@ conditions."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from mechattn.model.hooks import forward_to
 from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
@@ -118,8 +118,9 @@ class MlpActivations(AnalysisBase):
     Args:
         rule: The rule for the threshold.
         value: The number that the rule uses.
-        calibration: The calibration prompts. By default they are 16 generated word problems, none
-            of which ``load_prompts("word-problems")`` gives with its default seed.
+        calibration: The calibration prompts, as for ``ma.run``. By default they are 16 generated
+            word problems, none of which ``load_prompts("word-problems")`` gives with its default
+            seed.
         edges: The edges of the histogram's bins. Values below the first and from the last on are
             counted in two open bins.
     """
@@ -127,7 +128,7 @@ class MlpActivations(AnalysisBase):
     name = "mlp_activations"
     rule: Rule = "quantile"
     value: float = 0.25
-    calibration: tuple[Prompt, ...] | None = None
+    calibration: Sequence[Prompt] | None = None
     edges: tuple[float, ...] = _EDGES
     thresholds: Mapping[int, float] = calibrated_field(default_factory=dict)  # by layer
     classes: Int[Tensor, " d_vocab"] = calibrated_field(default=None)  # of each token
@@ -138,8 +139,8 @@ class MlpActivations(AnalysisBase):
             raise OptionError(f"value={self.value!r}: give a quantile, between 0 and 1")
         if not self.value > 0:
             raise OptionError(f"value={self.value!r}: give a number above 0")
-        if self.calibration == () and self.rule != "absolute":
-            raise OptionError("calibration=(): give at least one prompt, or leave it out")
+        if self.calibration is not None:
+            as_prompts(self.calibration)  # raises unless it holds prompts
         is_increasing = all(low < high for low, high in pairwise(self.edges))
         if len(self.edges) < 2 or not is_increasing:
             raise OptionError("edges: give at least two numbers in increasing order")
@@ -155,7 +156,7 @@ class MlpActivations(AnalysisBase):
         if self.calibration is None:
             calibration = f"{_CALIBRATION_PROBLEMS} generated word problems"
             return {**options, "calibration": calibration}
-        return {**options, "calibration": [prompt.id for prompt in self.calibration]}
+        return {**options, "calibration": [prompt.id for prompt in as_prompts(self.calibration)]}
 
     @property
     def coords(self) -> Coords:
@@ -236,15 +237,16 @@ class MlpActivations(AnalysisBase):
         self, model: HookedModel, layers: Layers, measured: Prompts
     ) -> dict[int, float]:
         """The threshold of each layer, which is the median over the calibration prompts."""
-        prompts = self.calibration
-        if prompts is None:
-            if model.tokenizer is None:
-                raise OptionError(
-                    f"{model.cfg.model_name} has no tokenizer for the generated calibration"
-                    ' prompts: give calibration=… as prompts of token ids, or rule="absolute"'
-                )
-            prompts = tuple(
-                load_prompts("word-problems", limit=_CALIBRATION_PROBLEMS, seed=_CALIBRATION_SEED)
+        if self.calibration is not None:
+            prompts = as_prompts(self.calibration)
+        elif model.tokenizer is not None:
+            prompts = load_prompts(
+                "word-problems", limit=_CALIBRATION_PROBLEMS, seed=_CALIBRATION_SEED
+            )
+        else:
+            raise OptionError(
+                f"{model.cfg.model_name} has no tokenizer for the generated calibration prompts:"
+                ' give calibration=… as prompts of token ids, or rule="absolute"'
             )
 
         measured_questions = {prompt.question for prompt in measured if prompt.question}
