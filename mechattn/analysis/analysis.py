@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import AnyRows, visible_keys
+from mechattn.functional.attention import AnyRows, Stream, visible_keys
 from mechattn.functional.fused import Fused
 from mechattn.functional.received import segment_means
 from mechattn.model.hooked import HookedModel
@@ -403,7 +403,7 @@ class FinalAnalysis(Analysis, Protocol):
     """An analysis that needs the final residual stream, so that the model runs to its last
     layer."""
 
-    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
+    def add_final(self, sums: Sums, stream: Stream) -> None:
         """Add the residual stream after the last layer; called for the sums of every layer."""
 
 

@@ -34,7 +34,6 @@ from mechattn.model.positions import rotations_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 RowIndex = Int[Tensor, " row"]  # rows of a batch, one per sequence
-BySegment = Float[Tensor, "batch head segment"]
 
 CAUSES = ("distance", "mass", "hidden states")
 _INSERTED = SEGMENTS.index("inserted")
@@ -222,7 +221,7 @@ class AttentionBudget(AnalysisBase):
 
 
 def _by_cause(
-    sums: Sums, segment_attention: BySegment, change: BySegment, baseline: RowIndex
+    sums: Sums, segment_attention: fn.Means, change: fn.Means, baseline: RowIndex
 ) -> Float[Tensor, "batch head segment cause"]:
     """The change by cause; NaN if the engine gave no queries and keys."""
     if "with_inserted_keys" not in sums:
@@ -254,7 +253,7 @@ class _BatchLayout:
     batch: Batch
 
     @cached_property
-    def members(self) -> Float[Tensor, "batch segment pos"]:
+    def members(self) -> fn.Members:
         """1 if a position belongs to a segment, otherwise 0."""
         return self.batch.members().float()
 

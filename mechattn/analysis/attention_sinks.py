@@ -280,9 +280,7 @@ class AttentionSinks(AnalysisBase):
             values[name] = nan_outside(sums[name], batch.real)
         return values
 
-    def _of_keys(
-        self, sums: Sums, batch: Batch, query_counts: Float[Tensor, "batch key"]
-    ) -> Values:
+    def _of_keys(self, sums: Sums, batch: Batch, query_counts: fn.CountOfKey) -> Values:
         """α of every key, the number of sinks, and α of the first, the strongest and the strongest
         inserted key.
 
@@ -364,7 +362,7 @@ def _quantities(
     }
 
 
-def _mean(value: Float[Tensor, "batch head pos"], counted: Marked) -> Float[Tensor, "batch head"]:
+def _mean(value: fn.PerKey, counted: Marked) -> Float[Tensor, "batch head"]:
     """The mean over the counted positions; NaN if there are none."""
     weight = counted[:, None].to(value.dtype)
     return (value * weight).sum(-1) / weight.sum(-1)

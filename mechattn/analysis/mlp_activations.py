@@ -259,9 +259,7 @@ class MlpActivations(AnalysisBase):
             )
         prompt_thresholds: dict[int, list[float]] = defaultdict(list)
 
-        def add_threshold(
-            layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
-        ) -> None:
+        def add_threshold(layer: int, pre: fn.Channels, post: fn.Channels) -> None:
             """Store the threshold that the running prompt gives for a layer."""
             magnitudes = post.detach().float().abs().flatten()
             prompt_thresholds[layer].append(self._threshold_of_prompt(magnitudes))

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -233,7 +233,7 @@ class SegmentFlow(AnalysisBase):
             "value_flow": value_flow.masked_fill(is_empty | without_values, torch.nan),
         }
 
-    def _query_members(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
+    def _query_members(self, batch: Batch) -> fn.Members:
         """The queries of each segment; with ``predicting`` those one position earlier."""
         members = batch.members()
         if not self.predicting:

@@ -109,14 +109,12 @@ class _Updates(AnalysisBase):
         the means are also given for what enters it.
         """
         means = means_of(_DIRECTIONS | _COMPONENTS, "tokens")
-        measured = means | _COUNTS
+        updates = means | _COUNTS
         if self.per_query:
-            measured |= of_each(_DIRECTIONS, "token")
+            updates |= of_each(_DIRECTIONS, "token")
 
-        if not self._has_norm:
-            quantities = _with_words(measured, "")
-        else:
-            quantities = _with_words(measured, _AFTER_NORM_WORDS)
+        quantities = _with_words(updates, _AFTER_NORM_WORDS if self._has_norm else "")
+        if self._has_norm:
             for name, quantity in _with_words(means, _BEFORE_NORM_WORDS).items():
                 quantities[name + BEFORE_NORM] = quantity
         return {self.prefix + name: quantity for name, quantity in quantities.items()}
