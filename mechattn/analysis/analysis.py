@@ -423,7 +423,7 @@ class Calibrates(Protocol):
     """An analysis that inspects the model before the run, to set a threshold, prepare weights or
     refuse the model."""
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Return the calibrated analysis, given the layers and prompts to be measured."""
 
 

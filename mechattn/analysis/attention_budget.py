@@ -117,7 +117,7 @@ class AttentionBudget(AnalysisBase):
             " could be divided"
         )
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Find out how each layer rotates its queries and keys."""
         rotations, why_unknown = rotations_of(model, layers)
         return replace(self, rotations=rotations, why_unknown=why_unknown)

@@ -199,7 +199,7 @@ class AttentionSinks(AnalysisBase):
             " (least_queries=…)"
         )
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Prepare the factors of each layer's W_O."""
         factors = {layer: output_factor(output_weights(model, layer)) for layer in layers}
         return replace(self, factors=factors)

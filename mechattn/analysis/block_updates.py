@@ -101,7 +101,7 @@ class BlockUpdates(AnalysisBase):
             captures.append(_MIDDLE_HOOK)
         return captures
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
 
         Raises:

@@ -63,7 +63,7 @@ class _Logits(AnalysisBase):
     # The norm after attention, of the layers that have one.
     norms: Mapping[int, FrozenNorm] = calibrated_field(default_factory=dict)
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Any:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Any:
         """Prepare W_O, the norms after attention and the unembedding.
 
         Raises:
@@ -232,7 +232,7 @@ class SegmentLogits(_Logits):
         # ``add_captures`` is called after the last hook, so one is needed; z is not read.
         return hooks or [_Z]
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the
         unembedding.
 
@@ -241,7 +241,7 @@ class SegmentLogits(_Logits):
                 model, or z is not the sum of ``A · v`` times a known gate, so that the share of a
                 key cannot be separated.
         """
-        calibrated = super().calibrated(model, layers, measured)
+        calibrated = super().calibrated(model, layers, prompts)
         limit = limit_of(model, "values")
         if limit is None:
             return replace(calibrated, gate=None)

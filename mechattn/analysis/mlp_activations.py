@@ -177,7 +177,7 @@ class MlpActivations(AnalysisBase):
             return None
         return "has no question tokens"
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Set the thresholds of the layers and the class of every token.
 
         Warns if a calibration prompt has the question of a measured prompt.
@@ -192,7 +192,7 @@ class MlpActivations(AnalysisBase):
         if self.rule == "absolute":
             thresholds = dict.fromkeys(layers, float(self.value))
         else:
-            thresholds = self._thresholds(model, layers, measured)
+            thresholds = self._thresholds(model, layers, prompts)
         return replace(self, classes=classes, thresholds=thresholds)
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -233,14 +233,12 @@ class MlpActivations(AnalysisBase):
         values["change_within"] = sums["within"]
         return values
 
-    def _thresholds(
-        self, model: HookedModel, layers: Layers, measured: Prompts
-    ) -> dict[int, float]:
+    def _thresholds(self, model: HookedModel, layers: Layers, prompts: Prompts) -> dict[int, float]:
         """The threshold of each layer, which is the median over the calibration prompts."""
         if self.calibration is not None:
-            prompts = as_prompts(self.calibration)
+            calibration = as_prompts(self.calibration)
         elif model.tokenizer is not None:
-            prompts = load_prompts(
+            calibration = load_prompts(
                 "word-problems", limit=_CALIBRATION_PROBLEMS, seed=_CALIBRATION_SEED
             )
         else:
@@ -249,14 +247,17 @@ class MlpActivations(AnalysisBase):
                 ' give calibration=… as prompts of token ids, or rule="absolute"'
             )
 
-        measured_questions = {prompt.question for prompt in measured if prompt.question}
-        repeated_ids = [prompt.id for prompt in prompts if prompt.question in measured_questions]
+        measured_questions = {prompt.question for prompt in prompts if prompt.question}
+        repeated_ids = [
+            prompt.id for prompt in calibration if prompt.question in measured_questions
+        ]
         if repeated_ids:
             warn(
-                f"{len(repeated_ids)} of {len(prompts)} calibration prompts ({repeated_ids[0]!r},"
-                " for example) are also measured, so the threshold is set on the data it is applied"
-                " to; calibrate on other prompts"
+                f"{len(repeated_ids)} of {len(calibration)} calibration prompts"
+                f" ({repeated_ids[0]!r}, for example) are also measured, so the threshold is set on"
+                " the data it is applied to; calibrate on other prompts"
             )
+
         prompt_thresholds: dict[int, list[float]] = defaultdict(list)
 
         def add_threshold(layer: int, pre: fn.Channels, post: fn.Channels) -> None:
@@ -264,7 +265,7 @@ class MlpActivations(AnalysisBase):
             magnitudes = post.detach().float().abs().flatten()
             prompt_thresholds[layer].append(self._threshold_of_prompt(magnitudes))
 
-        for prompt in prompts:
+        for prompt in calibration:
             sequence = Baseline().apply(prompt, model)
             tokens = sequence.tokens[None].to(device_of(model))
             with at_nonlinearity(model, dict.fromkeys(layers, add_threshold)):

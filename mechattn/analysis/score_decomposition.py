@@ -107,7 +107,7 @@ class ScoreDecomposition(AnalysisBase):
             f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
         )
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Find out how each layer computes its scores.
 
         Raises:

@@ -128,7 +128,7 @@ class _Updates(AnalysisBase):
             hooks.append(NORM_INPUT)
         return hooks
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Prepare W_O of the layers, its factors and the norms after attention.
 
         Raises:
