@@ -260,9 +260,10 @@ class Analysis(Protocol):
     def quantities(self) -> Quantities: ...
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """Why this sequence cannot be measured, in one sentence; None if it can.
+        """Why this sequence cannot be measured, such as "is too short"; None if it can.
 
-        It is called for every sequence before the first is run.
+        It is called for every sequence before the first is run. In the error, the words follow the
+        name of the prompt.
         """
 
     def start(self, batch: Batch, heads: int) -> Sums:

@@ -55,7 +55,8 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     raise ConditionError(
         f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them,"
         f" separated by {separator!r}, become {pieces}. Use count={counts_in_words}"
-        " (one more with own_line=True), another separator, or .fitted(model) for the nearest count"
+        " (one more with own_line=True), or in MeaninglessTokens another separator, or its"
+        " .fitted(model) for the nearest count"
     )
 
 

@@ -146,11 +146,10 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         prompts = [prompts]
 
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
-    is_unordered = isinstance(prompts, (bytes, Set))
-    if is_table or is_unordered or not isinstance(prompts, Iterable):
+    if is_table or isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
         raise PromptError(
             f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or"
-            " prompts, or a tensor of token ids (load_prompts reads files and data sets)"
+            " prompts, or a tensor of token ids (load_prompts reads files and datasets)"
         )
 
     prompt_list = [_prompt_at(index, prompt) for index, prompt in enumerate(prompts)]

@@ -99,10 +99,10 @@ def swept_conditions(names: Iterable[str], option: str) -> list[SweptCondition]:
             f"no condition is named {option}=…; run or evaluate with conditions=ma.sweep(…)"
         )
     try:
-        numbers = [condition._replace(value=float(condition.value)) for condition in conditions]
+        numeric = [condition._replace(value=float(condition.value)) for condition in conditions]
     except ValueError:  # a value that is not a number
         return conditions
-    return sorted(numbers, key=lambda condition: condition.value)
+    return sorted(numeric, key=lambda condition: condition.value)
 
 
 def _printable(value: Any) -> str:
