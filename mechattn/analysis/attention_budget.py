@@ -67,6 +67,7 @@ class AttentionBudget(AnalysisBase):
     """
 
     name = "attention_budget"
+    # Of the layers whose positions can be moved, and why those of the others cannot.
     rotations: Mapping[int, fn.Rotation] = calibrated_field(default_factory=dict)
     why_unknown: str = calibrated_field(default="")
 

@@ -44,7 +44,8 @@ from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 Rule = Literal["quantile", "mad", "absolute"]
-_UNDEFINED = -1.0  # replaces an undefined number, since sums must be finite
+# Replaces an undefined statistic, since sums must be finite; no statistic is negative.
+_UNDEFINED = -1.0
 _NEAR_ZERO = "share of channels with |act| <= threshold"
 _DIMS = ("segment",)
 _PER_TOKEN = {

@@ -100,8 +100,8 @@ def pairs(
     - "repeated-random": a span of random tokens and the beginning of its repetition. The answer is
       the next token. In the counterpart the tokens of the first copy are in another order.
 
-    Only those names, numbers or countries are used that have the commonest number of tokens in this
-    tokenizer.
+    Only names, numbers and countries with the commonest number of tokens in this tokenizer are
+    used.
 
     Prompts of one template are not independent, so each has its template as its ``group``: 28 of
     "ioi", 12 of "greater-than", 20 of "capitals". Up to that number, each prompt has a template of
@@ -113,8 +113,8 @@ def pairs(
         limit: The number of pairs. There are at most 40 of "capitals", one for each country.
         span: The shortest and the longest span of "repeated-random", in tokens.
         same_length: Whether all prompts have the same number of tokens, as patching by position
-            needs. Fewer templates are then left, and fewer countries. All spans then have the
-            longest length, and half of each is repeated.
+            needs. This leaves fewer templates and fewer countries. All spans then have the longest
+            length, and half of each is repeated.
         seed: The seed of the draws.
 
     Raises:

@@ -189,7 +189,7 @@ def _chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
     outline = _rendered(prompt, tokenizer, system_slot, _QUESTION_SLOT)
 
     for system, question in product(_trimmings(prompt.system), _trimmings(prompt.question)):
-        chat, spans = _in_slots(outline, system, question)
+        chat, spans = _fill_slots(outline, system, question)
         if chat == text:
             return text, spans
 
@@ -234,7 +234,7 @@ def _trimmings(text: str) -> list[str]:
     return [text, text.strip(), text.rstrip(), text.lstrip()]
 
 
-def _in_slots(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
+def _fill_slots(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
     """The outline with the texts in their slots, and the characters of each text.
 
     A template may repeat a text. The first occurrence of the system text and the last one of the
@@ -300,7 +300,7 @@ def _tokens_in_spans(
         segment = next((name for name, begin, stop in spans if begin <= start < stop), "template")
         read_ids = [token_id]
         if token_id in control_tokens and segment in ("system", "question"):
-            read_ids = _read_as_text(prompt, tokenizer, token_id, characters)
+            read_ids = _spelled_out_tokens(prompt, tokenizer, token_id, characters)
         token_ids += read_ids
         segments += [segment] * len(read_ids)
 
@@ -315,10 +315,12 @@ def _control_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(added_ids.union(getattr(tokenizer, "all_special_ids", ())))
 
 
-def _read_as_text(prompt: Prompt, tokenizer: Any, token_id: int, characters: str) -> list[int]:
+def _spelled_out_tokens(
+    prompt: Prompt, tokenizer: Any, token_id: int, characters: str
+) -> list[int]:
     """The tokens of characters in the prompt's own text that spell out a control token.
 
-    This is the control token itself, with a warning, or with ``split_special_tokens`` the tokens of
+    They are the control token alone, with a warning, or with ``split_special_tokens`` the tokens of
     ordinary text.
 
     Raises:
