@@ -25,7 +25,8 @@ from mechattn.axes import SEGMENTS
 from mechattn.functional import head_outputs as fn
 from mechattn.prompts.token_sequences import Batch
 
-# Replaces the ratio of a query that sees no question key, since sums must be finite.
+# Replaces the ratio of a query that pays no attention to question keys in the baseline, since sums
+# must be finite.
 _UNDEFINED = -1.0
 # The smallest change that is divided into parts, as a fraction of the output's norm. A smaller one
 # may be a rounding error.
@@ -71,8 +72,8 @@ class AffineShift(AnalysisBase):
     changed. All outputs are those of single heads, before W_O.
 
     Args:
-        per_query: Also keep λ, ρ_Q, the total variation, the relative error and the shift's norm
-            and share at each position.
+        per_query: Also keep, at each position, the scale λ, the question ratio ρ_Q, the total
+            variation, the relative error, and the norm and share of the shift.
     """
 
     name = "affine_shift"
@@ -110,32 +111,30 @@ class AffineShift(AnalysisBase):
         return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Zeros for each query and number; the Gram matrix of the shifts is added later."""
-        names = ["scale", "question_ratio", "total_variation", "output", "shift", "residual"]
-        names += ["change", *(f"by_{name}" for name in _PARTS)]
-        return zeros(batch, heads, *names)
+        """Zeros for each query and number; ``add_pairs`` creates the Gram matrix of the shifts."""
+        norms = ["output_norm", "shift_norm", "error_norm", "squared_change"]
+        products = [f"by_{name}" for name in _PARTS]
+        return zeros(batch, heads, "scale", "question_ratio", "total_variation", *norms, *products)
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Store norms and products of the parts for each query, and add the Gram matrix of the
         shifts."""
         split = split_rows(rows)
         change = split.change
-        ratio = fn.question_ratio(
-            rows.aligned, rows.baseline, rows.segment == SEGMENTS.index("question")
-        )
+        is_question = rows.segment == SEGMENTS.index("question")
+        question_ratio = fn.question_ratio(rows.aligned, rows.baseline, is_question)
         divisor = split.scale.clamp(min=1e-30)  # λ is 0 if a query attends only to inserted tokens
         query_values = {
             "scale": split.scale,
-            "question_ratio": ratio.nan_to_num(_UNDEFINED, posinf=_UNDEFINED),
+            "question_ratio": question_ratio.nan_to_num(_UNDEFINED, posinf=_UNDEFINED),
             "total_variation": fn.total_variation(rows.aligned, rows.baseline, divisor),
-            "output": split.output.norm(dim=-1),
-            "shift": split.shift.norm(dim=-1),
-            "residual": (split.rerouting + split.new_values).norm(dim=-1),
-            "change": torch.linalg.vecdot(change, change),
+            "output_norm": split.output.norm(dim=-1),
+            "shift_norm": split.shift.norm(dim=-1),
+            "error_norm": (split.rerouting + split.new_values).norm(dim=-1),
+            "squared_change": torch.linalg.vecdot(change, change),
         }
-
-        for name in _PARTS:
-            query_values[f"by_{name}"] = torch.linalg.vecdot(getattr(split, name), change)
+        for part in _PARTS:
+            query_values[f"by_{part}"] = torch.linalg.vecdot(getattr(split, part), change)
 
         for name, value in query_values.items():
             sums[name][..., rows.queries] = value
@@ -143,36 +142,36 @@ class AffineShift(AnalysisBase):
         after_insertion = rows.batch.after_inserted[:, None, rows.queries, None]
         shifts = split.shift.double() * after_insertion
         gram = shifts.mT @ shifts
-        if "gram" in sums:  # ``start`` cannot create it without d_head
-            gram = sums["gram"] + gram
-        sums["gram"] = gram
+        if "gram" not in sums:  # ``start`` does not know d_head
+            sums["gram"] = torch.zeros_like(gram)
+        sums["gram"] += gram
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments, and the rank of the shifts.
 
         An inserted query has a scale; all else needs the same query in the baseline.
         """
-        ratio = sums["question_ratio"]
-        ratio = ratio.masked_fill(ratio == _UNDEFINED, torch.nan)
-        output = nan_outside(sums["output"], batch.original)
+        is_undefined = sums["question_ratio"] == _UNDEFINED
+        question_ratio = sums["question_ratio"].masked_fill(is_undefined, torch.nan)
+        output_norm = nan_outside(sums["output_norm"], batch.original)
         query_values = {
             "scale": sums["scale"],
-            "question_ratio": nan_outside(ratio, batch.original),
+            "question_ratio": nan_outside(question_ratio, batch.original),
             "total_variation": nan_outside(sums["total_variation"], batch.original),
-            "relative_error": sums["residual"] / output,
-            "shift_norm": nan_outside(sums["shift"], batch.original),
-            "shift_share": sums["shift"] / output,
+            "relative_error": sums["error_norm"] / output_norm,
+            "shift_norm": nan_outside(sums["shift_norm"], batch.original),
+            "shift_share": sums["shift_norm"] / output_norm,
         }
 
         # If the change is within rounding error, its parts mean nothing.
-        is_large = sums["change"] > (_SMALLEST_CHANGE * output) ** 2
-        change = sums["change"].masked_fill(~is_large, torch.nan)
-        change = nan_outside(change, batch.after_inserted)
-        shares = {f"change_by_{name}": sums[f"by_{name}"] / change for name in _PARTS}
+        is_large = sums["squared_change"] > (_SMALLEST_CHANGE * output_norm) ** 2
+        has_parts = is_large & batch.after_inserted[:, None]
+        squared_change = sums["squared_change"].masked_fill(~has_parts, torch.nan)
+        shares = {f"change_by_{name}": sums[f"by_{name}"] / squared_change for name in _PARTS}
 
-        values = means_by_segment(query_values | shares | {"output_norm": output}, batch)
+        values = means_by_segment(query_values | shares | {"output_norm": output_norm}, batch)
         if self.per_query:
-            values |= at_positions(query_values, query_values, batch)
+            values |= at_positions(query_values, _OF_QUERIES, batch)
 
         energies = fn.spectrum(sums["gram"])  # all 0 without a shift, which gives ranks of NaN
         values["shift_rank_one_share"] = fn.rank_one_share(energies).float()

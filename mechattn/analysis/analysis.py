@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import AnyRows, visible_keys
+from mechattn.functional.attention import AnyRows, Stream, visible_keys
 from mechattn.functional.fused import Fused
 from mechattn.functional.received import segment_means
 from mechattn.model.hooked import HookedModel
@@ -260,9 +260,10 @@ class Analysis(Protocol):
     def quantities(self) -> Quantities: ...
 
     def problem(self, sequence: TokenSequence) -> str | None:
-        """Why this sequence cannot be measured, in one sentence; None if it can.
+        """Why this sequence cannot be measured, such as "is too short"; None if it can.
 
-        It is called for every sequence before the first is run.
+        It is called for every sequence before the first is run. In the error, the words follow the
+        name of the prompt.
         """
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -329,7 +330,7 @@ def zeros(batch: Batch, heads: int, *names: str) -> Sums:
 def nan_outside(
     value: Float[Tensor, "batch head *pos"], counted: Bool[Tensor, " batch *#pos"]
 ) -> Float[Tensor, "batch head *pos"]:
-    """The values at the counted positions, the same for every head; NaN elsewhere."""
+    """The values at the counted positions, which are the same for every head; NaN elsewhere."""
     return value.masked_fill(~counted[:, None], torch.nan)
 
 
@@ -403,7 +404,7 @@ class FinalAnalysis(Analysis, Protocol):
     """An analysis that needs the final residual stream, so that the model runs to its last
     layer."""
 
-    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
+    def add_final(self, sums: Sums, stream: Stream) -> None:
         """Add the residual stream after the last layer; called for the sums of every layer."""
 
 
@@ -423,7 +424,7 @@ class Calibrates(Protocol):
     """An analysis that inspects the model before the run, to set a threshold, prepare weights or
     refuse the model."""
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Return the calibrated analysis, given the layers and prompts to be measured."""
 
 

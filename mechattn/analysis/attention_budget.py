@@ -28,13 +28,12 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.functional import budget as fn
-from mechattn.functional.attention import Attention
+from mechattn.functional.attention import Attention, Marked
 from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import rotations_of
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 RowIndex = Int[Tensor, " row"]  # rows of a batch, one per sequence
-BySegment = Float[Tensor, "batch head segment"]
 
 CAUSES = ("distance", "mass", "hidden states")
 _INSERTED = SEGMENTS.index("inserted")
@@ -68,6 +67,7 @@ class AttentionBudget(AnalysisBase):
     """
 
     name = "attention_budget"
+    # Of the layers whose positions can be moved, and why those of the others cannot.
     rotations: Mapping[int, fn.Rotation] = calibrated_field(default_factory=dict)
     why_unknown: str = calibrated_field(default="")
 
@@ -118,7 +118,7 @@ class AttentionBudget(AnalysisBase):
             " could be divided"
         )
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Find out how each layer rotates its queries and keys."""
         rotations, why_unknown = rotations_of(model, layers)
         return replace(self, rotations=rotations, why_unknown=why_unknown)
@@ -134,143 +134,138 @@ class AttentionBudget(AnalysisBase):
         With a layer's first block, also store what the question's attention would be without some
         of the causes.
         """
-        shared = _shared(rows.batch)
-        question = shared.question
-        if rows.queries.start < question.stop and rows.queries.stop > question.start:
-            members = shared.members[..., rows.keys]
+        layout = _layout(rows.batch)
+        question_span = layout.question_span
+        if rows.queries.start < question_span.stop and rows.queries.stop > question_span.start:
+            members = layout.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        # Once per layer. The null and the engine "hooks" have no queries and keys to move, so their
-        # sums have no "moved".
-        is_missing = "moved" not in sums and not rows.null
-        if is_missing and isinstance(rows.attention, Attention):
+        # The null and the engine "hooks" have no queries and keys to move.
+        is_first_block = "with_inserted_keys" not in sums
+        if is_first_block and not rows.null and isinstance(rows.attention, Attention):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
+
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
+        """Means over the question's queries, and their differences from the baseline of the same
+        prompt."""
+        layout = _layout(batch)
+        baseline = layout.baseline
+        question_span = layout.question_span
+        weights = layout.question_weights[..., question_span]
+        masses = sums["masses"]
+        segment_attention = fn.mean_over_queries(masses[..., question_span], weights)
+        change = segment_attention - segment_attention[baseline]
+
+        # The attention of each query's counterpart in the baseline; question tokens all have one.
+        origin = batch.origin[:, None, None, question_span].clamp(min=0)
+        query_index = origin.expand(-1, *masses.shape[1:3], -1)
+        baseline_masses = masses[baseline].gather(-1, query_index)
+        inserted_mass = masses[:, _INSERTED, :, question_span]
+        dilution = -fn.mean_over_queries(baseline_masses, weights * inserted_mass)
+
+        by_cause = _by_cause(sums, segment_attention, change, baseline)
+        has_tokens = layout.has_tokens
+        return {
+            "attention": nan_outside(segment_attention, has_tokens),
+            "change": nan_outside(change, has_tokens),
+            "dilution": nan_outside(dilution, has_tokens),
+            "rerouting": nan_outside(change - dilution, has_tokens),
+            "by_cause": nan_outside(by_cause, has_tokens[..., None]),
+        }
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
         """The question's mean attention if the hidden states had not changed.
 
         Returns:
-            ``moved``, with the inserted keys in the softmax, and ``moved_original``, without them,
-            both [batch head segment] and 0 for baselines; ``knows_distance``, whether positions can
-            be moved, and ``is_unchanged``, whether hidden states are the baseline's, both [batch].
+            ``at_new_positions``, with the original keys in the softmax, and ``with_inserted_keys``,
+            with all keys, both [batch head segment] and 0 for baselines; ``knows_distance``,
+            whether positions can be moved, and ``is_unchanged``, whether queries and keys are those
+            of the baseline, both [batch].
         """
-        shared = _shared(batch)
-        longer = shared.longer
-        moved = zeros_of_rows(batch, attention.q.shape[1], len(SEGMENTS))
-        moved_original = torch.zeros_like(moved)
-        is_unchanged = torch.zeros(len(batch.rows), dtype=torch.bool, device=moved.device)
+        layout = _layout(batch)
+        longer = layout.longer
+        at_new_positions = zeros_of_rows(batch, attention.q.shape[1], len(SEGMENTS))
+        with_inserted_keys = torch.zeros_like(at_new_positions)
+        is_unchanged = torch.zeros(len(batch.rows), dtype=torch.bool, device=longer.device)
 
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
-            queries = shared.question_of_longer
+            question_span = layout.question_span_of_longer
             with_old_states = fn.before_hidden_states(
                 attention,
                 longer,
-                shared.baseline[longer],
+                layout.baseline[longer],
                 batch.origin[longer],
                 rotation,
                 _turns(batch, rotation),
-                queries,
+                question_span,
             )
 
             if layer == 0:  # only here the hidden states are embeddings, which do not change
                 is_unchanged[longer] = fn.is_unchanged(with_old_states, attention.of(longer))
-            masses = fn.segment_masses(with_old_states, shared.members[longer], queries)
-            weights = shared.question_weights[longer, :, queries]
+            masses = fn.segment_masses(with_old_states, layout.members[longer], question_span)
+            weights = layout.question_weights[longer, :, question_span]
 
-            with_all_keys = fn.mean_over_queries(masses, weights)
-            with_original_keys = fn.mean_among_original(
+            mean_among_original = fn.mean_among_original(
                 masses, weights, _INSERTED, sinks=attention.sinks is not None
             )
-
-            moved[longer] = with_all_keys.to(moved.dtype)
-            moved_original[longer] = with_original_keys.to(moved.dtype)
+            mean_over_all = fn.mean_over_queries(masses, weights)
+            at_new_positions[longer] = mean_among_original.to(at_new_positions.dtype)
+            with_inserted_keys[longer] = mean_over_all.to(with_inserted_keys.dtype)
 
         return {
-            "moved": moved,
-            "moved_original": moved_original,
+            "at_new_positions": at_new_positions,
+            "with_inserted_keys": with_inserted_keys,
             "knows_distance": torch.full_like(is_unchanged, layer in self.rotations),
             "is_unchanged": is_unchanged,
         }
 
-    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
-        """Means over the question's queries, and their differences from the baseline of the same
-        prompt."""
-        shared = _shared(batch)
-        baseline = shared.baseline
-        queries = shared.question
-        weights = shared.question_weights[..., queries]
-        masses = sums["masses"]
-        attention = fn.mean_over_queries(masses[..., queries], weights)
-        change = attention - attention[baseline]
 
-        source = batch.origin[:, None, None, queries].clamp(min=0)
-        source = source.expand(-1, *masses.shape[1:3], -1)
-        baseline_masses = masses[baseline].gather(-1, source)
-        to_inserted = masses[:, _INSERTED, :, queries]
-        dilution = -fn.mean_over_queries(baseline_masses, weights * to_inserted)
+def _by_cause(
+    sums: Sums, segment_attention: fn.Means, change: fn.Means, baseline: RowIndex
+) -> Float[Tensor, "batch head segment cause"]:
+    """The change by cause; NaN if the engine gave no queries and keys."""
+    if "with_inserted_keys" not in sums:
+        return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
+    # One truth value per row, for all heads and segments.
+    row_indices = torch.arange(len(baseline), device=baseline.device)
+    is_longer = (baseline != row_indices)[:, None, None]
+    knows_distance = sums["knows_distance"][:, None, None]
+    # Here only rounding distinguishes the last step from the condition: it is not a change.
+    has_same_inputs = is_longer & sums["is_unchanged"][:, None, None]
 
-        measured = {
-            "attention": attention,
-            "change": change,
-            "dilution": dilution,
-            "rerouting": change - dilution,
-        }
-        values = {name: nan_outside(value, shared.payers) for name, value in measured.items()}
-        by_cause = self._by_cause(sums, attention, change, baseline)
-        values["by_cause"] = nan_outside(by_cause, shared.payers[..., None])
-        return values
+    # From the baseline's attention to the condition's, one cause at a time.
+    at_new_positions = sums["at_new_positions"]
+    with_inserted_keys = torch.where(has_same_inputs, segment_attention, sums["with_inserted_keys"])
+    distance = (at_new_positions - segment_attention[baseline]) * is_longer
+    mass = with_inserted_keys - at_new_positions
+    hidden_states = (segment_attention - with_inserted_keys) * is_longer
 
-    def _by_cause(
-        self,
-        sums: Sums,
-        attention: BySegment,
-        change: BySegment,
-        baseline: RowIndex,
-    ) -> Float[Tensor, "batch head segment cause"]:
-        """The change by cause; NaN if the engine gave no queries and keys."""
-        if "moved" not in sums:
-            return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
-        # One truth value per row, for all heads and segments.
-        rows = torch.arange(len(baseline), device=baseline.device)
-        is_longer = (baseline != rows)[:, None, None]  # not a baseline itself
-        knows_distance = sums["knows_distance"][:, None, None]
-        # Here only rounding distinguishes the last step from the condition: it is not a change.
-        has_same_inputs = is_longer & sums["is_unchanged"][:, None, None]
-
-        # From the baseline's attention to the condition's, one cause at a time.
-        at_new_positions = sums["moved_original"]
-        with_inserted_keys = torch.where(has_same_inputs, attention, sums["moved"])
-        distance = (at_new_positions - attention[baseline]) * is_longer
-        mass = with_inserted_keys - at_new_positions
-        hidden_states = (attention - with_inserted_keys) * is_longer
-
-        # Where positions cannot be moved, distance belongs to the hidden states.
-        hidden_states = torch.where(knows_distance, hidden_states, change - mass)
-        distance = distance.masked_fill(~knows_distance, torch.nan)
-        return torch.stack([distance, mass, hidden_states], -1)
+    # Where positions cannot be moved, distance belongs to the hidden states.
+    hidden_states = torch.where(knows_distance, hidden_states, change - mass)
+    distance = distance.masked_fill(~knows_distance, torch.nan)
+    return torch.stack([distance, mass, hidden_states], -1)
 
 
 @dataclass(eq=False)
-class _Shared:
-    """What the layers and blocks of a batch share; each item is computed when it is first
-    needed."""
+class _BatchLayout:
+    """Where the baselines and the question of a batch are, which its layers and blocks share."""
 
     batch: Batch
 
     @cached_property
-    def members(self) -> Float[Tensor, "batch segment pos"]:
+    def members(self) -> fn.Members:
         """1 if a position belongs to a segment, otherwise 0."""
         return self.batch.members().float()
 
     @cached_property
-    def question(self) -> slice:
-        """The positions from the first to the last at which any row has a question token."""
+    def question_span(self) -> slice:
+        """The positions of the question's tokens in any row."""
         return _span(self.batch.of_segment("question"))
 
     @cached_property
-    def question_of_longer(self) -> slice:
-        """The same positions for the rows that are not a baseline."""
+    def question_span_of_longer(self) -> slice:
+        """The positions of the question's tokens in any row that is not a baseline."""
         return _span(self.batch.of_segment("question")[self.longer])
 
     @cached_property
@@ -285,34 +280,37 @@ class _Shared:
 
         Unlike ``pairs_of``, this reads nothing from a GPU, and so does not wait for it.
         """
-        rows = self.batch.rows
-        row_of_prompt = {
-            prompt: row for row, (prompt, condition) in enumerate(rows) if condition == BASELINE
+        baseline_rows = {
+            prompt: row
+            for row, (prompt, condition) in enumerate(self.batch.rows)
+            if condition == BASELINE
         }
-        baseline = [row_of_prompt[prompt] for prompt, _ in rows]
-        return torch.tensor(baseline, device=self.batch.tokens.device)
+        row_indices = [baseline_rows[prompt] for prompt, _ in self.batch.rows]
+        return torch.tensor(row_indices, device=self.batch.tokens.device)
 
     @cached_property
     def longer(self) -> RowIndex:
         """The rows that are not a baseline."""
-        rows = [row for row, (_, name) in enumerate(self.batch.rows) if name != BASELINE]
-        return torch.tensor(rows, dtype=torch.long, device=self.batch.tokens.device)
+        row_indices = [
+            row for row, (_, condition) in enumerate(self.batch.rows) if condition != BASELINE
+        ]
+        return torch.tensor(row_indices, dtype=torch.long, device=self.batch.tokens.device)
 
     @cached_property
-    def payers(self) -> Bool[Tensor, "batch segment"]:
-        """The segments that have tokens in at least one condition of the row's prompt."""
+    def has_tokens(self) -> Bool[Tensor, "batch segment"]:
+        """Whether a segment has tokens in at least one condition of the row's prompt."""
         same_prompt = (self.baseline[:, None] == self.baseline).float()
         return same_prompt @ self.batch.members().any(-1).float() > 0
 
 
 # One per batch, for all of its layers. More than one is kept, as batches may alternate with those
 # of a null.
-_shared = lru_cache(maxsize=4)(_Shared)
+_layout = lru_cache(maxsize=4)(_BatchLayout)
 
 
-def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
-    """The positions from the first to the last that is marked in any row."""
-    positions = marked.any(0).nonzero()
+def _span(is_question: Marked) -> slice:
+    """The positions from the first to the last at which any row has a question token."""
+    positions = is_question.any(0).nonzero()
     return slice(int(positions[0]), int(positions[-1]) + 1)
 
 
@@ -320,10 +318,12 @@ def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
 def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
     """The rotation of each original token from its position in the baseline to that in its row, for
     the rows that are not a baseline."""
-    longer = _shared(batch).longer
+    layout = _layout(batch)
     position_ids = batch.position_ids
     if position_ids is None:
         position_ids = batch.positions.expand_as(batch.tokens)
-    baseline_ids = position_ids[_shared(batch).baseline[longer]]
+
+    longer = layout.longer
+    baseline_ids = position_ids[layout.baseline[longer]]
     old_ids = baseline_ids.gather(1, batch.origin[longer].clamp(min=0))
     return rotation.turns(old_ids, position_ids[longer], torch.float32)

@@ -117,6 +117,8 @@ _OF_QUERIES = {
 }
 # These are computed in ``values`` from the target and the entropy of each query.
 _FROM_SUMS = ("self_share", "first_share", "previous_share", "entropy_share")
+# How many positions after an earlier occurrence of the query's token the attended key is.
+_AFTER_REPEAT = {"duplicate_mass": 0, "induction_mass": 1}
 
 
 @dataclass(frozen=True)
@@ -148,20 +150,20 @@ class AttentionFocus(AnalysisBase):
     per_query: bool = False
 
     @property
-    def _measured(self) -> Quantities:
+    def _query_quantities(self) -> Quantities:
         """The quantities of each query that these options measure."""
-        measured = dict(_OF_QUERIES)
+        query_quantities = dict(_OF_QUERIES)
         if not self.half_mass:
-            del measured["half_mass_keys"]
-        return measured
+            del query_quantities["half_mass_keys"]
+        return query_quantities
 
     @property
     def quantities(self) -> Quantities:
         """Means over the queries of each segment; with ``per_query`` also each query's values."""
-        measured = self._measured
-        quantities = means_of(measured)
+        query_quantities = self._query_quantities
+        quantities = means_of(query_quantities)
         if self.per_query:
-            quantities |= of_each(measured)
+            quantities |= of_each(query_quantities)
             quantities["target_at"] = Quantity(
                 ("head", "key"), "position", "index of the strongest target", no_null=_NO_LARGEST
             )
@@ -169,7 +171,7 @@ class AttentionFocus(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zeros for each query and number."""
-        names = [name for name in self._measured if name not in _FROM_SUMS]
+        names = [name for name in self._query_quantities if name not in _FROM_SUMS]
         return zeros(batch, heads, *names, "target")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -178,47 +180,49 @@ class AttentionFocus(AnalysisBase):
         first_query = rows.queries.start
         first_key = rows.keys.start
         block = (first_query, rows.queries.stop, first_key, rows.keys.stop)
-        largest, second, column = fn.top_two(pattern)
-        numbers = {
-            "target": column + first_key,
+        largest, second, target_column = fn.top_two(pattern)
+        block_values = {
+            "target": target_column + first_key,
             "self_mass": self_attention(pattern, first_query, first_key),
             "previous_mass": fn.looking_back(pattern, 1, first_query, first_key),
-            "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 0, *block)),
-            "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows.batch, 1, *block)),
-            "concentration": largest - second.clamp(min=0),
+            "concentration": largest - second.clamp(min=0),  # ``second`` is −1 for a single key
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, first_query, first_key),
         }
 
+        for name, after in _AFTER_REPEAT.items():
+            indices = _indices_of_repeats(rows.batch, after, *block)
+            block_values[name] = fn.looked_up_mass(pattern, indices)
+
         if first_key == 0:
-            numbers["first_mass"] = pattern[..., 0]
+            block_values["first_mass"] = pattern[..., 0]
 
         span_start, span_end = inserted_span(rows.batch)
         if span_start < rows.keys.stop and span_end > first_key:
             inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)
-            numbers["inserted_mass"] = masses_of_rows(pattern, inserted[:, None])[:, 0]
+            block_values["inserted_mass"] = masses_of_rows(pattern, inserted[:, None])[:, 0]
 
         if self.half_mass:
-            numbers["half_mass_keys"] = fn.half_mass_keys(pattern)
+            block_values["half_mass_keys"] = fn.half_mass_keys(pattern)
 
-        for name, number in numbers.items():
-            sums[name][..., rows.queries] = number
+        for name, value in block_values.items():
+            sums[name][..., rows.queries] = value
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment that see at least two keys."""
         key_counts = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         counted = batch.real & (key_counts >= 2)
         largest_entropy = key_counts.log()[:, None].float()
-        numbers = dict(sums)
-        target = numbers.pop("target")
-        numbers["self_share"] = (target == batch.positions).float()
-        numbers["first_share"] = (target == 0).float()
-        numbers["previous_share"] = (target == batch.positions - 1).float()
-        numbers["entropy_share"] = sums["entropy"] / largest_entropy
 
-        query_values = {name: nan_outside(number, counted) for name, number in numbers.items()}
-        for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
-            query_values[name] = nan_outside(query_values[name], _has_repeat(batch, after))
+        query_values = dict(sums)
+        target = query_values.pop("target")
+        query_values["self_share"] = (target == batch.positions).float()
+        query_values["first_share"] = (target == 0).float()
+        query_values["previous_share"] = (target == batch.positions - 1).float()
+        query_values["entropy_share"] = sums["entropy"] / largest_entropy
+        for name, after in _AFTER_REPEAT.items():
+            query_values[name] = nan_outside(sums[name], _has_repeat(batch, after))
+        query_values = {name: nan_outside(value, counted) for name, value in query_values.items()}
 
         values = means_by_segment(query_values, batch)
         if self.per_query:
@@ -230,7 +234,7 @@ class AttentionFocus(AnalysisBase):
 # The layers of a batch share them. There is one entry for each block and each value of ``after``;
 # 256 suffice for a long sequence. Before Python 3.12 slices cannot be keys of a cache.
 @lru_cache(maxsize=256)
-def _places_of_repeats(
+def _indices_of_repeats(
     batch: Batch, after: int, first_query: int, end_query: int, first_key: int, end_key: int
 ) -> fn.PairIndices:
     """The indices (row, query, key) of the keys in a block that ``fn.repeats_of`` marks."""

@@ -199,14 +199,14 @@ class AttentionSinks(AnalysisBase):
             " (least_queries=…)"
         )
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Prepare the factors of each layer's W_O."""
         factors = {layer: output_factor(output_weights(model, layer)) for layer in layers}
         return replace(self, factors=factors)
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero sums over queries for each key."""
-        return zeros(batch, heads, "columns", "columns_after", "near")
+        return zeros(batch, heads, "column_sums", "column_sums_after", "near_column_sums")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over all queries, over the original ones after the insertion, and over
@@ -218,18 +218,19 @@ class AttentionSinks(AnalysisBase):
         # Once per layer; a null has no values.
         if "value_norm" not in sums and not rows.null:
             v = rows.values_for("a sink's contribution")
-            norms = fn.value_norms(v, self.factors[rows.layer])
-            sums["value_norm"], sums["output_value_norm"] = norms
+            value_norm, output_value_norm = fn.value_norms(v, self.factors[rows.layer])
+            sums["value_norm"] = value_norm
+            sums["output_value_norm"] = output_value_norm
 
         real = rows.batch.real[:, queries]
-        sums["columns"][..., keys] += fn.column_sums(pattern, real)
-        near = sums["near"][..., keys]
-        fn.add_near_sums(near, pattern, real, queries.start, keys.start, self.gap)
+        sums["column_sums"][..., keys] += fn.column_sums(pattern, real)
+        near_column_sums = sums["near_column_sums"][..., keys]
+        fn.add_near_sums(near_column_sums, pattern, real, queries.start, keys.start, self.gap)
 
         span_start, span_end = inserted_span(rows.batch)
         if span_end and queries.stop > span_start:
-            counted = rows.batch.after_inserted[:, queries]
-            sums["columns_after"][..., keys] += fn.column_sums(pattern, counted)
+            is_after = rows.batch.after_inserted[:, queries]
+            sums["column_sums_after"][..., keys] += fn.column_sums(pattern, is_after)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Store the norm and the Gram matrix of each head's output, and the massive
@@ -237,12 +238,12 @@ class AttentionSinks(AnalysisBase):
         factor = self.factors[captures.layer]
         real = captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
-        sums["output"] = update_norm(z, factor)
+        sums["output_norm"] = update_norm(z, factor)
 
         # In float64, since a Gram matrix squares the condition number.
-        by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
-        by_head = by_head.double() * real[:, None, :, None]
-        sums["gram"] = by_head.mT @ by_head
+        z_by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head").double()
+        real_z = z_by_head * real[:, None, :, None]
+        sums["gram"] = real_z.mT @ real_z
 
         stream = captures.tensors["hook_resid_post"].to(factor.dtype)
         size_bound, ratio_bound = self.massive
@@ -251,19 +252,23 @@ class AttentionSinks(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Everything that follows from α; except for the null, also what needs values, z and the
         residual stream."""
-        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
-        values = self._of_keys(sums, batch, seeing)
-        mass_of_span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1)
-        queries_after = batch.after_inserted.sum(-1)[:, None].float()
-        values["span_mass"] = mass_of_span / queries_after
+        query_counts = fn.seeing_queries(
+            batch.real, window, include_self=True, edge_mask=batch.edge_mask
+        )
+        values = self._of_keys(sums, batch, query_counts)
+        span_sums = (sums["column_sums_after"] * batch.inserted[:, None]).sum(-1)
+        counts_after = batch.after_inserted.sum(-1)[:, None].float()
+        values["span_mass"] = span_sums / counts_after
         values["span_sink"] = _above(values["span_mass"], self.threshold)
 
-        gap = min(self.gap, window or self.gap)
-        near = fn.seeing_queries(batch.real, gap, include_self=True, edge_mask=batch.edge_mask)
-        distant = seeing - near
-        from_afar = sums["columns"] - sums["near"]
-        vertical = from_afar / distant[:, None]
-        values["vertical"] = nan_outside(vertical, batch.real & (distant > 0))
+        near_window = self.gap if window is None else min(self.gap, window)
+        near_query_counts = fn.seeing_queries(
+            batch.real, near_window, include_self=True, edge_mask=batch.edge_mask
+        )
+        distant_query_counts = query_counts - near_query_counts
+        distant_column_sums = sums["column_sums"] - sums["near_column_sums"]
+        vertical = distant_column_sums / distant_query_counts[:, None]
+        values["vertical"] = nan_outside(vertical, batch.real & (distant_query_counts > 0))
         if "value_norm" not in sums:  # the sums of a null
             return values
 
@@ -275,59 +280,72 @@ class AttentionSinks(AnalysisBase):
             values[name] = nan_outside(sums[name], batch.real)
         return values
 
-    def _of_keys(self, sums: Sums, batch: Batch, seeing: Float[Tensor, "batch key"]) -> Values:
+    def _of_keys(self, sums: Sums, batch: Batch, query_counts: fn.CountOfKey) -> Values:
         """α of every key, the number of sinks, and α of the first, the strongest and the strongest
-        inserted key."""
-        alpha = fn.received_attention(sums["columns"], seeing * batch.real)
-        enough_see = (seeing >= self.least_queries) & batch.real
-        alpha_of_seen = alpha.masked_fill(~enough_see[:, None], -1.0)
-        strongest_alpha, position = alpha_of_seen.max(-1)
-        count = (alpha_of_seen > self.threshold).sum(-1).float()
-        any_counts = enough_see.any(-1)  # False in a window narrower than ``least_queries``
+        inserted key.
 
-        inserted_alpha = alpha_of_seen.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
+        Args:
+            sums: The layer's sums.
+            batch: The sequences.
+            query_counts: The number of queries that see each key, itself included.
+        """
+        alpha = fn.received_attention(sums["column_sums"], query_counts * batch.real)
+        is_candidate = (query_counts >= self.least_queries) & batch.real
+        candidate_alpha = alpha.masked_fill(~is_candidate[:, None], -1.0)
+        strongest_alpha, strongest_position = candidate_alpha.max(-1)
+        sink_count = (candidate_alpha > self.threshold).sum(-1).float()
+        has_candidate = is_candidate.any(-1)  # False in a window narrower than ``least_queries``
+
+        inserted_alpha = candidate_alpha.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
         inserted_alpha = inserted_alpha.masked_fill(inserted_alpha < 0, torch.nan)
         first_alpha = alpha[..., 0]
         return {
             "alpha": alpha,
             "first_alpha": first_alpha,
             "first_sink": _above(first_alpha, self.threshold),
-            "strongest_alpha": nan_outside(strongest_alpha, any_counts),
-            "strongest_position": nan_outside(position.float(), any_counts),
-            "sinks": nan_outside(count, any_counts),
+            "strongest_alpha": nan_outside(strongest_alpha, has_candidate),
+            "strongest_position": nan_outside(strongest_position.float(), has_candidate),
+            "sinks": nan_outside(sink_count, has_candidate),
             "inserted_alpha": inserted_alpha,
             "inserted_sink": _above(inserted_alpha, self.threshold),
         }
 
-    def _of_values(self, sums: Sums, batch: Batch, position: Float[Tensor, "batch head"]) -> Values:
+    def _of_values(
+        self, sums: Sums, batch: Batch, strongest_position: Float[Tensor, "batch head"]
+    ) -> Values:
         """What the first and the strongest key contribute, the size and rank of each head's output,
         and which heads are inactive.
 
         Args:
             sums: The layer's sums.
             batch: The sequences.
-            position: The position of the key with the largest α; NaN if no key counts.
+            strongest_position: The position of the key with the largest α; NaN if no key counts.
         """
-        norms = sums["value_norm"]
-        mean_norm = _mean(norms, batch.real)
+        value_norm = sums["value_norm"]
+        mean_value_norm = _mean(value_norm, batch.real)
 
-        index = position.nan_to_num(0.0).long()[..., None]
-        strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(position.isnan(), torch.nan)
+        key_index = strongest_position.nan_to_num(0.0).long()[..., None]
+        strongest_value_norm = value_norm.gather(-1, key_index)[..., 0]
+        has_no_strongest = strongest_position.isnan()
+        strongest_value_norm = strongest_value_norm.masked_fill(has_no_strongest, torch.nan)
 
-        output = _mean(sums["output"], batch.real)
-        ratio = output / output.mean(1, keepdim=True)
+        mean_output_norm = _mean(sums["output_norm"], batch.real)
+        output_ratio = mean_output_norm / mean_output_norm.mean(1, keepdim=True)
+        is_inactive = (output_ratio < self.inactive_below).float()
         # The mean over queries of A |v W_O|, for each key.
-        contributions = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
+        lengths = batch.lengths[:, None, None]
+        contributions = sums["column_sums"] * sums["output_value_norm"] / lengths
         first_contribution = contributions[..., 0]
+        first_output_share = first_contribution / mean_output_norm
 
         return {
-            "value_drain": norms[..., 0] / mean_norm,
-            "strongest_value_ratio": strongest_norm / mean_norm,
+            "value_drain": value_norm[..., 0] / mean_value_norm,
+            "strongest_value_ratio": strongest_value_norm / mean_value_norm,
             "first_norm_share": first_contribution / contributions.sum(-1),
-            "first_output_share": torch.where(output > 0, first_contribution / output, torch.nan),
+            "first_output_share": torch.where(mean_output_norm > 0, first_output_share, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
-            "output_ratio": ratio,
-            "inactive": (ratio < self.inactive_below).float(),
+            "output_ratio": output_ratio,
+            "inactive": is_inactive.masked_fill(output_ratio.isnan(), torch.nan),
         }
 
 
@@ -344,7 +362,7 @@ def _quantities(
     }
 
 
-def _mean(value: Float[Tensor, "batch head pos"], counted: Marked) -> Float[Tensor, "batch head"]:
+def _mean(value: fn.PerKey, counted: Marked) -> Float[Tensor, "batch head"]:
     """The mean over the counted positions; NaN if there are none."""
     weight = counted[:, None].to(value.dtype)
     return (value * weight).sum(-1) / weight.sum(-1)

@@ -101,7 +101,7 @@ class BlockUpdates(AnalysisBase):
             captures.append(_MIDDLE_HOOK)
         return captures
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
 
         Raises:
@@ -144,19 +144,19 @@ class BlockUpdates(AnalysisBase):
 
         streams = torch.stack([resid_pre, mlp_input], 1)
         updates = torch.stack([attention_update, mlp_update], 1)
-        sums["stream"] = streams.norm(dim=-1)
-        sums["norm"] = updates.norm(dim=-1)
+        sums["stream_norm"] = streams.norm(dim=-1)
+        sums["update_norm"] = updates.norm(dim=-1)
         sums["product"] = torch.linalg.vecdot(streams, updates)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments."""
-        stream = sums["stream"]
-        norm = sums["norm"]
+        stream_norm = sums["stream_norm"]
+        update_norm = sums["update_norm"]
         per_token = {
-            "block_magnitude": norm / stream,
-            "block_orientation": orientation(sums["product"], norm, stream),
-            "block_norm": norm,
-            "stream_norm": stream,
+            "block_magnitude": update_norm / stream_norm,
+            "block_orientation": orientation(sums["product"], update_norm, stream_norm),
+            "block_norm": update_norm,
+            "stream_norm": stream_norm,
         }
 
         values = means_by_segment(per_token, batch)

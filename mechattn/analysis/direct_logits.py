@@ -63,7 +63,7 @@ class _Logits(AnalysisBase):
     # The norm after attention, of the layers that have one.
     norms: Mapping[int, FrozenNorm] = calibrated_field(default_factory=dict)
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Any:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Any:
         """Prepare W_O, the norms after attention and the unembedding.
 
         Raises:
@@ -74,7 +74,7 @@ class _Logits(AnalysisBase):
         norms = norms_after(model, layers)
         return replace(self, weights=weights, unembed=unembedding(model), norms=norms)
 
-    def toward_next(self, next_tokens: Tokens, layer: int) -> Stream:
+    def next_direction(self, next_tokens: Tokens, layer: int) -> Stream:
         """The direction ``u`` that turns a head's update into its contribution to the next logit.
 
         The contribution is the product of both, divided by the scales of the norms.
@@ -122,9 +122,9 @@ class DirectLogits(_Logits):
     @property
     def quantities(self) -> Quantities:
         """The contribution of each head."""
-        described = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
+        description = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
         token_quantities = {
-            "next_token_logit": Quantity(("head", "segment"), "logits", described, "difference")
+            "next_token_logit": Quantity(("head", "segment"), "logits", description, "difference")
         }
         quantities = means_of(token_quantities, "tokens")
         if self.per_query:
@@ -145,14 +145,14 @@ class DirectLogits(_Logits):
         """
         w_o = in_working_dtype(self.weights[captures.layer])
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
-        toward = self.toward_next(captures.batch.tokens.roll(-1, 1), captures.layer)
-        product = update_product(z, w_o, toward)
+        next_tokens = captures.batch.tokens.roll(-1, 1)
+        direction = self.next_direction(next_tokens, captures.layer)
+        sums["product"] = update_product(z, w_o, direction)
 
         norm = self.norms.get(captures.layer)
         if norm is not None:
             scale = norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)
-            product = product / scale[:, None]
-        sums["product"] = product
+            sums["product"] /= scale[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the tokens of each segment that have a next token."""
@@ -193,8 +193,9 @@ class SegmentLogits(_Logits):
     value that :class:`DirectLogits` gives an update Δ at query q, with the scales of the final norm
     and of a norm after attention held fixed. If a gate of the query multiplies the head's output
     (Qwen3-Next), ``v[k] · g[q]`` replaces ``v[k]``. The sum over all segments is
-    ``next_token_logit`` of ``DirectLogits``. Values are means over the queries of each segment,
-    except the last token, which has no next token.
+    ``next_token_logit`` of ``DirectLogits``, except for a head that an intervention on z changes,
+    such as an ablated one: it acts later and has no effect on φ. Values are means over the queries
+    of each segment, except the last token, which has no next token.
 
     ``next_token_logit_per_key`` is φ divided by the number of keys of the segment that the query
     sees; queries that see none do not count in its mean. The difference of two segments is the
@@ -205,34 +206,33 @@ class SegmentLogits(_Logits):
     """
 
     name = "segment_logits"
-    # The hook of a gate on z, and the function from its value to the gate.
-    gate: tuple[str, Callable[[Tensor], Tensor]] | None = calibrated_field(default=None)
+    gate: _Gate | None = calibrated_field(default=None)  # on z; None without one
 
     @property
     def quantities(self) -> Quantities:
         """The contribution that queries of ``segment`` read from keys of ``to_segment``."""
-        read = Quantity(
+        from_keys = Quantity(
             ("head", "segment", "to_segment"),
             "logits",
             f"{_ABOUT}, read from the keys of to_segment",
             "difference",
             "it depends on the values",
         )
-        per_key = replace(read, description=f"{read.description}, per key seen")
-        return means_of({"next_token_logit_from": read, "next_token_logit_per_key": per_key})
+        per_key = replace(from_keys, description=f"{from_keys.description}, per key seen")
+        return means_of({"next_token_logit_from": from_keys, "next_token_logit_per_key": per_key})
 
     @property
     def captures(self) -> Sequence[str]:
         """The input of a norm after attention and the gate; z if the model has neither."""
-        captures = []
+        hooks = []
         if self.norms:
-            captures.append(NORM_INPUT)
-        if self.gate:
-            captures.append(self.gate[0])
+            hooks.append(NORM_INPUT)
+        if self.gate is not None:
+            hooks.append(self.gate.hook)
         # ``add_captures`` is called after the last hook, so one is needed; z is not read.
-        return captures or [_Z]
+        return hooks or [_Z]
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the
         unembedding.
 
@@ -241,24 +241,24 @@ class SegmentLogits(_Logits):
                 model, or z is not the sum of ``A · v`` times a known gate, so that the share of a
                 key cannot be separated.
         """
-        gate = None
+        calibrated = super().calibrated(model, layers, prompts)
         limit = limit_of(model, "values")
-        if limit:
-            function = gate_of(model)
-            attention = f"blocks.{layers[0]}.attn"
-            gates = [name for name in GATES if f"{attention}.{name}" in model.hook_dict]
-            if function is None or not gates:
-                raise ModelError(
-                    f"{model.cfg.model_name}: {limit}, so a key's share of a head's update is not A"
-                    " · v W_O"
-                )
+        if limit is None:
+            return replace(calibrated, gate=None)
 
-            gate = (f"attn.{gates[0]}", function)
-        return replace(super().calibrated(model, layers, measured), gate=gate)
+        function = gate_of(model)
+        hooks = [f"attn.{name}" for name in GATES]
+        gate_hooks = [hook for hook in hooks if f"blocks.{layers[0]}.{hook}" in model.hook_dict]
+        if function is None or not gate_hooks:
+            raise ModelError(
+                f"{model.cfg.model_name}: {limit}, so a key's share of a head's update is not A"
+                " · v W_O"
+            )
+        return replace(calibrated, gate=_Gate(gate_hooks[0], function))
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zeros [batch head query segment]."""
-        return {"read": zeros_of_rows(batch, heads, batch.tokens.shape[1], len(SEGMENTS))}
+        return {"from_keys": zeros_of_rows(batch, heads, batch.tokens.shape[1], len(SEGMENTS))}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store what these queries read from each segment, not yet divided by the scales of the
@@ -269,36 +269,35 @@ class SegmentLogits(_Logits):
         w_o = in_working_dtype(self.weights[rows.layer])
         next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
         directions = einsum(
-            self.toward_next(next_tokens, rows.layer),
+            self.next_direction(next_tokens, rows.layer),
             w_o,
             "batch query d_model, head d_head d_model -> batch head query d_head",
         )
 
-        heads = len(w_o)
-        values = for_each_head(v.to(directions.dtype), heads)
+        values = for_each_head(v.to(directions.dtype), len(w_o))
         members = rows.batch.members()[:, None, :, rows.keys].to(directions.dtype)
         if self.gate is None:
             key_logits = rows.pattern * (directions @ values.mT)
-            sums["read"][:, :, rows.queries] = key_logits @ members.mT
+            sums["from_keys"][:, :, rows.queries] = key_logits @ members.mT
             return
 
         # The gate multiplies each channel and fires later, so channels are kept apart until then.
-        values_of_segments = members[..., None] * values[:, :, None]
-        mixed = rows.pattern.to(values.dtype)[:, :, None] @ values_of_segments
-        products = mixed * directions[:, :, None]
-        if "mixed" not in sums:
-            sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
-        sums["mixed"][:, :, rows.queries] = products.transpose(2, 3)
+        segment_values = members[..., None] * values[:, :, None]
+        segment_z = rows.pattern.to(values.dtype)[:, :, None] @ segment_values
+        channel_logits = segment_z * directions[:, :, None]
+        if "by_channel" not in sums:
+            d_head = values.shape[-1]
+            sums["by_channel"] = values.new_zeros(*sums["from_keys"].shape, d_head)
+        sums["by_channel"][:, :, rows.queries] = channel_logits.transpose(2, 3)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Apply the gate, and keep the scale of the norm after attention."""
         if self.gate is not None:
-            hook, function = self.gate
-            mixed = sums.pop("mixed")
+            channel_logits = sums.pop("by_channel")
+            gate = self.gate.function(captures.by_head(self.gate.hook, channel_logits.shape[1]))
             # A gate has one number per head, or one per channel.
-            gate = function(captures.by_head(hook, mixed.shape[1]))
-            gate = rearrange(gate, "batch pos head d -> batch head pos 1 d")
-            sums["read"] = (mixed * gate).sum(-1)
+            gate_by_head = rearrange(gate, "batch pos head d -> batch head pos 1 d")
+            sums["from_keys"] = (channel_logits * gate_by_head).sum(-1)
         norm = self.norms.get(captures.layer)
         if norm is not None:
             sums["norm_scale"] = norm.scale(captures.tensors[NORM_INPUT])[:, None]
@@ -308,26 +307,35 @@ class SegmentLogits(_Logits):
         scale = sums["scale"]
         if "norm_scale" in sums:
             scale = scale * sums["norm_scale"]
-        read = sums["read"] / scale[..., None]
+        from_keys = sums["from_keys"] / scale[..., None]
         has_next = _has_next(batch)[:, None]
-        queries = (batch.members() & has_next).to(read.dtype)[:, None]
-        count = queries.sum(-1)[..., None]
+        is_query = (batch.members() & has_next).to(from_keys.dtype)[:, None]
+        query_counts = is_query.sum(-1)[..., None]
 
         # The number of keys of each segment that each query sees.
-        is_seen = seen_keys(batch, batch.positions, window).to(read.dtype)
-        key_counts = (is_seen @ batch.members().to(read.dtype).mT)[:, None]
-        per_key = torch.where(key_counts > 0, read / key_counts, 0.0)
+        visible = seen_keys(batch, batch.positions, window).to(from_keys.dtype)
+        key_counts = (visible @ batch.members().to(from_keys.dtype).mT)[:, None]
+        per_key = torch.where(key_counts > 0, from_keys / key_counts, 0.0)
         # The number of queries of the segment that see a key of to_segment.
-        count_seeing = queries @ (key_counts > 0).to(read.dtype)
+        seeing_counts = is_query @ (key_counts > 0).to(from_keys.dtype)
 
-        means = {
-            "next_token_logit_from": queries @ read / count,
-            "next_token_logit_per_key": queries @ per_key / count_seeing,
+        is_empty = seeing_counts == 0  # a segment without queries, or without keys that they see
+        from_mean = is_query @ from_keys / query_counts
+        per_key_mean = is_query @ per_key / seeing_counts
+        return {
+            "next_token_logit_from": from_mean.masked_fill(is_empty, torch.nan),
+            "next_token_logit_per_key": per_key_mean.masked_fill(is_empty, torch.nan),
         }
-        is_empty = count_seeing == 0  # a segment without queries, or without keys that they see
-        return {name: mean.masked_fill(is_empty, torch.nan) for name, mean in means.items()}
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """A gate that multiplies z."""
+
+    hook: str  # within the block
+    function: Callable[[Tensor], Tensor]  # from the value at the hook to the gate
 
 
 def _has_next(batch: Batch) -> Marked:
-    """The tokens with a next token."""
+    """Whether a token has a next token."""
     return torch.nn.functional.pad(batch.real[:, 1:], (0, 1))

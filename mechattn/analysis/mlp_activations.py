@@ -3,8 +3,8 @@ conditions."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -39,12 +39,13 @@ from mechattn.model.hooks import forward_to
 from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
 from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 Rule = Literal["quantile", "mad", "absolute"]
-_UNDEFINED = -1.0  # replaces an undefined number, since sums must be finite
+# Replaces an undefined statistic, since sums must be finite; no statistic is negative.
+_UNDEFINED = -1.0
 _NEAR_ZERO = "share of channels with |act| <= threshold"
 _DIMS = ("segment",)
 _PER_TOKEN = {
@@ -85,7 +86,7 @@ _OF_QUESTIONS = {
         "difference",
     ),
 }
-_CALIBRATION = 16  # the number of generated calibration problems
+_CALIBRATION_PROBLEMS = 16  # generated for calibration by default
 # Their seed differs from the default of ``load_prompts``, which may give the measured problems.
 _CALIBRATION_SEED = 977
 # Tokens of which the changes in all conditions of a prompt are in memory at once.
@@ -118,8 +119,9 @@ class MlpActivations(AnalysisBase):
     Args:
         rule: The rule for the threshold.
         value: The number that the rule uses.
-        calibration: The calibration prompts. By default they are 16 generated word problems, none
-            of which ``load_prompts("word-problems")`` gives with its default seed.
+        calibration: The calibration prompts, as for ``ma.run``. By default they are 16 generated
+            word problems, none of which ``load_prompts("word-problems")`` gives with its default
+            seed.
         edges: The edges of the histogram's bins. Values below the first and from the last on are
             counted in two open bins.
     """
@@ -127,7 +129,7 @@ class MlpActivations(AnalysisBase):
     name = "mlp_activations"
     rule: Rule = "quantile"
     value: float = 0.25
-    calibration: tuple[Prompt, ...] | None = None
+    calibration: Sequence[Prompt] | None = None
     edges: tuple[float, ...] = _EDGES
     thresholds: Mapping[int, float] = calibrated_field(default_factory=dict)  # by layer
     classes: Int[Tensor, " d_vocab"] = calibrated_field(default=None)  # of each token
@@ -138,8 +140,8 @@ class MlpActivations(AnalysisBase):
             raise OptionError(f"value={self.value!r}: give a quantile, between 0 and 1")
         if not self.value > 0:
             raise OptionError(f"value={self.value!r}: give a number above 0")
-        if self.calibration == () and self.rule != "absolute":
-            raise OptionError("calibration=(): give at least one prompt, or leave it out")
+        if self.calibration is not None:
+            as_prompts(self.calibration)  # raises unless it holds prompts
         is_increasing = all(low < high for low, high in pairwise(self.edges))
         if len(self.edges) < 2 or not is_increasing:
             raise OptionError("edges: give at least two numbers in increasing order")
@@ -147,18 +149,15 @@ class MlpActivations(AnalysisBase):
     @property
     def options(self) -> Mapping[str, Any]:
         """The options recorded with the result."""
-        options: dict[str, Any] = {
-            "rule": self.rule,
-            "value": self.value,
-            # Layers as text, as JSON reads them back.
-            "thresholds": {str(layer): value for layer, value in self.thresholds.items()},
-        }
+        # Layers as text, as JSON reads them back.
+        thresholds = {str(layer): threshold for layer, threshold in self.thresholds.items()}
+        options = {"rule": self.rule, "value": self.value, "thresholds": thresholds}
         if self.rule == "absolute":
             return options
-        options["calibration"] = f"{_CALIBRATION} generated word problems"
-        if self.calibration is not None:
-            options["calibration"] = [prompt.id for prompt in self.calibration]
-        return options
+        if self.calibration is None:
+            calibration = f"{_CALIBRATION_PROBLEMS} generated word problems"
+            return {**options, "calibration": calibration}
+        return {**options, "calibration": [prompt.id for prompt in as_prompts(self.calibration)]}
 
     @property
     def coords(self) -> Coords:
@@ -179,7 +178,7 @@ class MlpActivations(AnalysisBase):
             return None
         return "has no question tokens"
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Set the thresholds of the layers and the class of every token.
 
         Warns if a calibration prompt has the question of a measured prompt.
@@ -191,64 +190,20 @@ class MlpActivations(AnalysisBase):
         for layer in layers:
             nonlinearity_of(model, layer)  # raises if the layer has none
         classes = vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab))
-        thresholds = dict.fromkeys(layers, float(self.value))
-        if self.rule != "absolute":
-            thresholds = self._thresholds(model, layers, measured)
+        if self.rule == "absolute":
+            thresholds = dict.fromkeys(layers, float(self.value))
+        else:
+            thresholds = self._thresholds(model, layers, prompts)
         return replace(self, classes=classes, thresholds=thresholds)
-
-    def _thresholds(
-        self, model: HookedModel, layers: Layers, measured: Prompts
-    ) -> dict[int, float]:
-        """The threshold of each layer, which is the median over the calibration prompts."""
-        prompts = self.calibration
-        if prompts is None:
-            if model.tokenizer is None:
-                raise OptionError(
-                    f"{model.cfg.model_name} has no tokenizer for the generated calibration"
-                    ' prompts: give calibration=… as prompts of token ids, or rule="absolute"'
-                )
-            problems = load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
-            prompts = tuple(problems)
-
-        questions = {prompt.question for prompt in measured if prompt.question}
-        repeated = [prompt.id for prompt in prompts if prompt.question in questions]
-        if repeated:
-            warn(
-                f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for"
-                " example) are also measured, so the threshold is set on the data it is applied"
-                " to; calibrate on other prompts"
-            )
-        prompt_thresholds: dict[int, list[float]] = defaultdict(list)
-
-        def add_threshold(
-            layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
-        ) -> None:
-            """Store the threshold that the running prompt gives for a layer."""
-            magnitudes = post.detach().float().abs().flatten()
-            prompt_thresholds[layer].append(self._threshold_of_prompt(magnitudes))
-
-        for prompt in prompts:
-            tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
-            with at_nonlinearity(model, dict.fromkeys(layers, add_threshold)):
-                forward_to(model, tokens, max(layers), [])
-        return {layer: float(np.median(values)) for layer, values in prompt_thresholds.items()}
-
-    def _threshold_of_prompt(self, magnitudes: Float[Tensor, " entry"]) -> float:
-        """The threshold that the rule gives for one prompt's ``|x|``."""
-        ordered = magnitudes.sort().values
-        if self.rule == "quantile":
-            return float(ordered[round(self.value * (len(ordered) - 1))])
-        return float(fn.mad_threshold(ordered[None], self.value))
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Undefined values for each token; zero counts and products."""
         undefined = zeros_of_rows(batch, batch.tokens.shape[1]) + _UNDEFINED
         sums = {name: undefined.clone() for name in _PER_TOKEN}
         sums["histogram"] = zeros_of_rows(batch, len(self.edges) + 1)
-        rows_of_prompts = Counter(prompt for prompt, _ in batch.rows)
-        conditions = max(rows_of_prompts.values())
+        condition_count = len({condition for _, condition in batch.rows})
         for name in ("product", "within"):
-            sums[name] = zeros_of_rows(batch, conditions).double()
+            sums[name] = zeros_of_rows(batch, condition_count).double()
         return sums
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
@@ -257,31 +212,6 @@ class MlpActivations(AnalysisBase):
         for row, length in enumerate(activations.batch.lengths.tolist()):
             self._add_sequence(sums, activations, row, length)
         _add_changes(sums, activations)
-
-    def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
-        """Store the statistics of each token of one sequence, and the histogram of its
-        question."""
-        threshold = self.thresholds[activations.layer]
-        post = activations.post[row, :length].float()
-        pre = activations.pre[row, :length].float()
-        variance = post.var(-1, correction=0)
-        numbers = {
-            "near_zero": fn.near_zero_share(post, threshold),
-            "saturated": fn.saturated_share(post, pre, threshold, activations.minimum),
-            "l1": post.abs().sum(-1),
-            "l2": post.norm(dim=-1),
-            "gini": torch.where(post.any(-1), fn.gini(post), _UNDEFINED),
-            "variance": variance,
-            "kurtosis": torch.where(variance > 0, fn.kurtosis(post), _UNDEFINED),
-        }
-
-        for name, value in numbers.items():
-            sums[name][row, :length] = value
-
-        is_question = activations.batch.of_segment("question")[row, :length]
-        edges = torch.tensor(self.edges, device=post.device)
-        counts = fn.counts_between(post[is_question], edges)
-        sums["histogram"][row] = counts / counts.sum()
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments and token classes, the histogram, and the products of changes."""
@@ -304,6 +234,79 @@ class MlpActivations(AnalysisBase):
         values["change_within"] = sums["within"]
         return values
 
+    def _thresholds(self, model: HookedModel, layers: Layers, prompts: Prompts) -> dict[int, float]:
+        """The threshold of each layer, which is the median over the calibration prompts."""
+        if self.calibration is not None:
+            calibration = as_prompts(self.calibration)
+        elif model.tokenizer is not None:
+            calibration = load_prompts(
+                "word-problems", limit=_CALIBRATION_PROBLEMS, seed=_CALIBRATION_SEED
+            )
+        else:
+            raise OptionError(
+                f"{model.cfg.model_name} has no tokenizer for the generated calibration prompts:"
+                ' give calibration=… as prompts of token ids, or rule="absolute"'
+            )
+
+        measured_questions = {prompt.question for prompt in prompts if prompt.question}
+        repeated_ids = [
+            prompt.id for prompt in calibration if prompt.question in measured_questions
+        ]
+        if repeated_ids:
+            warn(
+                f"{len(repeated_ids)} of {len(calibration)} calibration prompts"
+                f" ({repeated_ids[0]!r}, for example) are also measured, so the threshold is set on"
+                " the data it is applied to; calibrate on other prompts"
+            )
+
+        prompt_thresholds: dict[int, list[float]] = defaultdict(list)
+
+        def add_threshold(layer: int, pre: fn.Channels, post: fn.Channels) -> None:
+            """Store the threshold that the running prompt gives for a layer."""
+            magnitudes = post.detach().float().abs().flatten()
+            prompt_thresholds[layer].append(self._threshold_of_prompt(magnitudes))
+
+        for prompt in calibration:
+            sequence = Baseline().apply(prompt, model)
+            tokens = sequence.tokens[None].to(device_of(model))
+            with at_nonlinearity(model, dict.fromkeys(layers, add_threshold)):
+                forward_to(model, tokens, max(layers), [])
+        return {
+            layer: float(np.median(thresholds)) for layer, thresholds in prompt_thresholds.items()
+        }
+
+    def _threshold_of_prompt(self, magnitudes: Float[Tensor, " entry"]) -> float:
+        """The threshold that the rule gives for one prompt's ``|x|``."""
+        ordered = magnitudes.sort().values
+        if self.rule == "quantile":
+            return float(ordered[round(self.value * (len(ordered) - 1))])
+        return float(fn.mad_threshold(ordered[None], self.value))
+
+    def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
+        """Store the statistics of each token of one sequence, and the histogram of its
+        question."""
+        threshold = self.thresholds[activations.layer]
+        post = activations.post[row, :length].float()
+        pre = activations.pre[row, :length].float()
+        variance = post.var(-1, correction=0)
+        statistics = {
+            "near_zero": fn.near_zero_share(post, threshold),
+            "saturated": fn.saturated_share(post, pre, threshold, activations.minimum),
+            "l1": post.abs().sum(-1),
+            "l2": post.norm(dim=-1),
+            "gini": torch.where(post.any(-1), fn.gini(post), _UNDEFINED),
+            "variance": variance,
+            "kurtosis": torch.where(variance > 0, fn.kurtosis(post), _UNDEFINED),
+        }
+
+        for name, value in statistics.items():
+            sums[name][row, :length] = value
+
+        is_question = activations.batch.of_segment("question")[row, :length]
+        edges = torch.tensor(self.edges, device=post.device)
+        counts = fn.counts_between(post[is_question], edges)
+        sums["histogram"][row] = counts / counts.sum()
+
 
 def _add_changes(sums: Sums, activations: Activations) -> None:
     """Store how much each original token changes from the baseline, and add the products of the
@@ -311,19 +314,22 @@ def _add_changes(sums: Sums, activations: Activations) -> None:
     pairs = activations.pairs
     for baseline in pairs.baseline.unique().tolist():
         rows = (pairs.baseline == baseline).nonzero()[:, 0]
-        originals = int(pairs.original[baseline].sum())
-        for start in range(0, originals, _TOKENS_AT_ONCE):
-            tokens = slice(start, min(start + _TOKENS_AT_ONCE, originals))
+        original_count = int(pairs.original[baseline].sum())
+        for start in range(0, original_count, _TOKENS_AT_ONCE):
+            tokens = slice(start, min(start + _TOKENS_AT_ONCE, original_count))
             baseline_post = activations.post[baseline, tokens].float()
-            places = pairs.place[rows, tokens]
-            change = activations.post[rows[:, None], places].float() - baseline_post
-            norm = baseline_post.norm(dim=-1)
+            positions = pairs.place[rows, tokens]
+            change = activations.post[rows[:, None], positions].float() - baseline_post
+            baseline_norm = baseline_post.norm(dim=-1)
             change_norm = change.norm(dim=-1)
-            relative_change = torch.where(norm > 0, change_norm / norm, _UNDEFINED)
-            sums["token_change"][rows[:, None], places] = relative_change
+            relative_change = torch.where(
+                baseline_norm > 0, change_norm / baseline_norm, _UNDEFINED
+            )
+            sums["token_change"][rows[:, None], positions] = relative_change
 
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
-            large_changes = change * (change_norm > _LEAST_CHANGE * norm)[..., None]
+            is_large = change_norm > _LEAST_CHANGE * baseline_norm
+            large_changes = change * is_large[..., None]  # the others are 0
             question_changes = large_changes[:, is_question].double().flatten(1)
             sums["product"][rows] += question_changes @ question_changes.T
             sums["within"][rows] += question_changes.square() @ (question_changes != 0).double().T

@@ -100,16 +100,6 @@ class QueryAnalysis(AnalysisBase):
                 self._check_shape(name, values, rows)
             sums[name][..., rows.queries] = values.to(sums[name].dtype)
 
-    def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
-        """Refuse a number of another shape, which torch would broadcast over queries or heads."""
-        expected = list(rows.pattern.shape[:3])
-        shape = list(getattr(number, "shape", ()))
-        if shape != expected:
-            raise OptionError(
-                f"{self.name}: of_queries gives {name!r} with the shape {shape}, not"
-                f" [batch, head, query] = {expected}: reduce rows.pattern over its keys"
-            )
-
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over those queries of each segment for which a number is defined."""
         query_values = {
@@ -120,7 +110,18 @@ class QueryAnalysis(AnalysisBase):
             values |= at_positions(query_values, self.numbers, batch)
         return values
 
+    def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
+        """Refuse a number of another shape, which torch would broadcast over queries or heads."""
+        expected = list(rows.pattern.shape[:3])
+        shape = list(getattr(number, "shape", ()))
+        if shape != expected:
+            raise OptionError(
+                f"{self.name}: of_queries gives {name!r} with the shape {shape}, not"
+                f" [batch, head, query] = {expected}: reduce rows.pattern over its keys"
+            )
 
-def _mask_name(number: str) -> str:
-    """The name under which ``sums`` holds the queries for which a number is undefined."""
-    return f"{number}_undefined"
+
+def _mask_name(name: str) -> str:
+    """The name under which ``sums`` holds the queries for which the number of this name is
+    undefined."""
+    return f"{name}_undefined"

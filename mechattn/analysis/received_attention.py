@@ -3,14 +3,13 @@ short prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import torch
-from einops import einsum
-from jaxtyping import Bool, Float
+from einops import einsum, rearrange
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -45,8 +44,9 @@ _BY_SEGMENT = {
         " queries"
     ),
 }
-# The number of groups of keys: each segment with two sets of weights, and the inserted tokens.
+# Groups of keys: each segment with two sets of weights, then the inserted tokens.
 _GROUPS = 2 * len(SEGMENTS) + 1
+_INSERTED_GROUP = _GROUPS - 1
 
 
 @dataclass(frozen=True)
@@ -116,47 +116,49 @@ class ReceivedAttention(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero column sums, self-attention, and sums over groups of keys."""
-        sums = zeros(batch, heads, "columns", "own")
+        sums = zeros(batch, heads, "column_sums", "own")
         if self.queries != "all":
-            sums["by_query"] = zeros_of_rows(batch, _GROUPS, heads, batch.tokens.shape[1])
+            sums["group_masses"] = zeros_of_rows(batch, _GROUPS, heads, batch.tokens.shape[1])
         return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over the counted queries in this block; store each query's attention to
         itself, and to groups of keys for the dilution null."""
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
-        sums["columns"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
+        sums["column_sums"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
         own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
         sums["own"][..., rows.queries] = own
-        if "by_query" in sums:
+        if "group_masses" in sums:
             groups = _key_groups(self, rows.batch, rows.window)[..., rows.keys]
-            sums["by_query"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
+            sums["group_masses"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
         """Add the same sums from a fused kernel."""
-        counted = _counted(self.queries, whole.batch)[..., None].to(sums["columns"].dtype)
-        sums["columns"] += whole.fused.column_sums(counted)[..., 0]
+        counted = _counted(self.queries, whole.batch)[..., None].to(sums["column_sums"].dtype)
+        sums["column_sums"] += whole.fused.column_sums(counted)[..., 0]
         sums["own"] += whole.fused.own
-        if "by_query" in sums:
+        if "group_masses" in sums:
             groups = _key_groups(self, whole.batch, whole.window)
-            by_query = whole.fused.query_sums(groups.mT)
-            sums["by_query"] += by_query.permute(0, 3, 1, 2)
+            group_masses = whole.fused.query_sums(groups.mT)
+            sums["group_masses"] += rearrange(
+                group_masses, "batch head query group -> batch group head query"
+            )
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """What each key receives, the mean over the keys of each segment, the mass of each segment,
         and the dilution nulls."""
-        columns = sums["columns"]
-        received = columns
+        column_sums = sums["column_sums"]
+        received = column_sums
         if not self.include_self:
-            received = columns - sums["own"] * _counted(self.queries, batch)[:, None]
+            received = column_sums - sums["own"] * _counted(self.queries, batch)[:, None]
 
         key_weights, segment_weights, mass_weights = _weights(self, batch, window)
         values = {
             "received": received * key_weights,
             "received_by_segment": received @ segment_weights.mT,
-            "mass_by_segment": columns @ mass_weights.mT,
+            "mass_by_segment": column_sums @ mass_weights.mT,
         }
-        if "by_query" in sums:
+        if "group_masses" in sums:
             values |= _diluted(self, sums, batch, window, values)
         return values
 
@@ -198,28 +200,28 @@ class SegmentFlow(AnalysisBase):
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the flow of these queries."""
         pattern = rows.pattern
-        queries = self._queries(rows.batch)[:, None, :, rows.queries].to(pattern.dtype)
-        keys = rows.batch.members()[:, None, :, rows.keys].to(pattern.dtype).mT
+        is_query = self._query_members(rows.batch)[:, None, :, rows.queries].to(pattern.dtype)
+        is_key = rows.batch.members()[:, None, :, rows.keys].to(pattern.dtype).mT
         if rows.v is None:
-            sums["flow"] += queries @ (pattern @ keys)
+            sums["flow"] += is_query @ (pattern @ is_key)
             return
 
         norms = rows.v[:, :, rows.keys].to(pattern.dtype).norm(dim=-1)
         norms = for_each_head(norms, pattern.shape[1]).unsqueeze(-1)
         # One product for both: reading the pattern again would cost more than the added columns.
-        columns = torch.cat([keys.expand(*norms.shape[:3], -1), norms * keys], -1)
+        columns = torch.cat([is_key.expand(*norms.shape[:3], -1), norms * is_key], -1)
         flow, by_value = (pattern @ columns).chunk(2, -1)
         # Every key that is seen is in one segment, so the segments add up to all keys.
         total = by_value.sum(-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
-        sums["flow"] += queries @ flow
-        sums["value_flow"] += queries @ (by_value / total)
+        sums["flow"] += is_query @ flow
+        sums["value_flow"] += is_query @ (by_value / total)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment.
 
         They are NaN for a segment without tokens; the flow of values is also NaN without values.
         """
-        query_counts = self._queries(batch).sum(-1)[:, None, :, None]
+        query_counts = self._query_members(batch).sum(-1)[:, None, :, None]
         has_keys = batch.members().any(-1)
         is_empty = ~has_keys[:, None, None, :]
         # The shares of a query add up to 1, so all are 0 only if the model gives no values.
@@ -231,7 +233,7 @@ class SegmentFlow(AnalysisBase):
             "value_flow": value_flow.masked_fill(is_empty | without_values, torch.nan),
         }
 
-    def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
+    def _query_members(self, batch: Batch) -> fn.Members:
         """The queries of each segment; with ``predicting`` those one position earlier."""
         members = batch.members()
         if not self.predicting:
@@ -317,16 +319,17 @@ def _weights(
     if analysis.skip_first:
         is_key[:, 0] = False
 
-    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
+    query_counts = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     # 1 divided by the number of queries that see the key.
-    per_key = fn.received_attention(torch.ones_like(seeing)[:, None], seeing)
-    per_key = nan_outside(per_key, is_key)
+    key_weights = fn.received_attention(torch.ones_like(query_counts)[:, None], query_counts)
+    key_weights = nan_outside(key_weights, is_key)
 
-    keys = batch.members() & is_key[:, None]
-    receiving = keys & ~per_key.isnan()  # the keys that at least one counted query sees
-    by_segment = receiving * per_key.nan_to_num() / receiving.sum(-1, keepdim=True)
-    mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
-    return per_key, by_segment, mass
+    members = batch.members() & is_key[:, None]
+    seen_members = members & ~key_weights.isnan()  # at least one counted query sees them
+    segment_weights = seen_members * key_weights.nan_to_num()
+    segment_weights = segment_weights / seen_members.sum(-1, keepdim=True)
+    mass_weights = members / members.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
+    return key_weights, segment_weights, mass_weights
 
 
 @lru_cache(maxsize=4)
@@ -335,9 +338,9 @@ def _key_groups(
 ) -> Float[Tensor, "batch group key"]:
     """The weights of the keys in each group: for every segment those of received attention, then
     for every segment those of mass, then 1 for the inserted tokens."""
-    _, by_segment, mass = _weights(analysis, batch, window)
-    inserted = batch.inserted[:, None].to(mass.dtype)
-    return torch.cat([by_segment, mass, inserted], 1).nan_to_num()
+    _, segment_weights, mass_weights = _weights(analysis, batch, window)
+    inserted = batch.inserted[:, None].to(mass_weights.dtype)
+    return torch.cat([segment_weights, mass_weights, inserted], 1).nan_to_num()
 
 
 def _diluted(
@@ -345,7 +348,7 @@ def _diluted(
     sums: Sums,
     batch: Batch,
     window: Window,
-    measured: Mapping[str, Tensor],
+    measured_values: Values,
 ) -> Values:
     """The dilution nulls, from the baseline's rows of the same queries times ``1 − M[q]``.
 
@@ -354,27 +357,30 @@ def _diluted(
         sums: The sums of a layer.
         batch: The sequences.
         window: The largest number of keys that a query of this layer sees.
-        measured: The measured values; the null is NaN wherever that of the baseline is NaN.
+        measured_values: The measured values; the null is NaN wherever that of the baseline is NaN.
     """
     pairs = pairs_of(batch)
     baseline = pairs.baseline
-    originals = pairs.place.shape[1]
+    original_count = pairs.place.shape[1]
 
-    # The attention that the inserted tokens leave of each query, by its position in the baseline.
-    remaining = 1 - sums["by_query"][:, -1]
-    place = pairs.place[:, None].expand(-1, remaining.shape[1], -1)
+    # What the inserted tokens leave of each query's attention, 1 − M[q], by the query's position in
+    # the baseline.
+    remaining_at = 1 - sums["group_masses"][:, _INSERTED_GROUP]
+    positions = pairs.place[:, None].expand(-1, remaining_at.shape[1], -1)
     counted = pairs.original & _counted(analysis.queries, batch).gather(1, pairs.place)
-    remaining = remaining.gather(2, place) * counted[:, None]
+    remaining = remaining_at.gather(2, positions) * counted[:, None]
 
-    baseline_rows = sums["by_query"][baseline, :-1, :, :originals]
+    segment_masses = sums["group_masses"][:, :_INSERTED_GROUP]
+    baseline_masses = segment_masses[baseline, ..., :original_count]
     diluted = einsum(
-        remaining, baseline_rows, "batch head query, batch group head query -> batch head group"
+        remaining, baseline_masses, "batch head query, batch group head query -> batch head group"
     )
     received, mass = diluted.chunk(2, -1)
     if not analysis.include_self:
-        own = remaining * sums["own"][baseline, :, :originals]
-        weights = _key_groups(analysis, batch, window)[baseline, : len(SEGMENTS), :originals]
-        received = received - own @ weights.mT
+        own = remaining * sums["own"][baseline, :, :original_count]
+        _, segment_weights, _ = _weights(analysis, batch, window)
+        baseline_weights = segment_weights[baseline, :, :original_count].nan_to_num()
+        received = received - own @ baseline_weights.mT
 
     # The rows of the baseline do not apply to a counterpart, which has other tokens.
     tokens = batch.tokens.gather(1, pairs.place)
@@ -383,6 +389,6 @@ def _diluted(
 
     values = {}
     for name, value in (("received_by_segment", received), ("mass_by_segment", mass)):
-        unknown = measured[name][baseline].isnan() | has_changed
-        values[name + DILUTION] = value.masked_fill(unknown, torch.nan)
+        is_unknown = measured_values[name][baseline].isnan() | has_changed
+        values[name + DILUTION] = value.masked_fill(is_unknown, torch.nan)
     return values

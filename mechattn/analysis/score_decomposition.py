@@ -78,13 +78,13 @@ class ScoreDecomposition(AnalysisBase):
         shares = {}
         key_trends = {}
         for name, formula in _FORMULAS.items():
-            described = f"{formula}, of the target, centred over the keys that the query sees"
-            parts[name] = Quantity(dims, "logits", described, "difference")
-            share = f"|{name}| / sum of |parts|, of the target, centred likewise"
-            shares[f"{name}_share"] = Quantity(dims, "share", share, "difference")
+            part_words = f"{formula}, of the target, centred over the keys that the query sees"
+            parts[name] = Quantity(dims, "logits", part_words, "difference")
+            share_words = f"|{name}| / sum of |parts|, of the target, centred likewise"
+            shares[f"{name}_share"] = Quantity(dims, "share", share_words, "difference")
             if name != "content":
-                trend = f"{formula}, not centred: only its trend matters"
-                key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", trend)
+                key_words = f"{formula}, not centred: only its trend matters"
+                key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", key_words)
 
         quantities = means_of(parts | shares) | key_trends
         if self.per_query:
@@ -107,7 +107,7 @@ class ScoreDecomposition(AnalysisBase):
             f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
         )
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Find out how each layer computes its scores.
 
         Raises:
@@ -121,24 +121,24 @@ class ScoreDecomposition(AnalysisBase):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Store each query's target and the parts of its score, one block of queries at a time."""
-        scores = self.scores[captures.layer]
-        q = captures.by_head(Q_HOOK, len(scores.b_q))
-        k = captures.by_head(K_HOOK, len(scores.b_k))
+        layer_scores = self.scores[captures.layer]
+        q = captures.by_head(Q_HOOK, len(layer_scores.b_q))
+        k = captures.by_head(K_HOOK, len(layer_scores.b_k))
         length = q.shape[1]
         for start in range(0, length, BLOCK):
             block = slice(start, min(start + BLOCK, length))
             queries = torch.arange(block.start, block.stop, device=q.device)
             visible = seen_keys(captures.batch, queries, captures.window)[:, None]
-            content, bias, alibi, rest = scores.parts(q[:, block], k)
+            content, bias, alibi, rest = layer_scores.parts(q[:, block], k)
 
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             sums["target"][..., block] = target.float()
 
-            for name, scores_of_part in (("content", content), ("bias", bias), ("alibi", alibi)):
-                centred_scores = centred(scores_of_part.expand(len(q), -1, -1, -1), visible)
-                sums[name][..., block] = centred_scores.gather(-1, target[..., None])[..., 0]
+            for name, part in (("content", content), ("bias", bias), ("alibi", alibi)):
+                centred_part = centred(part.expand(len(q), -1, -1, -1), visible)
+                sums[name][..., block] = centred_part.gather(-1, target[..., None])[..., 0]
 
-            # These are the same in every block.
+            # These do not depend on the queries, so they are the same in every block.
             sums["bias_of_key"][:] = bias[:, :, 0]
             sums["alibi_of_key"][:] = alibi[:, :, 0]
 

@@ -41,10 +41,10 @@ from mechattn.model.unembedding import FrozenNorm
 from mechattn.prompts.token_sequences import Batch
 
 # The edges of the bins: four per decade from 0.0001 to 100, and steps of 0.05 from −1 to 1.
-_MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))
-_ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
+_MAGNITUDE_EDGES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))
+_ORIENTATION_EDGES = tuple(round(i / 20 - 1, 2) for i in range(41))
 _NO_NULL = "it depends on the values"
-BEFORE_NORM = "_before_norm"  # ends the name of a quantity that enters a norm after attention
+BEFORE_NORM = "_before_norm"  # suffix of quantities of updates before a norm that follows attention
 _AFTER_NORM_WORDS = ", after the norm that follows attention (its scale is shared by the heads)"
 _BEFORE_NORM_WORDS = (
     ", before the norm that follows attention, so not what reaches the residual stream"
@@ -91,12 +91,12 @@ class _Updates(AnalysisBase):
     def coords(self) -> Coords:
         """The labels of the bins, which are their lower edges."""
         return {
-            "magnitude_bin": [0.0, *_MAGNITUDES],
-            "orientation_bin": [float("-inf"), *_ORIENTATIONS],
+            "magnitude_bin": [0.0, *_MAGNITUDE_EDGES],
+            "orientation_bin": [float("-inf"), *_ORIENTATION_EDGES],
         }
 
     @property
-    def _normed(self) -> bool:
+    def _has_norm(self) -> bool:
         """Whether a norm follows attention; False until ``calibrated`` has inspected the model."""
         return any(layer.norm is not None for layer in self.weights.values())
 
@@ -109,14 +109,12 @@ class _Updates(AnalysisBase):
         the means are also given for what enters it.
         """
         means = means_of(_DIRECTIONS | _COMPONENTS, "tokens")
-        measured = means | _COUNTS
+        updates = means | _COUNTS
         if self.per_query:
-            measured |= of_each(_DIRECTIONS, "token")
+            updates |= of_each(_DIRECTIONS, "token")
 
-        if not self._normed:
-            quantities = _with_words(measured, "")
-        else:
-            quantities = _with_words(measured, _AFTER_NORM_WORDS)
+        quantities = _with_words(updates, _AFTER_NORM_WORDS if self._has_norm else "")
+        if self._has_norm:
             for name, quantity in _with_words(means, _BEFORE_NORM_WORDS).items():
                 quantities[name + BEFORE_NORM] = quantity
         return {self.prefix + name: quantity for name, quantity in quantities.items()}
@@ -126,11 +124,11 @@ class _Updates(AnalysisBase):
         """The residual stream before the layer, each head's output before W_O, and the input of a
         norm after attention."""
         hooks = ["hook_resid_pre", "attn.hook_z"]
-        if self._normed:
+        if self._has_norm:
             hooks.append(NORM_INPUT)
         return hooks
 
-    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Prepare W_O of the layers, its factors and the norms after attention.
 
         Raises:
@@ -156,25 +154,26 @@ class _Updates(AnalysisBase):
             z: Each head's output before W_O, or the part of it from one target.
             captures: The residual stream, and the input of a norm after attention.
         """
-        weights = self.weights[captures.layer]
-        w_o = in_working_dtype(weights.w_o)
+        layer_weights = self.weights[captures.layer]
+        w_o = in_working_dtype(layer_weights.w_o)
         stream = captures.tensors["hook_resid_pre"].to(w_o.dtype)
         z = z.to(w_o.dtype)
         stream_norm = stream.norm(dim=-1)[:, None]
-        norm = fn.update_norm(z, weights.factor)
+        update_norm = fn.update_norm(z, layer_weights.factor)
         product = fn.update_product(z, w_o, stream)
-        if weights.norm is None:
-            return {"stream": stream_norm, "norm": norm, "product": product}
+        norm = layer_weights.norm
+        if norm is None:
+            return {"stream_norm": stream_norm, "update_norm": update_norm, "product": product}
 
         # The heads share the scale of their summed output, so that their updates add up to what
         # attention adds to the residual stream.
-        scale = weights.norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)[:, None]
-        toward = weights.norm.toward(stream)
+        scale = norm.scale(captures.tensors[NORM_INPUT]).to(w_o.dtype)[:, None]
+        stream_before_norm = norm.toward(stream)
         return {
-            "stream": stream_norm,
-            "norm": fn.update_norm(z, weights.factor_after) / scale,
-            "product": fn.update_product(z, w_o, toward) / scale,
-            "norm" + BEFORE_NORM: norm,
+            "stream_norm": stream_norm,
+            "update_norm": fn.update_norm(z, layer_weights.factor_after) / scale,
+            "product": fn.update_product(z, w_o, stream_before_norm) / scale,
+            "update_norm" + BEFORE_NORM: update_norm,
             "product" + BEFORE_NORM: product,
         }
 
@@ -182,10 +181,11 @@ class _Updates(AnalysisBase):
         """Means over segments, and counts in bins."""
         per_token: Values = {}
         for suffix in ("", BEFORE_NORM):
-            if "norm" + suffix in sums:
-                norm = sums["norm" + suffix]
-                updates = _per_token(norm, sums["product" + suffix], sums["stream"])
-                per_token |= {name + suffix: value for name, value in updates.items()}
+            if "update_norm" + suffix in sums:
+                token_values = _per_token(
+                    sums["update_norm" + suffix], sums["product" + suffix], sums["stream_norm"]
+                )
+                per_token |= {name + suffix: value for name, value in token_values.items()}
 
         values = means_by_segment(per_token, batch)
         if self.per_query:
@@ -193,9 +193,8 @@ class _Updates(AnalysisBase):
 
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
-
-        magnitude_edges = _constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
-        orientation_edges = _constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
+        magnitude_edges = _bin_edges(_MAGNITUDE_EDGES, magnitude.device, magnitude.dtype)
+        orientation_edges = _bin_edges(_ORIENTATION_EDGES, magnitude.device, magnitude.dtype)
         original = batch.original
         values["magnitude_counts"] = fn.counts_in_bins(magnitude, magnitude_edges, original)
         values["orientation_counts"] = fn.counts_in_bins(orientation, orientation_edges, original)
@@ -254,19 +253,20 @@ class TopTargetUpdates(_Updates):
         largest, _, target = top_two(rows.pattern)
         v = for_each_head(v, rows.pattern.shape[1]).to(largest.dtype)
 
-        index = target[..., None].expand(*target.shape, v.shape[-1])
-        read = v.gather(2, index) * largest[..., None]
+        channel_index = target[..., None].expand(*target.shape, v.shape[-1])
+        z = v.gather(2, channel_index) * largest[..., None]
 
-        if "read" not in sums:
-            batch, heads, _, d_head = read.shape
+        if "z" not in sums:
+            batch, heads, _, d_head = z.shape
             length = rows.batch.tokens.shape[1]
-            sums["read"] = read.new_zeros(batch, length, heads, d_head)
-        by_query = rearrange(read, "batch head query d_head -> batch query head d_head")
-        sums["read"][:, rows.queries] = by_query
+            sums["z"] = z.new_zeros(batch, length, heads, d_head)
+        sums["z"][:, rows.queries] = rearrange(
+            z, "batch head query d_head -> batch query head d_head"
+        )
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Store the norm and product of each update, for each token."""
-        sums |= self.sums_of(sums.pop("read"), captures)
+        sums |= self.sums_of(sums.pop("z"), captures)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,23 +288,23 @@ def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
 
 
 def _per_token(
-    norm: fn.PerPart, product: fn.PerPart, stream: Float[Tensor, " batch #part pos"]
+    update_norm: fn.PerPart, product: fn.PerPart, stream_norm: Float[Tensor, " batch #part pos"]
 ) -> Values:
-    """The quantities of each token, from ``‖Δ‖``, ``⟨r, Δ⟩`` and ``‖r‖``."""
-    orientation = fn.orientation(product, norm, stream)
-    magnitude = norm / stream
+    """The quantities of each token, from ``‖Δ‖``, ``⟨resid_pre, Δ⟩`` and ``‖resid_pre‖``."""
+    orientation = fn.orientation(product, update_norm, stream_norm)
+    magnitude = update_norm / stream_norm
+    # An update of 0 has no orientation, but an orthogonal part of 0.
+    orthogonal = magnitude * (1 - orientation.nan_to_num() ** 2).sqrt()
     return {
         "magnitude": magnitude,
         "orientation": orientation,
-        "parallel": product / stream**2,
-        "orthogonal": magnitude * (1 - orientation.nan_to_num() ** 2).sqrt(),
-        "update_norm": norm,
+        "parallel": product / stream_norm**2,
+        "orthogonal": orthogonal,
+        "update_norm": update_norm,
     }
 
 
 @lru_cache(maxsize=32)  # copied once, since a copy to a GPU waits for all of its earlier work
-def _constant(
-    numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype
-) -> Float[Tensor, " number"]:
-    """Fixed numbers as a tensor, which all layers share."""
-    return torch.tensor(numbers, device=device, dtype=dtype)
+def _bin_edges(edges: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> fn.BinEdges:
+    """The edges of bins as a tensor, which all layers share."""
+    return torch.tensor(edges, device=device, dtype=dtype)

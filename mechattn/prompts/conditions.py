@@ -57,12 +57,12 @@ class Baseline:
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The prompt's own tokens."""
-        return _intervened(tokenize(prompt, model), self.interventions)
+        return _with_interventions(tokenize(prompt, model), self.interventions)
 
     @property
     def interventions(self) -> tuple[Any, ...]:
         """The interventions as a tuple, also if there is only one."""
-        return _several(self.intervention)
+        return _as_tuple(self.intervention)
 
     def under(self, intervention: Any) -> Variant:
         """Return the same condition under a further intervention."""
@@ -111,7 +111,7 @@ class Variant:
                     " would replace: leave masked() out, or cut all edges in the condition"
                 )
             sequence = replace(sequence, cut_edges=CutEdges(~sequence.inserted, sequence.inserted))
-        return _intervened(sequence, self.interventions)
+        return _with_interventions(sequence, self.interventions)
 
     def masked(self) -> Variant:
         """Return the variant whose inserted tokens are hidden from the original ones.
@@ -126,7 +126,7 @@ class Variant:
 
     def under(self, intervention: Any) -> Variant:
         """Return the variant under a further intervention, or several as a tuple."""
-        return replace(self, interventions=(*self.interventions, *_several(intervention)))
+        return replace(self, interventions=(*self.interventions, *_as_tuple(intervention)))
 
 
 class Insertion(ABC):
@@ -169,37 +169,39 @@ class Insertion(ABC):
                 exist in this prompt.
         """
         sequence = tokenize(prompt, model)
-        filler = self._with_line(prompt, model, seed)
+        filler = self._filler_with_line(prompt, model, seed)
         if self.count is not None and len(filler) != self.count:
             raise ConditionError(
                 f"{type(self).__name__}: filler gives {len(filler)} tokens for prompt {prompt.id},"
                 f" but count={self.count}"
             )
-        return insert(sequence, filler, self._at(sequence, prompt, model, seed))
+        return insert(sequence, filler, self._insertion_point(sequence, prompt, model, seed))
 
-    def _with_line(self, prompt: Prompt, model: TokenizedModel, seed: int) -> list[int]:
-        """The filler; with ``own_line`` it begins or ends with a line break, one of its tokens."""
+    def _filler_with_line(self, prompt: Prompt, model: TokenizedModel, seed: int) -> list[int]:
+        """The filler; with ``own_line`` one of its tokens is a line break, or ends with one."""
         if not self.own_line:
             return self.filler(prompt, model, seed)
 
         tokenizer = require_tokenizer(model)
         line_break = fillers.line_break(tokenizer)
         # mypy knows neither that a subclass is a dataclass nor that it has a count.
-        shorter: Any = replace(self, count=self.count - 1)  # type: ignore
+        one_token_less: Any = replace(self, count=self.count - 1)  # type: ignore
         if self.place == "after_question":
-            return [*line_break, *shorter.filler(prompt, model, seed)]
+            return [*line_break, *one_token_less.filler(prompt, model, seed)]
 
         # A tokenizer may have a single token for the last one with a line break, such as Qwen's
         # ".\n". Otherwise the line break takes one of the tokens. A text that cannot fill the
-        # whole count may still fill one token less.
+        # whole count, which is a ConditionError, may still fill one token less.
         with suppress(ConditionError):
             filler = self.filler(prompt, model, seed)
             ending = fillers.tokens_of(tokenizer, tokenizer.decode(filler[-1:]) + "\n")
             if len(ending) == 1:
                 return [*filler[:-1], *ending]
-        return [*shorter.filler(prompt, model, seed), *line_break]
+        return [*one_token_less.filler(prompt, model, seed), *line_break]
 
-    def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
+    def _insertion_point(
+        self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int
+    ) -> int:
         """The position before which the filler is inserted."""
         return position_of(self.place, sequence, prompt, seed)
 
@@ -306,9 +308,11 @@ class Text(Insertion):
         """Return the tokens of the text."""
         return fillers.tokens_of(require_tokenizer(model), self.text)
 
-    def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
+    def _insertion_point(
+        self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int
+    ) -> int:
         if self.after is None:
-            return super()._at(sequence, prompt, model, seed)
+            return super()._insertion_point(sequence, prompt, model, seed)
         return position_behind(self.after, sequence, prompt, require_tokenizer(model))
 
 
@@ -379,9 +383,9 @@ class RandomSentence(Insertion):
         place: As for :class:`MeaninglessTokens`.
         draw: The number of the draw. Give different numbers to have several draws in one run.
         own_line: As for :class:`MeaninglessTokens`.
-        cut: Whether the last sentence is cut at ``count`` tokens, wherever that is. With False,
-            whole sentences are drawn until they have exactly ``count`` tokens; a prompt for which
-            none are found raises a ``ConditionError``.
+        cut: Whether the last sentence is cut off after ``count`` tokens. With False, sentences are
+            drawn until whole ones have exactly ``count`` tokens; a prompt for which none are found
+            raises a ``ConditionError``.
     """
 
     count: int = 55
@@ -403,7 +407,8 @@ class RandomSentence(Insertion):
 class ShuffledSentence(RandomSentence):
     """Insert the tokens of :class:`RandomSentence` in random order, as words without grammar.
 
-    With the same seed and options, both insert the same tokens.
+    With the same seed and options, both insert the same tokens; with ``own_line`` those that hold
+    the line break may differ.
 
     Args:
         count: The number of inserted tokens.
@@ -441,10 +446,11 @@ class Counting(Insertion):
         """Return the tokens of the numbers and line breaks."""
         tokenizer = require_tokenizer(model)
         line_break = fillers.line_break(tokenizer)
-        break_after = [] if self.place == "after_question" else line_break
-        room = self.count - len(break_after)
+        last_break = _last_break(self.place, line_break)
+        room = self.count - len(last_break)
         numbers = fillers.numbers_in_order(tokenizer, room - len(line_break))
-        return [*line_break * (room - len(numbers)), *numbers, *break_after]
+        first_breaks = line_break * (room - len(numbers))
+        return first_breaks + numbers + last_break
 
 
 @dataclass(frozen=True)
@@ -475,18 +481,22 @@ class RepeatQuestion(Insertion):
         sequence = tokenize(prompt, model)
         question = sequence.tokens[sequence.of_part("question")].tolist()
         line_break = [] if prompt.tokens else fillers.line_break(require_tokenizer(model))
-        break_after = [] if self.place == "after_question" else line_break
-        return [*(line_break + question) * self.times, *break_after]
+        return (line_break + question) * self.times + _last_break(self.place, line_break)
 
 
-def _several(interventions: Any) -> tuple[Any, ...]:
+def _last_break(place: Place, line_break: list[int]) -> list[int]:
+    """The line break after filler lines; none after the question, whose own line ends there."""
+    return [] if place == "after_question" else line_break
+
+
+def _as_tuple(intervention: Any) -> tuple[Any, ...]:
     """One intervention or several as a tuple."""
-    if isinstance(interventions, (tuple, list)):
-        return tuple(interventions)
-    return (interventions,)
+    if isinstance(intervention, (tuple, list)):
+        return tuple(intervention)
+    return (intervention,)
 
 
-def _intervened(sequence: TokenSequence, interventions: tuple[Any, ...]) -> TokenSequence:
+def _with_interventions(sequence: TokenSequence, interventions: tuple[Any, ...]) -> TokenSequence:
     """The sequence under interventions: marked by some, and with the rest for the forward pass.
 
     Raises:

@@ -72,17 +72,16 @@ class Counterpart:
         else:
             other_prompt = replace(prompt, tokens=tuple(version))
 
-        own = tokenize(prompt, model)
-        other = tokenize(other_prompt, model)
-
-        if own.tokens.equal(other.tokens):
+        own_sequence = tokenize(prompt, model)
+        other_sequence = tokenize(other_prompt, model)
+        if own_sequence.tokens.equal(other_sequence.tokens):
             raise ConditionError(
                 f"both versions of {prompt.where} have the same tokens, so nothing could have an"
                 " effect"
             )
 
-        own_answer = own.tokens[own.of_segment("answer")]
-        other_answer = other.tokens[other.of_segment("answer")]
+        own_answer = own_sequence.tokens[own_sequence.of_segment("answer")]
+        other_answer = other_sequence.tokens[other_sequence.of_segment("answer")]
         if not own_answer.equal(other_answer):
             raise ConditionError(
                 f"the answer of {prompt.where} has different tokens after the prompt's other"
@@ -90,7 +89,7 @@ class Counterpart:
                 ' (template="joined")'
             )
 
-        return _paired(own, other, self.from_the_end)
+        return _with_partners(own_sequence, other_sequence, self.from_the_end)
 
     def under(self, intervention: Any) -> Variant:
         """Return the other version under an intervention, or several as a tuple."""
@@ -113,8 +112,8 @@ class Counterpart:
                 " gives it one"
             )
 
-        is_text = isinstance(version, str)
-        if is_text == bool(prompt.tokens):
+        has_text = not prompt.tokens
+        if isinstance(version, str) != has_text:
             raise OptionError(
                 f"one of {prompt.where} and its counterpart is a text and the other one is not;"
                 " give texts for both, or token ids for both"
@@ -122,35 +121,39 @@ class Counterpart:
         return version
 
 
-def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> TokenSequence:
+def _with_partners(
+    own_sequence: TokenSequence, other_sequence: TokenSequence, from_the_end: bool
+) -> TokenSequence:
     """The other version, with the origin and segment of each token from its partner."""
-    own_tokens = own.tokens.tolist()
-    other_tokens = other.tokens.tolist()
-    origin = torch.full((len(other),), INSERTED)
-    segment = torch.full((len(other),), SEGMENTS.index("inserted"))
+    own_tokens = own_sequence.tokens.tolist()
+    other_tokens = other_sequence.tokens.tolist()
+    origin = torch.full((len(other_tokens),), INSERTED)
+    segment = torch.full((len(other_tokens),), SEGMENTS.index("inserted"))
 
     partners = _partners(own_tokens, other_tokens, from_the_end)
     for position, partner in partners.items():
         origin[partner] = position
         if own_tokens[position] == other_tokens[partner]:
-            segment[partner] = int(own.segment[position])
+            segment[partner] = int(own_sequence.segment[position])
         else:
             segment[partner] = SEGMENTS.index("changed")
-    return replace(other, origin=origin, segment=segment, counterpart=True)
+    return replace(other_sequence, origin=origin, segment=segment, counterpart=True)
 
 
-def _partners(own: Sequence[int], other: Sequence[int], from_the_end: bool) -> dict[int, int]:
+def _partners(
+    own_tokens: Sequence[int], other_tokens: Sequence[int], from_the_end: bool
+) -> dict[int, int]:
     """Map the position of each paired token to that of its partner in the other version."""
-    if len(own) == len(other):
-        return {position: position for position in range(len(own))}
+    if len(own_tokens) == len(other_tokens):
+        return {position: position for position in range(len(own_tokens))}
 
     partners = {}
-    matcher = SequenceMatcher(None, own, other, autojunk=False)
+    matcher = SequenceMatcher(None, own_tokens, other_tokens, autojunk=False)
     for kind, own_start, own_stop, other_start, other_stop in matcher.get_opcodes():
         own_length = own_stop - own_start
         other_length = other_stop - other_start
         is_paired = from_the_end or own_length == other_length
         if kind == "equal" or (kind == "replace" and is_paired):
-            for step in range(min(own_length, other_length), 0, -1):
-                partners[own_stop - step] = other_stop - step
+            for steps_back in range(min(own_length, other_length), 0, -1):
+                partners[own_stop - steps_back] = other_stop - steps_back
     return partners

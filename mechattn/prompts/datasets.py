@@ -102,9 +102,9 @@ def load_prompts(
     if source in _SHIPPED_FILES:
         if limit is None:
             limit = _DEFAULT_LIMIT
-        rows = _shipped(source, split, limit, seed)
+        rows = _shipped_rows(source, split, limit, seed)
     else:
-        rows = _stored(source, split, limit)
+        rows = _stored_rows(source, split, limit)
 
     if not rows:
         raise PromptError(f"{source} contains no prompts")
@@ -118,25 +118,25 @@ def load_prompts(
         answer_field = answer or "answer"
 
     prompts = []
-    for index, values in enumerate(rows):
-        row = _Row(values, f"prompt {index} of {source}")
+    for index, row in enumerate(rows):
+        fields = _Fields(row, f"prompt {index} of {source}")
         prompt = Prompt(
-            question=row.text(field, option="field"),
+            question=fields.text(field, option="field"),
             system=system or "",
-            answer=row.text(answer_field, option="answer"),
+            answer=fields.text(answer_field, option="answer"),
             template=template,
             id=str(index),
-            group=row.group(group),
-            solution=row.solution(answer),
-            counterpart=row.text(counterpart, option="counterpart"),
-            other_answer=row.text(other_answer, option="other_answer"),
+            group=fields.group(group),
+            solution=fields.solution(answer),
+            counterpart=fields.text(counterpart, option="counterpart"),
+            other_answer=fields.text(other_answer, option="other_answer"),
         )
         prompts.append(prompt)
 
     return prompts
 
 
-def _shipped(source: str, split: str, limit: int, seed: int) -> list[dict[str, Any]]:
+def _shipped_rows(source: str, split: str, limit: int, seed: int) -> list[dict[str, Any]]:
     """The rows of questions that come with the package.
 
     Raises:
@@ -176,7 +176,7 @@ def _shipped_questions(source: str) -> dict[int, list[dict[str, Any]]]:
     return questions_by_seed
 
 
-def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
+def _stored_rows(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
     """The rows of a local file or of a dataset on the hub: the first ``limit``, or all if it is
     None."""
     suffix = Path(source).suffix
@@ -190,20 +190,20 @@ def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
     name, colon, subset = source.partition(":")
     is_hub_name = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
     if suffix in (".jsonl", ".json") or os.path.exists(source) or not is_hub_name:
-        return _jsonl(Path(source), limit)
-    return _hub(name, subset or None, split, limit)
+        return _file_rows(Path(source), limit)
+    return _hub_rows(name, subset or None, split, limit)
 
 
-def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
+def _file_rows(path: Path, limit: int | None) -> list[dict[str, Any]]:
     """The rows of a file of JSON objects, one a line."""
     if not os.path.isfile(path):  # for a name that is too long Path.is_file would raise
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict[str, Any]] = []
     try:
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open(path, "rb") as file:
+            for line_number, line in enumerate(file, 1):
                 if line.strip():
-                    rows.append(_parsed(line, f"line {number} of {path}"))
+                    rows.append(_json_object(line, f"line {line_number} of {path}"))
                 if len(rows) == limit:
                     break
     except OSError as error:
@@ -211,7 +211,7 @@ def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
     """The object in a line."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
@@ -228,10 +228,10 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
+def _hub_rows(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
     """The rows of a dataset on the hub; see :func:`load_prompts` for a subset of None."""
     # A misspelt name of the package's own questions; 0.7 still takes "gsm8" and "word_problem".
-    similar_names = get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)
+    similar_names = get_close_matches(name, _SHIPPED_FILES, n=1, cutoff=0.7)
     if "/" not in name and similar_names:
         raise PromptError(
             f"no prompts at {name!r}: did you mean {similar_names[0]!r}? (The hub was not queried.)"
@@ -258,7 +258,7 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Fields:
     """The fields of one prompt in a file or dataset."""
 
     values: dict[str, Any]
@@ -311,10 +311,10 @@ class _Row:
         """The value in a field that ``option`` of ``load_prompts`` names."""
         if field not in self.values:
             names = [_quoted(name) for name in self.values]
-            words = ", ".join(names[:_MOST_NAMED_FIELDS]) or "none"
+            listed_names = ", ".join(names[:_MOST_NAMED_FIELDS]) or "none"
             raise PromptError(
-                f"{self.where} has no field {field!r}; its fields are {words}. Name the field with"
-                f" {option}=…"
+                f"{self.where} has no field {field!r}; its fields are {listed_names}. Name the field"
+                f" with {option}=…"
             )
         return self.values[field]
 

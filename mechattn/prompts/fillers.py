@@ -37,26 +37,26 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     def encode(repetitions: int) -> list[int]:
         return tokens_of(tokenizer, separator.join([text] * repetitions))
 
-    limit = count + 1
-    while len(encode(limit)) < count and limit < _MOST_REPETITIONS * count:
-        limit *= 2  # a token may hold several repetitions
+    most = count + 1
+    while len(encode(most)) < count and most < _MOST_REPETITIONS * count:
+        most *= 2  # a token may hold several repetitions
 
     # Usually each repetition makes the text longer, but a merge may shorten it by a token or two.
     # The next repetitions are therefore tried too.
-    fewest = bisect_left(range(1, limit), count, key=lambda number: len(encode(number))) + 1
+    fewest = bisect_left(range(1, most), count, key=lambda number: len(encode(number))) + 1
     for repetitions in range(fewest, fewest + 4):
         tokens = encode(repetitions)
         if len(tokens) == count:
             return tokens
 
     pieces = [tokenizer.decode([token]) for token in encode(2)]
-    repetitions_near = (max(1, fewest - 1), fewest)
-    counts_near = sorted({len(encode(repetitions)) for repetitions in repetitions_near})
-    words = " or ".join(map(str, counts_near))
+    near_counts = sorted({len(encode(max(1, fewest - 1))), len(encode(fewest))})
+    counts_in_words = " or ".join(map(str, near_counts))
     raise ConditionError(
         f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them,"
-        f" separated by {separator!r}, become {pieces}. Use count={words}"
-        " (one more with own_line=True), another separator, or .fitted(model) for the nearest count"
+        f" separated by {separator!r}, become {pieces}. Use count={counts_in_words}"
+        " (one more with own_line=True), or in MeaninglessTokens another separator, or its"
+        " .fitted(model) for the nearest count"
     )
 
 
@@ -69,14 +69,14 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int, own_lin
     Raises:
         ConditionError: No count within ten of ``count`` can be reached.
     """
-    line_breaks = int(own_line)
-    for step in range(_FURTHEST_COUNT + 1):
-        for near_count in dict.fromkeys((count + step, count - step)):
-            try:
-                repeated(tokenizer, text, separator, near_count - line_breaks)
-            except ConditionError:
-                continue
-            return near_count
+    # The larger of two equally near counts comes first.
+    near_counts = range(count + _FURTHEST_COUNT, count - _FURTHEST_COUNT - 1, -1)
+    for near_count in sorted(near_counts, key=lambda number: abs(number - count)):
+        try:
+            repeated(tokenizer, text, separator, near_count - int(own_line))
+        except ConditionError:
+            continue
+        return near_count
 
     raise ConditionError(
         f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"
@@ -85,19 +85,19 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int, own_lin
 
 
 def random_tokens(
-    tokenizer: Any, vocabulary_size: int, count: int, draw: random.Random
+    tokenizer: Any, vocabulary_size: int, count: int, generator: random.Random
 ) -> list[int]:
     """Draw ordinary tokens uniformly, with replacement.
 
     Special tokens, white space and parts of characters are never drawn.
     """
-    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+    special_ids = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     tokens: list[int] = []
     while len(tokens) < count:
-        token = draw.randrange(min(vocabulary_size, len(tokenizer)))
+        token = generator.randrange(min(vocabulary_size, len(tokenizer)))
         text = tokenizer.decode([token])
         is_part_of_character = "\ufffd" in text
-        if token not in special and text.strip() and not is_part_of_character:
+        if token not in special_ids and text.strip() and not is_part_of_character:
             tokens.append(token)
     return tokens
 
@@ -125,27 +125,27 @@ def numbers_in_order(tokenizer: Any, room: int) -> list[int]:
     return encode(last)
 
 
-def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
+def random_sentence(tokenizer: Any, count: int, generator: random.Random) -> list[int]:
     """The tokens of grammatical English sentences that are unrelated to any question.
 
     Whole sentences are added until there are at least ``count`` tokens.
     """
-    text = _sentence(draw)
+    text = _sentence(generator)
     tokens = tokens_of(tokenizer, text)
     while len(tokens) < count:
-        text += " " + _sentence(draw)
+        text += " " + _sentence(generator)
         tokens = tokens_of(tokenizer, text)
     return tokens
 
 
-def whole_sentences(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
+def whole_sentences(tokenizer: Any, count: int, generator: random.Random) -> list[int]:
     """Sentences of :func:`random_sentence`, drawn again until they have exactly ``count`` tokens.
 
     Raises:
         ConditionError: None of 1,000 draws has that many tokens.
     """
     for _ in range(_MOST_DRAWS):
-        tokens = random_sentence(tokenizer, count, draw)
+        tokens = random_sentence(tokenizer, count, generator)
         if len(tokens) == count:
             return tokens
     raise ConditionError(
@@ -164,26 +164,26 @@ def position_of(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int
         has_bos = sequence.first_part == "bos"
         return int(has_bos)
     if place == "before_answer":
-        answer = sequence.of_part("answer").nonzero().flatten().tolist()
-        return answer[0] if answer else len(sequence)
+        answer_positions = sequence.of_part("answer").nonzero().flatten().tolist()
+        return answer_positions[0] if answer_positions else len(sequence)
 
-    question = sequence.of_part("question").nonzero().flatten().tolist()
-    if not question:
+    positions = sequence.of_part("question").nonzero().flatten().tolist()
+    if not positions:
         raise ConditionError(f"{prompt.where} has no question token to insert at")
     if place == "before_question":
-        return question[0]
+        return positions[0]
     if place == "after_question":
-        return question[-1] + 1
+        return positions[-1] + 1
 
-    if len(question) < 2:
+    if len(positions) < 2:
         raise ConditionError(
             f"{prompt.where} has only one question token: place={place!r} needs a boundary"
             " between two"
         )
 
     if place == "middle":
-        return question[len(question) // 2]
-    return random.Random(f"place {seed} {prompt.id}").choice(question[1:])
+        return positions[len(positions) // 2]
+    return random.Random(f"place {seed} {prompt.id}").choice(positions[1:])
 
 
 def position_behind(marker: str, sequence: TokenSequence, prompt: Prompt, tokenizer: Any) -> int:
@@ -205,32 +205,32 @@ def position_behind(marker: str, sequence: TokenSequence, prompt: Prompt, tokeni
     )
 
 
-def _sentence(draw: random.Random) -> str:
+def _sentence(generator: random.Random) -> str:
     """A sentence of one or two clauses; what is drawn here and below only varies the sentences."""
-    words = _clause(draw)
-    if draw.random() < 0.4:
-        words += [draw.choice(_WORDS["conjunctions"]), *_clause(draw)]
+    words = _clause(generator)
+    if generator.random() < 0.4:
+        words += [generator.choice(_WORDS["conjunctions"]), *_clause(generator)]
     text = " ".join(words)
     return text[0].upper() + text[1:] + "."
 
 
-def _clause(draw: random.Random) -> list[str]:
+def _clause(generator: random.Random) -> list[str]:
     """A subject, a verb and an object, perhaps with an adverb and a place."""
-    words = _noun_phrase(draw)
-    if draw.random() < 0.5:
-        words.append(draw.choice(_WORDS["adverbs"]))
-    words += [draw.choice(_WORDS["verbs"]), *_noun_phrase(draw)]
-    if draw.random() < 0.5:
-        words += [draw.choice(_WORDS["prepositions"]), *_noun_phrase(draw)]
+    words = _noun_phrase(generator)
+    if generator.random() < 0.5:
+        words.append(generator.choice(_WORDS["adverbs"]))
+    words += [generator.choice(_WORDS["verbs"]), *_noun_phrase(generator)]
+    if generator.random() < 0.5:
+        words += [generator.choice(_WORDS["prepositions"]), *_noun_phrase(generator)]
     return words
 
 
-def _noun_phrase(draw: random.Random) -> list[str]:
+def _noun_phrase(generator: random.Random) -> list[str]:
     """A noun with its determiner, and perhaps an adjective."""
-    determiner = draw.choice(_WORDS["determiners"])
-    words = [draw.choice(_WORDS["nouns"])]
-    if draw.random() < 0.6:
-        words.insert(0, draw.choice(_WORDS["adjectives"]))
+    determiner = generator.choice(_WORDS["determiners"])
+    words = [generator.choice(_WORDS["nouns"])]
+    if generator.random() < 0.6:
+        words.insert(0, generator.choice(_WORDS["adjectives"]))
     if determiner == "a" and words[0][0] in "aeiou":
         determiner = "an"
     return [determiner, *words]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,8 +70,8 @@ def repeated_random(
 
     prompts = []
     for index in range(limit):
-        draw = random.Random(f"repeated {seed} {index}")
-        tokens = _distinct(model, draw.randint(*span), draw) * times
+        generator = random.Random(f"repeated {seed} {index}")
+        tokens = _distinct_tokens(model, generator.randint(*span), generator) * times
         prompts.append(Prompt(tokens=(*_bos(model), *tokens), id=str(index)))
     return prompts
 
@@ -100,8 +100,8 @@ def pairs(
     - "repeated-random": a span of random tokens and the beginning of its repetition. The answer is
       the next token. In the counterpart the tokens of the first copy are in another order.
 
-    Only those names, numbers or countries are used that have the commonest number of tokens in this
-    tokenizer.
+    Only names, numbers and countries with the commonest number of tokens in this tokenizer are
+    used.
 
     Prompts of one template are not independent, so each has its template as its ``group``: 28 of
     "ioi", 12 of "greater-than", 20 of "capitals". Up to that number, each prompt has a template of
@@ -113,8 +113,8 @@ def pairs(
         limit: The number of pairs. There are at most 40 of "capitals", one for each country.
         span: The shortest and the longest span of "repeated-random", in tokens.
         same_length: Whether all prompts have the same number of tokens, as patching by position
-            needs. Fewer templates are then left, and fewer countries. All spans then have the
-            longest length, and half of each is repeated.
+            needs. This leaves fewer templates and fewer countries. All spans then have the longest
+            length, and half of each is repeated.
         seed: The seed of the draws.
 
     Raises:
@@ -136,44 +136,36 @@ def pairs(
         return [_with_other_order(model, prompt, seed, same_length) for prompt in repeated_prompts]
 
     tokenizer = require_tokenizer(model)
-    count = limit
     if same_length:
         # Enough that ``limit`` of them nearly always have the commonest length.
-        count = 8 * limit + 64
-    prompts = _from_templates(tokenizer, source, count, seed)
-    if same_length:
-        texts = [prompt.question + prompt.answer for prompt in prompts]
-        lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
-        commonest_length = Counter(lengths).most_common(1)[0][0]
-        prompts = [
-            prompt
-            for prompt, length in zip(prompts, lengths, strict=True)
-            if length == commonest_length
-        ]
-
-    return [replace(prompt, id=str(index)) for index, prompt in enumerate(prompts[:limit])]
+        candidates = _from_templates(tokenizer, source, 8 * limit + 64, seed)
+        prompts = _of_commonest_length(tokenizer, candidates)[:limit]
+    else:
+        prompts = _from_templates(tokenizer, source, limit, seed)
+    return [replace(prompt, id=str(index)) for index, prompt in enumerate(prompts)]
 
 
 def _check_span(span: tuple[int, int], fewest: int) -> None:
     """Refuse a span unless it is a shortest and a longest length of at least ``fewest`` tokens."""
-    shortest, longest = span
-    if not fewest <= shortest <= longest:
-        raise OptionError(
-            f"span={span!r}: give a shortest and a longest span in tokens, of at least {fewest}"
-        )
+    match span:
+        case (int(shortest), int(longest)) if fewest <= shortest <= longest:
+            return
+    raise OptionError(
+        f"span={span!r}: give a shortest and a longest span in tokens, of at least {fewest}"
+    )
 
 
-def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
+def _distinct_tokens(model: TokenizedModel, count: int, generator: random.Random) -> list[int]:
     """Draw ``count`` ordinary tokens, all different."""
     size = int(model.cfg.d_vocab)
     if size >= count:
         if model.tokenizer is None:
-            return draw.sample(range(size), count)
+            return generator.sample(range(size), count)
 
         # Draws are with replacement, so a small vocabulary needs several rounds.
         tokens: dict[int, None] = {}
         for _ in range(_MOST_ROUNDS):
-            tokens |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
+            tokens |= dict.fromkeys(random_tokens(model.tokenizer, size, count, generator))
             if len(tokens) >= count:
                 return list(tokens)[:count]
 
@@ -199,26 +191,28 @@ def _with_other_order(
     The cut is drawn for each prompt, or lies in the middle of the span if all prompts are to have
     the same length.
     """
-    draw = random.Random(f"repeated-random {seed} {prompt.id}")
+    generator = random.Random(f"repeated-random {seed} {prompt.id}")
     bos = _bos(model)
     copies = list(prompt.tokens[len(bos) :])
-    span = copies[: len(copies) // 2]
-    cut = len(span) // 2
-    if not same_length:
-        cut = draw.randrange(1, len(span))
-    last_token = span[cut - 1]
-    answer = span[cut]
+    first_copy = copies[: len(copies) // 2]
+    if same_length:
+        cut = len(first_copy) // 2
+    else:
+        cut = generator.randrange(1, len(first_copy))
+    beginning = first_copy[:cut]
+    answer = first_copy[cut]
 
     # In the other order the last token must have a successor too, and a different one.
     while True:
-        other_order = draw.sample(span, len(span))
-        other_answer = dict(pairwise(other_order)).get(last_token)
+        other_copy = generator.sample(first_copy, len(first_copy))
+        successors = dict(pairwise(other_copy))
+        other_answer = successors.get(beginning[-1])
         if other_answer is not None and other_answer != answer:
             break
 
     return Prompt(
-        tokens=(*bos, *span, *span[:cut]),
-        counterpart=(*bos, *other_order, *span[:cut]),
+        tokens=(*bos, *first_copy, *beginning),
+        counterpart=(*bos, *other_copy, *beginning),
         answer_tokens=(answer,),
         other_answer=(other_answer,),
         id=prompt.id,
@@ -231,8 +225,8 @@ def _from_templates(tokenizer: Any, source: str, count: int, seed: int) -> list[
     There are ``count`` of them, but not more of "capitals" than there are countries.
     """
     templates = _WORDING["templates"][source]
-    template_draw = random.Random(f"templates of {source} {seed}")
-    template_order = template_draw.sample(templates, len(templates))
+    order_generator = random.Random(f"templates of {source} {seed}")
+    template_order = order_generator.sample(templates, len(templates))
     words = _of_commonest_size(tokenizer, _WORDS[source])
     if source == "capitals":  # each country once
         random.Random(f"{source} {seed}").shuffle(words)
@@ -240,17 +234,25 @@ def _from_templates(tokenizer: Any, source: str, count: int, seed: int) -> list[
 
     prompts = []
     for index in range(count):
-        draw = random.Random(f"{source} {seed} {index}")
+        generator = random.Random(f"{source} {seed} {index}")
         template = template_order[index % len(templates)]
         if source == "ioi":
-            fields = _indirect_object(draw, template, words)
+            fields = _indirect_object(generator, template, words)
         elif source == "greater-than":
-            fields = _greater_than(draw, template, words)
+            fields = _greater_than(generator, template, words)
         else:
-            fields = _capital(draw, template, words, words[index])
+            fields = _capital(generator, template, words, words[index])
         prompts.append(Prompt(template="joined", group=template, **fields))
 
     return prompts
+
+
+def _of_commonest_length(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that have the commonest number of tokens with their answers."""
+    by_length = defaultdict(list)
+    for prompt in prompts:
+        by_length[len(tokenizer(prompt.question + prompt.answer)["input_ids"])].append(prompt)
+    return max(by_length.values(), key=len)
 
 
 def _of_commonest_size(tokenizer: Any, words: Sequence[str]) -> list[str]:
@@ -271,12 +273,12 @@ def _of_commonest_size(tokenizer: Any, words: Sequence[str]) -> list[str]:
     return usable
 
 
-def _indirect_object(draw: random.Random, template: str, names: list[str]) -> dict[str, Any]:
+def _indirect_object(generator: random.Random, template: str, names: list[str]) -> dict[str, Any]:
     """The fields of a prompt whose answer is the receiver, the name that occurs only once."""
-    receiver, giver = draw.sample(names, 2)
-    place = draw.choice(_WORDING["places"])
-    thing = draw.choice(_WORDING["things"])
-    first, second = draw.sample([receiver, giver], 2)
+    receiver, giver = generator.sample(names, 2)
+    place = generator.choice(_WORDING["places"])
+    thing = generator.choice(_WORDING["things"])
+    first, second = generator.sample([receiver, giver], 2)
     scene = partial(template.format, first=first, second=second, place=place, thing=thing)
     return {
         "question": scene(giver=giver),
@@ -286,21 +288,21 @@ def _indirect_object(draw: random.Random, template: str, names: list[str]) -> di
     }
 
 
-def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dict[str, Any]:
+def _greater_than(generator: random.Random, template: str, numbers: list[str]) -> dict[str, Any]:
     """The fields of a prompt whose answer is a year after its beginning.
 
     All four numbers differ in their first digit, for tokenizers that split numbers into digits.
     """
     # The counterpart begins in the 20s or 30s and the prompt in the 60s or 70s: this leaves whole
     # decades between the two beginnings, and the 80s after the later one.
-    early_year = _number_between(draw, numbers, 21, 39)
-    late_year = _number_between(draw, numbers, 60, 79)
+    early_year = _number_between(generator, numbers, 21, 39)
+    late_year = _number_between(generator, numbers, 60, 79)
     early_decade = int(early_year) // 10 * 10
     late_decade = int(late_year) // 10 * 10
-    year_between = _number_between(draw, numbers, early_decade + 10, late_decade - 1)
-    year_after = _number_between(draw, numbers, late_decade + 10, 99)
-    century = draw.randrange(11, 20)
-    event = draw.choice(_WORDING["events"])
+    year_between = _number_between(generator, numbers, early_decade + 10, late_decade - 1)
+    year_after = _number_between(generator, numbers, late_decade + 10, 99)
+    century = generator.randrange(11, 20)
+    event = generator.choice(_WORDING["events"])
     sentence = partial(template.format, event=event, century=century)
     return {
         "question": sentence(year=late_year),
@@ -310,7 +312,7 @@ def _greater_than(draw: random.Random, template: str, numbers: list[str]) -> dic
     }
 
 
-def _number_between(draw: random.Random, numbers: list[str], lowest: int, highest: int) -> str:
+def _number_between(generator: random.Random, numbers: list[str], lowest: int, highest: int) -> str:
     """Draw one of the numbers from ``lowest`` to ``highest``.
 
     Raises:
@@ -322,14 +324,14 @@ def _number_between(draw: random.Random, numbers: list[str], lowest: int, highes
             f"greater-than needs a number from {lowest} to {highest}, and all of these have an"
             " unusual number of tokens with this tokenizer; use another source"
         )
-    return draw.choice(candidates)
+    return generator.choice(candidates)
 
 
 def _capital(
-    draw: random.Random, template: str, countries: list[str], country: str
+    generator: random.Random, template: str, countries: list[str], country: str
 ) -> dict[str, Any]:
     """The fields of a prompt whose answer is the capital of ``country``."""
-    other_country = draw.choice([other for other in countries if other != country])
+    other_country = generator.choice([other for other in countries if other != country])
     return {
         "question": template.format(country=country),
         "counterpart": template.format(country=other_country),

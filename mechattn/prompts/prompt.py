@@ -138,7 +138,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, Mapping):
         prompts = _from_encoding(prompts)
-    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OUT":  # texts
+    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OUT":  # objects or texts
         prompts = prompts.tolist()
     if isinstance(prompts, (Tensor, np.ndarray)):
         prompts = _from_tensor(torch.as_tensor(prompts))
@@ -146,31 +146,27 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         prompts = [prompts]
 
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
-    is_unordered = isinstance(prompts, (bytes, Set))
-    if is_table or is_unordered or not isinstance(prompts, Iterable):
+    if is_table or isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
         raise PromptError(
             f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or"
-            " prompts, or a tensor of token ids (load_prompts reads files and data sets)"
+            " prompts, or a tensor of token ids (load_prompts reads files and datasets)"
         )
 
-    named_prompts = [_named(index, prompt) for index, prompt in enumerate(prompts)]
-    if not named_prompts:
+    prompt_list = [_prompt_at(index, prompt) for index, prompt in enumerate(prompts)]
+    if not prompt_list:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == Prompt.id for prompt in named_prompts):  # all have the default
-        named_prompts = [
-            replace(prompt, id=str(index)) for index, prompt in enumerate(named_prompts)
-        ]
-    commonest_id, count = Counter(prompt.id for prompt in named_prompts).most_common(1)[0]
+    if all(prompt.id == Prompt.id for prompt in prompt_list):  # all have the default
+        prompt_list = [replace(prompt, id=str(index)) for index, prompt in enumerate(prompt_list)]
+    commonest_id, count = Counter(prompt.id for prompt in prompt_list).most_common(1)[0]
     if count > 1:
         raise PromptError(
             f"several prompts have the id {commonest_id!r}; give every prompt its own"
         )
 
-    if not any(prompt.group for prompt in named_prompts):
-        return named_prompts
+    if not any(prompt.group for prompt in prompt_list):
+        return prompt_list
     return [
-        replace(prompt, group=prompt.group or f"prompt {prompt.id} alone")
-        for prompt in named_prompts
+        replace(prompt, group=prompt.group or f"prompt {prompt.id} alone") for prompt in prompt_list
     ]
 
 
@@ -190,22 +186,20 @@ def likeness_of(prompts: Sequence[Prompt]) -> str:
     if len(prompts) < _FEWEST_ALIKE or has_groups:
         return ""
 
-    sizes: Counter[str] = Counter()  # by template
+    sizes: Counter[str] = Counter()  # the number of prompts of each template
     for prompt in prompts:
         template = _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip()
         sizes[template or " ".join(map(str, prompt.tokens))] += 1
     if len(sizes) > len(prompts) / 2:
         return ""
 
-    largest, largest_size = sizes.most_common(1)[0]
-    templates = f"{len(sizes)} templates"
-    if len(sizes) == 1:
-        templates = "one template"
+    commonest_template, largest_size = sizes.most_common(1)[0]
+    template_count = "one template" if len(sizes) == 1 else f"{len(sizes)} templates"
     design_effect = sum(size**2 for size in sizes.values()) / len(prompts)
     return (
-        f"{len(prompts)} prompts follow {templates}, apart from numbers and names"
-        f' ("{shortened(largest)}" {largest_size} times): intervals and tests assume independent'
-        f" prompts, so intervals are up to {design_effect**0.5:.1f} times too narrow"
+        f"{len(prompts)} prompts follow {template_count}, apart from numbers and names"
+        f' ("{shortened(commonest_template)}" {largest_size} times): intervals and tests assume'
+        f" independent prompts, so intervals are up to {design_effect**0.5:.1f} times too narrow"
     )
 
 
@@ -250,8 +244,8 @@ def _from_tensor(tokens: Tensor) -> list[Prompt]:
     return _from_rows(tokens.tolist())
 
 
-def _named(index: int, prompt: object) -> Prompt:
-    """A prompt, from itself or from a text, which is named by its index."""
+def _prompt_at(index: int, prompt: object) -> Prompt:
+    """The prompt itself, or one of a text, which its index names."""
     if isinstance(prompt, Prompt):
         return prompt
     if not isinstance(prompt, str):
@@ -270,10 +264,10 @@ def _named(index: int, prompt: object) -> Prompt:
 
 def _rows(numbers: Any) -> list[list[int]]:
     """One or several rows of whole numbers as lists, from a tensor, an array or lists."""
-    rows = _listed(numbers)
+    rows = _as_list(numbers)
     if rows and isinstance(rows[0], Integral):
         return [rows]
-    return [_listed(row) for row in rows]
+    return [_as_list(row) for row in rows]
 
 
 def _from_rows(rows: Iterable[Iterable[int]]) -> list[Prompt]:
@@ -281,7 +275,7 @@ def _from_rows(rows: Iterable[Iterable[int]]) -> list[Prompt]:
     return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(rows)]
 
 
-def _listed(numbers: Any) -> list[Any]:
+def _as_list(numbers: Any) -> list[Any]:
     """A tensor, an array or a sequence as a list."""
     if hasattr(numbers, "tolist"):
         numbers = numbers.tolist()

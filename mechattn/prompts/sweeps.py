@@ -1,7 +1,7 @@
 """Makes conditions that differ in one or more options, and reads the options from their names.
 
-A table of answers keeps only the names of a sweep's conditions, so figures read the values from
-these.
+A table of answers keeps only the names of a sweep's conditions, so figures read the values of the
+options from the names.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     if not options:
         raise OptionError("give at least one option to vary, such as count=[10, 25]")
     if isinstance(condition, Variant):
-        inner = sweep(condition.condition, **options)
-        return {name: replace(condition, condition=varied) for name, varied in inner.items()}
+        swept = sweep(condition.condition, **options)
+        return {name: replace(condition, condition=inner) for name, inner in swept.items()}
     for name, values in options.items():
         if name not in getattr(condition, "__dataclass_fields__", {}):
             raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary")
@@ -46,13 +46,14 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
             raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25]")
 
     conditions = {}
-    for values in product(*options.values()):
-        varied = dict(zip(options, values, strict=True))
-        if varied.get("count") != 0:
-            name = ", ".join(f"{option}={_printable(value)}" for option, value in varied.items())
-            if name in conditions:
-                raise OptionError(f"there are two conditions {name!r}; give each value once")
-            conditions[name] = replace(condition, **varied)  # type: ignore[type-var]
+    for combination in product(*options.values()):
+        settings = dict(zip(options, combination, strict=True))
+        if settings.get("count") == 0:
+            continue
+        name = ", ".join(f"{option}={_printable(value)}" for option, value in settings.items())
+        if name in conditions:
+            raise OptionError(f"there are two conditions {name!r}; give each value once")
+        conditions[name] = replace(condition, **settings)  # type: ignore[type-var]
 
     return conditions
 
@@ -98,10 +99,10 @@ def swept_conditions(names: Iterable[str], option: str) -> list[SweptCondition]:
             f"no condition is named {option}=…; run or evaluate with conditions=ma.sweep(…)"
         )
     try:
-        numbers = [condition._replace(value=float(condition.value)) for condition in conditions]
+        numeric = [condition._replace(value=float(condition.value)) for condition in conditions]
     except ValueError:  # a value that is not a number
         return conditions
-    return sorted(numbers, key=lambda condition: condition.value)
+    return sorted(numeric, key=lambda condition: condition.value)
 
 
 def _printable(value: Any) -> str:

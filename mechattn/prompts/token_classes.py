@@ -43,7 +43,7 @@ def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
     if tokenizer is None:
         return classes
     token_ids = range(min(size, len(tokenizer)))
-    texts = tokenizer.batch_decode([[token] for token in token_ids])
-    for token, text in zip(token_ids, texts, strict=True):
-        classes[token] = TOKEN_CLASSES.index(token_class(text))
+    texts = tokenizer.batch_decode([[token_id] for token_id in token_ids])
+    for token_id, text in enumerate(texts):
+        classes[token_id] = TOKEN_CLASSES.index(token_class(text))
     return classes

@@ -103,15 +103,15 @@ class TokenSequence:
         if not self.keeps_positions:
             return torch.arange(len(self))
 
-        ids = []
-        following = len(self) - int(self.inserted.sum())
+        reversed_ids = []
+        position_id = len(self) - int(self.inserted.sum())
         for origin in reversed(self.origin.tolist()):
             if origin == INSERTED:
-                following -= 1
+                position_id -= 1
             else:
-                following = origin
-            ids.append(following)
-        return torch.tensor(ids[::-1])
+                position_id = origin
+            reversed_ids.append(position_id)
+        return torch.tensor(reversed_ids[::-1])
 
     def of_segment(self, name: str) -> Bool[Tensor, " pos"]:
         """Which positions belong to the segment ``name``."""
@@ -129,8 +129,9 @@ class TokenSequence:
 
     def _repr_html_(self) -> str:
         token_ids = self.tokens.tolist()
-        texts = list(map(str, token_ids))
-        if self.decode is not None:
+        if self.decode is None:
+            texts = list(map(str, token_ids))
+        else:
             texts = token_texts(self.decode, token_ids)
         segments = [SEGMENTS[code] for code in self.segment.tolist()]
         texts_and_segments = list(zip(texts, segments, strict=True))
@@ -206,28 +207,26 @@ def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequ
             " them"
         )
 
-    count = len(filler)
-    new_tokens = torch.tensor(list(filler), dtype=torch.long)
-    inserted = torch.full((count,), INSERTED)
-    inserted_segment = torch.full((count,), SEGMENTS.index("inserted"))
+    filler_tokens = torch.tensor(list(filler), dtype=torch.long)
 
     def spliced(
-        old: Shaped[Tensor, " old"], new: Shaped[Tensor, " new"]
+        values: Shaped[Tensor, " pos"], filler_values: Shaped[Tensor, " filler"]
     ) -> Shaped[Tensor, " longer"]:
-        return torch.cat([old[:at], new, old[at:]])
+        return torch.cat([values[:at], filler_values, values[at:]])
 
     cut_edges = sequence.cut_edges
     if cut_edges is not None:
-        uncut = torch.zeros(count, dtype=torch.bool)
-        queries = spliced(cut_edges.queries, uncut)
-        keys = spliced(cut_edges.keys, uncut)
+        not_cut = torch.zeros_like(filler_tokens, dtype=torch.bool)
+        queries = spliced(cut_edges.queries, not_cut)
+        keys = spliced(cut_edges.keys, not_cut)
         cut_edges = replace(cut_edges, queries=queries, keys=keys)
 
+    segment_index = SEGMENTS.index("inserted")
     return replace(
         sequence,
-        tokens=spliced(sequence.tokens, new_tokens),
-        origin=spliced(sequence.origin, inserted),
-        segment=spliced(sequence.segment, inserted_segment),
+        tokens=spliced(sequence.tokens, filler_tokens),
+        origin=spliced(sequence.origin, torch.full_like(filler_tokens, INSERTED)),
+        segment=spliced(sequence.segment, torch.full_like(filler_tokens, segment_index)),
         cut_edges=cut_edges,
     )
 
@@ -248,13 +247,13 @@ def with_changes(sequences: Mapping[str, TokenSequence]) -> dict[str, TokenSeque
     if is_shared.all():
         return dict(sequences)
 
-    marked = {}
+    changed_sequences = {}
     for name, sequence in sequences.items():
         is_changed = ~sequence.inserted & ~is_shared[sequence.origin.clamp(min=0)]
         segment = sequence.segment.masked_fill(is_changed, SEGMENTS.index("changed"))
-        marked[name] = replace(sequence, segment=segment)
+        changed_sequences[name] = replace(sequence, segment=segment)
 
-    return marked
+    return changed_sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,13 +338,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on another device."""
-        names = ("tokens", "origin", "segment", "lengths", "position_ids", "edge_mask")
-        moved = {}
-        for name in names:
+        copies = {}
+        for name in ("tokens", "origin", "segment", "lengths", "position_ids", "edge_mask"):
             value = getattr(self, name)
             if value is not None:
-                moved[name] = value.to(device)
-        return replace(self, **moved)
+                copies[name] = value.to(device)
+        return replace(self, **copies)
 
 
 # Cached for all blocks of queries and all layers, since each call would wait for the GPU.
@@ -372,19 +370,17 @@ def pad_right(
 ) -> Batch:
     """Put sequences into one batch, padded on the right."""
 
-    def padded(attribute: str, value: int = PADDING) -> Tensor:
+    def padded(attribute: str, padding_value: int) -> Tensor:
         values = [getattr(sequence, attribute) for sequence in sequences]
-        return pad_sequence(values, batch_first=True, padding_value=value)
+        return pad_sequence(values, batch_first=True, padding_value=padding_value)
 
     edge_mask = None
-    layers: list[tuple[int, ...] | None] = [None] * len(sequences)
+    cuts = [edges_to_cut(sequence) for sequence in sequences]
     if any(sequence.cut_edges for sequence in sequences):
-        cuts = [edges_to_cut(sequence) for sequence in sequences]
         edge_mask = EdgeMask(
             queries=pad_sequence([cut.queries for cut in cuts], batch_first=True),
             keys=pad_sequence([cut.keys for cut in cuts], batch_first=True),
         )
-        layers = [cut.layers for cut in cuts]
 
     position_ids = None
     if any(sequence.keeps_positions for sequence in sequences):
@@ -392,12 +388,12 @@ def pad_right(
 
     return Batch(
         tokens=padded("tokens", pad_token),
-        origin=padded("origin"),
-        segment=padded("segment"),
+        origin=padded("origin", PADDING),
+        segment=padded("segment", PADDING),
         lengths=torch.tensor([len(sequence) for sequence in sequences]),
         rows=tuple(rows),
         edge_mask=edge_mask,
-        edge_mask_layers=tuple(layers),
+        edge_mask_layers=tuple(cut.layers for cut in cuts),
         position_ids=position_ids,
         interventions=tuple(sequence.interventions for sequence in sequences),
     )
@@ -432,29 +428,29 @@ class Pairs:
 @lru_cache(maxsize=8)
 def pairs_of(batch: Batch) -> Pairs:
     """The pairs of a batch, which must hold the baseline of each of its prompts."""
-    row_of_baseline = {
+    baseline_of_prompt = {
         prompt: row for row, (prompt, condition) in enumerate(batch.rows) if condition == BASELINE
     }
-    baseline_rows = torch.tensor([row_of_baseline[prompt] for prompt, _ in batch.rows])
+    baseline = torch.tensor([baseline_of_prompt[prompt] for prompt, _ in batch.rows])
 
     # The position of each original token in a row is the inverse of ``origin``.
     origin = batch.origin.cpu()
     is_original = origin >= 0
-    longest = int(is_original.sum(-1).max())
-    place = torch.zeros(len(batch.rows), longest, dtype=torch.long)
+    largest_count = int(is_original.sum(-1).max())
+    place = torch.zeros(len(batch.rows), largest_count, dtype=torch.long)
     original = torch.zeros_like(place, dtype=torch.bool)
     pair, position = is_original.nonzero(as_tuple=True)
     place[pair, origin[pair, position]] = position
     original[pair, origin[pair, position]] = True
     segment = batch.segment.cpu().gather(1, place)
     segment = segment.masked_fill(~original, PADDING)
-    originals_up_to = is_original.cumsum(-1)
-    reach = tuple(originals_up_to.amax(0).tolist())
+    counts_up_to = is_original.cumsum(-1)
+    reach = tuple(counts_up_to.amax(0).tolist())
 
     device = batch.tokens.device
     return Pairs(
         batch,
-        baseline_rows.to(device),
+        baseline.to(device),
         place.to(device),
         original.to(device),
         segment.to(device),

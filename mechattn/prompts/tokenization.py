@@ -49,14 +49,14 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
             chat template changes the texts, or a control token cannot be read as text.
     """
     if prompt.answer_tokens:
-        question = tokenize(replace(prompt, answer="", answer_tokens=()), model)
-        answer = torch.tensor(prompt.answer_tokens)
-        answer_segment = torch.full_like(answer, SEGMENTS.index("answer"))
+        before_answer = tokenize(replace(prompt, answer="", answer_tokens=()), model)
+        answer_tokens = torch.tensor(prompt.answer_tokens)
+        answer_segment = torch.full_like(answer_tokens, SEGMENTS.index("answer"))
         return replace(
-            question,
-            tokens=torch.cat([question.tokens, answer]),
-            origin=torch.arange(len(question) + len(answer)),
-            segment=torch.cat([question.segment, answer_segment]),
+            before_answer,
+            tokens=torch.cat([before_answer.tokens, answer_tokens]),
+            origin=torch.arange(len(before_answer) + len(answer_tokens)),
+            segment=torch.cat([before_answer.segment, answer_segment]),
         )
 
     if prompt.tokens:
@@ -136,7 +136,7 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         return
     if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         # One such token may be a real beginning or end, but two are padding.
-        is_padded = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
+        is_padded = (pad, pad) in (tuple(prompt.tokens[:2]), tuple(prompt.tokens[-2:]))
     else:
         is_padded = pad in (prompt.tokens[0], prompt.tokens[-1])
 
@@ -152,18 +152,18 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
 
     Much of the attention goes to the first token, so another one would change all results.
     """
-    first = prompt.tokens[0]
-    if bos is not None and first != bos:
+    first_token = prompt.tokens[0]
+    if bos is not None and first_token != bos:
         raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with {first}, but this model reads text "
+            f"the token ids of prompt {prompt.id} begin with {first_token}, but this model reads text "
             f"after a BOS token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
         )
 
     unused_bos = getattr(model.tokenizer, "bos_token_id", None)
-    is_unused = bos is None and unused_bos is not None and first == unused_bos
+    is_unused = bos is None and unused_bos is not None and first_token == unused_bos
     if is_unused and not _opens_chats(model.tokenizer):
         raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with the BOS token {first}, but this model "
+            f"the token ids of prompt {prompt.id} begin with the BOS token {first_token}, but this model "
             "reads text without one; remove it, or set model.cfg.default_prepend_bos = True"
         )
 
@@ -188,9 +188,9 @@ def _chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
     system_slot = _SYSTEM_SLOT if prompt.system else ""
     outline = _rendered(prompt, tokenizer, system_slot, _QUESTION_SLOT)
 
-    for system, question in product(_trimmed(prompt.system), _trimmed(prompt.question)):
-        filled, spans = _filled(outline, system, question)
-        if filled == text:
+    for system, question in product(_trimmings(prompt.system), _trimmings(prompt.question)):
+        chat, spans = _fill_slots(outline, system, question)
+        if chat == text:
             return text, spans
 
     raise PromptError(
@@ -209,11 +209,11 @@ def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str
     """
     conversations = [[{"role": "user", "content": question}]]
     if system:
-        own_turn = {"role": "system", "content": system}
-        opening = {"role": "user", "content": f"{system}\n\n{question}"}
-        conversations = [[own_turn, *conversations[0]], [opening]]
+        system_turn = {"role": "system", "content": system}
+        joint_turn = {"role": "user", "content": f"{system}\n\n{question}"}
+        conversations = [[system_turn, *conversations[0]], [joint_turn]]
 
-    failure = None
+    last_error = None
     for messages in conversations:
         try:
             text: str = tokenizer.apply_chat_template(
@@ -221,34 +221,39 @@ def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str
             )
             return text
         except Exception as error:  # a template is a program and may fail in any way
-            failure = error
+            last_error = error
 
     raise ModelError(
         f"the chat template of this tokenizer fails on prompt {prompt.id} "
-        f'({type(failure).__name__}: {failure}); use template="plain"'
-    ) from failure
+        f'({type(last_error).__name__}: {last_error}); use template="plain"'
+    ) from last_error
 
 
-def _trimmed(text: str) -> list[str]:
+def _trimmings(text: str) -> list[str]:
     """The text as it is, and without the white space that a template may trim."""
     return [text, text.strip(), text.rstrip(), text.lstrip()]
 
 
-def _filled(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
+def _fill_slots(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
     """The outline with the texts in their slots, and the characters of each text.
 
     A template may repeat a text. The first occurrence of the system text and the last one of the
     question count.
     """
-    slots = {_SYSTEM_SLOT: ("system", system), _QUESTION_SLOT: ("question", question)}
-    text = ""
-    spans: dict[str, list[Span]] = {"system": [], "question": [], "template": []}
+    chat = ""
+    system_spans: list[Span] = []
+    question_spans: list[Span] = []
     for piece in _SLOT.split(outline):
-        segment, filling = slots.get(piece, ("template", piece))
-        spans[segment].append((segment, len(text), len(text) + len(filling)))
-        text += filling
-
-    return text, spans["system"][:1] + spans["question"][-1:]
+        start = len(chat)
+        if piece == _SYSTEM_SLOT:
+            chat += system
+            system_spans.append(("system", start, len(chat)))
+        elif piece == _QUESTION_SLOT:
+            chat += question
+            question_spans.append(("question", start, len(chat)))
+        else:
+            chat += piece
+    return chat, system_spans[:1] + question_spans[-1:]
 
 
 def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
@@ -256,19 +261,14 @@ def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
 
     Each ends with a newline, or with nothing if the template is "joined".
     """
-    separator = "\n"
-    if prompt.template == "joined":
-        separator = ""
-    texts = {"system": prompt.system, "question": prompt.question}
-    joined = ""
+    ending = "" if prompt.template == "joined" else "\n"
+    text = ""
     spans: list[Span] = []
-
-    for segment, text in texts.items():
-        if text:
-            spans.append((segment, len(joined), len(joined) + len(text)))
-            joined += text + separator
-
-    return joined, spans
+    for segment, part in (("system", prompt.system), ("question", prompt.question)):
+        if part:
+            spans.append((segment, len(text), len(text) + len(part)))
+            text += part + ending
+    return text, spans
 
 
 def _tokens_in_spans(
@@ -293,33 +293,34 @@ def _tokens_in_spans(
     token_ids: list[int] = []
     segments: list[str] = []
 
-    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         characters = text[start:end]
-        first = start
         if characters.strip():
-            first += len(characters) - len(characters.lstrip())
-        segment = next((name for name, begin, stop in spans if begin <= first < stop), "template")
-        pieces = [token]
-        if token in control_tokens and segment in ("system", "question"):
-            pieces = _as_written(prompt, tokenizer, token, characters)
-        token_ids += pieces
-        segments += [segment] * len(pieces)
+            start += len(characters) - len(characters.lstrip())
+        segment = next((name for name, begin, stop in spans if begin <= start < stop), "template")
+        read_ids = [token_id]
+        if token_id in control_tokens and segment in ("system", "question"):
+            read_ids = _spelled_out_tokens(prompt, tokenizer, token_id, characters)
+        token_ids += read_ids
+        segments += [segment] * len(read_ids)
 
     return token_ids, segments
 
 
 @lru_cache(maxsize=8)
 def _control_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that control the model rather than being text, such as that of an end."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    added_special = {token for token, added_token in added.items() if added_token.special}
-    return frozenset(added_special | set(getattr(tokenizer, "all_special_ids", ())))
+    """The ids of tokens that control the model rather than being text, such as "<eos>"."""
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    added_ids = {token_id for token_id, token in added_tokens.items() if token.special}
+    return frozenset(added_ids.union(getattr(tokenizer, "all_special_ids", ())))
 
 
-def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> list[int]:
+def _spelled_out_tokens(
+    prompt: Prompt, tokenizer: Any, token_id: int, characters: str
+) -> list[int]:
     """The tokens of characters in the prompt's own text that spell out a control token.
 
-    This is the control token itself, with a warning, or with ``split_special_tokens`` the tokens of
+    They are the control token alone, with a warning, or with ``split_special_tokens`` the tokens of
     ordinary text.
 
     Raises:
@@ -330,12 +331,12 @@ def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> 
             f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control"
             " token; Prompt(…, split_special_tokens=True) has it read as text"
         )
-        return [token]
+        return [token_id]
     encoded = tokenizer(characters, add_special_tokens=False, split_special_tokens=True)
-    pieces: list[int] = encoded["input_ids"]
-    if tokenizer.decode(pieces).strip() != characters.strip():
+    text_ids: list[int] = encoded["input_ids"]
+    if tokenizer.decode(text_ids).strip() != characters.strip():
         raise PromptError(
             f"{prompt.where} contains {characters!r}, which this tokenizer cannot read as text; "
             "write it in another way"
         )
-    return pieces
+    return text_ids

@@ -79,6 +79,7 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
     analyses = [ma.ReceivedAttention(queries), ma.analyses.AttentionMap()]
     result = ma.run(model, PROMPTS, CONDITIONS, analyses, layers=[0, 1])
     dataset = result["received_attention"]
+    question = SEGMENTS.index("question")
     from_null = 0.0
     from_undiluted = 0.0
     for prompt in range(len(PROMPTS)):
@@ -87,7 +88,7 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
             patterns, origin, own_segments = parts_of(result, prompt, condition)
             counted = np.flatnonzero(origin >= 0)
             if queries == "question":
-                counted = np.flatnonzero(own_segments == SEGMENTS.index("question"))
+                counted = np.flatnonzero(own_segments == question)
             for layer, head in np.ndindex(2, 2):
                 window = attention_window(model, layer)
                 expected = slow_dilution(
@@ -99,7 +100,6 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
                     null = measured[f"{quantity}_dilution"].values
                     np.testing.assert_allclose(null, values, atol=2e-6, err_msg=quantity)
                     undiluted = dataset.isel(at).sel(condition="baseline")[quantity].values
-                    question = SEGMENTS.index("question")
                     from_null = max(from_null, abs(measured[quantity].values - null)[question])
                     from_undiluted = max(from_undiluted, abs(undiluted - null)[question])
     assert from_null > 1e-4, "the null is another number than what was measured"

@@ -339,11 +339,13 @@ def test_a_narrow_window_leaves_no_counted_key(prompts, shared):
 
 
 def test_an_ablated_head_has_no_share_of_an_output(toy):
-    ablated = ma.Baseline(intervention=ma.interventions.HeadAblation(((1, 0),)))
+    layer_heads = tuple((1, head) for head in range(8))
+    ablated = ma.Baseline(intervention=ma.interventions.HeadAblation(layer_heads))
     analyses = [ma.analyses.AttentionSinks(), ma.analyses.HeadUpdates()]
     result = ma.run(toy, SHORT, {"off": ablated}, analyses)
     cell = dict(condition="off", layer=1, head=0)
-    assert result["attention_sinks"].first_output_share.sel(cell).isnull().all()
+    sinks = result["attention_sinks"].sel(cell)
+    assert np.isnan([sinks.first_output_share, sinks.inactive]).all()
     assert (result["head_updates"].update_norm.sel(cell).sel(segment="question") == 0).all()
 
 

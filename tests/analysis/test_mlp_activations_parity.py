@@ -139,10 +139,12 @@ def test_rules(toy, prompts):
     by_mad = ma.analyses.MlpActivations("mad", 0.3, calibration=CALIBRATION)
     thresholds = by_mad.calibrated(toy, [1], prompts).thresholds
     assert thresholds[1] == pytest.approx(np.median(values), rel=1e-4)
-    absolute = ma.analyses.MlpActivations("absolute", 0.01).calibrated(toy, [0, 2], prompts)
-    assert absolute.thresholds == {0: 0.01, 2: 0.01}
+    absolute = ma.analyses.MlpActivations("absolute", 0.01).calibrated(toy, [2], prompts)
+    assert absolute.thresholds == {2: 0.01}
     with pytest.warns(UserWarning, match=r"1 of 1 calibration prompts .* are also measured"):
-        ma.analyses.MlpActivations(calibration=(prompts[0],)).calibrated(toy, [0], prompts)
+        ma.analyses.MlpActivations(calibration=prompts[:1]).calibrated(toy, [0], prompts)
+    with pytest.raises(ma.MechattnError, match="there are no prompts"):
+        ma.analyses.MlpActivations(calibration=[])
 
 
 @pytest.mark.parametrize(

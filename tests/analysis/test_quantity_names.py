@@ -13,14 +13,10 @@ from mechattn.errors import OptionError
 
 def with_every_option():
     """One of each analysis, with every option that adds quantities."""
-    classes = [
-        thing
-        for thing in vars(ma.analyses).values()
-        if inspect.isclass(thing) and issubclass(thing, AnalysisBase)
-    ]
     analyses = []
-    for kind in classes:
-        if not dataclasses.is_dataclass(kind):
+    for kind in vars(ma.analyses).values():
+        is_analysis = inspect.isclass(kind) and issubclass(kind, AnalysisBase)
+        if not is_analysis or not dataclasses.is_dataclass(kind):
             continue  # a base class for analyses of one's own
         names = {field.name for field in dataclasses.fields(kind)}
         options = dict.fromkeys(names & {"per_query", "half_mass"}, True)

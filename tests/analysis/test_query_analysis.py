@@ -110,8 +110,10 @@ def test_a_number_that_some_queries_do_not_have(toy, short_prompts):
 @pytest.mark.parametrize(
     ("of_queries", "message"),
     [
-        (lambda rows: {"x": rows.pattern.sum()}, r"'x' with the shape \[\], not \[batch, head"),
-        (lambda rows: {"x": rows.pattern.sum(-1)[:1]}, r"'x' with the shape \[1, 8, \d+\], not"),
+        (
+            lambda rows: {"x": rows.pattern.sum(-1)[:1]},
+            r"'x' with the shape \[1, 8, \d+\], not \[batch, head",
+        ),
         (
             lambda rows: {"x": (rows.pattern[:, :1, :, 0], rows.pattern.sum(-1) > 0)},
             r"\[\d, 1, \d+\]",

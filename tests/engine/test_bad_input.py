@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mechattn.errors import (
 )
 from mechattn.model.patterns_at_hooks import check_pattern
 from mechattn.prompts.prompt import as_prompts
+from mechattn.prompts.tokenization import tokenize
 from tests.figures_config import figures_config
 
 TOM = "Tom has 3 apples."
@@ -217,6 +219,10 @@ def test_padded_token_ids(no_forward):
         with pytest.raises(PromptError, match="padding token"):
             ma.run(no_forward, torch.tensor([row]))
 
+    tokenizer = SimpleNamespace(pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    with pytest.raises(PromptError, match="padding token 0"):
+        tokenize(ma.Prompt(tokens=[5, 0, 0]), SimpleNamespace(tokenizer=tokenizer, cfg=None))
+
 
 def test_answers_that_are_not_there(tmp_path):
     path = tmp_path / "prompts.jsonl"
@@ -280,11 +286,6 @@ def test_head_out_of_range_gives_the_range(no_forward, slash_result):
         ma.pattern(no_forward, TOM, layer=0, heads=[8])
     with pytest.raises(OptionError, match="0 to 7"):
         ma.render.received_attention(slash_result, layer=0, heads=[0, 8])
-
-
-def test_a_prompt_too_long_for_a_map(no_forward):
-    with pytest.raises(PromptError, match="at most 256"):
-        ma.pattern(no_forward, "word " * 300, layer=0)
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_a_line_break_is_tokenized_with_the_mark_before_it(toy, condition):
     """Else a server that takes texts would read other tokens than a model here."""
     tokenizer = MergesFullStops()
     model = SimpleNamespace(tokenizer=tokenizer, cfg=toy.cfg)
-    filler = condition._with_line(PROMPT, model, 0)
+    filler = condition._filler_with_line(PROMPT, model, 0)
     text = tokenizer.decode(filler)
     assert len(filler) == condition.count
     assert text.endswith("\n")

@@ -186,14 +186,13 @@ def test_the_answers_of_generated_pairs_follow_from_their_versions(model):
         )
 
     for prompt in ma.pairs(model, "greater-than", 24):
-        begun = []
-        for text in (prompt.question, prompt.counterpart):
-            begun.append(int(re.search(r"\d\d(\d\d)", text)[1]))
-        late, early = begun
+        late, early = (
+            int(re.search(r"\d\d(\d\d)", text)[1]) for text in (prompt.question, prompt.counterpart)
+        )
         right, other = int(prompt.answer), int(prompt.other_answer)
         assert right > late > other > early, "the other answer is right in the other version alone"
-        digits = [number // 10 for number in (right, late, other, early)]
-        assert len(set(digits)) == 4, "so that first digits decide"
+        digits = {number // 10 for number in (right, late, other, early)}
+        assert len(digits) == 4, "so that first digits decide"
 
 
 @pytest.mark.parametrize("source", ["ioi", "greater-than", "capitals"])

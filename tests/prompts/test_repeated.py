@@ -7,6 +7,8 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OptionError
 
+MODEL = SimpleNamespace(tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False))
+
 
 def test_a_span_is_read_twice(toy):
     prompts = ma.repeated_random(toy, 20)
@@ -32,10 +34,7 @@ def test_the_seed_decides(toy):
 
 
 def test_three_times_and_without_a_tokenizer():
-    model = SimpleNamespace(
-        tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False)
-    )
-    (prompt,) = ma.repeated_random(model, 1, span=(4, 4), times=3)
+    (prompt,) = ma.repeated_random(MODEL, 1, span=(4, 4), times=3)
     assert prompt.tokens == prompt.tokens[:4] * 3
 
 
@@ -43,24 +42,19 @@ def test_three_times_and_without_a_tokenizer():
     ("options", "message"),
     [
         ({"span": (5, 3)}, "give a shortest and a longest span"),
+        ({"span": 5}, "span=5: give a shortest and a longest span"),
         ({"times": 1}, "times=1: give a whole number, at least 2"),
         ({"span": (13, 13)}, "a span of 13 different tokens needs a larger vocabulary than 12"),
     ],
 )
 def test_bad_input(options, message):
-    model = SimpleNamespace(
-        tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False)
-    )
     with pytest.raises(OptionError, match=message):
-        ma.repeated_random(model, **({"limit": 1} | options))
+        ma.repeated_random(MODEL, **({"limit": 1} | options))
 
 
 def test_a_pair_takes_a_span_with_another_successor():
-    model = SimpleNamespace(
-        tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False)
-    )
     for shortest in (1, 2):
         with pytest.raises(OptionError, match="of at least 3"):
-            ma.pairs(model, "repeated-random", 1, span=(shortest, 4))
-    (prompt,) = ma.pairs(model, "repeated-random", 1, span=(3, 3))
+            ma.pairs(MODEL, "repeated-random", 1, span=(shortest, 4))
+    (prompt,) = ma.pairs(MODEL, "repeated-random", 1, span=(3, 3))
     assert sorted(prompt.counterpart[:3]) == sorted(prompt.tokens[:3])
