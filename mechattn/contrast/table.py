@@ -151,8 +151,8 @@ def comparison_table(
         selection: The cells to report.
         random: As for :meth:`mechattn.Result.compare`.
         margin: As for :meth:`mechattn.Result.compare`.
-        bootstrap_ends: Whether to compute the ends of bootstrap intervals, which takes most of the
-            time.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``, which
+            takes most of the time.
 
     Raises:
         OptionError: There is nothing to compare, there are too few units, or an option is refused.
@@ -276,7 +276,7 @@ def _cell_statistics(
         units: The units of all prompts.
         unit_indices: The units that count.
         masks: The cells of each block [*cells]; by default those with a difference.
-        bootstrap_ends: Whether to compute the ends of bootstrap intervals.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``.
     """
     stream = PairedStream(
         len(unit_indices), contrast.level, contrast.resamples, contrast.seed, bootstrap_ends

@@ -27,7 +27,7 @@ _MOST_KEPT = 2**26  # bytes (64 MiB): draws up to this size are kept for the nex
 # The ends of bootstrap intervals, pointwise and simultaneous.
 _BOOTSTRAP_ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
 # Statistics of cells by name: each [cell], or the values to resample [unit or bag, cell].
-Columns = dict[str, np.ndarray]
+CellColumns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +205,8 @@ class PairedStream:
         self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
         # The columns of each block of cells: of its differences, and of what is tested.
-        self._difference_blocks: list[Columns] = []
-        self._tested_blocks: list[Columns] = []
+        self._difference_blocks: list[CellColumns] = []
+        self._tested_blocks: list[CellColumns] = []
 
     def add(
         self,
@@ -241,7 +241,7 @@ class PairedStream:
             {**of_tested, "null": null, "has_null": has_null, "skewness": shape}
         )
 
-    def _summary(self, values: np.ndarray) -> Columns:
+    def _summary(self, values: np.ndarray) -> CellColumns:
         """The :func:`summary` of some cells [unit, cell], and the values to resample."""
         resampled_values = values
         if self.bags is not None:
@@ -301,7 +301,7 @@ class PairedStream:
             return _kept_draws(units, self.resamples, patterns, self.seed)
         return _random_draws(units, self.resamples, patterns, self.seed)
 
-    def _tests(self, columns: Columns, draws: Draws) -> Columns:
+    def _tests(self, columns: CellColumns, draws: Draws) -> CellColumns:
         """The p of tests for a mean of 0, and the ends of bootstrap intervals.
 
         The ends and ``p_family`` are NaN with too few units or without ``bootstrap_ends``.
@@ -341,7 +341,7 @@ class PairedStream:
         return tests
 
 
-def summary(d: np.ndarray, level: float = 0.95) -> Columns:
+def summary(d: np.ndarray, level: float = 0.95) -> CellColumns:
     """The mean, the standard deviation and the t interval (low, high) of each column.
 
     If some unit has no value in a column, its mean and deviation are NaN, so that it is not tested;
@@ -364,7 +364,7 @@ def summary(d: np.ndarray, level: float = 0.95) -> Columns:
     }
 
 
-def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
+def skewness(d: np.ndarray, columns: CellColumns) -> np.ndarray:
     """The third standardised moment of each column, from its :func:`summary`; NaN if nothing
     varies.
 
@@ -428,7 +428,7 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
 _kept_draws = lru_cache(maxsize=1)(_random_draws)
 
 
-def _joined(blocks: list[Columns]) -> Columns:
+def _joined(blocks: list[CellColumns]) -> CellColumns:
     """The columns of all cells, from those of their blocks."""
     columns = {}
     for name in blocks[0]:
